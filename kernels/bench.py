@@ -1,0 +1,254 @@
+"""Time the attention kernels against what this GPU can do: `python -m toolkit.kernels.bench [--tune]`.
+
+Decode is bound by memory: its share is of the bandwidth of a large copy measured in the same run. Prefill is
+bound by arithmetic: its share is of a large bf16 matrix product. Kernels are timed as replays of a CUDA graph
+whose calls walk over as many KV caches as overflow the L2 cache, as the layers of a model do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from .triton import attention
+from .triton.attention import Batch, Logits, Tile
+
+DTYPE = torch.bfloat16
+BLOCK_SIZE = 16
+COLD_BYTES = 512 << 20
+MAX_CACHES = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call: `(queries, context)` of every request."""
+
+    name: str
+    lens: tuple[tuple[int, int], ...]
+    heads: int
+    kv_heads: int
+    head_size: int
+
+    @property
+    def max_query_len(self) -> int:
+        return max(queries for queries, _ in self.lens)
+
+    @property
+    def max_seq_len(self) -> int:
+        return max(context for _, context in self.lens)
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(context for _, context in self.lens) * 2 * self.kv_heads * self.head_size * DTYPE.itemsize
+
+    @property
+    def flops(self) -> int:
+        """Two products over the visible (query, key) pairs only."""
+        pairs = sum(n * (context - n) + n * (n + 1) // 2 for n, context in self.lens)
+        return 4 * pairs * self.heads * self.head_size
+
+    def batches(self) -> list[Batch]:
+        """The same step over different caches, as layer follows layer."""
+        num_caches = min(MAX_CACHES, -(-COLD_BYTES // self.kv_bytes))
+        blocks = [-(-context // BLOCK_SIZE) for _, context in self.lens]
+        table = torch.zeros(len(self.lens), max(blocks), dtype=torch.int32)
+        unused = torch.randperm(sum(blocks))
+        for row, count in zip(table, blocks, strict=True):
+            row[:count], unused = unused[:count], unused[count:]
+        counts = torch.tensor([0] + [queries for queries, _ in self.lens])
+        shape = (sum(blocks), BLOCK_SIZE, self.kv_heads, self.head_size)
+        q = torch.randn(int(counts.sum()), self.heads, self.head_size, device="cuda", dtype=DTYPE)
+        query_start_loc = counts.cumsum(0).int().cuda()
+        seq_lens = torch.tensor([context for _, context in self.lens], dtype=torch.int32).cuda()
+        return [
+            Batch(
+                q,
+                torch.randn(shape, device="cuda", dtype=DTYPE),
+                torch.randn(shape, device="cuda", dtype=DTYPE),
+                query_start_loc,
+                seq_lens,
+                table.cuda(),
+                torch.empty_like(q),
+            )
+            for _ in range(num_caches)
+        ]
+
+
+DECODE = [
+    Case("Qwen3-0.6B, 256 x 800", ((1, 800),) * 256, 16, 8, 128),
+    Case("gpt2, 256 x 300", ((1, 300),) * 256, 12, 12, 64),
+    Case("Llama-3.1-8B, 64 x 4096", ((1, 4096),) * 64, 32, 8, 128),
+    Case("Qwen3-0.6B, 256 x 100..1024", tuple((1, 100 + 925 * i // 256) for i in range(256)), 16, 8, 128),
+    Case("Llama-3.1-8B, 8 x 1024", ((1, 1024),) * 8, 32, 8, 128),
+    Case("Llama-3.1-8B, 1 x 1024", ((1, 1024),), 32, 8, 128),
+    Case("gpt2, 1 x 256", ((1, 256),), 12, 12, 64),
+]
+PREFILL = [
+    Case("Llama-3.1-8B, 8 x 1024", ((1024, 1024),) * 8, 32, 8, 128),
+    Case("Qwen3-0.6B, 4 x 2048", ((2048, 2048),) * 4, 16, 8, 128),
+    Case("gpt2, 16 x 1000", ((1000, 1000),) * 16, 12, 12, 64),
+    Case("Llama-3.1-8B, 512 after 3584", ((512, 4096),), 32, 8, 128),
+    Case("Llama-3.1-8B, 1 x 128", ((128, 128),), 32, 8, 128),
+]
+DECODE_TILES = [  # keys, warps, stages; rows follow from the group
+    (32, 2, 4),
+    (32, 4, 4),
+    (64, 2, 3),
+    (64, 2, 4),
+    (64, 4, 2),
+    (64, 4, 3),
+    (64, 4, 4),
+    (64, 4, 5),
+    (64, 8, 3),
+    (128, 4, 3),
+    (128, 4, 4),
+]
+PREFILL_TILES = [
+    Tile(64, 64, 4, 2),
+    Tile(64, 64, 4, 3),
+    Tile(64, 32, 4, 3),
+    Tile(128, 32, 4, 3),
+    Tile(128, 32, 4, 4),
+    Tile(128, 64, 4, 2),
+    Tile(128, 64, 8, 2),
+    Tile(128, 64, 8, 3),
+    Tile(128, 64, 8, 4),
+    Tile(128, 128, 8, 2),
+    Tile(128, 128, 8, 3),
+    Tile(256, 64, 8, 3),
+]
+MIXED = [Case("Qwen3-0.6B, 255 x 1 at 800 and 512 at 1024", ((1, 800),) * 255 + ((512, 1024),), 16, 8, 128)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time the attention kernels against this GPU's limits.")
+    parser.add_argument(
+        "--tune", action="store_true", help="try many tile shapes and print the best four of each"
+    )
+    tune = parser.parse_args().tune
+    if not torch.cuda.is_available():
+        sys.exit("toolkit.kernels.bench needs an NVIDIA GPU, and PyTorch sees none.")
+    torch.manual_seed(0)
+    bandwidth, rate = copy_bandwidth(), matmul_rate()
+    print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s, bf16 {rate / 1e12:.0f} TFLOP/s")
+    for kind, cases in (("decode", DECODE), ("prefill", PREFILL), ("mixed", MIXED)):
+        for case in cases:
+            batches = case.batches()
+            for label, seconds in ranked(case, batches, tune):
+                if kind == "prefill":
+                    share = achieved(case.flops / seconds, rate, "TFLOP/s")
+                else:
+                    share = achieved(case.kv_bytes / seconds, bandwidth, "TB/s")
+                print(f"{kind:8s}{case.name:44s}{seconds * 1e6:8.1f} us {share}  {label}", flush=True)
+            del batches
+    for num_tokens in (1, 256, 8192):
+        seconds, num_bytes = write_kv_time(num_tokens)
+        share = achieved(num_bytes / seconds, bandwidth, "TB/s")
+        print(f"{'write':8s}{f'Llama-3.1-8B, {num_tokens} tokens':44s}{seconds * 1e6:8.1f} us {share}")
+
+
+def achieved(rate: float, ceiling: float, unit: str) -> str:
+    return f"{rate / 1e12:7.2f} {unit:8s}{rate / ceiling:6.1%}"
+
+
+def ranked(case: Case, batches: list[Batch], tune: bool) -> list[tuple[str, float]]:
+    def default(batch: Batch) -> None:
+        attention.paged_attention(
+            *batch[:6],
+            max_query_len=case.max_query_len,
+            max_seq_len=case.max_seq_len,
+            scale=case.head_size**-0.5,
+            out=batch.out,
+        )
+
+    rows = [("", seconds_per_call(default, batches))]
+    if tune:
+        tried = sorted(variants(case, batches), key=lambda row: row[1])
+        rows += tried[:4]
+    return rows
+
+
+def variants(case: Case, batches: list[Batch]) -> Iterator[tuple[str, float]]:
+    """Every tile worth a try, with its time; those that do not fit the GPU are left out."""
+    logits = Logits(case.head_size**-0.5, 0, 0.0)
+    calls: dict[str, Callable[[Batch], None]] = {}
+    if case.max_query_len == 1:
+        rows = max(16, batches[0].group)
+        most_splits = 1 if len(case.lens) >= 256 else 32
+        for keys, warps, stages in DECODE_TILES:
+            tile = Tile(rows, keys, warps, stages)
+            splits = 1
+            while splits <= min(most_splits, case.max_seq_len // keys):
+                calls[f"{tile} splits={splits}"] = partial(
+                    attention.decode, logits=logits, splits=splits, tile=tile
+                )
+                splits *= 2
+    else:
+        for tile in PREFILL_TILES:
+            calls[str(tile)] = partial(attention.prefill, logits=logits, singles=True, tile=tile)
+    for label, call in calls.items():
+        try:
+            yield label, seconds_per_call(call, batches)
+        except OutOfResources:
+            print(f"{label} does not fit", file=sys.stderr)
+
+
+def seconds_per_call(call: Callable[[Batch], None], batches: list[Batch], replays: int = 10) -> float:
+    """The best of five timings of a graph of one call for each batch."""
+    call(batches[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for batch in batches:
+            call(batch)
+    return elapsed(graph.replay, replays) / len(batches)
+
+
+def elapsed(run: Callable[[], object], repeats: int) -> float:
+    """Seconds of one `run`: the best of five means, by the GPU's clock."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
+    best = float("inf")
+    run()
+    for _ in range(5):
+        begin.record()
+        for _ in range(repeats):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, begin.elapsed_time(end) / repeats * 1e-3)
+    return best
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a copy of 4 GiB."""
+    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / elapsed(lambda: target.copy_(source), 5)
+
+
+def matmul_rate() -> float:
+    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=DTYPE)
+    return 2 * 8192**3 / elapsed(lambda: a @ b, 5)
+
+
+def write_kv_time(num_tokens: int) -> tuple[float, int]:
+    """Seconds and bytes moved to cache the keys and values of `num_tokens` tokens of Llama-3.1-8B."""
+    k, v = torch.randn(2, num_tokens, 8, 128, device="cuda", dtype=DTYPE)
+    cache = torch.empty(2, 4096, BLOCK_SIZE, 8, 128, device="cuda", dtype=DTYPE)
+    slots = torch.randperm(4096 * BLOCK_SIZE, device="cuda")[:num_tokens]
+    attention.write_kv(k, v, cache[0], cache[1], slots)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention.write_kv(k, v, cache[0], cache[1], slots)
+    return elapsed(graph.replay, 50), 4 * k.numel() * k.element_size()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,670 @@
+"""Paged attention on NVIDIA GPUs: FlashAttention-2 for packed prompts, Flash-Decoding for single tokens.
+
+Both are the same loop (`_attend`): a tile of query rows stays in registers while tiles of keys and values
+stream by, and a running maximum and sum keep the softmax exact (Dao, "FlashAttention-2", arXiv:2307.08691).
+The rows of a tile are the (token, head) pairs that share a KV head, so grouped heads read each key once.
+Where a step has too few rows to fill the GPU, the keys of a request are split over several programs and a
+second kernel merges their parts (Dao et al., "Flash-Decoding for long-context inference", 2023).
+
+Nothing here waits for the GPU and grids come from host integers only, so a call can be captured in a CUDA
+graph and replayed with other lengths.
+"""
+
+# mypy: allow-incomplete-defs
+# Triton annotates the constexpr parameters of a kernel and no others.
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+MAX_SPLITS = 64
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+class Tile(NamedTuple):
+    """The shape of one program: query rows, keys per step of its loop, warps, pipeline stages."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    *,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of packed queries over their requests' cached keys and values, accumulated in fp32.
+
+    q: `[num_tokens, num_heads, head_size]`; k_cache, v_cache: `[num_blocks, block_size, num_kv_heads,
+    head_size]`; query_start_loc: int32 `[num_reqs + 1]`; seq_lens: int32 `[num_reqs]`; block_table: int32
+    `[num_reqs, max_blocks]`. q, the caches (alike) and out may be strided in all but their last dimension.
+    The rest is as in `toolkit.kernels.reference.paged_attention`.
+
+    `max_query_len` and `max_seq_len` bound the lengths from above; they shape the launch, not the result. A
+    request without queries (padding) is skipped; rows of `out` past the last request are left as they are.
+
+    Raises ValueError for dtypes that differ, heads that do not group evenly, a strided last dimension, and
+    caches of K and V that are strided differently.
+    """
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    batch = Batch(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, out)
+    batch.check()
+    logits = Logits(scale, sliding_window, soft_cap)
+    # Single queries among prompts go to the split kernel; a request alone is not worth the second launch.
+    split_off = max_query_len == 1 or batch.num_reqs > 1
+    if split_off:
+        decode(batch, logits, num_splits(batch, max_seq_len))
+    if max_query_len > 1:
+        prefill(batch, logits, singles=not split_off)
+    return out
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store `k` and `v` `[num_tokens, num_kv_heads, head_size]` in the cache `[num_blocks, block_size, ...]`.
+
+    slot_mapping: int64 `[num_tokens]`, `block * block_size + offset`; tokens with negative slots are skipped.
+    """
+    num_tokens, num_kv_heads, head_size = k.shape
+    width = num_kv_heads * head_size
+    chunk = min(1024, triton.next_power_of_2(width))
+    _write_kv_kernel[(num_tokens, triton.cdiv(width, chunk))](
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        BLOCK_SIZE=k_cache.shape[1],
+        HEAD_SIZE=head_size,
+        WIDTH=width,
+        CHUNK=chunk,
+        num_warps=4,
+    )
+
+
+class Batch(NamedTuple):
+    """The tensors of one call."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    out: Tensor
+
+    @property
+    def num_reqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k_cache.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.q.shape[1] // self.num_kv_heads
+
+    @property
+    def head_pad(self) -> int:
+        """Head size as the kernels see it: a power of two, at least what tl.dot takes."""
+        return max(16, int(triton.next_power_of_2(self.q.shape[2])))
+
+    def check(self) -> None:
+        dtypes = {self.q.dtype, self.k_cache.dtype, self.v_cache.dtype, self.out.dtype}
+        if len(dtypes) > 1:
+            raise ValueError(f"q, the KV cache and out must share one dtype, not {dtypes}")
+        if self.q.shape[1] % self.num_kv_heads:
+            raise ValueError(f"{self.q.shape[1]} heads cannot share {self.num_kv_heads} KV heads evenly")
+        if any(x.stride(-1) != 1 for x in (self.q, self.k_cache, self.v_cache, self.out)):
+            raise ValueError("the last dimension of q, the KV cache and out must be contiguous")
+        if self.k_cache.stride() != self.v_cache.stride():
+            raise ValueError("the key and the value cache must have the same strides")
+
+    def arguments(self) -> dict[str, object]:
+        """What both attention kernels take by the same names."""
+        return {
+            "q_ptr": self.q,
+            "k_ptr": self.k_cache,
+            "v_ptr": self.v_cache,
+            "query_start_ptr": self.query_start_loc,
+            "seq_len_ptr": self.seq_lens,
+            "table_ptr": self.block_table,
+            "out_ptr": self.out,
+            "q_stride_token": self.q.stride(0),
+            "q_stride_head": self.q.stride(1),
+            "kv_stride_block": self.k_cache.stride(0),
+            "kv_stride_slot": self.k_cache.stride(1),
+            "kv_stride_head": self.k_cache.stride(2),
+            "table_stride": self.block_table.stride(0),
+            "out_stride_token": self.out.stride(0),
+            "out_stride_head": self.out.stride(1),
+            "BLOCK_SIZE": self.k_cache.shape[1],
+            "GROUP": self.group,
+            "HEAD_SIZE": self.q.shape[2],
+            "HEAD_PAD": self.head_pad,
+        }
+
+
+class Logits(NamedTuple):
+    """How a dot product becomes a logit, and which logits count."""
+
+    scale: float
+    sliding_window: int
+    soft_cap: float
+
+    def arguments(self) -> dict[str, object]:
+        """Softmax is in base 2; a soft cap is tanh(x) = 2 * sigmoid(2x) - 1 between two scales."""
+        if self.soft_cap:
+            inner, outer = 2 * self.scale / self.soft_cap, self.soft_cap * LOG2_E
+        else:
+            inner, outer = 1.0, self.scale * LOG2_E
+        return {
+            "inner_scale": inner,
+            "outer_scale": outer,
+            "window": self.sliding_window,
+            "SLIDING": self.sliding_window > 0,
+            "CAPPED": self.soft_cap > 0,
+        }
+
+
+def decode(batch: Batch, logits: Logits, splits: int, tile: Tile | None = None) -> None:
+    """The requests with a single query, each over `splits` programs per KV head."""
+    tile = tile or _decode_tile(batch)
+    num_heads, head_size = batch.q.shape[1:]
+    parts = log_sums = batch.out
+    if splits > 1:
+        shape = (batch.num_reqs, num_heads, splits)
+        parts = torch.empty((*shape, head_size), dtype=torch.float32, device=batch.q.device)
+        log_sums = torch.empty(shape, dtype=torch.float32, device=batch.q.device)
+    _decode_kernel[(batch.num_kv_heads, batch.num_reqs, splits)](
+        **batch.arguments(),
+        **logits.arguments(),
+        part_ptr=parts,
+        log_sum_ptr=log_sums,
+        splits=splits,
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        SPLIT=splits > 1,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    if splits > 1:
+        _merge_kernel[(num_heads, batch.num_reqs)](
+            parts,
+            log_sums,
+            batch.out,
+            batch.query_start_loc,
+            splits,
+            *batch.out.stride()[:2],
+            HEAD_SIZE=head_size,
+            HEAD_PAD=batch.head_pad,
+            SPLITS_PAD=triton.next_power_of_2(splits),
+            num_warps=4,
+        )
+
+
+def prefill(batch: Batch, logits: Logits, *, singles: bool, tile: Tile | None = None) -> None:
+    """The requests with several queries, and with `singles` also those with one."""
+    tile = tile or _prefill_tile(batch)
+    tokens = tile.rows // batch.group
+    # The tiles of request r begin at number start[r] // tokens + r: room for every ragged end.
+    num_tiles = batch.q.shape[0] // tokens + batch.num_reqs
+    _prefill_kernel[(num_tiles * batch.num_kv_heads,)](
+        **batch.arguments(),
+        **logits.arguments(),
+        num_reqs=batch.num_reqs,
+        KV_HEADS=batch.num_kv_heads,
+        singles=singles,
+        TOKENS=tokens,
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def num_splits(batch: Batch, max_seq_len: int) -> int:
+    """Programs per request and KV head in decode: enough to fill the GPU, none without a tile of keys."""
+    programs = batch.num_reqs * batch.num_kv_heads
+    wanted = triton.cdiv(2 * _num_multiprocessors(batch.q.device), programs)
+    return int(max(1, min(wanted, triton.cdiv(max_seq_len, 64), MAX_SPLITS)))
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _decode_tile(batch: Batch) -> Tile:
+    row_bytes = batch.head_pad * batch.q.element_size()
+    return Tile(
+        rows=max(16, triton.next_power_of_2(batch.group)),
+        keys=min(64, max(16, 16384 // row_bytes)),
+        warps=4,
+        stages=3,
+    )
+
+
+def _prefill_tile(batch: Batch) -> Tile:
+    row_bytes = batch.head_pad * batch.q.element_size()
+    rows = max(triton.next_power_of_2(batch.group), 128 if row_bytes <= 256 else 64)
+    return Tile(rows=rows, keys=min(64, max(16, 16384 // row_bytes)), warps=8 if rows > 64 else 4, stages=3)
+
+
+@triton.jit
+def _load_blocks(table_ptr, position, end, BLOCK_SIZE: tl.constexpr):
+    """The block numbers of the positions before `end`. Unsigned division is a shift where the size allows it."""
+    return tl.load(table_ptr + position.to(tl.uint32) // BLOCK_SIZE, mask=position < end, other=0)
+
+
+@triton.jit
+def _load_rows(pointers, live, in_head, MASKED: tl.constexpr, PADDED: tl.constexpr):
+    """A tile `[keys, head]`, without the masks that it does not need."""
+    if MASKED and PADDED:
+        rows = tl.load(pointers, mask=live[:, None] & in_head[None, :], other=0.0)
+    elif MASKED:
+        rows = tl.load(pointers, mask=live[:, None], other=0.0)
+    elif PADDED:
+        rows = tl.load(pointers, mask=in_head[None, :], other=0.0)
+    else:
+        rows = tl.load(pointers)
+    return rows
+
+
+@triton.jit
+def _dot(a, b, acc):
+    """a @ b + acc in fp32. The interpreter multiplies the bits of bf16 numbers, so it gets them widened."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _attend(
+    q,
+    acc,
+    row_max,
+    row_sum,
+    begin,
+    end,
+    first_key,
+    last_key,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    kv_stride_block,
+    kv_stride_slot,
+    inner_scale,
+    outer_scale,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SLIDING: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Fold the keys at positions [begin, end) into a running softmax.
+
+    Row i counts those in [first_key[i], last_key[i]], which ends before `end`. Without MASKED every row counts
+    every key, and `end - begin` is a multiple of KEYS. Nothing outside [begin, end) is read, not even its block
+    number.
+    """
+    dim = tl.arange(0, HEAD_PAD)
+    in_head = dim < HEAD_SIZE
+    lane = tl.arange(0, KEYS)
+    # Block numbers are fetched a step ahead: only then can the compiler fetch keys and values ahead too.
+    block = _load_blocks(table_ptr, begin + lane, end, BLOCK_SIZE)
+    for tile in range(begin, end, KEYS):
+        position = tile + lane
+        live = position < end
+        block_ahead = _load_blocks(table_ptr, position + KEYS, end, BLOCK_SIZE)
+        slot = position.to(tl.uint32) % BLOCK_SIZE
+        rows = (block.to(tl.int64) * kv_stride_block + slot * kv_stride_slot)[:, None] + dim[None, :]
+
+        k = _load_rows(k_ptr + rows, live, in_head, MASKED, HEAD_PAD != HEAD_SIZE)
+        x = _dot(q, tl.trans(k), None)
+        if CAPPED:
+            x = 2 * tl.sigmoid(x * inner_scale) - 1
+        if MASKED:
+            visible = position[None, :] <= last_key[:, None]
+            if SLIDING:
+                visible = visible & (position[None, :] >= first_key[:, None])
+            x = tl.where(visible, x, -float("inf"))
+
+        new_max = tl.maximum(row_max, tl.max(x, 1) * outer_scale)
+        weight = tl.exp2(x * outer_scale - new_max[:, None])
+        decay = tl.exp2(row_max - new_max)
+        row_sum = row_sum * decay + tl.sum(weight, 1)
+        row_max = new_max
+
+        v = _load_rows(v_ptr + rows, live, in_head, MASKED, HEAD_PAD != HEAD_SIZE)
+        acc = _dot(weight.to(v.dtype), v, acc * decay[:, None])
+        block = block_ahead
+    return acc, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=["window", "splits"])
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    query_start_ptr,
+    seq_len_ptr,
+    table_ptr,
+    out_ptr,
+    part_ptr,
+    log_sum_ptr,
+    q_stride_token,
+    q_stride_head,
+    kv_stride_block,
+    kv_stride_slot,
+    kv_stride_head,
+    table_stride,
+    out_stride_token,
+    out_stride_head,
+    inner_scale,
+    outer_scale,
+    window,
+    splits,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SLIDING: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """One (KV head, request, split): the heads of the group against their share of the keys."""
+    kv_head = tl.program_id(0)
+    request = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    token = tl.load(query_start_ptr + request).to(tl.int64)
+    seq_len = tl.load(seq_len_ptr + request)
+    if tl.load(query_start_ptr + request + 1) - token != 1:
+        return
+
+    begin = tl.zeros_like(seq_len)
+    if SLIDING:
+        begin = tl.maximum(begin, seq_len - window)
+    end = seq_len
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(seq_len - begin, KEYS), splits) * KEYS
+        begin += split * share
+        end = tl.minimum(end, begin + share)
+
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, HEAD_PAD)
+    head = kv_head * GROUP + row
+    stored = (row < GROUP)[:, None] & (dim < HEAD_SIZE)[None, :]
+    q_rows = q_ptr + token * q_stride_token + (head * q_stride_head)[:, None] + dim[None, :]
+    q = tl.load(q_rows, mask=stored, other=0.0)
+
+    acc, row_max, row_sum = _attend(
+        q,
+        tl.zeros([ROWS, HEAD_PAD], tl.float32),
+        tl.full([ROWS], -1e30, tl.float32),
+        tl.zeros([ROWS], tl.float32),
+        begin,
+        end,
+        row,
+        tl.zeros([ROWS], tl.int32) + (end - 1),
+        k_ptr + kv_head.to(tl.int64) * kv_stride_head,
+        v_ptr + kv_head.to(tl.int64) * kv_stride_head,
+        table_ptr + request * table_stride,
+        kv_stride_block,
+        kv_stride_slot,
+        inner_scale,
+        outer_scale,
+        BLOCK_SIZE,
+        HEAD_SIZE,
+        HEAD_PAD,
+        KEYS,
+        CAPPED,
+        False,
+        True,
+    )
+    result = acc / tl.maximum(row_sum, 1e-30)[:, None]
+    if SPLIT:
+        part = (request * tl.num_programs(0) * GROUP + head) * splits + split
+        tl.store(part_ptr + (part * HEAD_SIZE)[:, None] + dim[None, :], result, mask=stored)
+        log_sum = row_max + tl.log2(tl.maximum(row_sum, 1e-30))
+        tl.store(log_sum_ptr + part, tl.where(row_sum > 0, log_sum, -float("inf")), mask=row < GROUP)
+    else:
+        out_rows = out_ptr + token * out_stride_token + (head * out_stride_head)[:, None] + dim[None, :]
+        tl.store(out_rows, result.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge_kernel(
+    part_ptr,
+    log_sum_ptr,
+    out_ptr,
+    query_start_ptr,
+    splits,
+    out_stride_token,
+    out_stride_head,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+):
+    """One (head, request): the parts of its splits, weighted by the softmax of their log-sums."""
+    head = tl.program_id(0)
+    request = tl.program_id(1).to(tl.int64)
+    token = tl.load(query_start_ptr + request).to(tl.int64)
+    if tl.load(query_start_ptr + request + 1) - token != 1:
+        return
+    split = tl.arange(0, SPLITS_PAD)
+    dim = tl.arange(0, HEAD_PAD)
+    part = (request * tl.num_programs(0) + head) * splits + split
+    log_sum = tl.load(log_sum_ptr + part, mask=split < splits, other=-float("inf"))
+    weight = tl.exp2(log_sum - tl.maximum(tl.max(log_sum, 0), -1e30))
+    weight /= tl.maximum(tl.sum(weight, 0), 1e-30)
+    used = (log_sum > -float("inf"))[:, None] & (dim < HEAD_SIZE)[None, :]
+    parts = tl.load(part_ptr + (part * HEAD_SIZE)[:, None] + dim[None, :], mask=used, other=0.0)
+    result = tl.sum(parts * weight[:, None], 0)
+    out_row = out_ptr + token * out_stride_token + head * out_stride_head + dim
+    tl.store(out_row, result.to(out_ptr.dtype.element_ty), mask=dim < HEAD_SIZE)
+
+
+@triton.jit
+def _request_of_tile(query_start_ptr, tile, num_reqs, TOKENS: tl.constexpr):
+    """The last request r whose first tile, start[r] // TOKENS + r, is not after `tile`."""
+    not_after = 0
+    for base in range(0, num_reqs, 256):
+        request = base + tl.arange(0, 256)
+        start = tl.load(query_start_ptr + request, mask=request < num_reqs, other=0)
+        first_tile = start // TOKENS + request
+        not_after += tl.sum(((request < num_reqs) & (first_tile <= tile)).to(tl.int32), 0)
+    return not_after - 1
+
+
+@triton.jit(do_not_specialize=["window", "num_reqs", "singles"])
+def _prefill_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    query_start_ptr,
+    seq_len_ptr,
+    table_ptr,
+    out_ptr,
+    q_stride_token,
+    q_stride_head,
+    kv_stride_block,
+    kv_stride_slot,
+    kv_stride_head,
+    table_stride,
+    out_stride_token,
+    out_stride_head,
+    inner_scale,
+    outer_scale,
+    window,
+    num_reqs,
+    singles,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SLIDING: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """One (tile of TOKENS queries, KV head). A prompt's last tiles have the most keys and start first."""
+    kv_head = tl.program_id(0) % KV_HEADS
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
+    request = _request_of_tile(query_start_ptr, tile, num_reqs, TOKENS)
+    query_start = tl.load(query_start_ptr + request)
+    query_len = tl.load(query_start_ptr + request + 1) - query_start
+    context = tl.load(seq_len_ptr + request) - query_len
+    first_query = (tile - query_start // TOKENS - request) * TOKENS
+    if (first_query >= query_len) | ((query_len == 1) & (singles == 0)):
+        return
+
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, HEAD_PAD)
+    query = first_query + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    stored = ((query < query_len) & (row < TOKENS * GROUP))[:, None] & (dim < HEAD_SIZE)[None, :]
+    token = (query_start + query).to(tl.int64)
+    q_rows = (token * q_stride_token + head * q_stride_head)[:, None] + dim[None, :]
+    q = tl.load(q_ptr + q_rows, mask=stored, other=0.0)
+
+    last_key = context + query
+    first_key = last_key - window + 1
+    end = context + tl.minimum(first_query + TOKENS, query_len)
+    k_ptr += kv_head.to(tl.int64) * kv_stride_head
+    v_ptr += kv_head.to(tl.int64) * kv_stride_head
+    table_ptr += request.to(tl.int64) * table_stride
+    acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
+    row_max = tl.full([ROWS], -1e30, tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    if SLIDING:
+        begin = tl.maximum(context + first_query - window + 1, 0)
+    else:
+        # Every row sees these keys: no masks.
+        begin = (context + first_query + 1) // KEYS * KEYS
+        acc, row_max, row_sum = _attend(
+            q,
+            acc,
+            row_max,
+            row_sum,
+            0,
+            begin,
+            first_key,
+            last_key,
+            k_ptr,
+            v_ptr,
+            table_ptr,
+            kv_stride_block,
+            kv_stride_slot,
+            inner_scale,
+            outer_scale,
+            BLOCK_SIZE,
+            HEAD_SIZE,
+            HEAD_PAD,
+            KEYS,
+            CAPPED,
+            False,
+            False,
+        )
+    acc, row_max, row_sum = _attend(
+        q,
+        acc,
+        row_max,
+        row_sum,
+        begin,
+        end,
+        first_key,
+        last_key,
+        k_ptr,
+        v_ptr,
+        table_ptr,
+        kv_stride_block,
+        kv_stride_slot,
+        inner_scale,
+        outer_scale,
+        BLOCK_SIZE,
+        HEAD_SIZE,
+        HEAD_PAD,
+        KEYS,
+        CAPPED,
+        SLIDING,
+        True,
+    )
+    result = acc / tl.maximum(row_sum, 1e-30)[:, None]
+    out_rows = (token * out_stride_token + head * out_stride_head)[:, None] + dim[None, :]
+    tl.store(out_ptr + out_rows, result.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _write_kv_kernel(
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_ptr,
+    k_stride_token,
+    k_stride_head,
+    v_stride_token,
+    v_stride_head,
+    k_cache_stride_block,
+    k_cache_stride_slot,
+    k_cache_stride_head,
+    v_cache_stride_block,
+    v_cache_stride_slot,
+    v_cache_stride_head,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One chunk of one token's keys and values."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + token)
+    if slot < 0:
+        return
+    block = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
+    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    head = column // HEAD_SIZE
+    dim = column % HEAD_SIZE
+    live = column < WIDTH
+    k = tl.load(k_ptr + token * k_stride_token + head * k_stride_head + dim, mask=live)
+    v = tl.load(v_ptr + token * v_stride_token + head * v_stride_head + dim, mask=live)
+    k_row = k_cache_ptr + block * k_cache_stride_block + offset * k_cache_stride_slot
+    v_row = v_cache_ptr + block * v_cache_stride_block + offset * v_cache_stride_slot
+    tl.store(k_row + head * k_cache_stride_head + dim, k, mask=live)
+    tl.store(v_row + head * v_cache_stride_head + dim, v, mask=live)

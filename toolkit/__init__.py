@@ -1,0 +1,41 @@
+"""tk: serve language models on an inference engine of its own."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "ToolkitError",
+    "__version__",
+]
+
+_HOME = {
+    "LLM": "toolkit.engine.llm",
+    "AsyncLLM": "toolkit.engine.async_llm",
+    "EngineConfig": "toolkit.config",
+    "RequestOutput": "toolkit.engine.outputs",
+    "SamplingParams": "toolkit.sampling.params",
+    "ToolkitError": "toolkit.errors",
+}
+
+if TYPE_CHECKING:
+    from toolkit.config import EngineConfig
+    from toolkit.engine.async_llm import AsyncLLM
+    from toolkit.engine.llm import LLM
+    from toolkit.engine.outputs import RequestOutput
+    from toolkit.errors import ToolkitError
+    from toolkit.sampling.params import SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used, so that `import toolkit` stays light."""
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'toolkit' has no attribute {name!r}")

@@ -1,0 +1,5 @@
+"""`python -m toolkit` is `tk`."""
+
+from toolkit.cli import main
+
+main()

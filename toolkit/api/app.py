@@ -1,0 +1,53 @@
+"""The ASGI application."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from toolkit import __version__
+from toolkit.api import chat, completions, models
+from toolkit.api.errors import error_response, validation_error
+from toolkit.api.gate import Gate
+from toolkit.api.service import Service
+from toolkit.api.streaming import ClientDisconnectedError
+from toolkit.errors import ToolkitError
+from toolkit.metrics import HTTPMetrics
+
+
+class RouteError(ToolkitError):
+    """No such route, or not with that method."""
+
+    type = "invalid_request_error"
+
+
+def make_app(service: Service, api_key: str | None = None) -> Gate:
+    """The server's application: the routes behind the gate."""
+    app = FastAPI(
+        title="tk", version=__version__, summary="An OpenAI-compatible server over tk's own engine."
+    )
+    app.state.service = service
+    for module in (completions, chat, models):
+        app.include_router(module.router)
+
+    @app.exception_handler(ToolkitError)
+    async def mistake(request: Request, error: ToolkitError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return error_response(validation_error(list(error.errors())))
+
+    @app.exception_handler(HTTPException)
+    async def no_route(request: Request, error: HTTPException) -> Response:
+        told = RouteError(f"{error.detail}: {request.method} {request.url.path}")
+        told.status = error.status_code
+        return error_response(told)
+
+    @app.exception_handler(ClientDisconnectedError)
+    async def gone(request: Request, error: ClientDisconnectedError) -> Response:
+        return Response(status_code=499)
+
+    return Gate(app, api_key, HTTPMetrics(service.engine.metrics.registry))

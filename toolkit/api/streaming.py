@@ -1,0 +1,98 @@
+"""Server-sent events, and the end of requests whose client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from toolkit.api.errors import error_body
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+_encoder = msgspec.json.Encoder()
+
+
+class ClientDisconnectedError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def event(value: Any) -> bytes:
+    """One event's bytes."""
+    return b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends what a generator yields as it comes. When the client goes, the generator is closed at once,
+    wherever it waits.
+
+    An error after the first byte is sent as an event with OpenAI's error body, and ends the stream.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send_all(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not sending.done():
+                sending.cancel()
+            await asyncio.gather(sending, gone, return_exceptions=True)
+        if (
+            not sending.cancelled()
+            and (error := sending.exception()) is not None
+            and not isinstance(error, OSError)
+        ):
+            raise error
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with aclosing(self._events) as events:
+            try:
+                async for chunk in events:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            except (OSError, asyncio.CancelledError):
+                raise
+            except Exception as error:
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": b"data: " + error_body(error) + b"\n\n",
+                        "more_body": True,
+                    }
+                )
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes. Raises ClientDisconnectedError then."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnectedError
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,118 @@
+"""The interface of attention backends, and the choice among them."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from toolkit.errors import ConfigError
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """What a step's attention is over. Tokens of all requests are packed, request after request.
+
+    On the device: `query_start_loc` [num_reqs + 1], `seq_lens` [num_reqs] (this step's tokens included),
+    `block_table` [num_reqs, max_blocks], all int32; `slot_mapping` [num_tokens] int64, where each token's key
+    and value go. On the host: `query_lens` and `context_lens` (the same as seq_lens), int32.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    query_lens: npt.NDArray[np.int32]
+    context_lens: npt.NDArray[np.int32]
+    max_query_len: int
+    max_seq_len: int
+    plan: dict[int, Any] = field(default_factory=dict)
+    """What the backend prepared for this step, by sliding window."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """One attention layer's shape. `sliding_window` counts the token itself; 0: all before it. `soft_cap` 0:
+    none.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    sliding_window: int = 0
+    soft_cap: float = 0.0
+
+
+class AttentionBackend(abc.ABC):
+    """Writes keys and values into the cache and attends over it.
+
+    Caches: [num_blocks, block_size, num_kv_heads, head_size]. What depends on the step and not on the layer
+    is done once, in `prepare`.
+    """
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abc.abstractmethod
+    def unfit(cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
+        """Why it cannot run there; None when it can."""
+
+    def prepare(self, batch: AttentionBatch) -> None:  # noqa: B027  # most backends have nothing to prepare
+        """Called once for each step, before its layers."""
+
+    @abc.abstractmethod
+    def write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: AttentionBatch,
+    ) -> None:
+        """Puts key and value [num_tokens, num_kv_heads, head_size] into their slots."""
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: AttentionBatch,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        """Causal attention of query [num_tokens, num_heads, head_size] over the requests' cached tokens; same
+        shape.
+        """
+
+
+BACKENDS = {
+    "triton": "toolkit.attention.triton:TritonBackend",
+    "cpu": "toolkit.attention.cpu:CPUBackend",
+    "torch": "toolkit.attention.torch:TorchBackend",
+}
+"""In order of preference."""
+
+
+def choose_backend(
+    wanted: str, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
+) -> tuple[AttentionBackend, str]:
+    """(the backend, why it was chosen). Raises ConfigError when the one asked for does not fit, saying why.
+    """
+    reasons: list[str] = []
+    for name in BACKENDS if wanted == "auto" else [wanted]:
+        module, _, attribute = BACKENDS[name].partition(":")
+        backend: type[AttentionBackend] = getattr(import_module(module), attribute)
+        problem = backend.unfit(device, dtype, head_size, block_size)
+        if problem is None:
+            why = "asked for" if wanted != "auto" else f"the first that fits {device.type}"
+            return backend(), "; ".join([why, *reasons])
+        reasons.append(f"{name}: {problem}")
+    raise ConfigError(
+        f"The attention backend {wanted} cannot run here: {'; '.join(reasons)}.", param="attention_backend"
+    )

@@ -1,0 +1,123 @@
+"""The CPU backend: gathers each request's keys and values, then runs PyTorch's fused attention on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionShape
+
+
+@dataclass(slots=True)
+class _Part:
+    """One request's share of a step, for layers of one sliding window."""
+
+    queries: slice
+    """Among the step's tokens."""
+    keys: slice
+    """Among the gathered tokens."""
+    causal: bool
+    """The query tokens are the whole context, so that no mask needs to be made."""
+    mask: torch.Tensor | None
+    """[query_len, key_len], True where seen; None when all is seen or `causal` says it."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    slots: torch.Tensor
+    """Where in the cache the gathered tokens lie, int64."""
+    parts: list[_Part]
+
+
+class CPUBackend(AttentionBackend):
+    name = "cpu"
+
+    @classmethod
+    def unfit(cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
+        return None if device.type == "cpu" else "needs a CPU"
+
+    def write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: AttentionBatch,
+    ) -> None:
+        k_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, key)
+        v_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, value)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: AttentionBatch,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        if shape.soft_cap:
+            raise NotImplementedError("PyTorch's fused attention has no soft cap")
+        plan = batch.plan.get(shape.sliding_window)
+        if plan is None:
+            plan = batch.plan[shape.sliding_window] = _plan(batch, k_cache.shape[1], shape.sliding_window)
+        keys = k_cache.flatten(0, 1).index_select(0, plan.slots)
+        values = v_cache.flatten(0, 1).index_select(0, plan.slots)
+        out = torch.empty_like(query)
+        group = shape.num_heads // shape.num_kv_heads
+        for part in plan.parts:
+            q, k, v = query[part.queries], keys[part.keys].transpose(0, 1), values[part.keys].transpose(0, 1)
+            if len(q) == 1:
+                # One query token: the heads that share a key are its rows.
+                rows = q.view(1, shape.num_kv_heads, group, shape.head_size)
+                result = F.scaled_dot_product_attention(rows, k[None], v[None], scale=shape.scale)
+                out[part.queries] = result.view_as(q)
+            else:
+                result = F.scaled_dot_product_attention(
+                    q.transpose(0, 1)[None],
+                    k[None],
+                    v[None],
+                    attn_mask=part.mask,
+                    is_causal=part.causal,
+                    scale=shape.scale,
+                    enable_gqa=group > 1,
+                )
+                out[part.queries] = result[0].transpose(0, 1)
+        return out
+
+
+def _plan(batch: AttentionBatch, block_size: int, window: int) -> _Plan:
+    table = batch.block_table.numpy()
+    slots, parts = [], []
+    query_start = key_start = 0
+    for index, (query_len, context_len) in enumerate(
+        zip(batch.query_lens.tolist(), batch.context_lens.tolist(), strict=True)
+    ):
+        first_seen = max(0, context_len - query_len - window + 1) if window else 0
+        positions = np.arange(first_seen, context_len)
+        slots.append(
+            table[index, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        )
+        key_len = context_len - first_seen
+        masked = query_len > 1 and (query_len < key_len or 0 < window < key_len)
+        parts.append(
+            _Part(
+                queries=slice(query_start, query_start + query_len),
+                keys=slice(key_start, key_start + key_len),
+                causal=query_len > 1 and not masked,
+                mask=_mask(query_len, key_len, window) if masked else None,
+            )
+        )
+        query_start += query_len
+        key_start += key_len
+    return _Plan(torch.from_numpy(np.concatenate(slots)), parts)
+
+
+def _mask(query_len: int, key_len: int, window: int) -> torch.Tensor:
+    """The last `query_len` of `key_len` positions see themselves and what is before them, within the window.
+    """
+    behind = torch.arange(key_len - query_len, key_len)[:, None] - torch.arange(key_len)[None, :]
+    seen = behind >= 0
+    return seen & (behind < window) if window else seen

@@ -1,0 +1,32 @@
+"""The command line. Each subcommand is a module; what is heavy is imported when a command runs."""
+
+from __future__ import annotations
+
+import typer
+
+app = typer.Typer(
+    name="tk",
+    help="Serve language models from the command line.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+) -> None:
+    if version:
+        from toolkit import __version__
+
+        print(f"tk {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """The entry point of `tk`."""
+    import toolkit.cli.serve  # noqa: F401  # registers its command
+
+    app()

@@ -1,0 +1,89 @@
+"""Typer commands made from the table of settings."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from toolkit.config.fields import Option, build, options
+from toolkit.config.sources import resolve
+from toolkit.errors import ToolkitError
+
+
+def command(
+    app: typer.Typer, name: str, *configs: type, **extra: Any
+) -> Callable[[Callable[..., None]], None]:
+    """Registers `function(*built_configs)` as a command whose flags are the configs' settings.
+
+    `extra` goes to Typer. A ToolkitError becomes one paragraph on stderr and exit code 2.
+    """
+
+    def register(function: Callable[..., None]) -> None:
+        rows = [row for config in configs for row in options(config)]
+
+        def run(**flags: Any) -> None:
+            with readable_errors():
+                for row in rows:
+                    if row.argument and flags.get(f"{row.name}_argument") is not None:
+                        flags[row.name] = flags[f"{row.name}_argument"]
+                settings = resolve(rows, flags)
+                built: list[Any] = []
+                for config in configs:
+                    names = {row.name for row in options(config)}
+                    built.append(build(config, {k: v for k, v in settings.items() if k in names}))
+                function(*built)
+
+        run.__name__ = function.__name__
+        run.__doc__ = function.__doc__
+        parameters = [parameter for row in rows for parameter in _parameters(row)]
+        parameters.sort(key=lambda p: not p.name.endswith("_argument"))
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # Typer reads it
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        app.command(name, **extra)(run)
+
+    return register
+
+
+class readable_errors:  # noqa: N801  # used as a statement, `with readable_errors():`
+    """Turns the user's mistakes into one paragraph on stderr and exit code 2, and Ctrl-C into 130."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ToolkitError):
+            print(f"tk: {error.message}", file=sys.stderr)
+            raise typer.Exit(2) from None
+        if isinstance(error, KeyboardInterrupt):
+            raise typer.Exit(130) from None
+
+
+def _parameters(row: Option) -> list[inspect.Parameter]:
+    """The Typer parameters of one setting: a flag, and an argument too when it can be given by position."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    text = row.help
+    if row.choices:
+        text += f" [{'|'.join(str(c) for c in row.choices)}]"
+    shown: Any = _shown(row.default)
+    flags = [f"{row.flag}/--no-{row.flag[2:]}"] if row.type is bool else [row.flag, *row.aliases]
+    kind_of_value: Any = row.type
+    hint: Any = Annotated[
+        kind_of_value | None, typer.Option(*flags, help=text, show_default=shown, metavar=row.metavar)
+    ]
+    made = [inspect.Parameter(row.name, kind, default=None, annotation=hint)]
+    if row.argument:
+        hint = Annotated[
+            kind_of_value | None, typer.Argument(help=text, show_default=False, metavar=row.metavar)
+        ]
+        made.append(inspect.Parameter(f"{row.name}_argument", kind, default=None, annotation=hint))
+    return made
+
+
+def _shown(default: Any) -> Any:
+    if default is None:
+        return False
+    return {True: "on", False: "off"}[default] if isinstance(default, bool) else str(default)

@@ -1,0 +1,18 @@
+"""Every setting, in one table. See `fields.option`."""
+
+from toolkit.config.engine import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from toolkit.config.fields import Option, build, option, options
+from toolkit.config.server import ServerConfig
+
+__all__ = [
+    "CacheConfig",
+    "DeviceConfig",
+    "EngineConfig",
+    "ModelConfig",
+    "Option",
+    "SchedulerConfig",
+    "ServerConfig",
+    "build",
+    "option",
+    "options",
+]

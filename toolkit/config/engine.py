@@ -1,0 +1,145 @@
+"""What can be set of the engine: one frozen dataclass per concern, gathered in `EngineConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from toolkit.config.fields import check_all, option, options
+from toolkit.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it is loaded."""
+
+    model: str | None = option(
+        None,
+        "A folder or a hub name. Without one: the small demo model that ships with tk.",
+        argument=True,
+        metavar="MODEL",
+    )
+    revision: str | None = option(None, "Branch, tag or commit of the model on the hub.")
+    tokenizer: str | None = option(None, "Folder or hub name of the tokenizer, when it is not the model's.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Type of weights and activations. auto: the checkpoint's on a GPU, float32 on a CPU."
+    )
+    max_model_len: int | None = option(
+        None,
+        "Longest sequence, prompt and answer together, in tokens. Default: what the model was made for.",
+        minimum=1,
+    )
+    load_format: Literal["auto", "safetensors", "dummy"] = option(
+        "auto",
+        "auto: safetensors, else PyTorch files read without running code in them. dummy: random weights.",
+    )
+    seed: int = option(0, "Seeds every random choice for which a request names no seed.", minimum=0)
+
+    def __post_init__(self) -> None:
+        check_all(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    """Where the model runs."""
+
+    device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: the first GPU, else the CPU.")
+    attention_backend: Literal["auto", "torch", "cpu", "triton"] = option(
+        "auto", "Which attention runs; auto chooses for the device, and a log line says which and why."
+    )
+    num_threads: int | None = option(
+        None, "CPU threads for the model. Default: the cores it may use.", minimum=1
+    )
+
+    def __post_init__(self) -> None:
+        check_all(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The KV cache."""
+
+    block_size: int = option(16, "Tokens in one KV cache block.", minimum=1, maximum=256)
+    gpu_memory_utilization: float = option(
+        0.9,
+        "Share of the GPU's memory for weights, activations and KV cache together.",
+        minimum=0.05,
+        maximum=1.0,
+    )
+    kv_cache_memory: float | None = option(
+        None, "KV cache size in GiB, instead of measuring what is free.", minimum=0.0
+    )
+    num_gpu_blocks_override: int | None = option(
+        None, "KV cache size in blocks, whatever memory there is (for tests).", minimum=1
+    )
+    swap_space: float | None = option(
+        None,
+        "Host memory in GiB for the blocks of preempted requests. Default: 4 on a GPU, 0 on a CPU.",
+        minimum=0.0,
+    )
+    enable_prefix_caching: bool = option(True, "Reuse the KV cache of prompts that begin alike.")
+
+    def __post_init__(self) -> None:
+        check_all(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Who runs next."""
+
+    max_num_seqs: int = option(256, "Most requests that run at once.", minimum=1)
+    max_num_batched_tokens: int | None = option(
+        None, "Token budget of one step. Default: 8192 on a GPU, 2048 on a CPU.", minimum=1
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = option(
+        "fcfs", "fcfs: first come, first served. priority: lower numbers first."
+    )
+    async_scheduling: bool | None = option(
+        None, "Schedule the next step before this one's tokens are known. Default: on for a GPU."
+    )
+
+    def __post_init__(self) -> None:
+        check_all(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All of the engine's settings."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> EngineConfig:
+        """From flat settings, as `LLM(model, max_num_seqs=8)` or a command line gives them.
+
+        Raises ConfigError for an unknown name or a value out of bounds.
+        """
+        known = {row.name for part in PARTS.values() for row in options(part)}
+        for name in settings:
+            if name not in known:
+                raise ConfigError(f"There is no setting {name!r}.{did_you_mean(name, known)}", param=name)
+        parts = {
+            key: part(**{row.name: settings[row.name] for row in options(part) if row.name in settings})
+            for key, part in PARTS.items()
+        }
+        return cls(**parts)
+
+    def with_settings(self, **settings: Any) -> EngineConfig:
+        """A copy with some settings changed."""
+        flat = {
+            row.name: getattr(getattr(self, key), row.name)
+            for key, part in PARTS.items()
+            for row in options(part)
+        }
+        return self.from_settings(flat | settings)
+
+
+PARTS: dict[str, type] = {
+    f.name: f.default_factory  # type: ignore[misc]  # every part's factory is its own class
+    for f in dataclasses.fields(EngineConfig)
+}

@@ -1,0 +1,153 @@
+"""The table of settings. A field of a config class is a setting: its name, type, default, bounds and help
+text make the flag, the TK_* variable, the tk.toml key and the documentation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from toolkit.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    metavar: str | None = None,
+    aliases: tuple[str, ...] = (),
+    argument: bool = False,
+) -> Any:
+    """A dataclass field that is a setting. `argument`: it can also be given by position on the command line."""
+    meta = {
+        "help": help,
+        "minimum": minimum,
+        "maximum": maximum,
+        "metavar": metavar,
+        "aliases": aliases,
+        "argument": argument,
+    }
+    return dataclasses.field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One row of the table."""
+
+    name: str
+    type: type
+    default: Any
+    help: str
+    optional: bool = False
+    choices: tuple[Any, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    metavar: str | None = None
+    aliases: tuple[str, ...] = ()
+    argument: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return "TK_" + self.name.upper()
+
+    def check(self, value: Any) -> Any:
+        """The value, converted where that loses nothing. Raises ConfigError naming the setting and what it
+        takes.
+        """
+        if value is None and (self.optional or self.default is None):
+            return None
+        if self.type is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, self.type) or (isinstance(value, bool) and self.type is not bool):
+            raise ConfigError(f"{self.flag} takes {_article(self.type)}, and got {value!r}.", param=self.name)
+        if self.choices and value not in self.choices:
+            listed = ", ".join(str(choice) for choice in self.choices)
+            raise ConfigError(f"{self.flag} is one of {listed}; it got {value!r}.", param=self.name)
+        number: Any = value
+        if self.minimum is not None and number < self.minimum:
+            raise ConfigError(f"{self.flag} is at least {self.minimum}; it got {value!r}.", param=self.name)
+        if self.maximum is not None and number > self.maximum:
+            raise ConfigError(f"{self.flag} is at most {self.maximum}; it got {value!r}.", param=self.name)
+        return value
+
+    def parse(self, text: str, source: str) -> Any:
+        """The value that `text` (from a variable or a flag) stands for. Raises ConfigError naming `source`."""
+        if self.type is bool:
+            lowered = text.strip().lower()
+            if lowered in ("1", "true", "yes", "on"):
+                return True
+            if lowered in ("0", "false", "no", "off"):
+                return False
+            raise ConfigError(f"{source} is true or false; it got {text!r}.", param=self.name)
+        try:
+            return self.check(self.type(text))
+        except ValueError as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"{source} takes {_article(self.type)}, and got {text!r}.", param=self.name
+            ) from None
+
+
+def options(config: type) -> list[Option]:
+    """The rows of one config class, in the order of its fields."""
+    hints = typing.get_type_hints(config)
+    rows = []
+    for field in dataclasses.fields(config):
+        if "help" not in field.metadata:
+            continue
+        base, optional, choices = _unwrap(hints[field.name])
+        rows.append(
+            Option(
+                name=field.name,
+                type=base,
+                default=field.default,
+                optional=optional,
+                choices=choices,
+                **field.metadata,
+            )
+        )
+    return rows
+
+
+def check_all(config: Any) -> None:
+    """For `__post_init__`: every setting of a frozen config is of its type and within its bounds."""
+    for row in options(type(config)):
+        object.__setattr__(config, row.name, row.check(getattr(config, row.name)))
+
+
+def build(config: type[T], settings: Mapping[str, Any]) -> T:
+    """A config from a mapping of its settings. Raises ConfigError for a name it does not have."""
+    names = [row.name for row in options(config)]
+    for name in settings:
+        if name not in names:
+            raise ConfigError(f"There is no setting {name!r}.{did_you_mean(name, names)}", param=name)
+    return config(**settings)
+
+
+def _unwrap(hint: Any) -> tuple[type, bool, tuple[Any, ...]]:
+    """(base type, whether None is admitted, choices) of an annotation such as `Literal['a', 'b'] | None`."""
+    optional = False
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        inner = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        optional, hint = True, inner[0]
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        return type(choices[0]), optional, choices
+    return hint, optional, ()
+
+
+def _article(kind: type) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]

@@ -1,0 +1,27 @@
+"""What can be set of the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.config.fields import check_all, option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The OpenAI-compatible server."""
+
+    host: str = option("127.0.0.1", "Address to listen on. 0.0.0.0 opens the server to the network.")
+    port: int = option(8000, "Port to listen on; 0 takes a free one.", minimum=0, maximum=65535)
+    served_model_name: str | None = option(None, "Name of the model in the API. Default: MODEL as given.")
+    api_key: str | None = option(
+        None, "Key that requests under /v1 must carry as 'Authorization: Bearer KEY'."
+    )
+    shutdown_timeout: float = option(
+        120.0, "Seconds that running requests get to finish after SIGTERM or Ctrl-C.", minimum=0.0
+    )
+    metrics_prefix: str = option("tk", "First part of every metric's name; vllm fits existing dashboards.")
+    log_level: str = option("info", "debug, info, warning or error.")
+
+    def __post_init__(self) -> None:
+        check_all(self)

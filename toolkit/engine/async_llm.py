@@ -1,0 +1,300 @@
+"""The engine for servers: the core runs in a process of its own, requests are asyncio streams."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from toolkit.config import EngineConfig
+from toolkit.engine.core_client import CoreClient
+from toolkit.engine.input_processor import InputProcessor, Prompt
+from toolkit.engine.messages import Abort, EngineOutputs, EngineRequest, EngineStats, ResetPrefixCache
+from toolkit.engine.output_processor import Collected, OutputProcessor, RequestState
+from toolkit.engine.outputs import Delta, RequestOutput
+from toolkit.engine.tokenizer import Tokenizer, load_tokenizer
+from toolkit.errors import EngineDeadError, EngineError, ServerUnavailableError
+from toolkit.metrics import Metrics
+from toolkit.models.hub import locate
+from toolkit.sampling.params import SamplingParams
+from toolkit.worker import Report, WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+LONG_TEXT = 20_000
+"""Characters above which a prompt is tokenized in a thread, so that other requests do not wait."""
+
+
+@dataclass(slots=True)
+class _Times:
+    """Moments of one sequence, on the monotonic clock; 0: not yet."""
+
+    first_token: float = 0.0
+    last_token: float = 0.0
+    num_tokens: int = 0
+
+
+class RequestStream:
+    """The deltas of one request, as they come. Iterate it to its end, or `close` it, which ends the request."""
+
+    def __init__(self, engine: AsyncLLM, state: RequestState, request: EngineRequest) -> None:
+        self.state = state
+        self._engine = engine
+        self.queue: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+        self.arrival = time.monotonic()
+        self.scheduled = 0.0
+        self.times = [_Times() for _ in state.sequences]
+        self.max_tokens = request.max_tokens
+        self._unfinished = len(state.sequences)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """Raises EngineError when the request cannot be finished."""
+        if not self._unfinished:
+            raise StopAsyncIteration
+        item = await self.queue.get()
+        if isinstance(item, Exception):
+            self._unfinished = 0
+            raise item
+        if item.error is not None:
+            self.close()
+            raise EngineError(f"The request could not be finished: {item.error}")
+        self._unfinished -= item.finish_reason is not None
+        return item
+
+    def close(self) -> None:
+        """Ends the request if it is still running."""
+        self._unfinished = 0
+        self._engine.abort(self.state.id)
+
+
+class AsyncLLM:
+    """`async with AsyncLLM("gpt2") as llm: async for output in llm.generate("The sea is"): ...`
+
+    Settings are the flags of `tk serve`, with underscores.
+    """
+
+    info: WorkerInfo
+    tokenizer: Tokenizer | None
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        self._prepare(EngineConfig.from_settings({"model": model, **settings}))
+
+    @classmethod
+    def from_config(
+        cls, config: EngineConfig, *, metrics: Metrics | None = None, log_level: str = "info"
+    ) -> AsyncLLM:
+        engine = cls.__new__(cls)
+        engine._prepare(config, metrics, log_level)
+        return engine
+
+    def _prepare(
+        self, config: EngineConfig, metrics: Metrics | None = None, log_level: str = "warning"
+    ) -> None:
+        self.config = config
+        self.metrics = metrics or Metrics("tk", config.model.model or "tk-demo")
+        self.dead: EngineDeadError | None = None
+        self.died = asyncio.Event()
+        self.stats = EngineStats()
+        self._log_level = log_level
+        self._streams: dict[str, RequestStream] = {}
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.shutdown()
+
+    async def start(self, report: Report | None = None) -> None:
+        """Finds the model, starts the core and waits for it. Raises ToolkitError for what the user can mend."""
+        model = self.config.model
+        folder = await asyncio.to_thread(locate, model.model, model.revision)
+        tokenizer_folder = folder
+        if model.tokenizer is not None:
+            tokenizer_folder = await asyncio.to_thread(locate, model.tokenizer)
+        self._core = CoreClient(self.config, folder, self._log_level)
+        try:
+            loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, tokenizer_folder))
+            self.info = await self._core.ready(report or (lambda name, seconds: None))
+            self.tokenizer = await loading
+        except BaseException:
+            self._core.kill()
+            raise
+        self._inputs = InputProcessor(Path(tokenizer_folder), self.tokenizer, self.info)
+        self._outputs = OutputProcessor(self.tokenizer)
+        self._reader = asyncio.create_task(self._read(), name="engine-outputs")
+
+    async def submit(
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
+    ) -> RequestStream:
+        """Takes a request in. Raises InvalidRequestError when it cannot be run, EngineDeadError when nothing
+        can.
+        """
+        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+            text, request = await asyncio.to_thread(
+                self._inputs.process, prompt, params, request_id=request_id, priority=priority
+            )
+        else:
+            text, request = self._inputs.process(prompt, params, request_id=request_id, priority=priority)
+        if self.dead is not None:
+            raise self.dead
+        stream = RequestStream(self, self._outputs.add(request, text), request)
+        self._streams[request.id] = stream
+        self._core.send(request)
+        return stream
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """The request's output so far, each time it grows. Leaving the loop early ends the request."""
+        stream = await self.submit(
+            prompt, params or SamplingParams(), request_id=request_id, priority=priority
+        )
+        collected = Collected.of(stream.state)
+        try:
+            async for delta in stream:
+                collected.add(delta)
+                yield collected.output
+        finally:
+            stream.close()
+
+    def chat_prompt(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """The tokens of a conversation, by the model's chat template."""
+        return self._inputs.chat_prompt(messages, **options)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; nothing when it has ended."""
+        stream = self._streams.pop(request_id, None)
+        state = self._outputs.remove(request_id)
+        if stream is None or state is None:
+            return
+        for _ in state.unfinished_sequences:
+            self.metrics.finished("abort")
+        if self.dead is None:
+            self._core.send(Abort(state.unfinished_sequences))
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the cached beginnings of prompts."""
+        self._core.send(ResetPrefixCache())
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._streams)
+
+    async def shutdown(self) -> None:
+        """Ends the core; requests still running get an error."""
+        self._reader.cancel()
+        self._fail_all(self.dead or EngineDeadError("The engine was shut down."))
+        await self._core.stop()
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                message = await self._core.receive()
+                if isinstance(message, EngineOutputs):
+                    self._take(message)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self.dead = (
+                error
+                if isinstance(error, EngineDeadError)
+                else EngineDeadError(f"The engine stopped: {error}")
+            )
+            logger.error("%s", self.dead, exc_info=None if error is self.dead else error)
+            self._fail_all(self.dead)
+            self.died.set()
+
+    def abort_all(self, reason: str) -> None:
+        """Ends every request with an error that says why."""
+        for id in list(self._streams):
+            stream = self._streams[id]
+            self.abort(id)
+            stream.queue.put_nowait(ServerUnavailableError(reason))
+
+    def _fail_all(self, error: Exception) -> None:
+        for stream in list(self._streams.values()):
+            stream.queue.put_nowait(error)
+            self._outputs.remove(stream.state.id)
+            self.metrics.finished("error")
+        self._streams.clear()
+
+    def _take(self, message: EngineOutputs) -> None:
+        now = time.monotonic()
+        self._observe_step(message.stats)
+        for sequence in message.scheduled:
+            stream = self._streams.get(sequence.rpartition("/")[0])
+            if stream is not None and not stream.scheduled:
+                stream.scheduled = now
+                self.metrics.queue_time.observe(now - stream.arrival)
+        ended_here = []
+        for output in message.outputs:
+            stream = self._streams.get(output.id)
+            news = self._outputs.process(output) if stream is not None else None
+            if stream is None or news is None:
+                continue
+            state, delta, end_in_core = news
+            if end_in_core:
+                ended_here.append(f"{output.id}/{output.index}")
+            stream.queue.put_nowait(delta)
+            self._observe(stream, delta, now)
+            if state.finished:
+                del self._streams[state.id]
+        if ended_here:
+            self._core.send(Abort(ended_here))
+
+    def _observe_step(self, stats: EngineStats) -> None:
+        self.stats = stats
+        m = self.metrics
+        m.num_requests_running.set(stats.num_running)
+        m.num_requests_waiting.set(stats.num_waiting)
+        m.kv_cache_usage.set(stats.kv_cache_usage)
+        if stats.prefix_cache_queries:
+            m.prefix_cache_queries.inc(stats.prefix_cache_queries)
+            m.prefix_cache_hits.inc(stats.prefix_cache_hits)
+        if stats.num_preemptions:
+            m.num_preemptions.inc(stats.num_preemptions)
+        if stats.num_tokens:
+            m.iteration_tokens.observe(stats.num_tokens)
+
+    def _observe(self, stream: RequestStream, delta: Delta, now: float) -> None:
+        m, times = self.metrics, stream.times[delta.index]
+        if delta.token_ids:
+            m.generation_tokens.inc(len(delta.token_ids))
+            if not times.num_tokens:
+                times.first_token = now
+                if delta.index == 0:
+                    m.time_to_first_token.observe(now - stream.arrival)
+                    m.prompt_tokens.inc(len(stream.state.prompt_token_ids))
+                    m.prompt_tokens_cached.inc(delta.num_cached_tokens)
+            else:
+                m.inter_token_latency.observe(now - times.last_token)
+            times.last_token = now
+            times.num_tokens += len(delta.token_ids)
+        if delta.finish_reason is None:
+            return
+        m.finished(delta.finish_reason)
+        m.request_generation_tokens.observe(times.num_tokens)
+        if times.num_tokens > 1:
+            m.time_per_output_token.observe((times.last_token - times.first_token) / (times.num_tokens - 1))
+        if stream.state.finished:
+            m.e2e_request_latency.observe(now - stream.arrival)
+            m.request_prompt_tokens.observe(len(stream.state.prompt_token_ids))
+            m.request_params_n.observe(len(stream.times))
+            m.request_params_max_tokens.observe(stream.max_tokens)
+            if stream.scheduled and times.first_token:
+                m.inference_time.observe(now - stream.scheduled)
+                m.prefill_time.observe(times.first_token - stream.scheduled)
+                m.decode_time.observe(now - times.first_token)

@@ -1,0 +1,198 @@
+"""The engine's loop: schedule, execute, update. One instance owns the scheduler and the executor."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from concurrent.futures import Future
+
+from toolkit.config import EngineConfig
+from toolkit.engine.messages import EngineOutput, EngineOutputs, EngineRequest, EngineStats, LogprobEntry
+from toolkit.executor import Executor, Pending
+from toolkit.scheduler import (
+    FinishReason,
+    ModelOutput,
+    Request,
+    Scheduler,
+    SchedulerOutput,
+    StepResult,
+    TokenLogprobs,
+)
+from toolkit.worker.memory import is_fatal, is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Runs requests. Not thread-safe: one caller adds, aborts and steps."""
+
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+        info = executor.info
+        self.executor = executor
+        self.scheduler = Scheduler(
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            policy=config.scheduler.scheduling_policy,
+            num_host_blocks=info.num_host_blocks,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+        )
+        self._random = random.Random(config.model.seed)
+        self._depth = 2 if info.async_scheduling else 1
+        self._steps: deque[tuple[SchedulerOutput, Pending]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.num_unfinished or self._steps)
+
+    def add(self, new: EngineRequest) -> None:
+        """Takes a request in: n sequences `id/0` … `id/n-1` that share the prompt's blocks."""
+        leader: Request | None = None
+        for index in range(new.params.n):
+            request = self._sequence(new, index, leader)
+            self.scheduler.add(request)
+            leader = leader or request
+
+    def abort(self, sequences: list[str]) -> None:
+        """Ends sequences; unknown ones have ended already."""
+        for sequence in sequences:
+            self.scheduler.abort(sequence)
+
+    def reset_prefix_cache(self) -> None:
+        self.scheduler.reset_prefix_cache()
+
+    def step(self) -> EngineOutputs:
+        """Launches steps up to the depth of the overlap, then takes in the oldest one's tokens."""
+        scheduled: list[str] = []
+        while len(self._steps) < self._depth:
+            step = self.scheduler.schedule()
+            if step is None:
+                break
+            scheduled += self.scheduler.first_scheduled(step)
+            self._steps.append((step, self._launch(step)))
+        if not self._steps:
+            return self._outputs([], 0, scheduled)
+        step, pending = self._steps.popleft()
+        try:
+            result = pending.result()
+        except Exception as error:
+            return self._outputs(self._recover(step, error), 0, scheduled)
+        results = self.scheduler.update(step, result)
+        return self._outputs([_to_output(r, result) for r in results], step.total_tokens, scheduled)
+
+    def shutdown(self) -> None:
+        self._steps.clear()
+        self.executor.shutdown()
+
+    def _sequence(self, new: EngineRequest, index: int, leader: Request | None) -> Request:
+        params = new.params
+        seed = self._random.getrandbits(63) if params.seed is None else params.seed + index
+        caching = self.scheduler.enable_prefix_caching
+        request = Request(
+            id=f"{new.id}/{index}",
+            prompt_token_ids=new.prompt_token_ids,
+            params=params,
+            max_tokens=new.max_tokens,
+            eos_token_ids=frozenset(new.eos_token_ids),
+            priority=new.priority,
+            seed=_signed(seed),
+            # Without prefix caching, siblings find each other's blocks under a name that nobody else has.
+            cache_salt=new.cache_salt if caching else f"only {new.id}",
+            cacheable=caching or params.n > 1,
+            leader=leader,
+        )
+        if leader is not None:
+            request.num_prompt_logprobs = request.num_prompt_tokens  # the first sequence reports them
+        return request
+
+    def _launch(self, step: SchedulerOutput) -> Pending:
+        try:
+            return self.executor.execute(step)
+        except Exception as error:
+            failed: Future[ModelOutput] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _recover(self, step: SchedulerOutput, error: Exception) -> list[EngineOutput]:
+        """A step failed: its requests are computed anew, less those that cannot be. Raises when no step can
+        run any more.
+        """
+        if is_fatal(error):
+            raise error
+        out_of_memory = is_out_of_memory(error)
+        logger.error(
+            "a step of %d tokens for %d requests failed%s",
+            step.total_tokens,
+            len(step.rows),
+            " for lack of memory" if out_of_memory else "",
+            exc_info=None if out_of_memory else error,
+        )
+        self._steps.clear()
+        given_up = self.scheduler.recover(step, out_of_memory=out_of_memory)
+        if out_of_memory:
+            logger.warning(
+                "steps now have at most %d tokens and %d requests; --max-num-batched-tokens, --max-num-seqs or "
+                "--gpu-memory-utilization set lower would have avoided this: %s",
+                self.scheduler.max_num_batched_tokens,
+                self.scheduler.max_num_seqs,
+                error,
+            )
+        message = (
+            f"out of memory in a step of {step.total_tokens} tokens ({error}); lower --gpu-memory-utilization or "
+            f"--kv-cache-memory"
+            if out_of_memory
+            else f"the step failed: {type(error).__name__}: {error}"
+        )
+        return [_failed(request, message) for request in given_up]
+
+    def _outputs(self, outputs: list[EngineOutput], num_tokens: int, scheduled: list[str]) -> EngineOutputs:
+        s = self.scheduler.take_stats()
+        stats = EngineStats(
+            s.num_running,
+            s.num_waiting,
+            s.kv_cache_usage,
+            s.prefix_cache_queries,
+            s.prefix_cache_hits,
+            s.num_preemptions,
+            num_tokens,
+        )
+        return EngineOutputs(outputs, stats, scheduled)
+
+
+def _to_output(news: StepResult, result: ModelOutput) -> EngineOutput:
+    request = news.request
+    id, _, index = request.id.rpartition("/")
+    output = EngineOutput(id, int(index), [] if news.token_id is None else [news.token_id])
+    if request.finish_reason is not None:
+        output.finish_reason = request.finish_reason.value
+        output.stop_reason = request.stop_reason
+        output.num_preemptions = request.num_preemptions
+        output.error = news.error
+    output.num_cached_tokens = request.num_cached_tokens
+    if result.logprobs is not None and news.token_id is not None and request.params.logprobs is not None:
+        output.logprobs = _entry(result.logprobs, news.sample, request.params.logprobs)
+    if news.prompt_logprobs is not None and request.params.prompt_logprobs is not None:
+        values = news.prompt_logprobs.values
+        output.prompt_logprobs = [
+            _entry(values, i, request.params.prompt_logprobs) for i in range(len(values.ranks))
+        ]
+    return output
+
+
+def _entry(values: TokenLogprobs, i: int, k: int) -> LogprobEntry:
+    return LogprobEntry(
+        values.token_ids[i, : k + 1].tolist(), values.logprobs[i, : k + 1].tolist(), int(values.ranks[i])
+    )
+
+
+def _failed(request: Request, message: str) -> EngineOutput:
+    id, _, index = request.id.rpartition("/")
+    return EngineOutput(id, int(index), [], finish_reason=FinishReason.ERROR.value, error=message)
+
+
+def _signed(seed: int) -> int:
+    """The seed as a signed 64-bit number."""
+    return (seed + 2**63) % 2**64 - 2**63

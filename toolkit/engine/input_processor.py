@@ -1,0 +1,125 @@
+"""From a prompt as users give it to a request the engine can run: tokenized, checked, resolved."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.engine.messages import EngineRequest
+from toolkit.engine.tokenizer import Tokenizer, eos_token_ids
+from toolkit.errors import InvalidRequestError
+from toolkit.sampling.params import SamplingParams
+from toolkit.worker import WorkerInfo
+
+Prompt = str | list[int] | Mapping[str, object]
+"""Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}."""
+
+
+class InputProcessor:
+    """Checks are made here, once, so that the engine core takes every request it gets."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer | None, info: WorkerInfo) -> None:
+        self.tokenizer = tokenizer
+        self.info = info
+        self._eos = [id for id in eos_token_ids(folder, tokenizer) if id < info.vocab_size]
+
+    def process(
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
+    ) -> tuple[str | None, EngineRequest]:
+        """(the prompt's text when it was text, the request).
+
+        Raises InvalidRequestError: an empty or over-long prompt, a token outside the vocabulary.
+        """
+        text, token_ids = self._tokens(prompt)
+        if not token_ids:
+            raise InvalidRequestError("The prompt is empty.", param="prompt")
+        wrong = next((t for t in token_ids if not 0 <= t < self.info.vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequestError(
+                f"The prompt has the token {wrong}, and the model's tokens are 0 to {self.info.vocab_size - 1}.",
+                param="prompt",
+            )
+        for name in ("logit_bias", "stop_token_ids"):
+            for token in getattr(params, name) or ():
+                if not 0 <= token < self.info.vocab_size:
+                    raise InvalidRequestError(
+                        f"{name} has the token {token}, and the model's tokens are 0 to {self.info.vocab_size - 1}.",
+                        param=name,
+                    )
+        return text, EngineRequest(
+            id=request_id or uuid.uuid4().hex,
+            prompt_token_ids=token_ids,
+            params=params,
+            max_tokens=self._max_tokens(len(token_ids), params),
+            eos_token_ids=self._eos,
+            priority=priority,
+        )
+
+    def require_tokenizer(self) -> Tokenizer:
+        """Raises InvalidRequestError when the model came without a tokenizer."""
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                "This model's folder has no tokenizer, so that it takes prompts of token ids only; --tokenizer names another folder."
+            )
+        return self.tokenizer
+
+    def chat_prompt(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """The tokens of a conversation by the model's chat template; the template writes the special tokens
+        itself.
+        """
+        tokenizer = self.require_tokenizer()
+        return tokenizer.encode(tokenizer.render_chat(messages, **options), add_special_tokens=False)
+
+    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            # A character is at most a handful of tokens less than one: refuse the absurd before tokenizing
+            # it.
+            limit = 64 * self.info.max_model_len + 4096
+            if len(prompt) > limit:
+                raise self._too_long(f"{len(prompt)} characters")
+            return prompt, self.require_tokenizer().encode(prompt)
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                ids = prompt["prompt_token_ids"]
+                text = prompt.get("prompt")
+                return (text if isinstance(text, str) else None), self._tokens(_as_ids(ids))[1]
+            inner = prompt.get("prompt")
+            if isinstance(inner, str):
+                return self._tokens(inner)
+            raise InvalidRequestError(
+                'A prompt is text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}.',
+                param="prompt",
+            )
+        return None, _as_ids(prompt)
+
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        limit = self.info.max_model_len
+        if num_prompt_tokens >= limit:
+            raise self._too_long(f"{num_prompt_tokens} tokens")
+        room = limit - num_prompt_tokens
+        if params.max_tokens is None:
+            return room
+        if params.max_tokens > room:
+            raise InvalidRequestError(
+                f"The model's context is {limit} tokens: the prompt has {num_prompt_tokens} and max_tokens asks for "
+                f"{params.max_tokens} more. Use max_tokens {room} or less, or a shorter prompt.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        return params.max_tokens
+
+    def _too_long(self, size: str) -> InvalidRequestError:
+        limit = self.info.max_model_len
+        return InvalidRequestError(
+            f"The prompt has {size}, and the model's context is {limit} tokens, of which an answer needs at least one.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+
+def _as_ids(ids: object) -> list[int]:
+    if not isinstance(ids, list) or not all(type(id) is int for id in ids):
+        raise InvalidRequestError("A prompt of token ids is a list of whole numbers.", param="prompt")
+    return ids

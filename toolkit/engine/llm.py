@@ -1,0 +1,210 @@
+"""The engine in-process, for offline work. The interface is vLLM's."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from toolkit.config import EngineConfig
+from toolkit.engine.core import EngineCore
+from toolkit.engine.input_processor import InputProcessor, Prompt
+from toolkit.engine.output_processor import Collected, OutputProcessor
+from toolkit.engine.outputs import Delta, RequestOutput
+from toolkit.engine.tokenizer import load_tokenizer
+from toolkit.errors import EngineError, InvalidRequestError
+from toolkit.executor import UniprocExecutor
+from toolkit.models.hub import locate
+from toolkit.sampling.params import SamplingParams
+from toolkit.worker import Report
+
+Messages = list[dict[str, Any]]
+
+
+class LLM:
+    """A model, loaded and ready.
+
+    >>> llm = LLM("gpt2", max_num_seqs=64)
+    >>> llm.generate(["The sea is"], SamplingParams(max_tokens=8))[0].outputs[0].text
+    """
+
+    def __init__(self, model: str | None = None, *, report: Report | None = None, **settings: Any) -> None:
+        """`model`: a folder or a hub name; None: the demo model. `settings`: the flags of `tk serve`, with
+        underscores.
+
+        Raises ToolkitError: an unknown setting, a model that cannot be found, read or held in memory.
+        """
+        self.config = EngineConfig.from_settings({"model": model, **settings})
+        self.folder = locate(model, self.config.model.revision)
+        tokenizer_folder = self.folder
+        if self.config.model.tokenizer is not None:
+            tokenizer_folder = locate(self.config.model.tokenizer)
+        executor = UniprocExecutor(self.config, self.folder, report or (lambda name, seconds: None))
+        self._core = EngineCore(self.config, executor)
+        self.info = executor.info
+        self.tokenizer = load_tokenizer(tokenizer_folder)
+        self._inputs = InputProcessor(Path(tokenizer_folder), self.tokenizer, self.info)
+        self._outputs = OutputProcessor(self.tokenizer)
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts of any lengths together; results in the order of the prompts.
+
+        One SamplingParams for all, or one for each. `use_tqdm`: show progress on a terminal. Raises
+        InvalidRequestError before anything runs when a prompt cannot be run, EngineError when a request
+        failed on the way.
+        """
+        many = _as_list(prompts)
+        params = _one_each(sampling_params, len(many))
+        if priority is not None and len(priority) != len(many):
+            raise InvalidRequestError(f"There are {len(many)} prompts and {len(priority)} priorities.")
+        requests = [
+            self._inputs.process(
+                prompt, one, request_id=str(next(self._ids)), priority=priority[i] if priority else 0
+            )
+            for i, (prompt, one) in enumerate(zip(many, params, strict=True))
+        ]
+        collected: dict[str, Collected] = {}
+        for text, request in requests:
+            collected[request.id] = Collected.of(self._outputs.add(request, text))
+            self._core.add(request)
+        progress = _Progress(len(requests), sum(r.params.n for _, r in requests)) if use_tqdm else None
+        failures = []
+        try:
+            for id, delta in self._run():
+                collected[id].add(delta)
+                if delta.error is not None:
+                    failures.append(f"request {id}: {delta.error}")
+                if progress is not None:
+                    progress.add(delta, collected[id].output.finished)
+        finally:
+            self._abandon(list(collected))
+            if progress is not None:
+                progress.close()
+        if failures:
+            raise EngineError(f"{len(failures)} of {len(requests)} requests failed. The first: {failures[0]}")
+        return [one.output for one in collected.values()]
+
+    def chat(
+        self,
+        messages: Messages | list[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or several together. Raises InvalidRequestError when the model has no
+        chat template.
+        """
+        several = bool(messages) and isinstance(messages[0], list)
+        conversations = cast(list[Messages], messages if several else [messages])
+        prompts: list[Prompt] = [self._inputs.chat_prompt(one, **template_options) for one in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Completes one prompt, piece by piece. Leaving the loop early ends the request."""
+        text, request = self._inputs.process(
+            prompt, sampling_params or SamplingParams(), request_id=str(next(self._ids))
+        )
+        self._outputs.add(request, text)
+        self._core.add(request)
+        try:
+            for _, delta in self._run():
+                if delta.error is not None:
+                    raise EngineError(delta.error)
+                yield delta
+        finally:
+            self._abandon([request.id])
+
+    def chat_prompt(self, messages: Messages, **template_options: Any) -> list[int]:
+        """The tokens of a conversation, by the model's chat template."""
+        return self._inputs.chat_prompt(messages, **template_options)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the cached beginnings of prompts."""
+        self._core.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Frees the model's memory; the object cannot be used again."""
+        self._core.shutdown()
+
+    def _run(self) -> Iterator[tuple[str, Delta]]:
+        while self._core.has_work:
+            for output in self._core.step().outputs:
+                news = self._outputs.process(output)
+                if news is None:
+                    continue
+                state, delta, end_in_core = news
+                if end_in_core:
+                    self._core.abort([f"{output.id}/{output.index}"])
+                yield state.id, delta
+
+    def _abandon(self, ids: list[str]) -> None:
+        """Ends what is still running of some requests."""
+        for id in ids:
+            state = self._outputs.remove(id)
+            if state is not None:
+                self._core.abort(state.unfinished_sequences)
+
+
+class _Progress:
+    """A progress bar on stderr, when that is a terminal."""
+
+    def __init__(self, num_requests: int, num_sequences: int) -> None:
+        self._bar = None
+        self._num_tokens = 0
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[rate]}"),
+                console=Console(stderr=True),
+                transient=False,
+            )
+            self._task = self._bar.add_task("generating", total=num_requests, rate="")
+            self._bar.start()
+
+    def add(self, delta: Delta, finished: bool) -> None:
+        if self._bar is None:
+            return
+        self._num_tokens += len(delta.token_ids)
+        elapsed = self._bar.tasks[0].elapsed or 0.0
+        rate = f"{self._num_tokens / elapsed:,.0f} tok/s" if elapsed > 0.2 else ""
+        self._bar.update(self._task, advance=int(finished), rate=rate)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    many = list(cast(Sequence[Prompt], prompts))
+    if many and isinstance(many[0], int):
+        return [cast(list[int], many)]
+    return many
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequestError(f"There are {count} prompts and {len(params)} sampling parameters.")
+    return list(params)

@@ -1,0 +1,66 @@
+"""What a user gets. The shapes are vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Logprob:
+    """A token's log-probability at some position; `rank` is 1 for the likeliest, None where it was not
+    computed.
+    """
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PositionLogprobs = dict[int, Logprob]
+"""By token id; the token that stands at the position comes first."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's n answers, so far."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    """The stop string or stop token that ended it, when it was not the model's own end."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and its answers, so far."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    finished: bool = False
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one answer."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None

@@ -1,0 +1,175 @@
+"""Text to tokens and back."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import CheckpointError, InvalidRequestError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """A Transformers tokenizer, with the bytes of each token, so that text can be streamed without decoding
+    it again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError when the folder has no tokenizer that can be read."""
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        except Exception as error:  # Transformers raises many kinds; all mean the same here
+            text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise CheckpointError(f"The tokenizer in {folder} cannot be used: {text}") from None
+        self._special = set(self._tokenizer.all_special_ids)
+        self._added: dict[int, str] = {
+            id: token.content for id, token in getattr(self._tokenizer, "added_tokens_decoder", {}).items()
+        }
+        self._byte_level = "ByteLevel" in _decoder_kinds(self._tokenizer)
+        self._byte_of = _byte_of_character() if self._byte_level else {}
+        self._bytes: dict[int, bytes] = {}
+
+    @property
+    def eos_token_id(self) -> int | None:
+        id: int | None = self._tokenizer.eos_token_id
+        return id
+
+    @property
+    def size(self) -> int:
+        return len(self._tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return ids
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of tokens, as it would have been streamed."""
+        stream = TextStream(self, skip_special_tokens=skip_special_tokens)
+        return stream.add(token_ids) + stream.end()
+
+    def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """The prompt of a conversation, by the model's chat template (run in Transformers' Jinja sandbox).
+
+        Raises InvalidRequestError when there is no template, or when the template refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise InvalidRequestError(
+                "This model's tokenizer has no chat template, so it cannot take chat messages. "
+                "Use /v1/completions (LLM.generate), or a model made for chat.",
+                code="no_chat_template",
+            )
+        from jinja2 import TemplateError
+
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, **{"add_generation_prompt": True, **options}
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise InvalidRequestError(
+                f"The model's chat template refuses these messages: {error}", param="messages"
+            ) from None
+        return text
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to the text, in UTF-8; a part of a character can be a token."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._spell(token_id)
+        return found
+
+    def token_text(self, token_id: int) -> str:
+        """A token alone; empty when it is only a part of a character."""
+        try:
+            return self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            return ""
+
+    def _spell(self, token_id: int) -> bytes:
+        added = self._added.get(token_id)
+        if added is not None:
+            return added.encode()
+        if not 0 <= token_id < self.size:
+            return b""  # the model's vocabulary is padded beyond the tokenizer's
+        token: str = self._tokenizer.convert_ids_to_tokens(token_id)
+        if self._byte_level:
+            return bytes(self._byte_of[c] for c in token if c in self._byte_of)
+        as_byte = _BYTE_TOKEN.fullmatch(token)
+        if as_byte:
+            return bytes([int(as_byte[1], 16)])
+        return token.replace("▁", " ").encode()
+
+
+class TextStream:
+    """Text from tokens, as they come: whole characters only."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token_ids: list[int]) -> str:
+        """The text that these tokens complete."""
+        tokenizer = self._tokenizer
+        return "".join(
+            self._decoder.decode(tokenizer.token_bytes(id))
+            for id in token_ids
+            if not (self._skip and tokenizer.is_special(id))
+        )
+
+    def end(self) -> str:
+        """What an unfinished character leaves: U+FFFD, or nothing."""
+        return self._decoder.decode(b"", final=True)
+
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "tekken.json")
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """The folder's tokenizer; None when it has no file of one (then only prompts of token ids can be run)."""
+    if not any((folder / name).is_file() for name in _FILES):
+        return None
+    return Tokenizer(folder)
+
+
+def eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
+    """Every token that ends an answer: those of generation_config.json, config.json and the tokenizer."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if path.is_file():
+            value = json.loads(path.read_text()).get("eos_token_id")
+            found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found.append(tokenizer.eos_token_id)
+    return sorted(set(found))
+
+
+def _decoder_kinds(tokenizer: Any) -> str:
+    """The description of the tokenizer's decoder, in which its kinds can be found by name."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = getattr(backend, "decoder", None)
+    return "" if decoder is None else bytes(decoder.__getstate__()).decode()
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Byte-level BPE writes each byte as a printable character: itself where it is one, else the next from
+    U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    table.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return table

@@ -1,0 +1,6 @@
+"""Where a step runs."""
+
+from toolkit.executor.base import Executor, Pending
+from toolkit.executor.uniproc import UniprocExecutor
+
+__all__ = ["Executor", "Pending", "UniprocExecutor"]

@@ -1,0 +1,141 @@
+"""Every Prometheus metric, defined once. Names and meanings are vLLM's after the prefix."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LABELS = ("model_name", "engine")
+
+
+def _steps(first: float, last: float, factor: float = 1.25) -> tuple[float, ...]:
+    """Bucket bounds from `first` to at least `last`, each `factor` above the one before, to three digits."""
+    bounds = [first]
+    while bounds[-1] < last:
+        bounds.append(float(f"{bounds[-1] * factor:.3g}"))
+    return tuple(bounds)
+
+
+SHORT_SECONDS = _steps(0.0005, 10.0)
+LONG_SECONDS = _steps(0.0005, 600.0)
+TOKENS = tuple(float(2**i) for i in range(18))
+SMALL_COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+
+
+class Metrics:
+    """The metrics of one served model. Times in seconds, lengths in tokens."""
+
+    def __init__(self, prefix: str, model_name: str, engine: str = "0") -> None:
+        self.registry = CollectorRegistry()
+        self._prefix = prefix
+        self._values = (model_name, engine)
+
+        self.num_requests_running = self._gauge("num_requests_running", "Requests that are being computed.")
+        self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
+        self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.")
+
+        self.prompt_tokens = self._counter(
+            "prompt_tokens", "Prompt tokens of requests whose first token has come."
+        )
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.prompt_tokens_cached = self._counter(
+            "prompt_tokens_cached", "Prompt tokens found in the prefix cache."
+        )
+        self.prefix_cache_queries = self._counter(
+            "prefix_cache_queries", "Tokens looked up in the prefix cache."
+        )
+        self.prefix_cache_hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache.")
+        self.num_preemptions = self._counter(
+            "num_preemptions", "Times that a running request had to make room."
+        )
+        self._request_success = Counter(
+            f"{prefix}:request_success",
+            "Requests that ended, by reason.",
+            (*LABELS, "finished_reason"),
+            registry=self.registry,
+        )
+
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", LONG_SECONDS
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of a request.", SHORT_SECONDS
+        )
+        self.time_per_output_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "A request's mean time for each token after the first.",
+            SHORT_SECONDS,
+        )
+        self.e2e_request_latency = self._histogram(
+            "e2e_request_latency_seconds", "From arrival to the end.", LONG_SECONDS
+        )
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "From arrival to running.", LONG_SECONDS
+        )
+        self.prefill_time = self._histogram(
+            "request_prefill_time_seconds", "From running to the first token.", LONG_SECONDS
+        )
+        self.decode_time = self._histogram(
+            "request_decode_time_seconds", "From the first token to the end.", LONG_SECONDS
+        )
+        self.inference_time = self._histogram(
+            "request_inference_time_seconds", "From running to the end.", LONG_SECONDS
+        )
+        self.request_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt lengths.", TOKENS)
+        self.request_generation_tokens = self._histogram(
+            "request_generation_tokens", "Answer lengths.", TOKENS
+        )
+        self.request_params_n = self._histogram(
+            "request_params_n", "The n that requests ask for.", SMALL_COUNTS
+        )
+        self.request_params_max_tokens = self._histogram(
+            "request_params_max_tokens", "The max_tokens that requests ask for.", TOKENS
+        )
+        self.iteration_tokens = self._histogram(
+            "iteration_tokens_total", "Tokens computed in a step.", TOKENS
+        )
+
+    def finished(self, reason: str) -> None:
+        """Counts the end of a sequence."""
+        self._request_success.labels(*self._values, reason).inc()
+
+    def expose(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        gauge = Gauge(f"{self._prefix}:{name}", text, LABELS, registry=self.registry)
+        return gauge.labels(*self._values)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        counter = Counter(f"{self._prefix}:{name}", text, LABELS, registry=self.registry)
+        return counter.labels(*self._values)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(f"{self._prefix}:{name}", text, LABELS, buckets=buckets, registry=self.registry)
+        return histogram.labels(*self._values)
+
+
+class HTTPMetrics:
+    """Requests to the server, whatever they ask for."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ("method", "status", "handler")
+        self._requests = Counter(
+            "http_requests", "HTTP requests by method, status and route.", labels, registry=registry
+        )
+        self._duration = Histogram(
+            "http_request_duration_seconds",
+            "From a request's headers to the end of its answer.",
+            ("method", "handler"),
+            buckets=LONG_SECONDS,
+            registry=registry,
+        )
+
+    def observe(self, route: object, method: str, status: int, seconds: float) -> None:
+        """`route`: what matched, None when nothing did; raw paths would make a series for every typing error.
+        """
+        handler = str(getattr(route, "path", "none"))
+        family = f"{status // 100}xx" if status else "none"
+        self._requests.labels(method, family, handler).inc()
+        self._duration.labels(method, handler).observe(seconds)

@@ -1,0 +1,89 @@
+"""GPT-2 (Radford et al., 2019)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.attention import Attention, AttentionBatch
+from toolkit.attention.backend import AttentionShape
+from toolkit.errors import CheckpointError
+from toolkit.layers import Embedding, LayerNorm, Linear, Slots, activation
+from toolkit.models.registry import CausalLM
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a layer norm."""
+
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__()
+        hidden = config.n_embd
+        self.num_heads, self.head_size = config.n_head, hidden // config.n_head
+        scale = self.head_size**-0.5 if config.scale_attn_weights else 1.0
+        if config.scale_attn_by_inverse_layer_idx:
+            scale /= index + 1
+        self.attn_norm = LayerNorm(hidden, config.layer_norm_epsilon)
+        self.qkv = Linear(hidden, 3 * hidden, bias=True)
+        self.attn = Attention(AttentionShape(self.num_heads, self.num_heads, self.head_size, scale))
+        self.attn_out = Linear(hidden, hidden, bias=True)
+        self.mlp_norm = LayerNorm(hidden, config.layer_norm_epsilon)
+        self.up = Linear(hidden, config.n_inner or 4 * hidden, bias=True)
+        self.act = activation(config.activation_function)
+        self.down = Linear(config.n_inner or 4 * hidden, hidden, bias=True)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: AttentionBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.attn_norm(x, residual)
+        q, k, v = self.qkv(x).view(len(x), 3, self.num_heads, self.head_size).unbind(1)
+        x = self.attn_out(self.attn(q, k, v, batch))
+        x, residual = self.mlp_norm(x, residual)
+        return self.down(self.act(self.up(x))), residual
+
+    def slots(self, name: str) -> Slots:
+        return (
+            self.attn_norm.slots(f"{name}.ln_1")
+            | self.qkv.slots(f"{name}.attn.c_attn", transpose=True)
+            | self.attn_out.slots(f"{name}.attn.c_proj", transpose=True)
+            | self.mlp_norm.slots(f"{name}.ln_2")
+            | self.up.slots(f"{name}.mlp.c_fc", transpose=True)
+            | self.down.slots(f"{name}.mlp.c_proj", transpose=True)
+        )
+
+
+class GPT2(CausalLM):
+    def __init__(self, config: Any, max_model_len: int) -> None:
+        super().__init__(config, max_model_len)
+        if getattr(config, "add_cross_attention", False):
+            raise CheckpointError("GPT-2 with cross attention (add_cross_attention) is not supported.")
+        self.vocab_size = config.vocab_size
+        self.tied = config.tie_word_embeddings
+        self.embed = Embedding(config.vocab_size, config.n_embd)
+        self.embed_positions = Embedding(config.n_positions, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
+        self.norm = LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.lm_head = None if self.tied else Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head_weight = self.embed.weight if self.lm_head is None else self.lm_head.weight
+
+    @staticmethod
+    def max_positions(config: Any) -> int:
+        return int(config.n_positions)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        x, residual = self.embed(token_ids) + self.embed_positions(positions), None
+        for block in self.blocks:
+            x, residual = block(x, residual, batch)
+        normed: torch.Tensor = self.norm(x, residual)[0]
+        return normed
+
+    def slots(self) -> Slots:
+        slots = self.embed.slots("transformer.wte") | self.embed_positions.slots("transformer.wpe")
+        for i, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            slots |= block.slots(f"transformer.h.{i}")
+        slots |= self.norm.slots("transformer.ln_f")
+        return slots if self.lm_head is None else slots | self.lm_head.slots("lm_head")

@@ -1,0 +1,171 @@
+"""Llama 2, 3, 3.1 and later (Touvron et al., 2023; Grattafiori et al., 2024), and what is shared by its kin.
+
+Mistral, Qwen2 and Qwen3 are this decoder with other values in `Shape`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.attention import Attention, AttentionBatch
+from toolkit.attention.backend import AttentionShape
+from toolkit.layers import Embedding, Linear, MergedLinear, RMSNorm, RotaryEmbedding, Slots, activation
+from toolkit.models.registry import CausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the kin differ in."""
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_windows: tuple[int, ...] = ()
+    """One for each layer; 0: the whole context. Empty: all 0."""
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: Any, shape: Shape, index: int) -> None:
+        super().__init__()
+        hidden, self.num_heads = config.hidden_size, config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads or self.num_heads
+        self.head_size = getattr(config, "head_dim", None) or hidden // self.num_heads
+        q_size, kv_size = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        self.sizes = (q_size, kv_size, kv_size)
+        self.qkv = MergedLinear(hidden, self.sizes, bias=shape.qkv_bias)
+        self.q_norm = RMSNorm(self.head_size, config.rms_norm_eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(self.head_size, config.rms_norm_eps) if shape.qk_norm else None
+        window = shape.sliding_windows[index] if shape.sliding_windows else 0
+        self.attn = Attention(
+            AttentionShape(self.num_heads, self.num_kv_heads, self.head_size, self.head_size**-0.5, window)
+        )
+        self.out = Linear(q_size, hidden, bias=shape.out_bias)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotary: RotaryEmbedding,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: AttentionBatch,
+    ) -> torch.Tensor:
+        q, k, v = (part.unflatten(1, (-1, self.head_size)) for part in self.qkv(x).split(self.sizes, dim=1))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm.normalize(q), self.k_norm.normalize(k)
+        out: torch.Tensor = self.out(self.attn(rotary(q, cos, sin), rotary(k, cos, sin), v, batch))
+        return out
+
+    def slots(self, name: str) -> Slots:
+        slots = self.qkv.merged_slots([f"{name}.{part}_proj" for part in "qkv"]) | self.out.slots(
+            f"{name}.o_proj"
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            slots |= self.q_norm.slots(f"{name}.q_norm") | self.k_norm.slots(f"{name}.k_norm")
+        return slots
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) · up(x)) (Shazeer, 2020)."""
+
+    def __init__(self, config: Any, shape: Shape) -> None:
+        super().__init__()
+        inner = config.intermediate_size
+        self.gate_up = MergedLinear(config.hidden_size, (inner, inner), bias=shape.mlp_bias)
+        self.act = activation(config.hidden_act)
+        self.down = Linear(inner, config.hidden_size, bias=shape.mlp_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=1)
+        out: torch.Tensor = self.down(self.act(gate) * up)
+        return out
+
+    def slots(self, name: str) -> Slots:
+        merged = self.gate_up.merged_slots([f"{name}.gate_proj", f"{name}.up_proj"])
+        return merged | self.down.slots(f"{name}.down_proj")
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Any, shape: Shape, index: int) -> None:
+        super().__init__()
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attn = SelfAttention(config, shape, index)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config, shape)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotary: RotaryEmbedding,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: AttentionBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.attn_norm(x, residual)
+        x = self.attn(x, rotary, cos, sin, batch)
+        x, residual = self.mlp_norm(x, residual)
+        return self.mlp(x), residual
+
+    def slots(self, name: str) -> Slots:
+        return (
+            self.attn_norm.slots(f"{name}.input_layernorm")
+            | self.attn.slots(f"{name}.self_attn")
+            | self.mlp_norm.slots(f"{name}.post_attention_layernorm")
+            | self.mlp.slots(f"{name}.mlp")
+        )
+
+
+class Llama(CausalLM):
+    def __init__(self, config: Any, max_model_len: int) -> None:
+        super().__init__(config, max_model_len)
+        shape = self.shape(config)
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.vocab_size = config.vocab_size
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = RotaryEmbedding(config, head_size, max_model_len)
+        self.layers = nn.ModuleList(Layer(config, shape, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head_weight = self.embed.weight if self.lm_head is None else self.lm_head.weight
+
+    @staticmethod
+    def shape(config: Any) -> Shape:
+        bias = bool(getattr(config, "attention_bias", False))
+        return Shape(qkv_bias=bias, out_bias=bias, mlp_bias=bool(getattr(config, "mlp_bias", False)))
+
+    @staticmethod
+    def max_positions(config: Any) -> int:
+        return int(config.max_position_embeddings)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        x, residual = self.embed(token_ids), None
+        cos, sin = self.rotary.at(positions)
+        for layer in self.layers:
+            x, residual = layer(x, residual, self.rotary, cos, sin, batch)
+        normed: torch.Tensor = self.norm(x, residual)[0]
+        return normed
+
+    def slots(self) -> Slots:
+        slots = self.embed.slots("model.embed_tokens")
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            slots |= layer.slots(f"model.layers.{i}")
+        slots |= self.norm.slots("model.norm")
+        return slots if self.lm_head is None else slots | self.lm_head.slots("lm_head")
+
+
+def sliding_windows(config: Any) -> tuple[int, ...]:
+    """Each layer's window, from `layer_types` where the config has it, else `sliding_window` for all."""
+    window = int(getattr(config, "sliding_window", None) or 0)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return (window,) * int(config.num_hidden_layers)
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)

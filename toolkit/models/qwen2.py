@@ -1,0 +1,13 @@
+"""Qwen2 and Qwen2.5 (Yang et al., 2024): Llama's decoder with biases on query, key and value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.llama import Llama, Shape, sliding_windows
+
+
+class Qwen2(Llama):
+    @staticmethod
+    def shape(config: Any) -> Shape:
+        return Shape(qkv_bias=True, sliding_windows=sliding_windows(config))

@@ -1,0 +1,14 @@
+"""Qwen3 (Yang et al., 2025): Llama's decoder with a norm on each head's query and key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.llama import Llama, Shape, sliding_windows
+
+
+class Qwen3(Llama):
+    @staticmethod
+    def shape(config: Any) -> Shape:
+        bias = bool(getattr(config, "attention_bias", False))
+        return Shape(qkv_bias=bias, out_bias=bias, qk_norm=True, sliding_windows=sliding_windows(config))

@@ -1,0 +1,145 @@
+"""Chooses tokens from logits.
+
+The order is vLLM's: log-probabilities are of the raw logits; then logit bias and forbidden ends, penalties,
+temperature, min-p, top-k, top-p. A random choice depends on the request's seed and the position alone, so
+that the same seed gives the same text whatever else is in the batch and however often the request was
+preempted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from toolkit.sampling.state import SamplingState
+
+IntArray = npt.NDArray[np.int32]
+GREATEST_SHORTCUT = 1024
+"""When every filtering request keeps at most this many tokens, the vocabulary is not sorted."""
+
+
+def sample(
+    logits: torch.Tensor,
+    state: SamplingState,
+    token_ids: torch.Tensor,
+    rows: IntArray,
+    lengths: IntArray,
+) -> torch.Tensor:
+    """The next tokens [n] int64; -1 where the logits are not finite.
+
+    logits: [n, vocab] fp32, changed in place; token_ids: [num_rows, max_len], the rows' tokens so far; rows,
+    lengths: [n] on the host, which rows these are and how many tokens each has (the sampled one comes at that
+    position).
+    """
+    device = logits.device
+    rows_on_device = torch.from_numpy(rows).to(device, torch.int64)
+    if state.biases[rows].any():
+        _add_biases(logits, state, rows, lengths)
+    if state.penalties[rows].any():
+        _penalize(logits, state, token_ids, rows, lengths)
+    best, greedy = logits.max(dim=-1)
+    chosen = greedy
+    if state.random[rows].any():
+        temperature = state.floats[rows_on_device, 0]
+        positions = torch.from_numpy(lengths).to(device, torch.int64)
+        uniform = uniform_at(state.ints[rows_on_device, 1], positions)
+        scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        probabilities = scaled.softmax(dim=-1)
+        if state.filters[rows].any():
+            drawn = _draw_filtered(probabilities, uniform, state, rows, rows_on_device)
+        else:
+            drawn = draw(probabilities, uniform)
+        chosen = torch.where(temperature > 0, drawn, greedy)
+    return torch.where(best.isfinite(), chosen, -1)
+
+
+def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Indices [n] drawn from rows of unnormalized probabilities [n, k]: where the running sum first exceeds
+    uniform [n] of it.
+    """
+    sums = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    index = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
+    return index.clamp_(max=probabilities.shape[-1] - 1)
+
+
+def uniform_at(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Numbers in [0, 1) [n] fp64 that depend on seed and position alone: SplitMix64's finalizer (Steele et
+    al., 2014).
+    """
+    x = seeds + (positions + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        x = (x ^ _shift_right(x, shift)) * factor  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+    x = x ^ _shift_right(x, 31)
+    return _shift_right(x, 11).to(torch.float64) * 2.0**-53
+
+
+def _shift_right(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Without the sign's copies."""
+    return (x >> count) & ((1 << (64 - count)) - 1)
+
+
+def _draw_filtered(
+    probabilities: torch.Tensor,
+    uniform: torch.Tensor,
+    state: SamplingState,
+    rows: IntArray,
+    rows_on_device: torch.Tensor,
+) -> torch.Tensor:
+    vocab = probabilities.shape[-1]
+    top_k = state.ints[rows_on_device, 0]
+    limits = [state.params[row].top_k or vocab for row in rows[state.random[rows]].tolist()]
+    most = min(vocab, max(limits))
+    if most <= GREATEST_SHORTCUT:
+        kept, order = probabilities.topk(most, dim=-1)
+    else:
+        kept, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(kept.shape[-1], device=kept.device)
+    kept = kept.masked_fill(rank >= torch.where(top_k > 0, top_k, vocab)[:, None], 0.0)
+    kept = kept.masked_fill(kept < state.floats[rows_on_device, 2, None] * kept[:, :1], 0.0)
+    before = kept.cumsum(dim=-1, dtype=torch.float64)
+    total = before[:, -1:].clone()
+    before -= kept
+    kept = kept.masked_fill((before >= state.floats[rows_on_device, 1, None] * total) & (rank > 0), 0.0)
+    return order.gather(-1, draw(kept, uniform)[:, None])[:, 0]
+
+
+def _add_biases(logits: torch.Tensor, state: SamplingState, rows: IntArray, lengths: IntArray) -> None:
+    where, tokens, values = [], [], []
+    for index, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+        if not state.biases[row]:
+            continue
+        params = state.params[row]
+        bias = dict(params.logit_bias or {})
+        if length - int(state.num_prompt_tokens[row]) < params.min_tokens:
+            bias |= dict.fromkeys(state.stop_ids[row], -float("inf"))
+        where += [index] * len(bias)
+        tokens += list(bias.keys())
+        values += list(bias.values())
+    if where:
+        place = (torch.tensor(where, device=logits.device), torch.tensor(tokens, device=logits.device))
+        logits.index_put_(place, torch.tensor(values, device=logits.device), accumulate=True)
+
+
+def _penalize(
+    logits: torch.Tensor, state: SamplingState, token_ids: torch.Tensor, rows: IntArray, lengths: IntArray
+) -> None:
+    """Repetition (Keskar et al., 2019) over prompt and output; presence and frequency over the output."""
+    device = logits.device
+    which = np.flatnonzero(state.penalties[rows])
+    index = torch.from_numpy(which).to(device)
+    row_index = torch.from_numpy(rows[which]).to(device, torch.int64)
+    length = torch.from_numpy(lengths[which]).to(device)[:, None]
+    longest = int(lengths[which].max())
+    tokens = token_ids[row_index, :longest].to(torch.int64)
+    position = torch.arange(longest, device=device)
+    known = position < length
+    output = known & (position >= state.ints[row_index, 2, None])
+    # A token outside the vocabulary (the place of one not yet known) counts for token 0 with weight 0.
+    counts = torch.zeros(len(which), logits.shape[-1], device=device)
+    counts_all = counts.clone().scatter_add_(1, tokens, known.float())
+    counts.scatter_add_(1, tokens, output.float())
+    repetition, presence, frequency = (state.floats[row_index, i, None] for i in (3, 4, 5))
+    part = logits[index]
+    part = torch.where(counts_all > 0, torch.where(part > 0, part / repetition, part * repetition), part)
+    logits[index] = part - frequency * counts - presence * (counts > 0)

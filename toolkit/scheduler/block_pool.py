@@ -1,0 +1,135 @@
+"""The KV cache's blocks: who holds which, and which of the free ones can be reused by their content."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+BlockHash = bytes
+
+
+class BlockPool:
+    """Fixed-size blocks, reference counted; full blocks can be found by the hash of all the tokens up to
+    their end.
+
+    A block with no reference is free, and stays findable until it is handed out again: the free list is in
+    least-recently-used order, blocks without content first. Every operation is O(1) for each block concerned.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._block_of: dict[BlockHash, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests hold, 0 to 1."""
+        return 1.0 - self.num_free / self.num_blocks
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with one reference each, or None (and nothing changed) when fewer are free."""
+        if count > len(self._free):
+            return None
+        blocks = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Adds a reference to each block; a free one leaves the free list."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._free[block]
+            self._references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drops a reference from each block of a request, given in the order of its tokens.
+
+        The last blocks become the first to be overwritten: a prompt's beginning is shared more often than its
+        end.
+        """
+        for block in reversed(blocks):
+            references = self._references[block] - 1
+            if references < 0:
+                raise RuntimeError(f"block {block} was released more often than it was taken")
+            self._references[block] = references
+            if references == 0:
+                self._free[block] = None
+                if self._hash_of[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def remember(self, block: int, block_hash: BlockHash) -> None:
+        """Makes a full block findable. The first block with some content stays the one that is found."""
+        if self._hash_of[block] is None and block_hash not in self._block_of:
+            self._hash_of[block] = block_hash
+            self._block_of[block_hash] = block
+
+    def find(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The blocks of the longest prefix of `hashes` that the cache holds. Takes no references."""
+        found = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_free_among(self, blocks: Sequence[int]) -> int:
+        """How many of the blocks are on the free list, so that sharing them leaves fewer to allocate."""
+        return sum(self._references[block] == 0 for block in blocks)
+
+    def forget_all(self) -> None:
+        """Empties the prefix cache; blocks in use stay in use."""
+        self._block_of.clear()
+        self._hash_of = [None] * self.num_blocks
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            self._hash_of[block] = None
+
+
+class HostBlockPool:
+    """Blocks in host memory, for the KV cache of preempted requests."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks, or None when fewer are free."""
+        if count > len(self._free):
+            return None
+        return [self._free.pop() for _ in range(count)]
+
+    def release(self, blocks: Sequence[int]) -> None:
+        self._free.extend(blocks)
+
+
+def hash_block(parent: BlockHash, tokens: Sequence[int], extra: str = "") -> BlockHash:
+    """The name of a block's content: 16 bytes of BLAKE2b over the parent's name, an extra key and the block's
+    tokens.
+
+    A cryptographic hash, because a collision would show one user the cache of another.
+    """
+    digest = hashlib.blake2b(parent, digest_size=16)
+    digest.update(array("q", tokens).tobytes())
+    if extra:
+        digest.update(extra.encode())
+    return digest.digest()

@@ -1,0 +1,487 @@
+"""The scheduler: which requests compute how many tokens in the next step, and what a step's tokens mean for
+them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from toolkit.scheduler.block_pool import BlockPool, HostBlockPool
+from toolkit.scheduler.output import ModelOutput, NewRow, PromptLogprobs, SchedulerOutput
+from toolkit.scheduler.request import FinishReason, Request, RequestStatus
+
+Rank = tuple[int, int]
+"""Order among requests: the smaller is scheduled first and preempted last."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step gave one request."""
+
+    request: Request
+    token_id: int | None = None
+    sample: int = -1
+    """Index of its token among those the step sampled."""
+    prompt_logprobs: PromptLogprobs | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Gauges are of now; counters are since the last reading."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step being put together."""
+
+    budget: int
+    requests: list[Request] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    num_computed: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    prompt_logprobs: list[int] = field(default_factory=list)
+    preempted: bool = False
+
+
+class Scheduler:
+    """Gives every request some number of tokens each step, running ones first, under one token budget.
+
+    NOTE: there is no prefill and no decode. A request is behind by `num_tokens_to_compute`; the step takes as
+    much of that as the budget and the blocks allow. When it catches up, the step samples its next token.
+
+    Steps may be scheduled before the tokens of earlier ones are known. Each running request is then assumed
+    to go on by one token; what a request computes past its end is dropped in `update`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        policy: str = "fcfs",
+        num_host_blocks: int = 0,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(num_blocks)
+        self.host_pool = HostBlockPool(num_host_blocks)
+        self.running: list[Request] = []
+        """In rank order, so that whoever is preempted has not been scheduled yet in the same step."""
+        self._requests: dict[str, Request] = {}
+        self._waiting: list[tuple[Rank, Request]] = []
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._in_flight: dict[int, list[Request]] = {}
+        self._suspects: list[Request] = []
+        self._num_unexplained_failures = 0
+        self._rank: Callable[[Request], Rank] = (
+            _rank_by_priority if policy == "priority" else _rank_by_arrival
+        )
+        self._num_steps = 0
+        self._num_arrivals = 0
+        self._stats = SchedulerStats()
+
+    # ---- requests come and go
+
+    def add(self, request: Request) -> None:
+        """Puts a request in line. Raises ValueError when the whole cache is too small for it."""
+        longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        if self._blocks_for(longest) > self.pool.num_blocks:
+            raise ValueError(
+                f"request {request.id} needs up to {longest} tokens of KV cache and all of it holds "
+                f"{self.pool.num_blocks * self.block_size}"
+            )
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._requests[request.id] = request
+        heapq.heappush(self._waiting, (self._rank(request), request))
+
+    def abort(self, request_id: str) -> Request | None:
+        """Ends a request at once and frees what it holds; None when it is unknown or has ended."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, FinishReason.ABORT)
+        return request
+
+    def get(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._requests) - len(self.running)
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def take_stats(self) -> SchedulerStats:
+        """The gauges of now and the counts since the last call."""
+        stats, self._stats = self._stats, SchedulerStats()
+        stats.num_running = len(self.running)
+        stats.num_waiting = self.num_waiting
+        stats.kv_cache_usage = self.pool.usage
+        return stats
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached content; running requests keep their own blocks."""
+        self.pool.forget_all()
+
+    # ---- a step
+
+    def schedule(self) -> SchedulerOutput | None:
+        """The next step, or None when nothing can run before an earlier step's tokens are known."""
+        step = _Step(budget=self.max_num_batched_tokens)
+        self._schedule_running(step)
+        if not step.preempted:
+            self._schedule_waiting(step)
+        if not step.requests and not step.swap_out:
+            return None
+        return self._close(step)
+
+    def _schedule_running(self, step: _Step) -> None:
+        index = 0
+        while index < len(self.running) and step.budget > 0:
+            request = self.running[index]
+            num_tokens = min(self._num_wanted(request), step.budget)
+            if num_tokens > 0 and self._make_room(request, num_tokens, step):
+                self._take(request, num_tokens, step)
+            index += 1
+
+    def _make_room(self, request: Request, num_tokens: int, step: _Step) -> bool:
+        """Gives the request blocks for its next tokens, preempting from the lowest rank up; False when it
+        went itself.
+        """
+        while True:
+            need = self._blocks_for(request.num_computed_tokens + num_tokens) - len(request.blocks)
+            blocks = self.pool.allocate(max(0, need))
+            if blocks is not None:
+                if blocks:
+                    step.new_blocks.append((request.row, len(request.blocks), blocks))
+                    request.blocks.extend(blocks)
+                return True
+            victim = self.running.pop()
+            self._preempt(victim, step)
+            if victim is request:
+                return False
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        set_aside = []
+        while self._waiting and step.budget > 0 and len(self.running) < self.max_num_seqs:
+            entry = heapq.heappop(self._waiting)
+            request = entry[1]
+            if request.is_finished:
+                continue
+            if not self._is_ready(request):
+                set_aside.append(entry)
+            elif not self._admit(request, step):
+                set_aside.append(entry)
+                break
+        for entry in set_aside:
+            heapq.heappush(self._waiting, entry)
+
+    def _is_ready(self, request: Request) -> bool:
+        if request.num_in_flight or (self._suspects and request is not self._suspects[0]):
+            return False
+        leader = request.leader
+        if leader is None or leader.is_finished:
+            return True
+        return (
+            leader.num_computed_tokens >= (leader.num_prompt_tokens - 1) // self.block_size * self.block_size
+        )
+
+    def _admit(self, request: Request, step: _Step) -> bool:
+        """Gives a waiting request a row and blocks for its first tokens; False, and nothing changed, when
+        blocks lack.
+        """
+        if request.status is RequestStatus.SWAPPED:
+            cached: list[int] = []
+            num_computed = request.num_computed_tokens
+        else:
+            cached = self._find_cached(request)
+            num_computed = len(cached) * self.block_size
+        num_tokens = min(request.num_tokens - num_computed, step.budget)
+        need = self._blocks_for(num_computed + num_tokens) - len(cached)
+        if need > self.pool.num_free - self.pool.num_free_among(cached):
+            return False
+        self.pool.share(cached)
+        fresh = self.pool.allocate(need)
+        assert fresh is not None
+        request.blocks = cached + fresh
+        if request.status is RequestStatus.SWAPPED:
+            step.swap_in.extend(zip(request.host_blocks, request.blocks, strict=False))
+            self.host_pool.release(request.host_blocks)
+            request.host_blocks = []
+        elif request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = num_computed
+            self._stats.prefix_cache_queries += request.num_prompt_tokens
+            self._stats.prefix_cache_hits += num_computed
+        request.num_computed_tokens = num_computed
+        request.num_remembered_blocks = len(cached)
+        request.status = RequestStatus.RUNNING
+        request.row = self._free_rows.pop()
+        step.new_rows.append(
+            NewRow(
+                row=request.row,
+                token_ids=request.token_ids,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed_tokens=num_computed,
+                blocks=list(request.blocks),
+                params=request.params,
+                seed=request.seed,
+                eos_token_ids=sorted(request.eos_token_ids),
+            )
+        )
+        bisect.insort(self.running, request, key=self._rank)
+        self._take(request, num_tokens, step)
+        return True
+
+    def _find_cached(self, request: Request) -> list[int]:
+        """Blocks that hold the beginning of the request's tokens; at least one token is left to compute."""
+        if not request.cacheable or request.wants_prompt_logprobs:
+            return []
+        most = (request.num_tokens - 1) // self.block_size
+        return self.pool.find(request.hashes(self.block_size)[:most])
+
+    def _take(self, request: Request, num_tokens: int, step: _Step) -> None:
+        """Puts `num_tokens` of a request into the step."""
+        if request.wants_prompt_logprobs and request.num_computed_tokens < request.num_prompt_tokens - 1:
+            step.prompt_logprobs.append(len(step.requests))
+        step.requests.append(request)
+        step.num_tokens.append(num_tokens)
+        step.num_computed.append(request.num_computed_tokens)
+        step.budget -= num_tokens
+        samples = request.num_tokens_to_compute == num_tokens
+        step.samples.append(samples)
+        request.num_computed_tokens += num_tokens
+        request.num_in_flight += samples
+        self._remember(request)
+
+    def _close(self, step: _Step) -> SchedulerOutput:
+        output = SchedulerOutput(
+            step=self._num_steps,
+            rows=np.array([request.row for request in step.requests], np.int32),
+            num_tokens=np.array(step.num_tokens, np.int32),
+            num_computed=np.array(step.num_computed, np.int32),
+            samples=np.array(step.samples, np.bool_),
+            new_rows=step.new_rows,
+            new_blocks=step.new_blocks,
+            swap_out=step.swap_out,
+            swap_in=step.swap_in,
+            prompt_logprobs=step.prompt_logprobs,
+        )
+        self._num_steps += 1
+        self._in_flight[output.step] = step.requests
+        return output
+
+    def first_scheduled(self, output: SchedulerOutput) -> list[str]:
+        """Requests that this step, the latest, runs for the first time."""
+        if not output.new_rows:
+            return []
+        new = {row.row for row in output.new_rows}
+        return [r.id for r in self._in_flight[output.step] if r.row in new and not r.num_preemptions]
+
+    def update(self, output: SchedulerOutput, result: ModelOutput) -> list[StepResult]:
+        """Takes in a step's tokens: appends them and ends the requests that are done. Tokens of ended ones
+        are dropped.
+        """
+        requests = self._in_flight.pop(output.step)
+        results = []
+        sample = -1
+        for index, request in enumerate(requests):
+            samples = bool(output.samples[index])
+            sample += samples
+            request.num_in_flight -= samples
+            if request.is_finished:
+                continue
+            news = StepResult(request, prompt_logprobs=self._new_prompt_logprobs(request, result, index))
+            if samples:
+                self._append(request, int(result.token_ids[sample]), news)
+                news.sample = sample
+            if samples or news.prompt_logprobs is not None:
+                results.append(news)
+        if self._suspects and self._suspects[0] in requests:
+            self._suspects.pop(0)
+        elif not self._suspects:
+            self._num_unexplained_failures = 0
+        return results
+
+    def _append(self, request: Request, token_id: int, news: StepResult) -> None:
+        if token_id < 0:
+            news.error = "the model gave logits that are not finite (NaN or infinity)"
+            self._finish(request, FinishReason.ERROR)
+            return None
+        news.token_id = token_id
+        request.output_token_ids.append(token_id)
+        if len(request.output_token_ids) >= request.params.min_tokens:
+            if token_id in request.stop_token_ids:
+                request.stop_reason = token_id
+                return self._finish(request, FinishReason.STOP)
+            if token_id in request.eos_token_ids and not request.params.ignore_eos:
+                return self._finish(request, FinishReason.STOP)
+        if (
+            len(request.output_token_ids) >= request.max_tokens
+            or request.num_known_tokens >= self.max_model_len
+        ):
+            return self._finish(request, FinishReason.LENGTH)
+        return None
+
+    def _new_prompt_logprobs(
+        self, request: Request, result: ModelOutput, index: int
+    ) -> PromptLogprobs | None:
+        """The prompt positions of this step that were not reported before a preemption."""
+        found = result.prompt_logprobs.get(index)
+        if found is None:
+            return None
+        skip = request.num_prompt_logprobs + 1 - found.start
+        values = found.values
+        if skip >= len(values.ranks):
+            return None
+        if skip > 0:
+            values = type(values)(values.token_ids[skip:], values.logprobs[skip:], values.ranks[skip:])
+        request.num_prompt_logprobs += len(values.ranks)
+        return PromptLogprobs(found.start + max(skip, 0), values)
+
+    # ---- when a step fails
+
+    def recover(self, output: SchedulerOutput, *, out_of_memory: bool) -> list[Request]:
+        """After a step failed: drops all steps in flight, to compute their requests anew. Returns those given
+        up.
+
+        Out of memory halves the budget and the number of running requests. Any other failure runs the step's
+        requests one at a time, until the one that fails alone is found: it is given up, and the others go on.
+        """
+        requests = [request for request in self._in_flight.get(output.step, []) if not request.is_finished]
+        tokens = output.total_tokens
+        self._drop_steps_in_flight()
+        given_up: list[Request] = []
+        if out_of_memory and (len(requests) > 1 or tokens > self.block_size):
+            self.max_num_batched_tokens = max(1, min(self.max_num_batched_tokens, tokens) // 2)
+            self.max_num_seqs = max(1, min(self.max_num_seqs, len(requests) + 1) // 2)
+        elif len(requests) <= 1 or self._num_unexplained_failures >= 3:
+            given_up = requests
+        elif not out_of_memory:
+            self._num_unexplained_failures += 1
+            self._suspects = sorted(requests, key=self._rank)
+        for request in given_up:
+            self._finish(request, FinishReason.ERROR)
+        return given_up
+
+    def _drop_steps_in_flight(self) -> None:
+        self._in_flight.clear()
+        step = _Step(budget=0)
+        while self.running:
+            self._preempt(self.running.pop(), step, swap=False)
+        for request in self._requests.values():
+            request.num_in_flight = 0
+            if request.status is RequestStatus.SWAPPED:
+                self.host_pool.release(request.host_blocks)
+                request.host_blocks = []
+                request.num_computed_tokens = 0
+                request.status = RequestStatus.PREEMPTED
+        self.pool.forget_all()
+
+    # ---- helpers
+
+    def _num_wanted(self, request: Request) -> int:
+        """Tokens the request would compute now; none when its last token is in flight, or another is being
+        tried alone.
+        """
+        if self._suspects and request is not self._suspects[0]:
+            return 0
+        if request.num_in_flight and (
+            request.num_output_tokens >= request.max_tokens or request.num_tokens >= self.max_model_len
+        ):
+            return 0
+        return request.num_tokens_to_compute
+
+    def _preempt(self, request: Request, step: _Step, *, swap: bool = True) -> None:
+        """Takes the blocks of a request that has just left `running`, and puts it back in line."""
+        kept = self._blocks_for(request.num_computed_tokens)
+        host_blocks = self.host_pool.allocate(kept) if swap and self.host_pool.num_blocks else None
+        if host_blocks:
+            step.swap_out.extend(zip(request.blocks, host_blocks, strict=False))
+            request.host_blocks = host_blocks
+            request.status = RequestStatus.SWAPPED
+        else:
+            request.num_computed_tokens = 0
+            request.status = RequestStatus.PREEMPTED
+        self._release(request)
+        request.num_preemptions += 1
+        self._stats.num_preemptions += 1
+        step.preempted = True
+        heapq.heappush(self._waiting, (self._rank(request), request))
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.status is RequestStatus.RUNNING:
+            index = bisect.bisect_left(self.running, self._rank(request), key=self._rank)
+            assert self.running[index] is request
+            del self.running[index]
+            self._remember(request)
+            self._release(request)
+        elif request.status is RequestStatus.SWAPPED:
+            self.host_pool.release(request.host_blocks)
+            request.host_blocks = []
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        del self._requests[request.id]
+        if request in self._suspects:
+            self._suspects.remove(request)
+
+    def _release(self, request: Request) -> None:
+        self.pool.release(request.blocks)
+        request.blocks = []
+        self._free_rows.append(request.row)
+        request.row = -1
+
+    def _remember(self, request: Request) -> None:
+        """Makes the request's full blocks findable, as far as their tokens are known.
+
+        Blocks of the step being scheduled count: a later reader's step runs after, or writes them in the same
+        one before it reads.
+        """
+        if not request.cacheable:
+            return
+        full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size
+        if full > request.num_remembered_blocks:
+            hashes = request.hashes(self.block_size)
+            for index in range(request.num_remembered_blocks, full):
+                self.pool.remember(request.blocks[index], hashes[index])
+            request.num_remembered_blocks = full
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+def _rank_by_arrival(request: Request) -> Rank:
+    return (0, request.arrival)
+
+
+def _rank_by_priority(request: Request) -> Rank:
+    return (request.priority, request.arrival)

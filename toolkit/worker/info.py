@@ -1,0 +1,28 @@
+"""What a worker tells of itself. Light: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+Report = Callable[[str, float], None]
+"""Called with a start-up phase's name and its seconds."""
+
+
+class WorkerInfo(msgspec.Struct, kw_only=True):
+    """What start-up found out. Sizes in bytes, lengths in tokens."""
+
+    device: str
+    dtype: str
+    attention_backend: str
+    vocab_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    num_host_blocks: int
+    block_size: int
+    num_parameters: int
+    weight_bytes: int
+    cache_bytes: int
+    async_scheduling: bool

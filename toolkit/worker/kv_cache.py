@@ -1,0 +1,70 @@
+"""The KV cache's memory, on the device and, for preempted requests, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from toolkit.attention import AttentionBackend
+from toolkit.models import CausalLM
+
+
+class KVCache:
+    """Blocks [num_layers, 2, num_blocks, block_size, num_kv_heads, head_size]; index 1 is keys, then values."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        num_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = block_shape(model, block_size)
+        self.device = device
+        self.blocks = torch.zeros(shape[0], 2, num_blocks, *shape[1:], dtype=dtype, device=device)
+        self.host_blocks = torch.zeros(
+            shape[0],
+            2,
+            num_host_blocks,
+            *shape[1:],
+            dtype=dtype,
+            pin_memory=device.type == "cuda" and num_host_blocks > 0,
+        )
+
+    def bind(self, model: CausalLM, backend: AttentionBackend) -> None:
+        """Gives each attention layer its part."""
+        for layer, (keys, values) in zip(model.attention_layers(), self.blocks, strict=True):
+            layer.bind(backend, keys, values)
+
+    def copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """(block, host block) pairs, device to host, in the order of the device's work."""
+        if pairs:
+            source, target = self._indices(pairs)
+            self.host_blocks[:, :, target] = self.blocks[:, :, source.to(self.device)].cpu()
+
+    def copy_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """(host block, block) pairs, host to device."""
+        if pairs:
+            source, target = self._indices(pairs)
+            self.blocks[:, :, target.to(self.device)] = self.host_blocks[:, :, source].to(self.device)
+
+    def _indices(self, pairs: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        source, target = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+        return source, target
+
+
+def block_shape(model: CausalLM, block_size: int) -> tuple[int, int, int, int]:
+    """(num_layers, block_size, num_kv_heads, head_size): one block's keys, in every layer."""
+    layers = model.attention_layers()
+    shape = layers[0].shape
+    return len(layers), block_size, shape.num_kv_heads, shape.head_size
+
+
+def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype) -> int:
+    """Memory of one block, keys and values of all layers."""
+    layers, size, heads, head_size = block_shape(model, block_size)
+    return 2 * layers * size * heads * head_size * dtype.itemsize

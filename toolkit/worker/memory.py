@@ -1,0 +1,111 @@
+"""How much memory there is, and how much of it the KV cache gets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import torch
+
+from toolkit.config import CacheConfig
+from toolkit.errors import OutOfMemoryError
+
+GIB = 2**30
+CPU_SHARE = 0.4
+"""Of the memory that is free on a CPU machine."""
+
+
+def gib(size: float) -> str:
+    """1.5 GiB, or 12.0 MiB when that reads better."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+
+
+def available(device: torch.device) -> int:
+    """Bytes that can still be allocated; on a CPU within the container's limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(int(psutil.virtual_memory().available), _cgroup_available())
+
+
+def _cgroup_available() -> int:
+    """What a version 2 control group leaves; without a limit, more than any machine has."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        reclaimable = sum(
+            int(line.split()[1])
+            for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+            if line.startswith(("inactive_file ", "active_file "))
+        )
+    except (OSError, ValueError):
+        return 2**62
+    return 2**62 if limit == "max" else int(limit) - used + reclaimable
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use: its affinity, within a version 2 control group's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return cores
+
+
+def require_weights_fit(size: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises OutOfMemoryError when weights of `size` bytes cannot fit in what is free."""
+    free = available(device)
+    if size > free:
+        half = " Half of that with --dtype bfloat16." if dtype == torch.float32 else ""
+        raise OutOfMemoryError(
+            f"The model's weights take {gib(size)} in {str(dtype).removeprefix('torch.')}, and {gib(free)} of "
+            f"{device.type} memory are free.{half}"
+        )
+
+
+def cache_blocks(
+    config: CacheConfig, *, room: int, block_bytes: int, most_useful: int, device: torch.device
+) -> tuple[int, int]:
+    """(blocks on the device, blocks on the host). `room`: bytes found free for the cache; `most_useful`:
+    blocks that max_num_seqs full-length requests take, beyond which a CPU's memory is better left alone.
+    """
+    swap = config.swap_space if config.swap_space is not None else (4.0 if device.type == "cuda" else 0.0)
+    host = int(swap * GIB) // block_bytes
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override, host
+    if config.kv_cache_memory is not None:
+        return int(config.kv_cache_memory * GIB) // block_bytes, host
+    blocks = room // block_bytes
+    return (blocks if device.type == "cuda" else min(blocks, most_useful)), host
+
+
+def require_one_request_fits(num_blocks: int, block_size: int, max_model_len: int, block_bytes: int) -> None:
+    """Raises OutOfMemoryError naming the largest max_model_len that fits."""
+    fits = num_blocks * block_size
+    if fits < max_model_len:
+        raise OutOfMemoryError(
+            f"The KV cache has room for {fits} tokens ({gib(num_blocks * block_bytes)}), and one request of the full "
+            f"length, {max_model_len} tokens, takes {gib(-(-max_model_len // block_size) * block_bytes)}. "
+            + (
+                f"Use --max-model-len {fits} or less, or give the cache more memory "
+                if fits
+                else "Give the cache more memory "
+            )
+            + "(--gpu-memory-utilization, --kv-cache-memory).",
+            param="max_model_len",
+        )
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a step failed because memory was full, on the GPU or on the host."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    )
+
+
+def is_fatal(error: Exception) -> bool:
+    """Whether the device can run no further step: CUDA errors other than full memory stick."""
+    return not is_out_of_memory(error) and "CUDA error" in str(error)

@@ -1,0 +1,249 @@
+"""One device's process-side object: loads the model, measures memory, makes the cache, runs steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from toolkit.attention import choose_backend
+from toolkit.config import EngineConfig
+from toolkit.errors import ConfigError, OutOfMemoryError
+from toolkit.models import CausalLM, resolve_architecture
+from toolkit.models.loader import build_model, choose_dtype, load_config, load_weights
+from toolkit.sampling.params import SamplingParams
+from toolkit.scheduler import NewRow, SchedulerOutput
+from toolkit.worker import memory
+from toolkit.worker.batch_state import BatchState
+from toolkit.worker.info import Report, WorkerInfo
+from toolkit.worker.kv_cache import KVCache, block_bytes
+from toolkit.worker.model_runner import ModelRunner, PendingOutput
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Everything on one device."""
+
+    info: WorkerInfo
+
+    def __init__(self, config: EngineConfig, folder: Path) -> None:
+        self.config = config
+        self.folder = folder
+
+    def start(self, report: Report) -> WorkerInfo:
+        """Loads the model and makes the cache. Raises ToolkitError for what the user can mend."""
+        phases = _Phases(report)
+        device = _choose_device(self.config.device.device)
+        if device.type == "cpu":
+            torch.set_num_threads(self.config.device.num_threads or memory.usable_cores())
+        with phases("config"):
+            model_config = load_config(self.folder)
+            dtype = choose_dtype(self.config.model.dtype, model_config, device)
+            max_model_len = self._max_model_len(model_config)
+        model = self._load(model_config, device, dtype, max_model_len, phases)
+        with phases("KV cache"):
+            self._make_cache(model, device, dtype, max_model_len)
+        if device.type == "cuda":
+            with phases("warm-up"):
+                self._run_largest_step(self.info.max_num_batched_tokens)
+        return self.info
+
+    def execute(self, step: SchedulerOutput) -> PendingOutput:
+        return self.runner.execute(step)
+
+    def _max_model_len(self, model_config: object) -> int:
+        made_for = resolve_architecture(model_config, str(self.folder)).max_positions(model_config)
+        wanted = self.config.model.max_model_len
+        if wanted is not None and wanted > made_for:
+            raise ConfigError(
+                f"--max-model-len is {wanted}, and the model was made for at most {made_for} tokens.",
+                param="max_model_len",
+            )
+        return wanted or made_for
+
+    def _load(
+        self,
+        model_config: object,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_model_len: int,
+        phases: _Phases,
+    ) -> CausalLM:
+        with phases("weights"):
+            sketch = build_model(
+                model_config, self.folder, device=torch.device("meta"), dtype=dtype, max_model_len=1
+            )
+            size = sum(p.numel() for p in sketch.parameters()) * dtype.itemsize
+            memory.require_weights_fit(size, device, dtype)
+            model = build_model(
+                model_config, self.folder, device=device, dtype=dtype, max_model_len=max_model_len
+            )
+            load_weights(model, self.folder, self.config.model.load_format, self.config.model.seed)
+        return model
+
+    def _make_cache(
+        self, model: CausalLM, device: torch.device, dtype: torch.dtype, max_model_len: int
+    ) -> None:
+        config = self.config
+        block_size = config.cache.block_size
+        num_heads = model.attention_layers()[0].shape
+        backend, why = choose_backend(
+            config.device.attention_backend, device, dtype, num_heads.head_size, block_size
+        )
+        logger.info("attention backend %s (%s)", backend.name, why)
+        per_block = block_bytes(model, block_size, dtype)
+        budget = config.scheduler.max_num_batched_tokens or (8192 if device.type == "cuda" else 2048)
+        num_rows = config.scheduler.max_num_seqs
+
+        def runner(num_blocks: int, num_host_blocks: int, max_len: int) -> ModelRunner:
+            cache = KVCache(
+                model,
+                num_blocks=num_blocks,
+                num_host_blocks=num_host_blocks,
+                block_size=block_size,
+                dtype=dtype,
+                device=device,
+            )
+            return ModelRunner(model, backend, cache, BatchState(num_rows, max_len, block_size, device))
+
+        room = int(memory.available(device) * memory.CPU_SHARE)
+        if device.type == "cuda" and config.cache.num_gpu_blocks_override is None:
+            probe = min(budget, max_model_len * num_rows)
+            probe_blocks = num_rows + -(-probe // block_size)
+            self.runner = runner(probe_blocks, 0, max_model_len)
+            self.info = self._info(
+                model, backend.name, dtype, device, max_model_len, budget, probe_blocks, 0, per_block
+            )
+            peak = self._measure_peak(probe) - probe_blocks * per_block
+            del self.runner
+            torch.cuda.empty_cache()
+            total = torch.cuda.mem_get_info(device)[1]
+            room = int(total * config.cache.gpu_memory_utilization) - peak
+        num_blocks, num_host_blocks = memory.cache_blocks(
+            config.cache,
+            room=max(0, room),
+            block_bytes=per_block,
+            most_useful=num_rows * -(-max_model_len // block_size),
+            device=device,
+        )
+        overridden = config.cache.num_gpu_blocks_override is not None and config.model.max_model_len is None
+        if overridden and num_blocks * block_size < max_model_len:
+            logger.warning("max_model_len is %d: all that the given blocks hold", num_blocks * block_size)
+            max_model_len = num_blocks * block_size
+        memory.require_one_request_fits(num_blocks, block_size, max_model_len, per_block)
+        try:
+            self.runner = runner(num_blocks, num_host_blocks, max_model_len)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            raise OutOfMemoryError(
+                f"There is no room for a KV cache of {memory.gib(num_blocks * per_block)} and {memory.gib(num_host_blocks * per_block)} "
+                f"of swap space ({memory.gib(memory.available(device))} of {device.type} memory are free); lower "
+                f"--kv-cache-memory, --gpu-memory-utilization or --swap-space."
+            ) from error
+        self.info = self._info(
+            model, backend.name, dtype, device, max_model_len, budget, num_blocks, num_host_blocks, per_block
+        )
+
+    def _info(
+        self,
+        model: CausalLM,
+        backend: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        budget: int,
+        num_blocks: int,
+        num_host_blocks: int,
+        per_block: int,
+    ) -> WorkerInfo:
+        wanted = self.config.scheduler.async_scheduling
+        num_parameters = sum(p.numel() for p in model.parameters())
+        return WorkerInfo(
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            dtype=str(dtype).removeprefix("torch."),
+            attention_backend=backend,
+            vocab_size=model.vocab_size,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=budget,
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            block_size=self.config.cache.block_size,
+            num_parameters=num_parameters,
+            weight_bytes=num_parameters * dtype.itemsize,
+            cache_bytes=num_blocks * per_block,
+            async_scheduling=device.type == "cuda" if wanted is None else wanted,
+        )
+
+    def _measure_peak(self, num_tokens: int) -> int:
+        """Bytes in use at the worst moment of the largest step, those outside PyTorch included."""
+        torch.cuda.reset_peak_memory_stats()
+        self._run_largest_step(num_tokens)
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        outside = total - free - torch.cuda.memory_reserved()
+        return int(torch.cuda.max_memory_allocated() + max(0, outside))
+
+    def _run_largest_step(self, num_tokens: int) -> None:
+        """A step of `num_tokens` random tokens, spread over as many requests as it takes, each sampling a
+        token.
+        """
+        length = min(num_tokens, self.info.max_model_len)
+        num_requests = min(self.config.scheduler.max_num_seqs, self.info.num_blocks, -(-num_tokens // length))
+        counts = np.full(num_requests, length, np.int32)
+        counts[-1] = max(1, num_tokens - length * (num_requests - 1)) if num_requests > 1 else length
+        blocks_each = -(-length // self.info.block_size)
+        if num_requests * blocks_each > self.info.num_blocks:
+            num_requests, counts = 1, counts[:1]
+        step = SchedulerOutput(
+            step=-1,
+            rows=np.arange(num_requests, dtype=np.int32),
+            num_tokens=counts,
+            num_computed=np.zeros(num_requests, np.int32),
+            samples=np.ones(num_requests, np.bool_),
+            new_rows=[
+                NewRow(
+                    row=row,
+                    token_ids=np.random.default_rng(row).integers(0, self.info.vocab_size, count).tolist(),
+                    num_prompt_tokens=int(count),
+                    num_computed_tokens=0,
+                    blocks=list(range(row * blocks_each, (row + 1) * blocks_each)),
+                    params=SamplingParams(temperature=1.0),
+                    seed=0,
+                    eos_token_ids=[],
+                )
+                for row, count in enumerate(counts.tolist())
+            ],
+        )
+        self.runner.execute(step).result()
+
+
+class _Phases:
+    """Times start-up's parts: `with phases("weights"): ...`."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def __call__(self, name: str) -> _Phases:
+        self._name = name
+        return self
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is None:
+            self._report(self._name, time.perf_counter() - self._start)
+
+
+def _choose_device(wanted: str) -> torch.device:
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda: PyTorch sees no NVIDIA GPU here (nvidia-smi shows whether the driver does).",
+            param="device",
+        )
+    return torch.device("cuda", torch.cuda.current_device())
