@@ -10,8 +10,7 @@ from collections.abc import Iterable
 
 
 class ToolkitError(Exception):
-    """Something the user can mend. `status` is its HTTP status; `code` and `param` are OpenAI's error fields.
-    """
+    """Something the user can mend. `status` is its HTTP status; `code` and `param` are OpenAI's error fields."""
 
     status = 500
     type = "internal_error"

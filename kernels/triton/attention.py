@@ -25,6 +25,9 @@ from torch import Tensor
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
+LONG_CONTEXT = (
+    8192  # tokens from which a single query outlasts the prompts beside it, if its keys are not split
+)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -70,12 +73,14 @@ def paged_attention(
     batch = Batch(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, out)
     batch.check()
     logits = Logits(scale, sliding_window, soft_cap)
-    # Single queries among prompts go to the split kernel; a request alone is not worth the second launch.
-    split_off = max_query_len == 1 or batch.num_reqs > 1
-    if split_off:
-        decode(batch, logits, num_splits(batch, max_seq_len))
-    if max_query_len > 1:
-        prefill(batch, logits, singles=not split_off)
+    splits = num_splits(batch, max_seq_len)
+    if max_query_len == 1:
+        decode(batch, logits, splits)
+    elif batch.num_reqs > 1 and splits > 1 and max_seq_len > LONG_CONTEXT:
+        decode(batch, logits, splits)
+        prefill(batch, logits, singles=False)
+    else:
+        prefill(batch, logits, singles=True)
     return out
 
 
@@ -86,8 +91,8 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     """
     num_tokens, num_kv_heads, head_size = k.shape
     width = num_kv_heads * head_size
-    chunk = min(1024, triton.next_power_of_2(width))
-    _write_kv_kernel[(num_tokens, triton.cdiv(width, chunk))](
+    chunk = min(1024, _power_of_two(width))
+    _write_kv_kernel[(num_tokens, -(-width // chunk))](
         k,
         v,
         k_cache,
@@ -132,7 +137,7 @@ class Batch(NamedTuple):
     @property
     def head_pad(self) -> int:
         """Head size as the kernels see it: a power of two, at least what tl.dot takes."""
-        return max(16, int(triton.next_power_of_2(self.q.shape[2])))
+        return max(16, _power_of_two(self.q.shape[2]))
 
     def check(self) -> None:
         dtypes = {self.q.dtype, self.k_cache.dtype, self.v_cache.dtype, self.out.dtype}
@@ -223,7 +228,7 @@ def decode(batch: Batch, logits: Logits, splits: int, tile: Tile | None = None) 
             *batch.out.stride()[:2],
             HEAD_SIZE=head_size,
             HEAD_PAD=batch.head_pad,
-            SPLITS_PAD=triton.next_power_of_2(splits),
+            SPLITS_PAD=_power_of_two(splits),
             num_warps=4,
         )
 
@@ -251,8 +256,13 @@ def prefill(batch: Batch, logits: Logits, *, singles: bool, tile: Tile | None = 
 def num_splits(batch: Batch, max_seq_len: int) -> int:
     """Programs per request and KV head in decode: enough to fill the GPU, none without a tile of keys."""
     programs = batch.num_reqs * batch.num_kv_heads
-    wanted = triton.cdiv(2 * _num_multiprocessors(batch.q.device), programs)
-    return int(max(1, min(wanted, triton.cdiv(max_seq_len, 64), MAX_SPLITS)))
+    wanted = -(-2 * _num_multiprocessors(batch.q.device) // programs)
+    return max(1, min(wanted, -(-max_seq_len // 64), MAX_SPLITS))
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two from n up. (Triton's own costs microseconds, and every layer of a step asks.)"""
+    return 1 << (n - 1).bit_length()
 
 
 @cache
@@ -263,19 +273,18 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 def _decode_tile(batch: Batch) -> Tile:
+    """The fastest shapes measured on an H200; see `--tune` of `toolkit.kernels.bench`."""
+    rows = max(16, _power_of_two(batch.group))
     row_bytes = batch.head_pad * batch.q.element_size()
-    return Tile(
-        rows=max(16, triton.next_power_of_2(batch.group)),
-        keys=min(64, max(16, 16384 // row_bytes)),
-        warps=4,
-        stages=3,
-    )
+    keys = min(64, max(16, 8192 // row_bytes))
+    return Tile(rows, keys, warps=2 if rows == 16 else 4, stages=3 if row_bytes <= 128 else 4)
 
 
 def _prefill_tile(batch: Batch) -> Tile:
+    """64 rows leave room for two programs on a multiprocessor: one computes while the other waits."""
+    rows = max(64, _power_of_two(batch.group))
     row_bytes = batch.head_pad * batch.q.element_size()
-    rows = max(triton.next_power_of_2(batch.group), 128 if row_bytes <= 256 else 64)
-    return Tile(rows=rows, keys=min(64, max(16, 16384 // row_bytes)), warps=8 if rows > 64 else 4, stages=3)
+    return Tile(rows, keys=min(64, max(16, 16384 // row_bytes)), warps=4, stages=3)
 
 
 @triton.jit

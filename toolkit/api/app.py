@@ -41,13 +41,21 @@ def make_app(service: Service, api_key: str | None = None) -> Gate:
         return error_response(validation_error(list(error.errors())))
 
     @app.exception_handler(HTTPException)
-    async def no_route(request: Request, error: HTTPException) -> Response:
+    async def refused(request: Request, error: HTTPException) -> Response:
+        if isinstance(error.__cause__, ToolkitError):  # met while FastAPI read the body
+            return error_response(error.__cause__)
         told = RouteError(f"{error.detail}: {request.method} {request.url.path}")
         told.status = error.status_code
-        return error_response(told)
+        response = error_response(told)
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(ClientDisconnectedError)
     async def gone(request: Request, error: ClientDisconnectedError) -> Response:
         return Response(status_code=499)
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        return error_response(error)  # and Starlette raises it again, for the gate to log
 
     return Gate(app, api_key, HTTPMetrics(service.engine.metrics.registry))

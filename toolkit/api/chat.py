@@ -52,7 +52,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     if body.stream:
         usage = body.stream_options is not None and body.stream_options.include_usage
         head["object"] = "chat.completion.chunk"
-        return EventStream(_events(group, head, tokenizer, params.logprobs or 0, usage))
+        return EventStream(_events(group, head, tokenizer, params.logprobs or 0, usage), group.close)
     try:
         head["object"] = "chat.completion"
         done = await while_connected(request, _collect(group, head, tokenizer, params.logprobs or 0))
@@ -69,22 +69,19 @@ async def _events(
     def chunk(choice: ChatChunkChoice) -> bytes:
         return event(ChatChunk(**head, choices=[choice], usage=usage))
 
-    try:
-        for index in range(group.n):
-            yield chunk(ChatChunkChoice(index, ChatDelta("assistant", "")))
-        async for index, delta in group.deltas():
-            if delta.text or delta.logprobs:
-                part = ChatChunkChoice(index, ChatDelta(content=delta.text))
-                if delta.logprobs is not None:
-                    part.logprobs = ChatLogprobs([_logprob(p, tokenizer, top) for p in delta.logprobs])
-                yield chunk(part)
-            if delta.finish_reason is not None:
-                yield chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=delta.finish_reason))
-        if include_usage:
-            yield event(ChatChunk(**head, choices=[], usage=group.usage()))
-        yield DONE
-    finally:
-        group.close()
+    for index in range(group.n):
+        yield chunk(ChatChunkChoice(index, ChatDelta("assistant", "")))
+    async for index, delta in group.deltas():
+        if delta.text or delta.logprobs:
+            part = ChatChunkChoice(index, ChatDelta(content=delta.text))
+            if delta.logprobs is not None:
+                part.logprobs = ChatLogprobs([_logprob(p, tokenizer, top) for p in delta.logprobs])
+            yield chunk(part)
+        if delta.finish_reason is not None:
+            yield chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=delta.finish_reason))
+    if include_usage:
+        yield event(ChatChunk(**head, choices=[], usage=group.usage()))
+    yield DONE
 
 
 async def _collect(group: Group, head: dict[str, Any], tokenizer: Tokenizer, top: int) -> ChatCompletion:

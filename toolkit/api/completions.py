@@ -34,7 +34,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     }
     if body.stream:
         usage = body.stream_options is not None and body.stream_options.include_usage
-        return EventStream(_events(group, head, usage))
+        return EventStream(_events(group, head, usage), group.close)
     try:
         done = await while_connected(request, _collect(group, head))
     finally:
@@ -44,23 +44,20 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 async def _events(group: Group, head: dict[str, Any], include_usage: bool) -> AsyncGenerator[bytes, None]:
     offsets = [0] * (len(group.streams) * group.n)
-    try:
-        async for choice, delta in group.deltas():
-            if not (delta.text or delta.token_ids or delta.finish_reason):
-                continue
-            part = CompletionChoice(choice, delta.text, None, delta.finish_reason, delta.stop_reason)
-            if delta.logprobs is not None:
-                part.logprobs = CompletionLogprobs([], [], [], [])
-                offsets[choice] = _add_logprobs(part.logprobs, delta.logprobs, offsets[choice])
-            chunk = Completion(**head, choices=[part])
-            if include_usage:
-                chunk.usage = None
-            yield event(chunk)
+    async for choice, delta in group.deltas():
+        if not (delta.text or delta.token_ids or delta.finish_reason):
+            continue
+        part = CompletionChoice(choice, delta.text, None, delta.finish_reason, delta.stop_reason)
+        if delta.logprobs is not None:
+            part.logprobs = CompletionLogprobs([], [], [], [])
+            offsets[choice] = _add_logprobs(part.logprobs, delta.logprobs, offsets[choice])
+        chunk = Completion(**head, choices=[part])
         if include_usage:
-            yield event(Completion(**head, choices=[], usage=group.usage()))
-        yield DONE
-    finally:
-        group.close()
+            chunk.usage = None
+        yield event(chunk)
+    if include_usage:
+        yield event(Completion(**head, choices=[], usage=group.usage()))
+    yield DONE
 
 
 async def _collect(group: Group, head: dict[str, Any]) -> Completion:

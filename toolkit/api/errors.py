@@ -45,7 +45,9 @@ def validation_error(errors: Sequence[Any]) -> InvalidRequestError:
     path = [str(part) for part in location if part != "body"][:1] + [
         str(p) for p in location[2:] if isinstance(p, int)
     ]
-    kind, message = first.get("type"), str(first.get("msg"))
+    kind, message = first.get("type"), str(first.get("msg")).removeprefix("Value error, ")
+    if kind in ("extra_forbidden", "missing"):
+        path = [str(part) for part in location if part != "body"]
     name = ".".join(path)
     if kind == "json_invalid":
         return InvalidRequestError(
@@ -53,6 +55,10 @@ def validation_error(errors: Sequence[Any]) -> InvalidRequestError:
         )
     if kind == "extra_forbidden":
         return InvalidRequestError(f"There is no parameter {name!r}, or it is not supported.", param=name)
+    if kind == "model_attributes_type" and not name:
+        return InvalidRequestError(
+            "The body is not a JSON object, or not said to be one: send 'Content-Type: application/json'."
+        )
     if kind == "missing":
         return InvalidRequestError(f"{name or 'The body'} is missing.", param=name or None)
     return InvalidRequestError(f"{name}: {message}." if name else f"{message}.", param=name or None)

@@ -154,7 +154,8 @@ def bind(host: str, port: int) -> Iterator[socket.socket]:
                 f"Port {port} is not for ordinary users: use --port 1024 or above.", param="port"
             ) from None
         raise ConfigError(
-            f"{host}:{port} cannot be listened on: {(error.strerror or str(error)).lower()}{_holder(port)}. Use --port for another; 0 takes a free one.",
+            f"{host}:{port} cannot be listened on: {(error.strerror or str(error)).lower()}{_holder(port)}. "
+            "Use --port for another; 0 takes a free one.",
             param="port",
         ) from None
     try:

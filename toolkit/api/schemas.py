@@ -4,15 +4,31 @@ fast).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt
 
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import SamplingParams
 
+T = TypeVar("T")
+
 # ---- requests
+
+
+def _encodable(value: T) -> T:
+    """JSON's escapes can spell half a surrogate pair, which is no character and cannot be sent on."""
+    try:
+        msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        raise ValueError("Input should be valid Unicode, without lone surrogates") from None
+    return value
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+Int = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+"""What the engine's arrays and messages hold."""
 
 
 class StreamOptions(BaseModel):
@@ -32,23 +48,23 @@ class SamplingFields(BaseModel):
     temperature: float | None = Field(None, description="0 to 2; 0 always takes the likeliest token")
     top_p: float | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     user: str | None = Field(None, description="Taken for compatibility; kept nowhere")
 
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    repetition_penalty: float | None = Field(None, ge=0.001, le=1000.0)
+    min_tokens: Int | None = None
     ignore_eos: bool = False
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
-    priority: int = 0
+    priority: Int = 0
 
     def _params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         if self.temperature is not None and not 0.0 <= self.temperature <= 2.0:
@@ -57,6 +73,8 @@ class SamplingFields(BaseModel):
             )
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs cannot be streamed.", param="prompt_logprobs")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options needs stream to be true.", param="stream_options")
         given = {
             name: getattr(self, name)
             for name in (
@@ -79,7 +97,7 @@ class SamplingFields(BaseModel):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Text | list[Text] | list[StrictInt] | list[list[StrictInt]]
     max_tokens: int | None = Field(16, description="Most tokens to generate")
     logprobs: int | None = Field(
         None, description="How many of the likeliest tokens to report at each position"
@@ -121,15 +139,15 @@ class TextPart(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
+    role: Annotated[Text, Field(min_length=1, max_length=64)]
+    content: Text | list[TextPart] | None = None
+    name: Text | None = None
 
 
 class ResponseFormat(BaseModel):
@@ -149,7 +167,7 @@ class ChatRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_encodable)] | None = None
 
     def params(self) -> SamplingParams:
         """Raises InvalidRequestError for a value out of range."""
@@ -168,7 +186,15 @@ class ChatRequest(SamplingFields):
         ]
 
     def template_options(self) -> dict[str, Any]:
-        reserved = {"tokenize", "return_tensors", "return_dict", "chat_template", "conversation"}
+        reserved = {
+            "tokenize",
+            "return_tensors",
+            "return_dict",
+            "chat_template",
+            "conversation",
+            "messages",
+            "self",
+        }
         extra = self.chat_template_kwargs or {}
         if reserved & set(extra):
             raise InvalidRequestError(

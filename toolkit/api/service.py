@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,11 +73,15 @@ class Group:
 async def start(
     service: Service, prompts: Sequence[Prompt], params: SamplingParams, *, request_id: str, priority: int
 ) -> Group:
-    """Takes in all prompts or, when one cannot be run, none. Raises InvalidRequestError."""
+    """Takes in all prompts or, when one cannot be run, none. Raises InvalidRequestError.
+
+    The engine's names end in something that nobody else has: two clients may send one X-Request-Id.
+    """
+    name = f"{request_id}-{uuid.uuid4().hex[:8]}"
     streams: list[RequestStream] = []
     try:
         for index, prompt in enumerate(prompts):
-            id = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+            id = name if len(prompts) == 1 else f"{name}-{index}"
             streams.append(await service.engine.submit(prompt, params, request_id=id, priority=priority))
     except BaseException:
         for stream in streams:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -32,15 +32,17 @@ class EventStream(Response):
     """Sends what a generator yields as it comes. When the client goes, the generator is closed at once,
     wherever it waits.
 
-    An error after the first byte is sent as an event with OpenAI's error body, and ends the stream.
+    An error after the first byte is sent as an event with OpenAI's error body, and ends the stream. `end` is
+    called in the end, come what may: a generator that was never begun has no `finally` of its own.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], end: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send_all(send))
@@ -51,6 +53,7 @@ class EventStream(Response):
             gone.cancel()
             if not sending.done():
                 sending.cancel()
+            self._end()
             await asyncio.gather(sending, gone, return_exceptions=True)
         if (
             not sending.cancelled()

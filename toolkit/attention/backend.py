@@ -102,8 +102,7 @@ BACKENDS = {
 def choose_backend(
     wanted: str, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
 ) -> tuple[AttentionBackend, str]:
-    """(the backend, why it was chosen). Raises ConfigError when the one asked for does not fit, saying why.
-    """
+    """(the backend, why it was chosen). Raises ConfigError when the one asked for does not fit, saying why."""
     reasons: list[str] = []
     for name in BACKENDS if wanted == "auto" else [wanted]:
         module, _, attribute = BACKENDS[name].partition(":")

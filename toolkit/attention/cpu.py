@@ -116,8 +116,7 @@ def _plan(batch: AttentionBatch, block_size: int, window: int) -> _Plan:
 
 
 def _mask(query_len: int, key_len: int, window: int) -> torch.Tensor:
-    """The last `query_len` of `key_len` positions see themselves and what is before them, within the window.
-    """
+    """The last `query_len` of `key_len` positions see themselves and what is before them, within the window."""
     behind = torch.arange(key_len - query_len, key_len)[:, None] - torch.arange(key_len)[None, :]
     seen = behind >= 0
     return seen & (behind < window) if window else seen

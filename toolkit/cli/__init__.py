@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+COMMANDS = ("serve", "chat", "run", "bench", "top")
+
 app = typer.Typer(
     name="tk",
     help="Serve language models from the command line.",
@@ -27,6 +29,9 @@ def root(
 
 def main() -> None:
     """The entry point of `tk`."""
-    import toolkit.cli.serve  # noqa: F401  # registers its command
+    from importlib import import_module
+
+    for name in COMMANDS:  # in the order in which `tk --help` lists them
+        import_module(f"toolkit.cli.{name}")
 
     app()

@@ -2,6 +2,7 @@
 
 from toolkit.config.engine import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from toolkit.config.fields import Option, build, option, options
+from toolkit.config.run import RunConfig
 from toolkit.config.server import ServerConfig
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "EngineConfig",
     "ModelConfig",
     "Option",
+    "RunConfig",
     "SchedulerConfig",
     "ServerConfig",
     "build",

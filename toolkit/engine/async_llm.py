@@ -17,7 +17,7 @@ from toolkit.engine.messages import Abort, EngineOutputs, EngineRequest, EngineS
 from toolkit.engine.output_processor import Collected, OutputProcessor, RequestState
 from toolkit.engine.outputs import Delta, RequestOutput
 from toolkit.engine.tokenizer import Tokenizer, load_tokenizer
-from toolkit.errors import EngineDeadError, EngineError, ServerUnavailableError
+from toolkit.errors import EngineDeadError, EngineError, InvalidRequestError, ServerUnavailableError
 from toolkit.metrics import Metrics
 from toolkit.models.hub import locate
 from toolkit.sampling.params import SamplingParams
@@ -145,9 +145,11 @@ class AsyncLLM:
             text, request = self._inputs.process(prompt, params, request_id=request_id, priority=priority)
         if self.dead is not None:
             raise self.dead
+        if request.id in self._streams:
+            raise InvalidRequestError(f"There is a request {request.id!r} already.", param="request_id")
+        self._core.send(request)
         stream = RequestStream(self, self._outputs.add(request, text), request)
         self._streams[request.id] = stream
-        self._core.send(request)
         return stream
 
     async def generate(
@@ -237,8 +239,8 @@ class AsyncLLM:
         for sequence in message.scheduled:
             stream = self._streams.get(sequence.rpartition("/")[0])
             if stream is not None and not stream.scheduled:
-                stream.scheduled = now
-                self.metrics.queue_time.observe(now - stream.arrival)
+                stream.scheduled = message.scheduled_at
+                self.metrics.queue_time.observe(max(0.0, stream.scheduled - stream.arrival))
         ended_here = []
         for output in message.outputs:
             stream = self._streams.get(output.id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections import deque
 from concurrent.futures import Future
 
@@ -67,6 +68,7 @@ class EngineCore:
     def step(self) -> EngineOutputs:
         """Launches steps up to the depth of the overlap, then takes in the oldest one's tokens."""
         scheduled: list[str] = []
+        scheduled_at = time.monotonic()
         while len(self._steps) < self._depth:
             step = self.scheduler.schedule()
             if step is None:
@@ -74,14 +76,16 @@ class EngineCore:
             scheduled += self.scheduler.first_scheduled(step)
             self._steps.append((step, self._launch(step)))
         if not self._steps:
-            return self._outputs([], 0, scheduled)
+            return self._outputs([], 0, scheduled, scheduled_at)
         step, pending = self._steps.popleft()
         try:
             result = pending.result()
         except Exception as error:
-            return self._outputs(self._recover(step, error), 0, scheduled)
+            return self._outputs(self._recover(step, error), 0, scheduled, scheduled_at)
         results = self.scheduler.update(step, result)
-        return self._outputs([_to_output(r, result) for r in results], step.total_tokens, scheduled)
+        return self._outputs(
+            [_to_output(r, result) for r in results], step.total_tokens, scheduled, scheduled_at
+        )
 
     def shutdown(self) -> None:
         self._steps.clear()
@@ -148,7 +152,9 @@ class EngineCore:
         )
         return [_failed(request, message) for request in given_up]
 
-    def _outputs(self, outputs: list[EngineOutput], num_tokens: int, scheduled: list[str]) -> EngineOutputs:
+    def _outputs(
+        self, outputs: list[EngineOutput], num_tokens: int, scheduled: list[str], scheduled_at: float
+    ) -> EngineOutputs:
         s = self.scheduler.take_stats()
         stats = EngineStats(
             s.num_running,
@@ -159,7 +165,7 @@ class EngineCore:
             s.num_preemptions,
             num_tokens,
         )
-        return EngineOutputs(outputs, stats, scheduled)
+        return EngineOutputs(outputs, stats, scheduled, scheduled_at)
 
 
 def _to_output(news: StepResult, result: ModelOutput) -> EngineOutput:

@@ -36,8 +36,18 @@ class LLM:
 
         Raises ToolkitError: an unknown setting, a model that cannot be found, read or held in memory.
         """
-        self.config = EngineConfig.from_settings({"model": model, **settings})
-        self.folder = locate(model, self.config.model.revision)
+        self._load(EngineConfig.from_settings({"model": model, **settings}), report)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, report: Report | None = None) -> LLM:
+        """The same from a config that is made already."""
+        llm = cls.__new__(cls)
+        llm._load(config, report)
+        return llm
+
+    def _load(self, config: EngineConfig, report: Report | None) -> None:
+        self.config = config
+        self.folder = locate(config.model.model, config.model.revision)
         tokenizer_folder = self.folder
         if self.config.model.tokenizer is not None:
             tokenizer_folder = locate(self.config.model.tokenizer)
@@ -128,6 +138,10 @@ class LLM:
     def chat_prompt(self, messages: Messages, **template_options: Any) -> list[int]:
         """The tokens of a conversation, by the model's chat template."""
         return self._inputs.chat_prompt(messages, **template_options)
+
+    def tokenize(self, text: str) -> list[int]:
+        """The tokens of a text, with those that the tokenizer puts before or after."""
+        return self._inputs.require_tokenizer().encode(text)
 
     def reset_prefix_cache(self) -> None:
         """Forgets the cached beginnings of prompts."""

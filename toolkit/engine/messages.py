@@ -77,7 +77,9 @@ class EngineOutputs(msgspec.Struct, tag="outputs"):
     outputs: list[EngineOutput]
     stats: EngineStats
     scheduled: list[str]
-    """Requests that began to run in this step."""
+    """Sequences that began to run in this step."""
+    scheduled_at: float = 0.0
+    """When they did, on the machine's monotonic clock, which all processes share."""
 
 
 class Phase(msgspec.Struct, tag="phase"):

@@ -95,7 +95,8 @@ class OutputProcessor:
         if state is None or state.sequences[output.index].finished:
             return None
         sequence = state.sequences[output.index]
-        state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
+        if output.index == 0:  # its siblings find the blocks that it has just computed
+            state.num_cached_tokens = output.num_cached_tokens or state.num_cached_tokens
         text, stop = sequence.add(self._visible(output, state.params), output.finish_reason is not None)
         delta = Delta(
             index=output.index,

@@ -133,8 +133,7 @@ class HTTPMetrics:
         )
 
     def observe(self, route: object, method: str, status: int, seconds: float) -> None:
-        """`route`: what matched, None when nothing did; raw paths would make a series for every typing error.
-        """
+        """`route`: what matched, None when nothing did; raw paths would make a series for every typing error."""
         handler = str(getattr(route, "path", "none"))
         family = f"{status // 100}xx" if status else "none"
         self._requests.labels(method, family, handler).inc()

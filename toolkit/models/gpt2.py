@@ -64,8 +64,10 @@ class GPT2(CausalLM):
         self.embed_positions = Embedding(config.n_positions, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         self.norm = LayerNorm(config.n_embd, config.layer_norm_epsilon)
-        self.lm_head = None if self.tied else Linear(config.n_embd, config.vocab_size, bias=False)
-        self.lm_head_weight = self.embed.weight if self.lm_head is None else self.lm_head.weight
+        if self.tied:
+            self.lm_head = Linear.sharing(self.embed.weight)
+        else:
+            self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
 
     @staticmethod
     def max_positions(config: Any) -> int:
@@ -86,4 +88,4 @@ class GPT2(CausalLM):
             assert isinstance(block, Block)
             slots |= block.slots(f"transformer.h.{i}")
         slots |= self.norm.slots("transformer.ln_f")
-        return slots if self.lm_head is None else slots | self.lm_head.slots("lm_head")
+        return slots if self.tied else slots | self.lm_head.slots("lm_head")

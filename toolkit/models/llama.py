@@ -130,9 +130,11 @@ class Llama(CausalLM):
         self.rotary = RotaryEmbedding(config, head_size, max_model_len)
         self.layers = nn.ModuleList(Layer(config, shape, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.lm_head_weight = self.embed.weight if self.lm_head is None else self.lm_head.weight
+        self.tied = config.tie_word_embeddings
+        if self.tied:
+            self.lm_head = Linear.sharing(self.embed.weight)
+        else:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @staticmethod
     def shape(config: Any) -> Shape:
@@ -159,7 +161,7 @@ class Llama(CausalLM):
             assert isinstance(layer, Layer)
             slots |= layer.slots(f"model.layers.{i}")
         slots |= self.norm.slots("model.norm")
-        return slots if self.lm_head is None else slots | self.lm_head.slots("lm_head")
+        return slots if self.tied else slots | self.lm_head.slots("lm_head")
 
 
 def sliding_windows(config: Any) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from toolkit.attention import Attention, AttentionBatch
 from toolkit.errors import CheckpointError
-from toolkit.layers import Slots
+from toolkit.layers import Linear, Slots
 
 SUPPORTED = {
     "GPT2LMHeadModel": "toolkit.models.gpt2:GPT2",
@@ -29,8 +29,8 @@ class CausalLM(nn.Module, abc.ABC):
     """
 
     vocab_size: int
-    lm_head_weight: torch.Tensor
-    """[vocab_size, hidden]."""
+    lm_head: Linear
+    """hidden to vocab_size; it may share the embedding's weight."""
 
     def __init__(self, config: Any, max_model_len: int) -> None:
         """`config`: the checkpoint's Transformers config; positions up to `max_model_len` can be run."""
@@ -55,7 +55,14 @@ class CausalLM(nn.Module, abc.ABC):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, vocab_size]."""
-        return nn.functional.linear(hidden, self.lm_head_weight)
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits
+
+    def pack_weights(self) -> None:
+        """Puts the weights into the layout that a CPU computes fastest with."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
 
     def attention_layers(self) -> list[Attention]:
         """In order of the layers."""

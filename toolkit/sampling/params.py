@@ -11,6 +11,7 @@ from toolkit.errors import InvalidRequestError
 
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
+_WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -46,6 +47,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     def __post_init__(self) -> None:
         self.stop = _as_list(self.stop)
         self.stop_token_ids = list(self.stop_token_ids or [])
+        for name in _WHOLE:
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise InvalidRequestError(f"{name} is a whole number; it got {value!r}.", param=name)
         if self.top_k == -1:
             self.top_k = 0
         _within("n", self.n, 1, 128)
@@ -70,6 +75,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             raise InvalidRequestError(
                 f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to 1024 characters.", param="stop"
             )
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError("stop needs the answer's text, so that detokenize stays on.", param="stop")
         for token, bias in (self.logit_bias or {}).items():
             if not math.isfinite(bias) or not -100.0 <= bias <= 100.0:
                 raise _out_of_range("logit_bias", bias, f"from -100 to 100 (for token {token})")

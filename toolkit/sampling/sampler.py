@@ -44,12 +44,12 @@ def sample(
         temperature = state.floats[rows_on_device, 0]
         positions = torch.from_numpy(lengths).to(device, torch.int64)
         uniform = uniform_at(state.ints[rows_on_device, 1], positions)
-        scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        # Less the greatest, so that no temperature, however small, makes them overflow.
+        scaled = (logits - best[:, None]) / torch.where(temperature > 0, temperature, 1.0)[:, None]
         probabilities = scaled.softmax(dim=-1)
         if state.filters[rows].any():
-            drawn = _draw_filtered(probabilities, uniform, state, rows, rows_on_device)
-        else:
-            drawn = draw(probabilities, uniform)
+            probabilities = _keep_likely(probabilities, state, rows, rows_on_device)
+        drawn = draw(probabilities, uniform)
         chosen = torch.where(temperature > 0, drawn, greedy)
     return torch.where(best.isfinite(), chosen, -1)
 
@@ -79,29 +79,32 @@ def _shift_right(x: torch.Tensor, count: int) -> torch.Tensor:
     return (x >> count) & ((1 << (64 - count)) - 1)
 
 
-def _draw_filtered(
-    probabilities: torch.Tensor,
-    uniform: torch.Tensor,
-    state: SamplingState,
-    rows: IntArray,
-    rows_on_device: torch.Tensor,
+def _keep_likely(
+    probabilities: torch.Tensor, state: SamplingState, rows: IntArray, rows_on_device: torch.Tensor
 ) -> torch.Tensor:
+    """The probabilities, zero where top-k, min-p or top-p take a token out.
+
+    The order of the vocabulary stays, and tokens as likely as the last one kept are kept too: what is drawn then
+    depends neither on how equals are sorted nor on what else is in the batch.
+    """
     vocab = probabilities.shape[-1]
     top_k = state.ints[rows_on_device, 0]
+    top_p, min_p = (state.floats[rows_on_device, i, None] for i in (1, 2))
     limits = [state.params[row].top_k or vocab for row in rows[state.random[rows]].tolist()]
     most = min(vocab, max(limits))
     if most <= GREATEST_SHORTCUT:
-        kept, order = probabilities.topk(most, dim=-1)
+        kept = probabilities.topk(most, dim=-1).values
     else:
-        kept, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        kept = probabilities.sort(dim=-1, descending=True).values
     rank = torch.arange(kept.shape[-1], device=kept.device)
     kept = kept.masked_fill(rank >= torch.where(top_k > 0, top_k, vocab)[:, None], 0.0)
-    kept = kept.masked_fill(kept < state.floats[rows_on_device, 2, None] * kept[:, :1], 0.0)
+    kept = kept.masked_fill(kept < min_p * kept[:, :1], 0.0)
     before = kept.cumsum(dim=-1, dtype=torch.float64)
     total = before[:, -1:].clone()
     before -= kept
-    kept = kept.masked_fill((before >= state.floats[rows_on_device, 1, None] * total) & (rank > 0), 0.0)
-    return order.gather(-1, draw(kept, uniform)[:, None])[:, 0]
+    kept = kept.masked_fill((before >= top_p * total) & (rank > 0) & (top_p < 1), 0.0)
+    least = kept.masked_fill(kept == 0, torch.inf).amin(dim=-1, keepdim=True)
+    return probabilities.masked_fill(probabilities < least, 0.0)
 
 
 def _add_biases(logits: torch.Tensor, state: SamplingState, rows: IntArray, lengths: IntArray) -> None:
@@ -118,7 +121,8 @@ def _add_biases(logits: torch.Tensor, state: SamplingState, rows: IntArray, leng
         values += list(bias.values())
     if where:
         place = (torch.tensor(where, device=logits.device), torch.tensor(tokens, device=logits.device))
-        logits.index_put_(place, torch.tensor(values, device=logits.device), accumulate=True)
+        added = torch.tensor(values, dtype=logits.dtype, device=logits.device)
+        logits.index_put_(place, added, accumulate=True)
 
 
 def _penalize(

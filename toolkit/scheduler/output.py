@@ -70,8 +70,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """The same for prompt positions `start`, `start + 1`, …: each entry tells of the token at that position.
-    """
+    """The same for prompt positions `start`, `start + 1`, …: each entry tells of the token at that position."""
 
     start: int
     values: TokenLogprobs

@@ -207,8 +207,10 @@ class Scheduler:
             heapq.heappush(self._waiting, entry)
 
     def _is_ready(self, request: Request) -> bool:
-        if request.num_in_flight or (self._suspects and request is not self._suspects[0]):
+        if request.num_in_flight:
             return False
+        if self._suspects:
+            return request is self._suspects[0]
         leader = request.leader
         if leader is None or leader.is_finished:
             return True
@@ -326,10 +328,10 @@ class Scheduler:
                 news.sample = sample
             if samples or news.prompt_logprobs is not None:
                 results.append(news)
-        if self._suspects and self._suspects[0] in requests:
-            self._suspects.pop(0)
-        elif not self._suspects:
+        if not self._suspects:
             self._num_unexplained_failures = 0
+        elif any(news.request is self._suspects[0] and news.token_id is not None for news in results):
+            self._acquit(self._suspects.pop(0))
         return results
 
     def _append(self, request: Request, token_id: int, news: StepResult) -> None:
@@ -392,6 +394,12 @@ class Scheduler:
         for request in given_up:
             self._finish(request, FinishReason.ERROR)
         return given_up
+
+    def _acquit(self, request: Request) -> None:
+        """A suspect caught up alone. It goes back in line, so that the next one has the whole cache."""
+        if self._suspects:
+            self.running.remove(request)
+            self._preempt(request, _Step(budget=0), swap=False)
 
     def _drop_steps_in_flight(self) -> None:
         self._in_flight.clear()

@@ -77,12 +77,14 @@ class Worker:
             sketch = build_model(
                 model_config, self.folder, device=torch.device("meta"), dtype=dtype, max_model_len=1
             )
-            size = sum(p.numel() for p in sketch.parameters()) * dtype.itemsize
-            memory.require_weights_fit(size, device, dtype)
+            self._num_parameters = sum(p.numel() for p in sketch.parameters())
+            memory.require_weights_fit(self._num_parameters * dtype.itemsize, device, dtype)
             model = build_model(
                 model_config, self.folder, device=device, dtype=dtype, max_model_len=max_model_len
             )
             load_weights(model, self.folder, self.config.model.load_format, self.config.model.seed)
+            if device.type == "cpu":
+                model.pack_weights()
         return model
 
     def _make_cache(
@@ -160,7 +162,6 @@ class Worker:
         per_block: int,
     ) -> WorkerInfo:
         wanted = self.config.scheduler.async_scheduling
-        num_parameters = sum(p.numel() for p in model.parameters())
         return WorkerInfo(
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             dtype=str(dtype).removeprefix("torch."),
@@ -171,8 +172,8 @@ class Worker:
             num_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
             block_size=self.config.cache.block_size,
-            num_parameters=num_parameters,
-            weight_bytes=num_parameters * dtype.itemsize,
+            num_parameters=self._num_parameters,
+            weight_bytes=self._num_parameters * dtype.itemsize,
             cache_bytes=num_blocks * per_block,
             async_scheduling=device.type == "cuda" if wanted is None else wanted,
         )

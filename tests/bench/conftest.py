@@ -1,0 +1,80 @@
+"""A small OpenAI server whose delays are known."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import orjson
+import pytest
+from aiohttp import web
+
+
+@dataclass
+class FakeServer:
+    """Answers with `max_tokens` tokens, `tokens_per_chunk` at a time, after `delay` seconds."""
+
+    url: str = ""
+    delay: float = 0.0  # seconds to the first chunk
+    gap: float = 0.0  # seconds between chunks
+    tokens_per_chunk: int = 1
+    running_usage: bool = False
+    final_usage: bool = True
+    refuse_every: int = 0  # every n-th request gets a 503
+    break_off_every: int = 0  # every n-th answer ends in the middle
+    arrivals: list[float] = field(default_factory=list)
+    bodies: list[dict] = field(default_factory=list)
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "fake"}]})
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        self.arrivals.append(time.perf_counter())
+        body = await request.json()
+        self.bodies.append(body)
+        number = len(self.bodies)
+        if self.refuse_every and number % self.refuse_every == 0:
+            return web.json_response({"error": {"message": "The queue is full."}}, status=503)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await asyncio.sleep(self.delay)
+        usage = {"prompt_tokens": len(body.get("prompt", "1234567")), "completion_tokens": 0}
+        for start in range(0, body["max_tokens"], self.tokens_per_chunk):
+            if start:
+                await asyncio.sleep(self.gap)
+            carried = min(self.tokens_per_chunk, body["max_tokens"] - start)
+            usage["completion_tokens"] += carried
+            text = "word " * carried
+            choice = (
+                {"index": 0, "delta": {"content": text}} if "messages" in body else {"index": 0, "text": text}
+            )
+            event = {"choices": [choice]} | ({"usage": usage} if self.running_usage else {})
+            await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
+            if self.break_off_every and number % self.break_off_every == 0:
+                return response
+        if self.final_usage:
+            await response.write(b"data: " + orjson.dumps({"choices": [], "usage": usage}) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+@pytest.fixture
+async def server():
+    fake = FakeServer()
+    app = web.Application()
+    app.add_routes(
+        [
+            web.get("/v1/models", fake.models),
+            web.post("/v1/completions", fake.generate),
+            web.post("/v1/chat/completions", fake.generate),
+        ]
+    )
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    fake.url = f"http://{host}:{port}"
+    yield fake
+    await runner.cleanup()

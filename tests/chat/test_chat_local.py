@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from toolkit.bench.wire import ServerError
+from toolkit.chat import local
+from toolkit.chat.local import last_lines, local_server
+
+SERVER = """
+import http.server, os, signal, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(os.environ["TK_API_KEY"].encode())
+if "stubborn" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("listening", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "tk"
+
+
+def gone(url):
+    """Whether nothing answers there, within ten seconds."""
+    for _ in range(100):
+        try:
+            httpx.get(url, timeout=1.0)
+        except httpx.HTTPError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("manner", ["polite", "stubborn"])
+def test_a_private_server_runs_while_it_is_needed(state, monkeypatch, manner):
+    monkeypatch.setattr(local, "GRACE", 0.5)
+    waits = []
+    with local_server(None, tick=waits.append, command=[sys.executable, "-c", SERVER, manner]) as server:
+        assert httpx.get(server.url).text == server.api_key
+        assert len(server.api_key) >= 24
+        (log,) = state.iterdir()
+        assert log.stat().st_mode & 0o077 == 0
+        assert "listening" in log.read_text()
+    assert waits
+    assert gone(server.url)
+    assert list(state.iterdir()) == []
+
+
+def test_a_server_that_dies_shows_the_end_of_its_log(state):
+    program = "import sys; print('\\n'.join(f'line {i}' for i in range(50))); sys.exit('no such model: x')"
+    with (
+        pytest.raises(ServerError, match=r"exit code 1(.|\n)*line 49(.|\n)*no such model: x") as caught,
+        local_server("x", tick=lambda seconds: None, command=[sys.executable, "-c", program]),
+    ):
+        pass
+    assert "line 20" not in caught.value.message
+    assert len(list(state.iterdir())) == 1  # the log stays
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_the_server_does_not_outlive_the_chat(number):
+    program = f"""
+import sys, time
+from toolkit.chat.local import local_server
+with local_server(None, tick=lambda s: None, command=[sys.executable, "-c", {SERVER!r}]) as server:
+    print(server.url, flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as chat:
+        url = chat.stdout.readline().strip()
+        assert httpx.get(url).status_code == 200
+        os.kill(chat.pid, number)
+        chat.wait(20)
+    assert gone(url)
+
+
+def test_an_empty_log_is_said_to_be_empty(tmp_path):
+    (tmp_path / "log").touch()
+    assert last_lines(tmp_path / "log") == "(empty)"

@@ -1,0 +1,435 @@
+"""Paged attention and cache writes: the reference against PyTorch, Triton against the reference."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from toolkit.kernels import reference
+from torch import Tensor
+
+NAN = float("nan")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative, in norm
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step to attend: one entry of `lens` per request, (queries, context including them)."""
+
+    lens: tuple[tuple[int, int], ...]
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 32
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    window: int = 0
+    cap: float = 0.0
+    seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def options(self) -> dict[str, float]:
+        return {"scale": self.head_size**-0.5, "sliding_window": self.window, "soft_cap": self.cap}
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        return {
+            "max_query_len": max(queries for queries, _ in self.lens),
+            "max_seq_len": max(context for _, context in self.lens),
+        }
+
+
+@dataclass
+class Inputs:
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    keys: list[Tensor]  # per request, not paged
+    values: list[Tensor]
+
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        return (self.q, self.k_cache, self.v_cache, self.query_start_loc, self.seq_lens, self.block_table)
+
+
+def make(case: Case) -> Inputs:
+    """Random inputs in shuffled blocks. What no query may see is NaN, and unused table entries lead there.
+
+    q is a view of a fused QKV projection, and K and V of a block are neighbours: no stride is obvious.
+    """
+    torch.manual_seed(case.seed)
+    blocks_of = [math.ceil(context / case.block_size) for _, context in case.lens]
+    num_blocks = sum(blocks_of) + 1
+    cache = torch.full((num_blocks, 2, case.block_size, case.kv_heads, case.head_size), NAN, dtype=case.dtype)
+    numbers = (1 + torch.randperm(num_blocks - 1)).split(blocks_of)  # block 0 belongs to nobody
+    table = torch.zeros(len(case.lens), max(blocks_of) + 1, dtype=torch.int32)
+    keys, values = [], []
+    for request, (queries, context) in enumerate(case.lens):
+        table[request, : blocks_of[request]] = numbers[request]
+        kv = torch.randn(2, context, case.kv_heads, case.head_size).to(case.dtype)
+        first_seen = max(0, context - queries - case.window + 1) if case.window else 0
+        for position in range(first_seen, context):
+            block = numbers[request][position // case.block_size]
+            cache[block, :, position % case.block_size] = kv[:, position]
+        keys.append(kv[0])
+        values.append(kv[1])
+    counts = torch.tensor([0] + [queries for queries, _ in case.lens])
+    width = (case.heads + 2 * case.kv_heads) * case.head_size
+    qkv = torch.randn(int(counts.sum()), width).to(case.dtype).to(case.device)
+    cache = cache.to(case.device)
+    return Inputs(
+        q=qkv[:, : case.heads * case.head_size].unflatten(1, (case.heads, case.head_size)),
+        k_cache=cache[:, 0],
+        v_cache=cache[:, 1],
+        query_start_loc=counts.cumsum(0).to(torch.int32).to(case.device),
+        seq_lens=torch.tensor([context for _, context in case.lens], dtype=torch.int32, device=case.device),
+        block_table=table.to(case.device),
+        keys=keys,
+        values=values,
+    )
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    difference = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
+    assert difference < TOLERANCE[actual.dtype]  # NaN fails too
+
+
+# The reference
+
+
+@pytest.mark.parametrize("window", [0, 1, 4, 100])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
+def test_reference_agrees_with_pytorch_on_unpaged_data(heads: int, kv_heads: int, window: int):
+    case = Case(((1, 9), (3, 20), (6, 6)), heads=heads, kv_heads=kv_heads, block_size=7, window=window)
+    inputs = make(case)
+    expected = []
+    for request, (queries, context) in enumerate(case.lens):
+        first, last = inputs.query_start_loc[request : request + 2].tolist()
+        seen = [
+            [key <= query and (window == 0 or query - key < window) for key in range(context)]
+            for query in range(context - queries, context)
+        ]
+        k, v = (
+            x.repeat_interleave(heads // kv_heads, 1) for x in (inputs.keys[request], inputs.values[request])
+        )
+        output = F.scaled_dot_product_attention(
+            *(x.transpose(0, 1) for x in (inputs.q[first:last], k, v)),
+            attn_mask=torch.tensor(seen),
+            scale=case.options["scale"],
+        )
+        expected.append(output.transpose(0, 1))
+    assert_close(reference.paged_attention(*inputs.arguments, **case.options), torch.cat(expected))
+
+
+def test_reference_caps_logits_like_the_written_formula():
+    case = Case(((1, 5),), heads=1, kv_heads=1, cap=0.3)
+    inputs = make(case)
+    q, keys, values = inputs.q[0, 0].tolist(), inputs.keys[0][:, 0].tolist(), inputs.values[0][:, 0]
+    dots = [case.options["scale"] * sum(a * b for a, b in zip(q, key, strict=True)) for key in keys]
+    weights = [math.exp(0.3 * math.tanh(dot / 0.3)) for dot in dots]
+    expected = sum(weight / sum(weights) * value for weight, value in zip(weights, values, strict=True))
+    assert_close(reference.paged_attention(*inputs.arguments, **case.options)[0, 0], expected)
+
+
+# Triton: the same kernels compiled where there is a GPU, interpreted elsewhere
+
+
+def check(triton_attention, case: Case, device: torch.device) -> None:
+    case = replace(case, device=device)
+    inputs = make(case)
+    expected = reference.paged_attention(*inputs.arguments, **case.options)
+    out = torch.full(inputs.q.shape, NAN, dtype=case.dtype, device=device)
+    actual = triton_attention.paged_attention(*inputs.arguments, **case.bounds, **case.options, out=out)
+    assert actual is out
+    assert_close(actual, expected)
+
+
+DECODE = ((1, 9), (1, 1), (1, 33))
+MIXED = ((1, 20), (5, 37), (6, 6), (1, 1))  # a decode, a chunk after a prefix, a whole prompt, a first token
+
+
+@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_every_head_size_and_dtype(triton_attention, device, dtype, head_size, lens):
+    check(triton_attention, Case(lens, dtype=dtype, head_size=head_size), device)
+
+
+@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("block_size", [1, 7, 16, 32, 256])
+def test_every_block_size(triton_attention, device, block_size, lens):
+    check(triton_attention, Case(lens, block_size=block_size), device)
+
+
+@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (8, 2), (16, 2), (14, 2), (8, 1), (71, 1), (130, 1)])
+def test_every_way_of_grouping_heads(triton_attention, device, heads, kv_heads, lens):
+    check(triton_attention, Case(lens, heads=heads, kv_heads=kv_heads), device)
+
+
+@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("block_size", [7, 16])
+@pytest.mark.parametrize("window", [1, 4, 17, 100])
+def test_sliding_windows_shorter_and_longer_than_the_context(
+    triton_attention, device, window, block_size, lens
+):
+    check(triton_attention, Case(lens, window=window, block_size=block_size), device)
+
+
+@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize(("cap", "window"), [(0.5, 0), (50.0, 0), (2.0, 5)])
+def test_soft_caps(triton_attention, device, cap, window, lens):
+    check(triton_attention, Case(lens, cap=cap, window=window), device)
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("query_len", [63, 64, 65, 130])
+def test_prompts_around_the_edges_of_tiles(triton_attention, device, query_len, window):
+    lens = ((query_len, query_len), (1, 70), (query_len, query_len + 71))
+    check(triton_attention, Case(lens, heads=2, kv_heads=1, window=window), device)
+
+
+def test_a_lone_request_of_one_query_in_a_step_shaped_for_more(triton_attention, device):
+    case = replace(Case(((1, 40),)), device=device)
+    inputs = make(case)
+    actual = triton_attention.paged_attention(
+        *inputs.arguments, max_query_len=8, max_seq_len=64, **case.options
+    )
+    assert_close(actual, reference.paged_attention(*inputs.arguments, **case.options))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_ragged_batches(triton_attention, device, seed):
+    rng = random.Random(seed)
+    lens = []
+    for _ in range(rng.randint(1, 6)):
+        queries = rng.choice([1, 1, rng.randint(2, 40)])
+        lens.append((queries, queries + rng.choice([0, rng.randint(0, 90)])))
+    kv_heads = rng.choice([1, 2])
+    case = Case(
+        tuple(lens),
+        heads=kv_heads * rng.randint(1, 5),
+        kv_heads=kv_heads,
+        head_size=rng.choice([32, 80]),
+        block_size=rng.choice([3, 16]),
+        window=rng.choice([0, 0, rng.randint(1, 60)]),
+        seed=seed,
+    )
+    check(triton_attention, case, device)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("splits", [1, 2, 3, 8])
+def test_splitting_the_keys_changes_nothing(triton_attention, device, splits, window):
+    case = replace(Case(((1, 150), (1, 1), (1, 64), (1, 129)), window=window), device=device)
+    inputs = make(case)
+    out = torch.full(inputs.q.shape, NAN, device=device)
+    batch = triton_attention.Batch(*inputs.arguments, out)
+    triton_attention.decode(batch, triton_attention.Logits(case.options["scale"], window, 0.0), splits)
+    assert_close(out, reference.paged_attention(*inputs.arguments, **case.options))
+
+
+@pytest.mark.parametrize("window", [0, 30])
+def test_a_step_shaped_for_long_contexts_splits_its_single_queries(
+    triton_attention, device, monkeypatch, window
+):
+    monkeypatch.setattr(triton_attention, "_num_multiprocessors", lambda device: 16)
+    case = replace(Case(((1, 150), (5, 80), (1, 1), (70, 70)), window=window), device=device)
+    inputs = make(case)
+    out = torch.full(inputs.q.shape, NAN, device=device)
+    bounds = {"max_query_len": 70, "max_seq_len": 100_000}
+    triton_attention.paged_attention(*inputs.arguments, **bounds, **case.options, out=out)
+    assert_close(out, reference.paged_attention(*inputs.arguments, **case.options))
+
+
+@pytest.mark.parametrize("max_query_len", [1, 4])
+def test_padding_requests_touch_nothing(triton_attention, device, max_query_len):
+    """A graph is captured for more requests than a step may have: the rest have no queries and no blocks."""
+    case = replace(Case(((1, 20), (max_query_len, 30))), device=device)
+    inputs = make(case)
+    expected = reference.paged_attention(*inputs.arguments, **case.options)
+    tokens = len(inputs.q)
+    pad = {
+        "query_start_loc": torch.cat((inputs.query_start_loc, inputs.query_start_loc[-1:].repeat(2))),
+        "seq_lens": F.pad(inputs.seq_lens, (0, 2)),
+        "block_table": F.pad(inputs.block_table, (0, 0, 0, 2), value=-(10**6)),
+        "q": F.pad(inputs.q, (0, 0, 0, 0, 0, 3), value=NAN),
+    }
+    padded = replace(inputs, **pad)
+    out = torch.full(padded.q.shape, 7.0, device=device)
+    bounds = {"max_query_len": max_query_len, "max_seq_len": 64}
+    triton_attention.paged_attention(*padded.arguments, **bounds, **case.options, out=out)
+    assert_close(out[:tokens], expected)
+    assert (out[tokens:] == 7.0).all()
+
+
+def test_a_padding_request_with_a_query_but_no_context_gives_zeros(triton_attention, device):
+    inputs = make(replace(Case(((1, 5),)), device=device))
+    inputs.seq_lens.zero_()
+    inputs.block_table.fill_(-(10**6))
+    out = triton_attention.paged_attention(*inputs.arguments, max_query_len=1, max_seq_len=8, scale=1.0)
+    assert (out == 0).all()
+
+
+@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_heads_before_slots_and_strided_outputs(triton_attention, device, lens):
+    """The cache may be laid out [blocks, heads, slots, size], q and out as slices along heads."""
+    case = replace(Case(lens), device=device)
+    inputs = make(case)
+    expected = reference.paged_attention(*inputs.arguments, **case.options)
+    heads_first = replace(
+        inputs,
+        q=inputs.q.transpose(0, 1).contiguous().transpose(0, 1),
+        k_cache=inputs.k_cache.transpose(1, 2).contiguous().transpose(1, 2),
+        v_cache=inputs.v_cache.transpose(1, 2).contiguous().transpose(1, 2),
+        block_table=F.pad(inputs.block_table, (0, 3))[:, :-3],
+    )
+    wide = torch.full((len(inputs.q), 9, case.head_size), NAN, device=device)
+    out = wide[:, 2 : 2 + case.heads]
+    triton_attention.paged_attention(*heads_first.arguments, **case.bounds, **case.options, out=out)
+    assert_close(out, expected)
+    assert wide[:, :2].isnan().all()
+    assert wide[:, 2 + case.heads :].isnan().all()
+
+
+def test_what_the_kernels_cannot_do_is_an_error(triton_attention):
+    inputs = make(Case(DECODE))
+    call = {"max_query_len": 1, "max_seq_len": 64, "scale": 1.0}
+    with pytest.raises(ValueError, match="share one dtype"):
+        triton_attention.paged_attention(*replace(inputs, q=inputs.q.half()).arguments, **call)
+    with pytest.raises(ValueError, match="evenly"):
+        triton_attention.paged_attention(*replace(inputs, q=inputs.q[:, :3]).arguments, **call)
+    with pytest.raises(ValueError, match="contiguous"):
+        triton_attention.paged_attention(*replace(inputs, q=inputs.q.mT.contiguous().mT).arguments, **call)
+    apart = replace(inputs, v_cache=inputs.v_cache.contiguous())
+    with pytest.raises(ValueError, match="same strides"):
+        triton_attention.paged_attention(*apart.arguments, **call)
+
+
+def test_splits_fill_the_gpu_and_no_more(triton_attention, monkeypatch):
+    monkeypatch.setattr(triton_attention, "_num_multiprocessors", lambda device: 132)
+
+    def splits(num_reqs: int, max_seq_len: int) -> int:
+        inputs = make(Case(((1, 1),) * num_reqs, heads=8, kv_heads=8))
+        return triton_attention.num_splits(triton_attention.Batch(*inputs.arguments, inputs.q), max_seq_len)
+
+    assert splits(256, 100_000) == 1
+    assert splits(1, 64) == 1
+    assert 8 <= splits(1, 2048) <= 32
+    assert splits(1, 100_000) <= triton_attention.MAX_SPLITS
+    assert 1 < splits(16, 4096) < splits(4, 4096)
+
+
+# Writing the cache
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("block_size", "kv_heads", "head_size"), [(16, 2, 32), (7, 3, 80), (1, 1, 256), (4, 8, 160)]
+)
+@pytest.mark.parametrize("layout", ["slots first", "heads first"])
+def test_write_kv_fills_the_named_slots_alone(
+    triton_attention, device, layout, block_size, kv_heads, head_size, dtype
+):
+    torch.manual_seed(0)
+    tokens = 9
+    qkv = torch.randn(tokens, 4, kv_heads, head_size, device=device).to(dtype)
+    k, v = qkv[:, 1], qkv[:, 2]
+    cache = torch.full((2, 12, block_size, kv_heads, head_size), NAN, dtype=dtype, device=device)
+    if layout == "heads first":
+        cache = cache.transpose(2, 3).contiguous().transpose(2, 3)
+    slots = torch.randperm(12 * block_size, device=device)[:tokens]
+    slots[[2, 5]] = -1
+    triton_attention.write_kv(k, v, cache[0], cache[1], slots)
+
+    expected = torch.full((2, 12 * block_size, kv_heads, head_size), NAN, dtype=dtype, device=device)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[0, slot], expected[1, slot] = k[token], v[token]
+    torch.testing.assert_close(cache.flatten(1, 2), expected, rtol=0, atol=0, equal_nan=True)
+    by_reference = torch.full_like(cache, NAN)
+    reference.write_kv(k, v, by_reference[0], by_reference[1], slots)
+    torch.testing.assert_close(by_reference, cache, rtol=0, atol=0, equal_nan=True)
+
+
+def test_triton_tests_run_in_a_process_of_their_own_when_they_cannot_here(triton_runs):
+    if triton_runs:
+        return
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", str(Path(__file__).parent)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+# Real sizes, compiled
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(((1, 800),) * 64, heads=16, kv_heads=8, head_size=128),
+        Case(((1, 1023), (1, 17), (1, 300)), heads=12, kv_heads=12, head_size=64),
+        Case(((1, 5000),), heads=32, kv_heads=8, head_size=128, block_size=32),
+        Case(((1, 3000), (1, 100)), heads=32, kv_heads=8, head_size=128, window=1024),
+        Case(((1000, 1000), (333, 333), (1, 900)), heads=12, kv_heads=12, head_size=64),
+        Case(((700, 700), (513, 2000), (1, 1500), (2, 2)), heads=32, kv_heads=8, head_size=128),
+        Case(((700, 1500), (1, 1500)), heads=16, kv_heads=4, head_size=96, window=256, block_size=7),
+        Case(((300, 900), (1, 700)), heads=8, kv_heads=4, head_size=256, cap=50.0),
+        Case(((257, 600), (64, 64)), heads=71, kv_heads=1, head_size=64),
+    ],
+    ids=str,
+)
+def test_real_sizes(triton_attention, device, case, dtype):
+    check(triton_attention, replace(case, dtype=dtype), device)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("queries", [1, 8])
+def test_a_captured_graph_follows_the_lengths_and_never_waits(triton_attention, device, queries):
+    long = replace(Case(((queries, 900), (1, 500), (1, 64))), device=device)
+    short = make(replace(long, lens=((queries, 40), (1, 300), (1, 1)), seed=1))
+    inputs = make(long)
+    out = torch.full(inputs.q.shape, NAN, device=device)
+
+    def attend() -> None:
+        triton_attention.paged_attention(*inputs.arguments, **long.bounds, **long.options, out=out)
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            attend()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for step in (inputs, short):
+        inputs.q.copy_(step.q)
+        inputs.seq_lens.copy_(step.seq_lens)
+        width = step.block_table.shape[1]
+        inputs.block_table[:, :width].copy_(step.block_table)
+        blocks = step.k_cache.shape[0]
+        inputs.k_cache[:blocks].copy_(step.k_cache)
+        inputs.v_cache[:blocks].copy_(step.v_cache)
+        out.fill_(NAN)
+        graph.replay()
+        assert_close(out, reference.paged_attention(*inputs.arguments, **long.options))

@@ -1,0 +1,1 @@
+"""The load generator: arrivals, prompts, client, statistics, report."""

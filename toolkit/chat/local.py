@@ -1,0 +1,138 @@
+"""A private server: a child process on a free port of this machine, with a key of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from toolkit.bench.wire import ServerError
+from toolkit.chat.state import private_file, state_folder
+
+POLL = 0.1  # seconds
+GRACE = 10.0  # seconds between SIGTERM and SIGKILL
+LAST_LINES = 15
+SET_PDEATHSIG = 1  # prctl(2)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalServer:
+    """A server that runs and is ready."""
+
+    url: str
+    api_key: str
+
+
+@contextmanager
+def local_server(
+    model: str | None, *, tick: Callable[[float], None], command: Sequence[str] | None = None
+) -> Iterator[LocalServer]:
+    """Starts a server, waits until it is ready, and stops it at the end.
+
+    `tick` is called with the seconds waited so far; `command` runs instead of `tk serve MODEL`, with the flags
+    for host and port after it. Raises ServerError with the end of the log when the server dies at its start.
+    """
+    port = free_port()
+    key = secrets.token_urlsafe(24)
+    if command is None:
+        command = [sys.executable, "-m", "toolkit", "serve", *([model] if model else [])]
+    log = private_file(state_folder() / f"chat-server-{os.getpid()}.log")
+    process = start([*command, "--host", "127.0.0.1", "--port", str(port)], log, {"TK_API_KEY": key})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        with turned_into_exit(signal.SIGTERM, signal.SIGHUP):
+            wait_until_ready(url, process, log, tick)
+            yield LocalServer(url, key)
+    finally:
+        died = process.poll() is not None
+        stop(process)
+        if not died:  # of one that died the log tells why
+            log.unlink(missing_ok=True)
+
+
+def start(command: Sequence[str], log: Path, extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A child that Ctrl-C does not reach and that, on Linux, does not outlive this process."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def die_with_parent() -> None:
+        assert libc is not None
+        libc.prctl(SET_PDEATHSIG, signal.SIGTERM)
+
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **extra},
+            start_new_session=True,
+            preexec_fn=die_with_parent if libc is not None else None,
+        )
+
+
+def wait_until_ready(
+    url: str, process: subprocess.Popen[bytes], log: Path, tick: Callable[[float], None]
+) -> None:
+    """Returns when /health says so. Raises ServerError when the child ends first."""
+    started = time.monotonic()
+    with httpx.Client(base_url=url, trust_env=False, timeout=5.0) as http:
+        while True:
+            tick(time.monotonic() - started)
+            if (code := process.poll()) is not None:
+                raise ServerError(
+                    f"The server did not start (exit code {code}). The end of its log, {log}:\n\n"
+                    + last_lines(log)
+                )
+            with contextlib.suppress(httpx.HTTPError):
+                if http.get("/health").status_code == 200:
+                    return
+            time.sleep(POLL)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, and SIGKILL for what is left of the child and its own children after a grace time."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.wait(GRACE)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextmanager
+def turned_into_exit(*signals: signal.Signals) -> Iterator[None]:
+    """Within it these signals end the program in order, so that what it started is stopped too."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def last_lines(log: Path) -> str:
+    lines = log.read_text(errors="replace").rstrip().splitlines()
+    return "\n".join(lines[-LAST_LINES:]) or "(empty)"

@@ -1,0 +1,17 @@
+"""`tk chat`."""
+
+from __future__ import annotations
+
+import typer
+
+from toolkit.cli import app
+from toolkit.cli.command import command
+from toolkit.config.clients import ChatConfig
+
+
+@command(app, "chat", ChatConfig)
+def chat(config: ChatConfig) -> None:
+    """Talk to a model. What comes through a pipe is one message, and the answer goes to stdout."""
+    from toolkit.chat.run import run
+
+    raise typer.Exit(run(config))

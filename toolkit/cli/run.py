@@ -1,0 +1,57 @@
+"""tk run."""
+
+from __future__ import annotations
+
+import sys
+
+from toolkit.cli import app
+from toolkit.cli.command import command
+from toolkit.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, RunConfig, SchedulerConfig
+from toolkit.errors import InvalidRequestError
+
+
+@command(app, "run", ModelConfig, RunConfig, DeviceConfig, CacheConfig, SchedulerConfig)
+def run(
+    model: ModelConfig,
+    config: RunConfig,
+    device: DeviceConfig,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+) -> None:
+    """Answer one prompt and exit. The answer goes to stdout as it comes; standard input, when piped, joins the prompt."""
+    prompt = _prompt(config.prompt)
+
+    from toolkit.engine.llm import LLM
+    from toolkit.sampling.params import SamplingParams
+
+    engine = EngineConfig(model=model, device=device, cache=cache, scheduler=scheduler).with_settings(
+        max_num_seqs=1  # one request needs no room for more
+    )
+    llm = LLM.from_config(engine)
+    if config.raw or llm.tokenizer is None or not llm.tokenizer.has_chat_template:
+        if config.system is not None:
+            raise InvalidRequestError(
+                "--system needs a model with a chat template, and no --raw.", param="system"
+            )
+        tokens = llm.tokenize(prompt)
+    else:
+        system = [{"role": "system", "content": config.system}] if config.system is not None else []
+        tokens = llm.chat_prompt([*system, {"role": "user", "content": prompt}])
+    params = SamplingParams(
+        temperature=config.temperature, top_p=config.top_p, max_tokens=config.max_tokens, seed=model.seed
+    )
+    try:
+        for delta in llm.stream(tokens, params):
+            print(delta.text, end="", flush=True)
+        print()
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read us has gone; nothing is left to say
+
+
+def _prompt(given: str | None) -> str:
+    """The prompt and what is piped in, one after the other. Raises InvalidRequestError when there is neither."""
+    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().rstrip("\n")
+    prompt = "\n\n".join(part for part in (given, piped) if part)
+    if not prompt:
+        raise InvalidRequestError('There is no prompt: tk run MODEL "prompt", or pipe it in.')
+    return prompt
