@@ -49,7 +49,7 @@ class Worker:
             self._make_cache(model, device, dtype, max_model_len)
         if device.type == "cuda":
             with phases("warm-up"):
-                self._run_largest_step(self.info.max_num_batched_tokens)
+                self._warm_up()
         return self.info
 
     def execute(self, step: SchedulerOutput) -> PendingOutput:
@@ -114,13 +114,12 @@ class Worker:
 
         room = int(memory.available(device) * memory.CPU_SHARE)
         if device.type == "cuda" and config.cache.num_gpu_blocks_override is None:
-            probe = min(budget, max_model_len * num_rows)
-            probe_blocks = num_rows + -(-probe // block_size)
+            probe_blocks = num_rows + -(-budget // block_size)
             self.runner = runner(probe_blocks, 0, max_model_len)
             self.info = self._info(
                 model, backend.name, dtype, device, max_model_len, budget, probe_blocks, 0, per_block
             )
-            peak = self._measure_peak(probe) - probe_blocks * per_block
+            peak = self._measure_peak(budget) - probe_blocks * per_block
             del self.runner
             torch.cuda.empty_cache()
             total = torch.cuda.mem_get_info(device)[1]
@@ -187,35 +186,43 @@ class Worker:
         outside = total - free - torch.cuda.memory_reserved()
         return int(torch.cuda.max_memory_allocated() + max(0, outside))
 
+    def _warm_up(self) -> None:
+        """Steps of every kind, so that no request waits for a kernel to be compiled: prompts, many decodes, one."""
+        rows = self.config.scheduler.max_num_seqs
+        self._run_largest_step(self.info.max_num_batched_tokens)
+        for num_requests in {min(rows, self.info.max_num_batched_tokens), 1}:
+            self._run_step(num_requests, 1)
+
     def _run_largest_step(self, num_tokens: int) -> None:
-        """A step of `num_tokens` random tokens, spread over as many requests as it takes, each sampling a
-        token.
-        """
-        length = min(num_tokens, self.info.max_model_len)
-        num_requests = min(self.config.scheduler.max_num_seqs, self.info.num_blocks, -(-num_tokens // length))
-        counts = np.full(num_requests, length, np.int32)
-        counts[-1] = max(1, num_tokens - length * (num_requests - 1)) if num_requests > 1 else length
-        blocks_each = -(-length // self.info.block_size)
-        if num_requests * blocks_each > self.info.num_blocks:
-            num_requests, counts = 1, counts[:1]
+        """The most requests that a step can have, and about `num_tokens` in all."""
+        num_requests = min(self.config.scheduler.max_num_seqs, num_tokens)
+        self._run_step(num_requests, min(num_tokens // num_requests, self.info.max_model_len))
+
+    def _run_step(self, num_requests: int, each: int) -> None:
+        """A step of requests with `each` random tokens, each sampling one. Its results mean nothing."""
+        blocks_each = -(-each // self.info.block_size)
+        tokens = np.random.default_rng(0).integers(0, self.info.vocab_size, (num_requests, each))
         step = SchedulerOutput(
             step=-1,
             rows=np.arange(num_requests, dtype=np.int32),
-            num_tokens=counts,
+            num_tokens=np.full(num_requests, each, np.int32),
             num_computed=np.zeros(num_requests, np.int32),
             samples=np.ones(num_requests, np.bool_),
             new_rows=[
                 NewRow(
                     row=row,
-                    token_ids=np.random.default_rng(row).integers(0, self.info.vocab_size, count).tolist(),
-                    num_prompt_tokens=int(count),
+                    token_ids=tokens[row].tolist(),
+                    num_prompt_tokens=each,
                     num_computed_tokens=0,
-                    blocks=list(range(row * blocks_each, (row + 1) * blocks_each)),
+                    # Fewer blocks than requests need is fine here: what lies in them does not matter.
+                    blocks=[
+                        i % self.info.num_blocks for i in range(row * blocks_each, (row + 1) * blocks_each)
+                    ],
                     params=SamplingParams(temperature=1.0),
                     seed=0,
                     eos_token_ids=[],
                 )
-                for row, count in enumerate(counts.tolist())
+                for row in range(num_requests)
             ],
         )
         self.runner.execute(step).result()

@@ -1,0 +1,168 @@
+"""The parity suite on a GPU: `make test-gpu`.
+
+In fp32 the tokens are Transformers' to the last one. In 16 bits two right engines may choose differently where two tokens
+are nearly as likely, and go on differently from there; so each token that ours chose is judged by an fp32 Transformers
+forward over our own sequence: it must be the likeliest there, or as good as. How much is "as good as" is measured, not
+chosen: from the error that Transformers itself makes in that type.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import checkpoints
+from tests.checkpoints import ARCHITECTURES, VOCAB
+from toolkit import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+NEW_TOKENS = 64
+LENGTHS = (1, 5, 16, 33, 50, 64)
+FEW = ("gpt2", "llama3-gqa", "llama31-rope", "mistral-window", "qwen2-tied-some-windows", "qwen3")
+"""Enough for what does not depend on the architecture."""
+
+MODES: dict[str, dict] = {
+    "ragged": {},
+    "no-overlap": {"async_scheduling": False},
+    "reference-attention": {"attention_backend": "torch"},
+    "chunked": {"max_num_batched_tokens": 7, "block_size": 4},
+    "recompute": {
+        "num_gpu_blocks_override": 44,
+        "block_size": 4,
+        "swap_space": 0.0,
+        "enable_prefix_caching": False,
+    },
+    "swap": {
+        "num_gpu_blocks_override": 44,
+        "block_size": 4,
+        "swap_space": 0.01,
+        "enable_prefix_caching": False,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def case(request, checkpoint: Callable[[str], Path]):
+    """(name, folder, Transformers model in fp32 on the CPU, prompts, its greedy tokens)."""
+    name = request.param
+    model = checkpoints.make_reference(name)
+    rng = random.Random(name)
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
+    return name, checkpoint(name), model, prompts, [checkpoints.greedy(model, p, NEW_TOKENS) for p in prompts]
+
+
+@pytest.fixture(scope="module")
+def noise(case):
+    """By type: the greatest error of Transformers' own log-probabilities in that type, over the prompts."""
+    name, _, model, prompts, expected = case
+    sequences = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
+    exact = [checkpoints.logits(model, s).log_softmax(-1) for s in sequences]
+    found = {"float32": 1e-4}
+    for dtype in (torch.float16, torch.bfloat16):
+        rounded = checkpoints.make_reference(name).to("cuda", dtype)
+        with torch.no_grad():
+            theirs = [
+                rounded(torch.tensor([s], device="cuda")).logits[0].float().log_softmax(-1).cpu()
+                for s in sequences
+            ]
+        found[str(dtype).removeprefix("torch.")] = max(
+            float((a - b).abs().max()) for a, b in zip(theirs, exact, strict=True)
+        )
+    return found
+
+
+def run(llm: LLM, prompts: list[list[int]], **params: object):
+    settings = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, **params)
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], settings, use_tqdm=False)
+
+
+def check(results, model, expected, dtype: str, noise: dict[str, float]) -> None:
+    """Every answer is as long as asked, and every token of it a right choice."""
+    for result, tokens in zip(results, expected, strict=True):
+        for answer in result.outputs:
+            ours = list(answer.token_ids)
+            assert len(ours) == NEW_TOKENS
+            if dtype == "float32":
+                assert ours == tokens
+                continue
+            reference = checkpoints.logits(model, result.prompt_token_ids + ours).log_softmax(-1)
+            at = reference[len(result.prompt_token_ids) - 1 : -1]
+            behind = at.max(-1).values - at.gather(-1, torch.tensor(ours)[:, None])[:, 0]
+            assert float(behind.max()) < 4 * noise[dtype]  # two tokens, each with twice Transformers' error
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_greedy_tokens_in_fp32_equal_transformers(case, mode):
+    name, folder, model, prompts, expected = case
+    if mode != "ragged" and name not in FEW:
+        pytest.skip("another architecture shows it")
+    llm = LLM(str(folder), dtype="float32", kv_cache_memory=0.05, max_num_seqs=16, **MODES[mode])
+    check(run(llm, prompts), model, expected, "float32", {})
+    assert llm._core.scheduler.pool.usage == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", ["ragged", "chunked", "swap"])
+def test_tokens_in_16_bits_are_right_choices(case, noise, mode, dtype):
+    name, folder, model, prompts, expected = case
+    if mode != "ragged" and name not in FEW:
+        pytest.skip("another architecture shows it")
+    llm = LLM(str(folder), dtype=dtype, kv_cache_memory=0.05, max_num_seqs=16, **MODES[mode])
+    check(run(llm, prompts), model, expected, dtype, noise)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_prefix_cache_hits_several_answers_and_prompt_logprobs(case, noise, dtype):
+    name, folder, model, prompts, expected = case
+    if name not in FEW:
+        pytest.skip("another architecture shows it")
+    llm = LLM(str(folder), dtype=dtype, kv_cache_memory=0.05, max_num_seqs=32, max_num_batched_tokens=40)
+    check(run(llm, prompts, n=2), model, expected, dtype, noise)
+    again = run(llm, prompts)
+    assert [r.num_cached_tokens for r in again] == [(len(p) - 1) // 16 * 16 for p in prompts]
+    check(again, model, expected, dtype, noise)
+    for result, prompt in zip(run(llm, prompts, prompt_logprobs=1), prompts, strict=True):
+        reference = checkpoints.logits(model, prompt).log_softmax(-1)
+        for index, position in enumerate(result.prompt_logprobs[1:]):
+            token = prompt[index + 1]
+            assert position[token].logprob == pytest.approx(
+                float(reference[index, token]), abs=2 * noise[dtype]
+            )
+
+
+def test_memory_is_profiled_and_one_full_request_is_required(checkpoint):
+    from toolkit.errors import OutOfMemoryError
+
+    folder = str(checkpoint("llama3-gqa"))
+    llm = LLM(folder, gpu_memory_utilization=0.2, max_num_seqs=8)
+    total = torch.cuda.get_device_properties(0).total_memory
+    assert 0.1 * total < llm.info.cache_bytes < 0.2 * total
+    llm.shutdown()
+    with pytest.raises(OutOfMemoryError, match="max-model-len"):
+        LLM(folder, kv_cache_memory=1e-5, max_num_seqs=8)
+
+
+def test_a_step_that_runs_out_of_memory_is_done_in_smaller_ones(checkpoint, monkeypatch):
+    """The first steps fail as PyTorch's allocator would; every request is answered all the same, and rightly."""
+    model = checkpoints.make_reference("gpt2")
+    rng = random.Random(3)
+    prompts = [[rng.randrange(VOCAB) for _ in range(20)] for _ in range(6)]
+    llm = LLM(str(checkpoint("gpt2")), dtype="float32", kv_cache_memory=0.05, max_num_seqs=8)
+    runner = llm._core.executor._worker.runner
+    execute, failures = runner.execute, [0]
+
+    def failing(step):
+        if step.total_tokens > 40:
+            failures[0] += 1
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        return execute(step)
+
+    monkeypatch.setattr(runner, "execute", failing)
+    results = run(llm, prompts)
+    assert failures[0] >= 1
+    check(results, model, [checkpoints.greedy(model, p, NEW_TOKENS) for p in prompts], "float32")
