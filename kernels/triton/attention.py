@@ -244,7 +244,7 @@ def prefill(batch: Batch, logits: Logits, *, singles: bool, tile: Tile | None = 
         **logits.arguments(),
         num_reqs=batch.num_reqs,
         KV_HEADS=batch.num_kv_heads,
-        singles=singles,
+        singles=int(singles),  # an int: not every version of the interpreter takes a bool
         TOKENS=tokens,
         ROWS=tile.rows,
         KEYS=tile.keys,

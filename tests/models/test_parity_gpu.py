@@ -165,4 +165,4 @@ def test_a_step_that_runs_out_of_memory_is_done_in_smaller_ones(checkpoint, monk
     monkeypatch.setattr(runner, "execute", failing)
     results = run(llm, prompts)
     assert failures[0] >= 1
-    check(results, model, [checkpoints.greedy(model, p, NEW_TOKENS) for p in prompts], "float32")
+    check(results, model, [checkpoints.greedy(model, p, NEW_TOKENS) for p in prompts], "float32", {})

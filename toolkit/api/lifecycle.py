@@ -175,4 +175,4 @@ def _holder(port: int) -> str:
 
 
 def _report(phase: str, seconds: float) -> None:
-    print(f"  {phase:<12}{seconds:7.2f} s", file=sys.stderr, flush=True)
+    sys.stderr.write(f"  {phase:<12}{seconds:7.2f} s\n")  # in one piece: the core logs to the same terminal
