@@ -38,7 +38,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answers a conversation."""
     service: Service = request.app.state.service
     service.check_model(body.model)
-    params = body.params()
+    params = body.params(service.engine.default_sampling)
     messages, options = body.conversation(), body.template_options()
     if sum(len(m["content"]) for m in messages) > LONG_CONVERSATION:
         prompt = await asyncio.to_thread(lambda: service.engine.chat_prompt(messages, **options))

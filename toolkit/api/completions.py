@@ -23,7 +23,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continues one or several prompts."""
     service: Service = request.app.state.service
     service.check_model(body.model)
-    params = body.params()
+    params = body.params(service.engine.default_sampling)
     request_id = f"cmpl-{request.state.request_id}"
     group = await start(service, body.prompts(), params, request_id=request_id, priority=body.priority)
     head = {

@@ -4,6 +4,7 @@ fast).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -66,7 +67,9 @@ class SamplingFields(BaseModel):
     prompt_logprobs: int | None = None
     priority: Int = 0
 
-    def _params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def _params(
+        self, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
         if self.temperature is not None and not 0.0 <= self.temperature <= 2.0:
             raise InvalidRequestError(
                 f"temperature is from 0 to 2; it got {self.temperature!r}.", param="temperature"
@@ -84,7 +87,7 @@ class SamplingFields(BaseModel):
             if getattr(self, name) is not None
         }  # fmt: skip
         return SamplingParams(
-            **given,
+            **{**defaults, **given},
             max_tokens=max_tokens,
             logprobs=logprobs,
             logit_bias=_bias(self.logit_bias),
@@ -106,7 +109,7 @@ class CompletionRequest(SamplingFields):
     echo: bool = False
     suffix: str | None = None
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Raises InvalidRequestError for a value out of range or an option that is not supported."""
         if self.echo:
             raise InvalidRequestError("echo is not supported.", param="echo")
@@ -118,7 +121,7 @@ class CompletionRequest(SamplingFields):
             raise InvalidRequestError(
                 "best_of is not supported; n gives several completions.", param="best_of"
             )
-        return self._params(self.max_tokens, self.logprobs)
+        return self._params(defaults, self.max_tokens, self.logprobs)
 
     def prompts(self) -> list[str | list[int]]:
         """Raises InvalidRequestError for an empty list or one prompt too many."""
@@ -169,12 +172,12 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_encodable)] | None = None
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Raises InvalidRequestError for a value out of range."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self._params(limit, (self.top_logprobs or 0) if self.logprobs else None)
+        return self._params(defaults, limit, (self.top_logprobs or 0) if self.logprobs else None)
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as chat templates expect them: content parts joined to one text."""

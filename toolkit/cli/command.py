@@ -65,25 +65,25 @@ class readable_errors:  # noqa: N801  # used as a statement, `with readable_erro
 def _parameters(row: Option) -> list[inspect.Parameter]:
     """The Typer parameters of one setting: a flag, and an argument too when it can be given by position."""
     kind = inspect.Parameter.KEYWORD_ONLY
-    text = row.help
-    if row.choices:
-        text += f" [{'|'.join(str(c) for c in row.choices)}]"
-    shown: Any = _shown(row.default)
     flags = [f"{row.flag}/--no-{row.flag[2:]}"] if row.type is bool else [row.flag, *row.aliases]
+    metavar = row.metavar or ("|".join(str(c) for c in row.choices) or None)
     kind_of_value: Any = row.type
     hint: Any = Annotated[
-        kind_of_value | None, typer.Option(*flags, help=text, show_default=shown, metavar=row.metavar)
+        kind_of_value | None,
+        typer.Option(*flags, help=row.help + _default(row), show_default=False, metavar=metavar),
     ]
     made = [inspect.Parameter(row.name, kind, default=None, annotation=hint)]
     if row.argument:
         hint = Annotated[
-            kind_of_value | None, typer.Argument(help=text, show_default=False, metavar=row.metavar)
+            kind_of_value | None, typer.Argument(help=row.help, show_default=False, metavar=metavar)
         ]
         made.append(inspect.Parameter(f"{row.name}_argument", kind, default=None, annotation=hint))
     return made
 
 
-def _shown(default: Any) -> Any:
-    if default is None:
-        return False
-    return {True: "on", False: "off"}[default] if isinstance(default, bool) else str(default)
+def _default(row: Option) -> str:
+    """What the help says of a setting's default; a None explains itself in the setting's own text."""
+    if row.default is None:
+        return ""
+    shown = {True: "on", False: "off"}[row.default] if row.type is bool else row.default
+    return f" [{shown}]"

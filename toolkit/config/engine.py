@@ -10,6 +10,9 @@ from typing import Any, Literal
 from toolkit.config.fields import check_all, option, options
 from toolkit.errors import ConfigError, did_you_mean
 
+MOST_GIB = 2.0**20
+"""More than any machine has; infinity is no size."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -69,7 +72,7 @@ class CacheConfig:
         maximum=1.0,
     )
     kv_cache_memory: float | None = option(
-        None, "KV cache size in GiB, instead of measuring what is free.", minimum=0.0
+        None, "KV cache size in GiB, instead of measuring what is free.", minimum=0.0, maximum=MOST_GIB
     )
     num_gpu_blocks_override: int | None = option(
         None, "KV cache size in blocks, whatever memory there is (for tests).", minimum=1
@@ -78,6 +81,7 @@ class CacheConfig:
         None,
         "Host memory in GiB for the blocks of preempted requests. Default: 4 on a GPU, 0 on a CPU.",
         minimum=0.0,
+        maximum=MOST_GIB,
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV cache of prompts that begin alike.")
 

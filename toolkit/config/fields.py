@@ -76,6 +76,8 @@ class Option:
             listed = ", ".join(str(choice) for choice in self.choices)
             raise ConfigError(f"{self.flag} is one of {listed}; it got {value!r}.", param=self.name)
         number: Any = value
+        if number != number:
+            raise ConfigError(f"{self.flag} takes {_article(self.type)}, and got {value!r}.", param=self.name)
         if self.minimum is not None and number < self.minimum:
             raise ConfigError(f"{self.flag} is at least {self.minimum}; it got {value!r}.", param=self.name)
         if self.maximum is not None and number > self.maximum:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from toolkit.config.fields import check_all, option
 
@@ -21,7 +22,7 @@ class ServerConfig:
         120.0, "Seconds that running requests get to finish after SIGTERM or Ctrl-C.", minimum=0.0
     )
     metrics_prefix: str = option("tk", "First part of every metric's name; vllm fits existing dashboards.")
-    log_level: str = option("info", "debug, info, warning or error.")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "What the log tells of.")
 
     def __post_init__(self) -> None:
         check_all(self)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.fields import Option
-from toolkit.errors import ConfigError
+from toolkit.config.fields import Option, options
+from toolkit.errors import ConfigError, did_you_mean
 
 
 def resolve(
@@ -36,7 +37,10 @@ def resolve(
 
 
 def read_file(rows: list[Option], folder: Path | None = None) -> dict[str, Any]:
-    """The keys of `tk.toml` in the current folder (or `folder`), else in ~/.config/tk, that are among `rows`."""
+    """The keys of `tk.toml` in the current folder (or `folder`), else in ~/.config/tk, that are among `rows`.
+
+    Other commands' keys are passed over; one that no command knows raises ConfigError.
+    """
     for path in ((folder or Path.cwd()) / "tk.toml", Path.home() / ".config" / "tk" / "tk.toml"):
         if path.is_file():
             break
@@ -48,4 +52,17 @@ def read_file(rows: list[Option], folder: Path | None = None) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     known = {row.name: row for row in rows}
     settings = {key.replace("-", "_"): value for key, value in content.items()}
+    every = known.keys() | {row.name for config in every_config() for row in options(config)}
+    for name in settings:
+        if name not in every:
+            raise ConfigError(f"{path}: there is no setting {name!r}.{did_you_mean(name, every)}", param=name)
     return {name: known[name].check(value) for name, value in settings.items() if name in known}
+
+
+def every_config() -> list[type]:
+    """The classes that hold settings, of all commands."""
+    from toolkit.config import clients, engine, run, server
+
+    modules = (clients, engine, run, server)
+    found = [value for module in modules for value in vars(module).values() if is_dataclass(value)]
+    return [value for value in found if isinstance(value, type)]

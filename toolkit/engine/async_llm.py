@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from toolkit.config import EngineConfig
@@ -19,7 +18,7 @@ from toolkit.engine.outputs import Delta, RequestOutput
 from toolkit.engine.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import EngineDeadError, EngineError, InvalidRequestError, ServerUnavailableError
 from toolkit.metrics import Metrics
-from toolkit.models.hub import locate
+from toolkit.models.hub import locate, locate_tokenizer
 from toolkit.sampling.params import SamplingParams
 from toolkit.worker import Report, WorkerInfo
 
@@ -118,16 +117,22 @@ class AsyncLLM:
         folder = await asyncio.to_thread(locate, model.model, model.revision)
         tokenizer_folder = folder
         if model.tokenizer is not None:
-            tokenizer_folder = await asyncio.to_thread(locate, model.tokenizer)
+            tokenizer_folder = await asyncio.to_thread(locate_tokenizer, model.tokenizer)
         self._core = CoreClient(self.config, folder, self._log_level)
         try:
-            loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, tokenizer_folder))
+            # What the core says of a broken folder comes first; then nobody asks what the tokenizer says.
+            loading = asyncio.gather(
+                asyncio.to_thread(load_tokenizer, tokenizer_folder), return_exceptions=True
+            )
             self.info = await self._core.ready(report or (lambda name, seconds: None))
-            self.tokenizer = await loading
+            [loaded] = await loading
+            if isinstance(loaded, BaseException):
+                raise loaded
+            self.tokenizer = loaded
         except BaseException:
             self._core.kill()
             raise
-        self._inputs = InputProcessor(Path(tokenizer_folder), self.tokenizer, self.info)
+        self._inputs = InputProcessor(folder, self.tokenizer, self.info)
         self._outputs = OutputProcessor(self.tokenizer)
         self._reader = asyncio.create_task(self._read(), name="engine-outputs")
 
@@ -161,9 +166,8 @@ class AsyncLLM:
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """The request's output so far, each time it grows. Leaving the loop early ends the request."""
-        stream = await self.submit(
-            prompt, params or SamplingParams(), request_id=request_id, priority=priority
-        )
+        params = params or SamplingParams(**self.default_sampling)
+        stream = await self.submit(prompt, params, request_id=request_id, priority=priority)
         collected = Collected.of(stream.state)
         try:
             async for delta in stream:
@@ -172,18 +176,25 @@ class AsyncLLM:
         finally:
             stream.close()
 
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        """What the model itself wants where a request says nothing (generation_config.json)."""
+        return self._inputs.default_sampling
+
     def chat_prompt(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """The tokens of a conversation, by the model's chat template."""
         return self._inputs.chat_prompt(messages, **options)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request; nothing when it has ended."""
+        """Ends a request, and its stream with it; nothing when it has ended."""
         stream = self._streams.pop(request_id, None)
         state = self._outputs.remove(request_id)
         if stream is None or state is None:
             return
-        for _ in state.unfinished_sequences:
-            self.metrics.finished("abort")
+        for index, sequence in enumerate(state.sequences):
+            if not sequence.finished:
+                stream.queue.put_nowait(Delta(index, "", [], finish_reason="abort"))
+                self.metrics.finished("abort")
         if self.dead is None:
             self._core.send(Abort(state.unfinished_sequences))
 
@@ -222,9 +233,8 @@ class AsyncLLM:
     def abort_all(self, reason: str) -> None:
         """Ends every request with an error that says why."""
         for id in list(self._streams):
-            stream = self._streams[id]
+            self._streams[id].queue.put_nowait(ServerUnavailableError(reason))
             self.abort(id)
-            stream.queue.put_nowait(ServerUnavailableError(reason))
 
     def _fail_all(self, error: Exception) -> None:
         for stream in list(self._streams.values()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from toolkit.engine.messages import EngineRequest
 from toolkit.engine.tokenizer import Tokenizer, eos_token_ids
-from toolkit.errors import InvalidRequestError
+from toolkit.errors import CheckpointError, InvalidRequestError
 from toolkit.sampling.params import SamplingParams
 from toolkit.worker import WorkerInfo
 
@@ -23,6 +24,7 @@ class InputProcessor:
     def __init__(self, folder: Path, tokenizer: Tokenizer | None, info: WorkerInfo) -> None:
         self.tokenizer = tokenizer
         self.info = info
+        self.default_sampling = default_sampling(folder)
         self._eos = [id for id in eos_token_ids(folder, tokenizer) if id < info.vocab_size]
 
     def process(
@@ -41,6 +43,8 @@ class InputProcessor:
                 f"The prompt has the token {wrong}, and the model's tokens are 0 to {self.info.vocab_size - 1}.",
                 param="prompt",
             )
+        if params.stop:
+            self.require_tokenizer()
         for name in ("logit_bias", "stop_token_ids"):
             for token in getattr(params, name) or ():
                 if not 0 <= token < self.info.vocab_size:
@@ -61,7 +65,8 @@ class InputProcessor:
         """Raises InvalidRequestError when the model came without a tokenizer."""
         if self.tokenizer is None:
             raise InvalidRequestError(
-                "This model's folder has no tokenizer, so that it takes prompts of token ids only; --tokenizer names another folder."
+                "This model's folder has no tokenizer, so that it takes prompts of token ids only, and no stop strings; "
+                "--tokenizer names another folder."
             )
         return self.tokenizer
 
@@ -117,6 +122,26 @@ class InputProcessor:
             param="prompt",
             code="context_length_exceeded",
         )
+
+
+def default_sampling(folder: Path) -> dict[str, Any]:
+    """What the model's generation_config.json wants where a request says nothing, as SamplingParams' fields.
+
+    Raises CheckpointError for a value out of range.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+        found = {name: content[name] for name in _FROM_MODEL if content.get(name) is not None}
+        SamplingParams(**found)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from None
+    return found
+
+
+_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def _as_ids(ids: object) -> list[int]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 from toolkit.config import EngineConfig
 from toolkit.engine.core import EngineCore
 from toolkit.engine.input_processor import InputProcessor, Prompt
-from toolkit.engine.output_processor import Collected, OutputProcessor
+from toolkit.engine.output_processor import Collected, OutputProcessor, RequestState
 from toolkit.engine.outputs import Delta, RequestOutput
 from toolkit.engine.tokenizer import load_tokenizer
 from toolkit.errors import EngineError, InvalidRequestError
 from toolkit.executor import UniprocExecutor
-from toolkit.models.hub import locate
+from toolkit.models.hub import locate, locate_tokenizer
 from toolkit.sampling.params import SamplingParams
 from toolkit.worker import Report
 
@@ -50,14 +50,15 @@ class LLM:
         self.folder = locate(config.model.model, config.model.revision)
         tokenizer_folder = self.folder
         if self.config.model.tokenizer is not None:
-            tokenizer_folder = locate(self.config.model.tokenizer)
+            tokenizer_folder = locate_tokenizer(self.config.model.tokenizer)
         executor = UniprocExecutor(self.config, self.folder, report or (lambda name, seconds: None))
         self._core = EngineCore(self.config, executor)
         self.info = executor.info
         self.tokenizer = load_tokenizer(tokenizer_folder)
-        self._inputs = InputProcessor(Path(tokenizer_folder), self.tokenizer, self.info)
+        self._inputs = InputProcessor(self.folder, self.tokenizer, self.info)
         self._outputs = OutputProcessor(self.tokenizer)
         self._ids = itertools.count()
+        self._news: dict[str, deque[tuple[str, Delta]]] = {}
 
     def generate(
         self,
@@ -74,7 +75,9 @@ class LLM:
         failed on the way.
         """
         many = _as_list(prompts)
-        params = _one_each(sampling_params, len(many))
+        params = _one_each(
+            self.get_default_sampling_params() if sampling_params is None else sampling_params, len(many)
+        )
         if priority is not None and len(priority) != len(many):
             raise InvalidRequestError(f"There are {len(many)} prompts and {len(priority)} priorities.")
         requests = [
@@ -83,14 +86,14 @@ class LLM:
             )
             for i, (prompt, one) in enumerate(zip(many, params, strict=True))
         ]
-        collected: dict[str, Collected] = {}
-        for text, request in requests:
-            collected[request.id] = Collected.of(self._outputs.add(request, text))
+        states = [self._outputs.add(request, text) for text, request in requests]
+        collected = {state.id: Collected.of(state) for state in states}
+        for _, request in requests:
             self._core.add(request)
         progress = _Progress(len(requests), sum(r.params.n for _, r in requests)) if use_tqdm else None
         failures = []
         try:
-            for id, delta in self._run():
+            for id, delta in self._run(states):
                 collected[id].add(delta)
                 if delta.error is not None:
                     failures.append(f"request {id}: {delta.error}")
@@ -123,12 +126,12 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """Completes one prompt, piece by piece. Leaving the loop early ends the request."""
         text, request = self._inputs.process(
-            prompt, sampling_params or SamplingParams(), request_id=str(next(self._ids))
+            prompt, sampling_params or self.get_default_sampling_params(), request_id=str(next(self._ids))
         )
-        self._outputs.add(request, text)
+        state = self._outputs.add(request, text)
         self._core.add(request)
         try:
-            for _, delta in self._run():
+            for _, delta in self._run([state]):
                 if delta.error is not None:
                     raise EngineError(delta.error)
                 yield delta
@@ -138,6 +141,10 @@ class LLM:
     def chat_prompt(self, messages: Messages, **template_options: Any) -> list[int]:
         """The tokens of a conversation, by the model's chat template."""
         return self._inputs.chat_prompt(messages, **template_options)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used when none are given: the model's own (generation_config.json), else SamplingParams()."""
+        return SamplingParams(**self._inputs.default_sampling)
 
     def tokenize(self, text: str) -> list[int]:
         """The tokens of a text, with those that the tokenizer puts before or after."""
@@ -151,20 +158,43 @@ class LLM:
         """Frees the model's memory; the object cannot be used again."""
         self._core.shutdown()
 
-    def _run(self) -> Iterator[tuple[str, Delta]]:
-        while self._core.has_work:
-            for output in self._core.step().outputs:
-                news = self._outputs.process(output)
-                if news is None:
-                    continue
-                state, delta, end_in_core = news
-                if end_in_core:
-                    self._core.abort([f"{output.id}/{output.index}"])
-                yield state.id, delta
+    def _run(self, states: Sequence[RequestState]) -> Iterator[tuple[str, Delta]]:
+        """News of these requests, until the last of them ends.
+
+        Several such loops may be under way, streams that are left and taken up again: what a step gives to
+        another's requests waits for it.
+        """
+        news: deque[tuple[str, Delta]] = deque()
+        self._news |= dict.fromkeys((state.id for state in states), news)
+        unfinished = sum(len(state.sequences) for state in states)
+        while unfinished:
+            while not news:
+                self._step()
+            id, delta = news.popleft()
+            unfinished -= delta.finish_reason is not None
+            yield id, delta
+        while self._core.has_work and len(self._news) == len(states):
+            self._step()
+
+    def _step(self) -> None:
+        try:
+            outputs = self._core.step().outputs
+        except BaseException:  # Ctrl-C, say: a step may have run in part, and the cache must not be trusted
+            self._core.scheduler.drop_steps_in_flight()
+            raise
+        for output in outputs:
+            processed = self._outputs.process(output)
+            if processed is None:
+                continue
+            state, delta, end_in_core = processed
+            if end_in_core:
+                self._core.abort([f"{output.id}/{output.index}"])
+            self._news[state.id].append((state.id, delta))
 
     def _abandon(self, ids: list[str]) -> None:
         """Ends what is still running of some requests."""
         for id in ids:
+            self._news.pop(id, None)
             state = self._outputs.remove(id)
             if state is not None:
                 self._core.abort(state.unfinished_sequences)
@@ -214,9 +244,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return many
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
+def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:

@@ -27,9 +27,12 @@ class Tokenizer:
         except Exception as error:  # Transformers raises many kinds; all mean the same here
             text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CheckpointError(f"The tokenizer in {folder} cannot be used: {text}") from None
-        self._special = set(self._tokenizer.all_special_ids)
-        self._added: dict[int, str] = {
-            id: token.content for id, token in getattr(self._tokenizer, "added_tokens_decoder", {}).items()
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        self._added: dict[int, str] = {id: token.content for id, token in added.items()}
+        # Llama 3's <|start_header_id|> and others are marked as special and not named as one.
+        self._special = {
+            *self._tokenizer.all_special_ids,
+            *(id for id, token in added.items() if token.special),
         }
         self._byte_level = "ByteLevel" in _decoder_kinds(self._tokenizer)
         self._byte_of = _byte_of_character() if self._byte_level else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 from pathlib import Path
@@ -10,6 +11,8 @@ from toolkit.errors import CheckpointError, ModelNotFoundError, did_you_mean
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "tokenizer*", "*.tiktoken"]
+_WEIGHTS = ["*.safetensors", "*.bin"]
+"""The first kind that a model has is fetched."""
 
 
 def locate(model: str | None, revision: str | None = None) -> Path:
@@ -33,31 +36,36 @@ def locate(model: str | None, revision: str | None = None) -> Path:
         raise CheckpointError(
             f"{folder} is a file; a model is a folder with config.json, weights and a tokenizer."
         )
-    if not _HUB_NAME.fullmatch(model) or model.startswith("."):
-        raise ModelNotFoundError(
-            f"There is no folder {model}.{did_you_mean(folder.name, _siblings(folder.parent))}"
-        )
     return _from_hub(model, revision)
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
+def locate_tokenizer(name: str) -> Path:
+    """The folder of a tokenizer, which may hold nothing else. Raises as `locate` does."""
+    folder = Path(name).expanduser()
+    if folder.is_dir() and any(folder.glob("token*")):
+        return folder
+    return locate(name) if folder.exists() else _from_hub(name, None, with_weights=False)
+
+
+def _from_hub(name: str, revision: str | None, *, with_weights: bool = True) -> Path:
+    if not _HUB_NAME.fullmatch(name) or name.startswith("."):
+        folder = Path(name).expanduser()
+        raise ModelNotFoundError(
+            f"There is no folder {name}.{did_you_mean(folder.name, _siblings(folder.parent))}"
+        )
+
     from huggingface_hub import constants, model_info, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     at = f" at revision {revision}" if revision else ""
+    reason = "HF_HUB_OFFLINE is set"
     try:
-        if constants.HF_HUB_OFFLINE:
-            return Path(snapshot_download(name, revision=revision, local_files_only=True))
-        files = [sibling.rfilename for sibling in model_info(name, revision=revision).siblings or []]
-        weights = "*.safetensors" if any(f.endswith(".safetensors") for f in files) else "*.bin"
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[*_SMALL_FILES, weights]))
+        if not constants.HF_HUB_OFFLINE:
+            files = [sibling.rfilename for sibling in model_info(name, revision=revision).siblings or []]
+            wanted = list(_SMALL_FILES)
+            if with_weights:
+                wanted.append(next((kind for kind in _WEIGHTS if fnmatch.filter(files, kind)), _WEIGHTS[0]))
+            return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except GatedRepoError:
         raise ModelNotFoundError(
             f"{name} is a gated model: accept its terms on its hub page, then set HF_TOKEN to a token of yours."
@@ -69,32 +77,34 @@ def _from_hub(name: str, revision: str | None) -> Path:
             f"There is no model {name}: no folder of that name here ({Path.cwd()}), and the hub does not have it "
             f"(a private one needs HF_TOKEN).{did_you_mean(name, local_names())}"
         ) from None
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        cached = _cached_snapshot(name, revision)
-        if cached is not None:
-            return cached
-        reason = (
-            "HF_HUB_OFFLINE is set"
-            if constants.HF_HUB_OFFLINE
-            else f"the hub did not answer: {_first_line(error)}"
-        )
+    except (
+        Exception
+    ) as error:  # the hub's own kinds, the HTTP library's, the disk's: each keeps us from the hub
+        reason = f"the hub did not answer: {_first_line(error)}"
+    cached = _cached_snapshot(name, revision, with_weights)
+    if cached is None:
         raise ModelNotFoundError(
             f"There is no model {name}{at}: no folder of that name here ({Path.cwd()}), it is not in the cache "
             f"({constants.HF_HUB_CACHE}), and {reason}.{did_you_mean(name, local_names())}"
-        ) from None
+        )
+    return cached
 
 
-def _cached_snapshot(name: str, revision: str | None) -> Path | None:
-    """The snapshot of an earlier download, when it has a config and weights."""
+def _cached_snapshot(name: str, revision: str | None, with_weights: bool) -> Path | None:
+    """The snapshot of an earlier download, when all is there that we would have fetched of it."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
-        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError):
-        return None
-    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
-    return folder if has_weights and (folder / "config.json").is_file() else None
+    for kind in _WEIGHTS:
+        wanted = [*_SMALL_FILES, kind] if with_weights else _SMALL_FILES
+        try:
+            found = snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=wanted)
+        except LocalEntryNotFoundError:
+            continue
+        folder = Path(found)
+        if not with_weights or (any(folder.glob(kind)) and (folder / "config.json").is_file()):
+            return folder
+    return None
 
 
 def local_names() -> list[str]:

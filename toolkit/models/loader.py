@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import pickle
 import struct
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +17,8 @@ from toolkit.layers import Slots
 from toolkit.models.registry import SUPPORTED, CausalLM, resolve_architecture
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAPPED_AT_ONCE = 2**24
+"""Bytes of a file that are read before it is mapped anew."""
 _PREFIXES = ("transformer.", "model.")
 _NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 """Buffers that old checkpoints carry along."""
@@ -28,6 +30,8 @@ def load_config(folder: Path) -> Any:
     """
     try:
         raw = json.loads((folder / "config.json").read_text())
+        if not isinstance(raw, dict):
+            raise ValueError("it holds no object")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / 'config.json'} cannot be read: {error}") from None
     if not set(raw.get("architectures") or []) & set(SUPPORTED):
@@ -38,7 +42,8 @@ def load_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder)
     except Exception as error:  # Transformers raises many kinds for a bad config; all mean the same here
-        raise CheckpointError(f"{folder / 'config.json'} cannot be used: {error}") from None
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"{folder / 'config.json'} cannot be used: {text}") from None
 
 
 class _Named:
@@ -111,12 +116,12 @@ def fill_dummy(model: CausalLM, seed: int) -> None:
 
 def read_tensors(folder: Path, load_format: str) -> Iterator[tuple[Path, str, torch.Tensor]]:
     """(file, name, tensor) of the whole checkpoint, one tensor in memory at a time (files are memory-mapped)."""
-    files = _listed(folder, "model.safetensors.index.json") or sorted(folder.glob("*.safetensors"))
+    files = _weight_files(folder, "model", "safetensors")
     if files:
         for file in files:
             yield from _read_safetensors(file)
         return
-    pickled = _listed(folder, "pytorch_model.bin.index.json") or sorted(folder.glob("pytorch_model*.bin"))
+    pickled = _weight_files(folder, "pytorch_model", "bin")
     if load_format == "safetensors" or not pickled:
         hint = " (it has pytorch_model.bin: --load-format auto reads that)" if pickled else ""
         raise CheckpointError(f"{folder} has no weights: no *.safetensors file{hint}.")
@@ -124,20 +129,32 @@ def read_tensors(folder: Path, load_format: str) -> Iterator[tuple[Path, str, to
         yield from _read_pickled(file)
 
 
-def _listed(folder: Path, index_name: str) -> list[Path]:
-    """The files that an index names, in order. Raises CheckpointError when one is not there."""
-    index = folder / index_name
-    if not index.is_file():
-        return []
+def _weight_files(folder: Path, stem: str, suffix: str) -> list[Path]:
+    """The files of a checkpoint in order: those its index names, else the one of the usual name, else all of
+    the kind.
+    """
+    whole = folder / f"{stem}.{suffix}"
+    index = folder / f"{whole.name}.index.json"
+    if index.is_file():
+        return _listed(index)
+    return [whole] if whole.is_file() else sorted(folder.glob(f"{stem if suffix == 'bin' else ''}*.{suffix}"))
+
+
+def _listed(index: Path) -> list[Path]:
+    """The files that an index names, in order. Raises CheckpointError when one is elsewhere or not there."""
+    folder = index.parent
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names: set[str] = set(json.loads(index.read_text())["weight_map"].values())
+        outside = sorted(name for name in names if Path(name).name != name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} cannot be read: {error!r}") from None
-    files = [folder / name for name in names if Path(name).name == name]
+    if outside:
+        raise CheckpointError(f"{index} names {outside[0]}, which is not in its own folder.")
+    files = [folder / name for name in sorted(names)]
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise CheckpointError(
-            f"{folder} lacks {len(absent)} of the {len(files)} files that {index_name} names: {', '.join(absent[:3])}."
+            f"{folder} lacks {len(absent)} of the {len(files)} files that {index.name} names: {', '.join(absent[:3])}."
         )
     return files
 
@@ -147,8 +164,17 @@ def _read_safetensors(file: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
 
     try:
         with safe_open(file, framework="pt", device="cpu") as handle:
-            for name in handle.keys():  # noqa: SIM118  # the handle is no dict
-                yield file, name, handle.get_tensor(name)
+            names = list(handle.keys())
+        while names:
+            # Opened anew every so often: what was read of a mapped file counts as this process's memory.
+            with safe_open(file, framework="pt", device="cpu") as handle:
+                size = 0
+                while names and size < MAPPED_AT_ONCE:
+                    name = names.pop(0)
+                    tensor = handle.get_tensor(name)
+                    size += tensor.nbytes
+                    yield file, name, tensor
+                    del tensor
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} {_what_is_wrong(file)} ({error}). Fetch or copy it again.") from None
 
@@ -175,13 +201,16 @@ def _what_is_wrong(file: Path) -> str:
 
 def _read_pickled(file: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
     try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, OSError, EOFError, ValueError) as error:
-        text = str(error).splitlines()[0]
+        # Files from before PyTorch 1.6 are no zip archives, and cannot be memory-mapped.
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:  # torch and pickle raise many kinds for bytes that are not what they should be
+        text = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{file} cannot be read as plain tensors ({text}). It is cut short, or holds code, which tk does not run; "
             f"convert it to safetensors."
         ) from None
+    if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+        raise CheckpointError(f"{file} holds something else than tensors by their names.")
     for name, tensor in tensors.items():
         yield file, name, tensor
 

@@ -11,6 +11,7 @@ from toolkit.errors import InvalidRequestError
 
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
+_GREATEST = 2**31 - 1
 _WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 
 
@@ -55,10 +56,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             self.top_k = 0
         _within("n", self.n, 1, 128)
         _within("temperature", self.temperature, 0.0, 100.0)
-        _within("top_k", self.top_k, 0, None)
-        if not 0.0 < self.top_p <= 1.0:
+        _within("top_k", self.top_k, 0, _GREATEST)
+        _within("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
             raise _out_of_range("top_p", self.top_p, "above 0 and at most 1")
         _within("min_p", self.min_p, 0.0, 1.0)
+        _within("repetition_penalty", self.repetition_penalty, 0.0, None)
         if not 0.0 < self.repetition_penalty < math.inf:
             raise _out_of_range("repetition_penalty", self.repetition_penalty, "above 0")
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -66,20 +69,26 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         if self.seed is not None:
             _within("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
-            _within("max_tokens", self.max_tokens, 1, None)
-        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
+            _within("max_tokens", self.max_tokens, 1, _GREATEST)
+        _within("min_tokens", self.min_tokens, 0, _GREATEST if self.max_tokens is None else self.max_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _within(name, getattr(self, name), 0, MAX_LOGPROBS)
-        if len(self.stop) > MAX_STOP_STRINGS or any(not s or len(s) > 1024 for s in self.stop):
+        if len(self.stop) > MAX_STOP_STRINGS or not all(
+            isinstance(s, str) and 1 <= len(s) <= 1024 for s in self.stop
+        ):
             raise InvalidRequestError(
                 f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to 1024 characters.", param="stop"
             )
         if self.stop and not self.detokenize:
-            raise InvalidRequestError("stop needs the answer's text, so that detokenize stays on.", param="stop")
-        for token, bias in (self.logit_bias or {}).items():
-            if not math.isfinite(bias) or not -100.0 <= bias <= 100.0:
-                raise _out_of_range("logit_bias", bias, f"from -100 to 100 (for token {token})")
+            raise InvalidRequestError(
+                "stop needs the answer's text, so that detokenize stays on.", param="stop"
+            )
+        for name in ("stop_token_ids", "logit_bias"):
+            if not all(type(token) is int for token in getattr(self, name) or ()):
+                raise InvalidRequestError(f"{name} names tokens by their numbers.", param=name)
+        for bias in (self.logit_bias or {}).values():
+            _within("logit_bias", bias, -100.0, 100.0)
 
     @property
     def stop_strings(self) -> list[str]:

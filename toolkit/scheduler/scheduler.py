@@ -313,7 +313,7 @@ class Scheduler:
         """Takes in a step's tokens: appends them and ends the requests that are done. Tokens of ended ones
         are dropped.
         """
-        requests = self._in_flight.pop(output.step)
+        requests = self._in_flight.pop(output.step, [])  # none when the step was dropped
         results = []
         sample = -1
         for index, request in enumerate(requests):
@@ -381,7 +381,7 @@ class Scheduler:
         """
         requests = [request for request in self._in_flight.get(output.step, []) if not request.is_finished]
         tokens = output.total_tokens
-        self._drop_steps_in_flight()
+        self.drop_steps_in_flight()
         given_up: list[Request] = []
         if out_of_memory and (len(requests) > 1 or tokens > self.block_size):
             self.max_num_batched_tokens = max(1, min(self.max_num_batched_tokens, tokens) // 2)
@@ -401,7 +401,8 @@ class Scheduler:
             self.running.remove(request)
             self._preempt(request, _Step(budget=0), swap=False)
 
-    def _drop_steps_in_flight(self) -> None:
+    def drop_steps_in_flight(self) -> None:
+        """Computes all requests anew and empties the prefix cache: what the steps in flight wrote is not known."""
         self._in_flight.clear()
         step = _Step(budget=0)
         while self.running:

@@ -1,0 +1,79 @@
+"""`tk run`, and what every command does with a mistake: as a user sees it, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import checkpoints
+
+
+def tk(*arguments: str, stdin: str | None = None, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "toolkit", *arguments],
+        input=stdin if stdin is not None else "",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **options,
+    )
+
+
+def test_the_answer_goes_to_stdout_and_nothing_else_does(checkpoint):
+    """A raw prompt's greedy continuation is Transformers'."""
+    folder = checkpoint("gpt2")
+    done = tk("run", str(folder), "Hello, sea", "--raw", "--max-tokens", "12")
+    assert done.returncode == 0, done.stderr
+    tokenizer = checkpoints.make_tokenizer()
+    tokens = checkpoints.greedy(checkpoints.make_reference("gpt2"), tokenizer.encode("Hello, sea"), 12)
+    if checkpoints.EOS in tokens:
+        tokens = tokens[: tokens.index(checkpoints.EOS)]
+    assert done.stdout == tokenizer.decode([t for t in tokens if t < checkpoints.EOS]) + "\n"
+    assert "Traceback" not in done.stderr
+
+
+def test_a_piped_prompt_joins_the_given_one(checkpoint):
+    folder = str(checkpoint("gpt2"))
+    alone = tk("run", folder, "--raw", "--max-tokens", "12", stdin="one\n\ntwo\n")
+    both = tk("run", folder, "one", "--raw", "--max-tokens", "12", stdin="two\n")
+    assert alone.returncode == both.returncode == 0
+    assert alone.stdout == both.stdout != "\n"
+
+
+def test_the_demo_model_answers_without_a_model_named():
+    done = tk("run", stdin="who are you?")
+    assert done.returncode == 0, done.stderr
+    assert "demo model" in done.stdout
+
+
+def test_no_prompt_is_one_readable_line(checkpoint):
+    done = tk("run", str(checkpoint("gpt2")))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("tk: There is no prompt")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_unknown_model_is_one_readable_paragraph_with_the_nearest_name(tmp_path: Path):
+    (tmp_path / "tiny-model").mkdir()
+    (tmp_path / "tiny-model" / "config.json").write_text("{}")
+    done = tk("run", "tinny-model", "hi", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "tiny-model" in done.stderr
+    assert str(tmp_path) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_versions_and_help_need_no_torch():
+    script = (
+        "import sys; sys.argv = ['tk', '--help']\n"
+        "from toolkit.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'textual', 'fastapi', 'aiohttp'} & set(sys.modules)\n"
+        "sys.exit(1 if heavy else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0
+    assert tk("--version").stdout.startswith("tk 0.")

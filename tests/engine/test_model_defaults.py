@@ -1,0 +1,36 @@
+"""A model's generation_config.json says how it wants to be sampled, where a request says nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests import checkpoints
+from toolkit import LLM, SamplingParams
+from toolkit.errors import CheckpointError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return checkpoints.save(checkpoints.make_reference("gpt2"), tmp_path / "model")
+
+
+def write_defaults(folder, **values):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": checkpoints.EOS} | values))
+
+
+def test_a_request_without_parameters_takes_the_models_own(folder):
+    write_defaults(folder, temperature=0.0, top_k=7)
+    llm = LLM(str(folder), device="cpu")
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, top_k=7)
+    prompt = {"prompt_token_ids": [1, 2, 3]}
+    default = llm.generate(prompt, use_tqdm=False)[0].outputs[0].token_ids
+    greedy = llm.generate(prompt, SamplingParams(temperature=0.0), use_tqdm=False)[0].outputs[0].token_ids
+    assert default == greedy
+
+
+def test_defaults_out_of_range_are_refused_at_start_with_the_file_named(folder):
+    write_defaults(folder, top_p=7.0)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json.*top_p"):
+        LLM(str(folder), device="cpu")
