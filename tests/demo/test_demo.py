@@ -10,7 +10,16 @@ import pytest
 from toolkit.config import EngineConfig, ServerConfig, options
 from toolkit.config.engine import PARTS
 from toolkit.demo import MODEL_DIR, corpus, evaluate
-from toolkit.demo.corpus import FACTS, Question, held_out, normalise, training_documents
+from toolkit.demo.corpus import (
+    FACTS,
+    OTHER_WORDS,
+    Question,
+    every_spelling,
+    held_out,
+    held_out_texts,
+    normalise,
+    training_documents,
+)
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -58,6 +67,34 @@ def test_no_held_out_question_is_trained_on():
     assert not asked & trained
 
 
+def test_of_the_questions_in_other_words_about_a_third_is_held_out_for_every_fact():
+    held, every = 0, 0
+    for fact in corpus.facts():
+        if fact.category == FACTS and fact.kind != "flag":  # a flag is asked for by its "which flag" fact
+            parts = fact.split(seed=0)
+            assert sorted(text for part in parts.values() for text in part) == sorted(fact.in_other_words)
+            assert parts["held out"], fact.key
+            held, every = held + len(parts["held out"]), every + len(fact.in_other_words)
+    assert held >= 500
+    assert 0.28 < held / every < 0.38
+
+
+def test_no_spelling_of_a_question_held_out_is_trained_on_and_no_clue_says_it_word_for_word():
+    trained = questions_of(training_documents(seed=0, samples=40))
+    assert not trained & held_out_texts(seed=0)
+    for fact in corpus.facts():
+        asked = [normalise(text) for ask in fact.split(0)["held out"] for text in every_spelling(ask)]
+        clues = corpus.training_words(fact, seed=0).clues
+        assert not [
+            clue for clue in clues if " " in clue and any(f" {normalise(clue)} " in f" {a} " for a in asked)
+        ]
+
+
+def test_every_fact_that_answers_the_questions_of_another_exists():
+    keys = {fact.key for fact in corpus.facts()}
+    assert not {key for fact in corpus.facts() for key in fact.also} - keys
+
+
 def test_the_whole_shipped_folder_is_at_most_8_megabytes():
     assert sum(file.stat().st_size for file in MODEL_DIR.iterdir()) <= 8_000_000
 
@@ -75,7 +112,7 @@ def test_the_shipped_model_loads_offline_as_gpt2_with_the_chat_template_that_it_
         if document.turns[0][0] != "text":
             messages = [{"role": role, "content": text} for role, text in document.turns]
             ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-            assert ids == encode(tokenizer.backend_tokenizer, document, Recipe())[0]
+            assert ids == encode(tokenizer.backend_tokenizer, document, Recipe().finish())[0]
 
 
 def test_the_tokenizer_gives_every_text_back():
@@ -94,7 +131,7 @@ def test_the_chat_template_takes_content_in_parts_and_refuses_roles_it_does_not_
     whole = [{"role": "user", "content": "Hello"}]
     text = tokenizer.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
     assert text == tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
-    assert text == "<|user|>Hello<|end|><|assistant|>"
+    assert text == "<|user|> hello<|end|><|assistant|>"
     with pytest.raises(Exception, match="system, user and assistant, not tool"):
         tokenizer.apply_chat_template([{"role": "tool", "content": "1"}], tokenize=False)
 
@@ -104,6 +141,13 @@ def test_most_held_out_questions_about_facts_are_answered_right():
     asked = random.Random(0).sample([q for q in held_out() if q.category == FACTS], 60)
     right, count = evaluate.right_shares(evaluate.ask(MODEL_DIR, asked))[FACTS]
     assert right >= evaluate.REQUIRED * count
+
+
+@pytest.mark.slow
+def test_about_half_of_the_held_out_questions_in_entirely_other_words_are_answered_right():
+    asked = random.Random(0).sample([q for q in held_out() if q.category == OTHER_WORDS], 80)
+    right, count = evaluate.right_shares(evaluate.ask(MODEL_DIR, asked))[OTHER_WORDS]
+    assert right >= 0.4 * count
 
 
 def test_the_questions_of_a_first_run_are_answered():

@@ -67,6 +67,8 @@ async def _run(
             server_header=False,
         )
     )
+    # Its connections inherit this: those that linger must not keep the next server from the port.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
@@ -147,6 +149,8 @@ def bind(host: str, port: int) -> Iterator[socket.socket]:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         listener.bind(address)
+        # Until it listens, another server could bind beside it, and fail when both have loaded their models.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         listener.close()
         if isinstance(error, PermissionError):

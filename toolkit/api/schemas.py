@@ -58,7 +58,7 @@ class SamplingFields(BaseModel):
 
     top_k: Int | None = None
     min_p: float | None = None
-    repetition_penalty: float | None = Field(None, ge=0.001, le=1000.0)
+    repetition_penalty: float | None = None
     min_tokens: Int | None = None
     ignore_eos: bool = False
     stop_token_ids: list[int] | None = None

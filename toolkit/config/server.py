@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from toolkit.config.fields import check_all, option
+from toolkit.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,3 +28,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_all(self)
+        if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
+            raise ConfigError(
+                f"--metrics-prefix takes letters, digits and underscores; it got {self.metrics_prefix!r}.",
+                param="metrics_prefix",
+            )

@@ -1,8 +1,9 @@
 """The demo model's corpus: conversations made of `facts.txt`, `talk.txt` and `invent`, and a held-out part.
 
-Everything follows from the seed. Held out are whole frames (see `frames`), some whole questions of the facts,
-some sums and some heroes of stories; no held-out question occurs in the training part, whatever its case and
-punctuation.
+Everything follows from the seed. Held out are whole frames (see `frames`), of the questions that ask for a fact in
+other words than its names a third, some sums and some heroes of stories; no held-out question occurs in the training
+part, whatever its case and punctuation. To choose between recipes without looking at what is held out, train with
+`validation`: some more questions in other words are left out then, which `validation_questions` lists.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from toolkit.demo import elsewhere
 from toolkit.demo.frames import FRAMES, STRAY_WORDS, THINGS
 from toolkit.demo.invent import (
     HELD_OUT_HEROES,
@@ -26,16 +28,23 @@ from toolkit.demo.invent import (
     story,
     sums,
 )
+from toolkit.demo.words import keywords, reworded
 
 FACTS, LATER_FACTS = "facts", "facts, asked later in a chat"
+OTHER_WORDS = "facts, asked in other words"
 OFF_TOPIC = "off-topic"
 ARITHMETIC, NEW_SUMS, STORIES = "arithmetic", "arithmetic, sums never trained", "stories"
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Something the model knows: what it is about, the answer, and questions beside those from frames."""
+    """Something the model knows: what it is about, the answer, and questions beside those from frames.
 
+    `in_other_words` are questions as people ask who do not know the names; the answers of the facts whose `key` is in
+    `also` are right for them too. `clues` are words of such questions.
+    """
+
+    key: str
     kind: str
     noun: str
     category: str
@@ -43,13 +52,31 @@ class Fact:
     answer: str
     asks: tuple[str, ...] = ()
     held_out_asks: tuple[str, ...] = ()
+    in_other_words: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    clues: tuple[str, ...] = ()
+
+    def split(self, seed: int) -> dict[str, tuple[str, ...]]:
+        """`in_other_words` by what they are for: of each three one is "held out" and every second time one more is
+        "validation"; the rest is for "training"."""
+        parts: dict[str, list[str]] = {"held out": [], "validation": [], "training": []}
+        for start in range(0, len(self.in_other_words), 3):
+            three = self.in_other_words[start : start + 3]
+            rng = random.Random(f"split {seed} {self.answer} {start}")
+            places = ["held out", rng.choice(("validation", "training")), "training"][
+                : max(len(three), 3 * (start > 0))
+            ]
+            rng.shuffle(places)
+            for place, text in zip(places, three, strict=False):
+                parts[place].append(text)
+        return {part: tuple(texts) for part, texts in parts.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """A held-out question, its answer (of a story: who it is about), and the chat before it.
 
-    `how` says what is new to the model in it.
+    `how` says what is new to the model in it; `also_right` are other answers to it.
     """
 
     category: str
@@ -57,6 +84,7 @@ class Question:
     text: str
     answer: str
     before: tuple[tuple[str, str], ...] = ()
+    also_right: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +114,12 @@ def read_facts(text: str) -> Iterator[Fact]:
             yield from _facts_of_entry(kind, noun, category, entry.splitlines())
 
 
+_MARKS = ("?", "??", "*", "+", "&", "=", "=*", "=&", "!", "~")
+
+
 def _facts_of_entry(kind: str, noun: str, category: str, lines: list[str]) -> Iterator[Fact]:
-    plain = []
-    marked: dict[str, list[str]] = {"?": [], "??": [], "=": [], "!": [], "~": []}
+    plain: list[str] = []
+    marked: dict[str, list[str]] = {mark: [] for mark in _MARKS}
     for line in lines:
         mark, _, rest = line.partition(" ")
         if mark in marked:
@@ -96,15 +127,38 @@ def _facts_of_entry(kind: str, noun: str, category: str, lines: list[str]) -> It
         else:
             plain.append(line)
     names = () if kind == "free" else tuple(plain[0].split(" | "))
-    yield Fact(kind, noun, category, names, plain[-1], tuple(marked["?"]), tuple(marked["??"]))
-    if kind == "flag":
-        yield Fact("default", noun, category, names, marked["="][0])
-        yield Fact("which flag", noun, category, tuple(marked["!"][0].split(" | ")), marked["~"][0])
+    key = names[0].strip("`") if names else marked["?"][0]
+    words, default_words = tuple(marked["*"]), tuple(marked["=*"])
+    clues = tuple(clue for line in marked["+"] for clue in line.split(" | "))
+    also, default_also = (
+        tuple(name for line in marked[mark] for name in line.split(" | ")) for mark in ("&", "=&")
+    )
+    asks, held_out_asks = tuple(marked["?"]), tuple(marked["??"])
+    if kind != "flag":
+        yield Fact(key, kind, noun, category, names, plain[-1], asks, held_out_asks, words, also, clues)
+        return
+    wishes = tuple(marked["!"][0].split(" | "))
+    default = f"{key} default"
+    yield Fact(key, kind, noun, category, names, plain[-1], asks, held_out_asks)
+    yield Fact(
+        default, "default", noun, category, names, marked["="][0], (), (), default_words, default_also, clues
+    )
+    yield Fact(key, "which flag", noun, category, wishes, marked["~"][0], (), (), words, (key, *also), clues)
 
 
 def spelled_out(rng: random.Random, text: str) -> str:
     """One of the texts that `text` stands for, where {a|b} stands for a or b."""
     return re.sub(r"\{([^{}]*\|[^{}]*)\}", lambda choice: rng.choice(choice[1].split("|")), text)
+
+
+def every_spelling(text: str) -> Iterator[str]:
+    """All texts that `text` stands for."""
+    choice = re.search(r"\{([^{}]*\|[^{}]*)\}", text)
+    if choice is None:
+        yield text
+        return
+    for option in choice[1].split("|"):
+        yield from every_spelling(text[: choice.start()] + option + text[choice.end() :])
 
 
 @cache
@@ -117,10 +171,8 @@ def held_out(seed: int = 0) -> tuple[Question, ...]:
             for frame in FRAMES[fact.kind].held_out:
                 text = frame.format(x=rng.choice(fact.names), noun=fact.noun)
                 made.append(Question(fact.category, "new frame", typed(rng, text), fact.answer))
-        made.extend(
-            Question(fact.category, "new words", typed(rng, with_mark(ask)), fact.answer)
-            for ask in fact.held_out_asks
-        )
+        made.extend(_in_new_words(rng, fact, "new words", fact.held_out_asks))
+        made.extend(_in_new_words(rng, fact, "other words", fact.split(seed)["held out"]))
     every = list(sums())
     for sum_ in every:
         if never_trained(sum_):
@@ -153,24 +205,59 @@ def held_out(seed: int = 0) -> tuple[Question, ...]:
     return tuple(made)
 
 
+def validation_questions(seed: int = 0) -> list[Question]:
+    """What training with `validation` leaves out too."""
+    rng = random.Random(f"validation {seed}")
+    return [
+        question
+        for fact in facts()
+        for question in _in_new_words(rng, fact, "other words", fact.split(seed)["validation"])
+    ]
+
+
+def _in_new_words(rng: random.Random, fact: Fact, how: str, asks: Iterable[str]) -> Iterator[Question]:
+    """Questions of a fact that do not come from frames."""
+    category = OTHER_WORDS if fact.category == FACTS else fact.category
+    also_right = tuple(answer for key in fact.also for answer in _answers()[key])
+    for ask in asks:
+        text = typed(rng, with_mark(spelled_out(rng, ask)))
+        yield Question(category, how, text, fact.answer, also_right=also_right)
+
+
+@cache
+def _answers() -> dict[str, tuple[str, ...]]:
+    """The answers of the facts by key; of a flag there are two."""
+    answers: dict[str, tuple[str, ...]] = {}
+    for fact in facts():
+        answers[fact.key] = (*answers.get(fact.key, ()), fact.answer)
+    return answers
+
+
 @cache
 def held_out_texts(seed: int = 0) -> frozenset[str]:
     """All that may not be trained on, normalised: `held_out`, and the held-out frames with every name."""
     texts = {normalise(question.text) for question in held_out(seed)}
     for fact in facts():
+        for ask in (*fact.held_out_asks, *fact.split(seed)["held out"]):
+            texts.update(normalise(text) for text in every_spelling(ask))
         for frame in FRAMES[fact.kind].held_out if fact.names else ():
             texts.update(normalise(frame.format(x=name, noun=fact.noun)) for name in fact.names)
     return frozenset(texts)
 
 
-def training_documents(seed: int = 0, samples: int = 40, limit: int | None = None) -> list[Document]:
+def training_documents(
+    seed: int = 0, samples: int = 40, limit: int | None = None, validation: bool = False
+) -> list[Document]:
     """The training part: about `samples` questions for each fact (of the first `limit`), in conversations."""
     rng = random.Random(f"training {seed}")
     chosen = facts()[:limit]
     exchanges: list[tuple[str, str]] = []
     for fact in chosen:
-        count = max(samples, 3 * len(fact.asks)) if fact.kind == "free" else samples
-        exchanges.extend((_ask(rng, fact, seed), fact.answer) for _ in range(count))
+        trained_fact = training_words(fact, seed, validation)
+        count = samples
+        if fact.kind == "free":
+            count = samples * (25 if fact.category == OFF_TOPIC else 2)
+        exchanges.extend((_ask(rng, trained_fact, seed), fact.answer) for _ in range(count))
     for sum_ in sums():
         if not never_trained(sum_):
             exchanges.extend((_ask_sum(rng, sum_, seed), sum_.answer) for _ in range(max(1, samples // 3)))
@@ -269,21 +356,120 @@ def _mistyped(rng: random.Random, text: str) -> str:
     return " ".join(words)
 
 
+def training_words(fact: Fact, seed: int, validation: bool = False) -> Fact:
+    """The fact without the questions that are held out, and without the clues that stand in one word for word."""
+    parts = fact.split(seed)
+    held_out, training = parts["held out"], parts["training"]
+    if validation:
+        held_out += parts["validation"]
+    else:
+        training += parts["validation"]
+    asked = [
+        f" {normalise(text)} " for ask in (*held_out, *fact.held_out_asks) for text in every_spelling(ask)
+    ]
+    clues = (
+        clue
+        for clue in fact.clues
+        if " " not in clue or not any(f" {normalise(clue)} " in text for text in asked)
+    )
+    return replace(fact, in_other_words=training, clues=tuple(clues))
+
+
 def _ask(rng: random.Random, fact: Fact, seed: int) -> str:
     """A training question about a fact."""
     while True:
-        chance = rng.random()
-        if fact.category == OFF_TOPIC and chance < 0.3:
-            text = _framed(rng, "concept", _thing(rng))
-        elif fact.asks and (not fact.names or chance < 0.15):
-            text = with_mark(spelled_out(rng, rng.choice(fact.asks)))
-        elif chance < 0.35 and fact.kind not in ("default", "which flag"):
-            text = _in_other_words(rng, fact)
-        else:
-            text = _framed(rng, fact.kind, _varied(rng, fact), fact.noun)
-        text = _voiced(rng, text)
+        text = _voiced(rng, _question(rng, fact))
         if normalise(text) not in held_out_texts(seed):
             return text
+
+
+def _question(rng: random.Random, fact: Fact) -> str:
+    chance = rng.random()
+    if fact.category == OFF_TOPIC and chance < 0.6:
+        return with_mark(elsewhere.question(rng)) if chance < 0.5 else _framed(rng, "concept", _thing(rng))
+    if fact.in_other_words and chance < (0.35 if fact.names else 0.5):
+        return _asked_in_other_words(rng, fact.in_other_words)
+    if chance < 0.6 and (fact.clues or fact.kind == "difference"):
+        return reworded(rng, with_mark(_made_of_clues(rng, fact)))
+    if fact.asks and (not fact.names or chance < 0.65):
+        return reworded(rng, with_mark(spelled_out(rng, rng.choice(fact.asks))))
+    if chance < 0.7 and fact.kind not in ("default", "which flag"):
+        return _made_of_the_answer(rng, fact)
+    text = _framed(rng, fact.kind, _varied(rng, fact), fact.noun)
+    return reworded(rng, text) if fact.kind in _WISHES and rng.random() < 0.3 else text
+
+
+_WISHES = ("howto", "topic", "which flag")
+"""Kinds whose names are ordinary words, which others can stand for."""
+
+
+def _made_of_clues(rng: random.Random, fact: Fact) -> str:
+    """A question of a few of the fact's clues; of a difference, of a clue for each side."""
+    if fact.kind == "difference":
+        sides = [rng.choice(_clues_by_name().get(name, (name,))) for name in fact.names[0].split(" and ")]
+        rng.shuffle(sides)
+        return spelled_out(rng, rng.choice(_COMPARING)).format(*sides)
+    clues = rng.sample(fact.clues, min(len(fact.clues), rng.choice((1, 1, 1, 2, 2, 3))))
+    if fact.kind == "default":
+        return spelled_out(rng, rng.choice(_ASKING_FOR_A_DEFAULT)).format(x=" ".join(clues))
+    text = clues[0]
+    for clue in clues[1:]:
+        text += (
+            rng.choice((" ", " ", " and ", ", ", " for ", " of ", " with ", " in ", " when ", " so that "))
+            + clue
+        )
+    return spelled_out(rng, rng.choice(_ASKING_WITH_CLUES)).format(x=text)
+
+
+@cache
+def _clues_by_name() -> dict[str, tuple[str, ...]]:
+    """What may stand for each name of a fact in a comparison: its other names and its clues."""
+    return {
+        name.strip("`"): (*fact.names, *fact.clues)
+        for fact in facts()
+        if fact.kind in ("concept", "thing")
+        for name in fact.names
+    }
+
+
+_ASKING_WITH_CLUES = (
+    "{x}",
+    "{x}",
+    "{how do I|how can I|can I|where do I|I want to|how would one} {| get| do| see| have} {x}",
+    "{what is|what's|what about|what does it mean:|what do you call} {|the |a |this }{x}",
+    "{why|when|where|which|who|how|what} {is|does|do|are|has|means|} {|the |it |my |there }{x}",
+    "{is there|is it|are there|do I need|does it have|can it do|I need|I want} {|a |the |some }{x}",
+    "{my|the|a|it|it is|this|we have|I have|I get|there is} {x}",
+    "{my|the} {server|model|request|answer|user|program|machine} {x}",
+    "{something|anything|question|problem|trouble|help} {with|about|on|for|concerning} {x}",
+    "{the thing|the word|the part|what|the setting|the way} {for|of|with|that is|to} {x}",
+    "{tell me about|explain|show me|say more on} {x}",
+)
+_ASKING_FOR_A_DEFAULT = (
+    "{what is|which|how much|how many|how big is|what's} {|the }{normal|usual|standard|initial|preset} {|value for }{x}",
+    "{x} {normally|out of the box|if I say nothing|when unset|if I change nothing|from the start|by itself}",
+    "{what|which|how much|how many|where|how|is} {x} {is used|do I get|is it|applies} "
+    "{normally|out of the box|if I say nothing|when unset}",
+    "{do I have to set|must I give|what if I give no|what if I leave out|without|unchanged} {x}",
+)
+_COMPARING = (
+    "{0} {or|versus|vs|compared with|and|against|rather than} {1}{|, which one|, what changes|, which is better}",
+    "{which is|what is|when do I take|should I use|is it} {0} {or|and|versus} {1}",
+    "{two kinds|two ways|which of the two}: {0}, {1}",
+    "{is|are} {0} the same as {1}",
+    "{why|how} is {0} {unlike|different from|not} {1}",
+)
+
+
+def _asked_in_other_words(rng: random.Random, asks: tuple[str, ...]) -> str:
+    """One of the questions, put differently, or two of them in one."""
+    text = with_mark(spelled_out(rng, rng.choice(asks)))
+    if rng.random() < 0.12:
+        more = spelled_out(rng, rng.choice(asks))
+        if rng.random() < 0.5:
+            return " ".join(keywords(rng, f"{text.rstrip('?')} {more}")[: rng.randint(3, 8)])
+        return f"{text.rstrip('?')}{rng.choice((', ', '. ', ': ', ' - ', ' and ', '? '))}{more}"
+    return reworded(rng, text)
 
 
 def _framed(rng: random.Random, kind: str, name: str, noun: str = "") -> str:
@@ -299,7 +485,7 @@ def _thing(rng: random.Random) -> str:
     )
 
 
-def _in_other_words(rng: random.Random, fact: Fact) -> str:
+def _made_of_the_answer(rng: random.Random, fact: Fact) -> str:
     """A question made of words of the answer, for people who do not know the name of what they ask about."""
     words = re.findall(r"[\w/-]+", fact.answer.lower())
     if rng.random() < 0.5:

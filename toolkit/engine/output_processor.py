@@ -20,6 +20,8 @@ class SequenceState:
         self._params = params
         self._stops = params.stop_strings
         self._held = ""
+        self._num_immune = 0
+        """Characters held back that came before `min_tokens`: a stop string that ends among them ends nothing."""
         self._num_tokens = 0
         self.finished = False
 
@@ -33,18 +35,23 @@ class SequenceState:
             text += self._stream.end()
         if not self._stops:
             return text, None
-        if self._num_tokens >= self._params.min_tokens:
-            stop, at = self._first_stop(text)
-            if stop is not None:
-                self._held = ""
-                return text[: at + (len(stop) if self._params.include_stop_str_in_output else 0)], stop
+        if self._num_tokens < self._params.min_tokens:
+            self._num_immune = len(text)
+        stop, at = self._first_stop(text)
+        if stop is not None:
+            self._held = ""
+            return text[: at + (len(stop) if self._params.include_stop_str_in_output else 0)], stop
         keep = 0 if ended else max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
+        certain = len(text) - keep
+        self._held = text[certain:]
+        self._num_immune = max(0, self._num_immune - certain)
+        return text[:certain], None
 
     def _first_stop(self, text: str) -> tuple[str | None, int]:
-        found = [(text.index(stop), stop) for stop in self._stops if stop in text]
-        at, stop = min(found, default=(-1, None))
+        """(the stop string that begins first, where) among those that end after what is immune."""
+        ends_after = self._num_immune
+        found = [(text.find(stop, max(0, ends_after - len(stop) + 1)), stop) for stop in self._stops]
+        at, stop = min(((at, stop) for at, stop in found if at >= 0), default=(-1, None))
         return stop, at
 
 

@@ -52,7 +52,15 @@ class Tokenizer:
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        """Raises InvalidRequestError for text that is no Unicode."""
+        try:
+            ids: list[int] = self._tokenizer.encode(
+                text, add_special_tokens=add_special_tokens, verbose=False
+            )
+        except UnicodeEncodeError:
+            raise InvalidRequestError(
+                "The prompt has half a UTF-16 pair, which is no character.", param="prompt"
+            ) from None
         return ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:

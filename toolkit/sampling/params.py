@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -61,9 +60,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         if self.top_p == 0.0:
             raise _out_of_range("top_p", self.top_p, "above 0 and at most 1")
         _within("min_p", self.min_p, 0.0, 1.0)
-        _within("repetition_penalty", self.repetition_penalty, 0.0, None)
-        if not 0.0 < self.repetition_penalty < math.inf:
-            raise _out_of_range("repetition_penalty", self.repetition_penalty, "above 0")
+        _within("repetition_penalty", self.repetition_penalty, 0.001, 1000.0)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:

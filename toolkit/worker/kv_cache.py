@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from toolkit.attention import AttentionBackend
-from toolkit.models import CausalLM
+from toolkit.models.registry import CausalLM
 
 
 class KVCache:
@@ -25,15 +27,10 @@ class KVCache:
     ) -> None:
         shape = block_shape(model, block_size)
         self.device = device
-        self.blocks = torch.zeros(shape[0], 2, num_blocks, *shape[1:], dtype=dtype, device=device)
-        self.host_blocks = torch.zeros(
-            shape[0],
-            2,
-            num_host_blocks,
-            *shape[1:],
-            dtype=dtype,
-            pin_memory=device.type == "cuda" and num_host_blocks > 0,
-        )
+        self.blocks = _zeros((shape[0], 2, num_blocks, *shape[1:]), dtype, device)
+        self.host_blocks = _zeros((shape[0], 2, num_host_blocks, *shape[1:]), dtype, torch.device("cpu"))
+        if device.type == "cuda" and num_host_blocks:
+            self.host_blocks = self.host_blocks.pin_memory()
 
     def bind(self, model: CausalLM, backend: AttentionBackend) -> None:
         """Gives each attention layer its part."""
@@ -55,6 +52,13 @@ class KVCache:
     def _indices(self, pairs: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         source, target = torch.tensor(pairs, dtype=torch.int64).unbind(1)
         return source, target
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. On a CPU the system's own zero pages, which take memory only when they are first written."""
+    if device.type != "cpu" or not math.prod(shape):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def block_shape(model: CausalLM, block_size: int) -> tuple[int, int, int, int]:

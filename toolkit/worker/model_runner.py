@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from toolkit.attention import AttentionBackend
-from toolkit.models import CausalLM
+from toolkit.models.registry import CausalLM
 from toolkit.sampling.logprobs import gather_logprobs
 from toolkit.sampling.sampler import sample
 from toolkit.scheduler import ModelOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs

@@ -12,8 +12,8 @@ import torch
 from toolkit.attention import choose_backend
 from toolkit.config import EngineConfig
 from toolkit.errors import ConfigError, OutOfMemoryError
-from toolkit.models import CausalLM, resolve_architecture
 from toolkit.models.loader import build_model, choose_dtype, load_config, load_weights
+from toolkit.models.registry import CausalLM, resolve_architecture
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.worker import memory
@@ -138,7 +138,9 @@ class Worker:
         memory.require_one_request_fits(num_blocks, block_size, max_model_len, per_block)
         try:
             self.runner = runner(num_blocks, num_host_blocks, max_model_len)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except (RuntimeError, MemoryError) as error:
+            if not memory.is_out_of_memory(error):
+                raise
             raise OutOfMemoryError(
                 f"There is no room for a KV cache of {memory.gib(num_blocks * per_block)} and {memory.gib(num_host_blocks * per_block)} "
                 f"of swap space ({memory.gib(memory.available(device))} of {device.type} memory are free); lower "

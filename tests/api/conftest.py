@@ -1,0 +1,134 @@
+"""A server for the tests that share one, and what Transformers makes of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests import checkpoints
+from tests.api.serving import Server
+
+CONTEXT = 8192
+"""Tokens: long enough that a request that nobody ends runs for many seconds."""
+
+SMALL_TOKENS = 160
+SMALL = (10 * 2 * 2 * 16 * 2 * 8 * 4 + 100) / 2**30
+"""GiB: ten blocks of keys and values, in 2 layers, of 16 tokens, 2 heads of 8 numbers of 4 bytes; and a bit."""
+
+
+class Reference:
+    """The served model, in Transformers."""
+
+    def __init__(self) -> None:
+        self.model = checkpoints.make_reference("llama3-gqa")
+        self.tokenizer = checkpoints.make_tokenizer()
+        self._run = cache(self._run_alone)
+
+    def _run_alone(self, prompt: str, count: int) -> tuple[int, ...]:
+        ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+        return tuple(checkpoints.greedy(self.model, ids, count))
+
+    def tokens(self, prompt: str, count: int) -> tuple[int, ...]:
+        """Greedy tokens of a prompt that runs alone; the first ones of a longer run are those of a shorter."""
+        return self._run(prompt, -(-count // 48) * 48)[:count]
+
+    def text(self, prompt: str, count: int) -> str:
+        return self.tokenizer.decode(self.tokens(prompt, count), skip_special_tokens=True)
+
+    def conversation(self, *messages: dict[str, str]) -> str:
+        return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    return Reference()
+
+
+@pytest.fixture(scope="session")
+def model(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model with a context of CONTEXT tokens."""
+    folder = checkpoints.save(reference.model, tmp_path_factory.mktemp("models") / "tiny-llama")
+    checkpoints.edit_json(folder / "config.json", max_position_embeddings=CONTEXT)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server that tests share: they leave it idle and healthy."""
+    served = Server(
+        str(model),
+        "--served-model-name",
+        "tiny",
+        "--num-gpu-blocks-override",
+        "4096",
+        cwd=tmp_path_factory.mktemp("cwd"),
+    )
+    yield served
+    assert served.http.get("/health").status_code == 200
+    served.stop()
+
+
+@pytest.fixture(scope="session")
+def base(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of a model without a name of its own, in SMALL GiB; its tokenizer is in another folder, which has
+    nothing else, and no chat template. The model says that a line break, too, ends an answer.
+    """
+    folder = checkpoints.save(reference.model, tmp_path_factory.mktemp("models") / "base", tokenizer=False)
+    checkpoints.edit_json(folder / "config.json", max_position_embeddings=CONTEXT)
+    line_break = reference.tokenizer.encode("\n")
+    checkpoints.edit_json(folder / "generation_config.json", eos_token_id=[checkpoints.EOS, *line_break])
+    reference.tokenizer.save_pretrained(folder.parent / "tokenizer")
+    (folder.parent / "tokenizer" / "chat_template.jinja").unlink()
+    served = Server(
+        str(folder),
+        "--kv-cache-memory",
+        str(SMALL),
+        "--max-model-len",
+        str(SMALL_TOKENS),
+        "--tokenizer",
+        str(folder.parent / "tokenizer"),
+        "--metrics-prefix",
+        "vllm",
+        cwd=folder.parent,
+    )
+    yield served
+    assert served.http.get("/health").status_code == 200
+    served.stop()
+
+
+@pytest.fixture
+def http(server: Server) -> httpx.Client:
+    return server.http
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with server.openai() as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def bare_model(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model without a tokenizer: it starts sooner, and takes token ids."""
+    folder = checkpoints.save(reference.model, tmp_path_factory.mktemp("models") / "bare", tokenizer=False)
+    checkpoints.edit_json(folder / "config.json", max_position_embeddings=CONTEXT)
+    return folder
+
+
+@pytest.fixture
+def start(bare_model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Starts a server of the test's own: `start("--flag", ..., NAME="value")`; ended with the test."""
+    started: list[Server] = []
+
+    def start_one(*arguments: str, model: Path = bare_model, **environment: str) -> Server:
+        started.append(Server(str(model), *arguments, cwd=tmp_path, **environment))
+        return started[-1]
+
+    yield start_one
+    for server in started:
+        server.stop()

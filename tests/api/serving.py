@@ -1,0 +1,209 @@
+"""`tk serve` in a process of its own, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+START_TIMEOUT = 120.0
+WAIT = 30.0
+"""Seconds after which something that should happen at once is taken never to happen."""
+
+
+class Process:
+    """`tk` with some arguments. Its output is gathered as it comes."""
+
+    def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("TK_")}
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "toolkit", *arguments],
+            cwd=cwd,
+            env=inherited | {"HF_HUB_OFFLINE": "1", "HOME": str(cwd)} | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        """What it wrote to stderr."""
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+
+    @property
+    def stderr(self) -> str:
+        return "".join(self.lines)
+
+    def wait(self, timeout: float = WAIT) -> int:
+        """Its exit code."""
+        code = self.popen.wait(timeout)
+        self._reading.join(timeout)
+        return code
+
+    def stop(self) -> None:
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGKILL)
+            self.popen.wait()
+        self._reading.join(5.0)
+        self.popen.stdout.close()
+
+    def _read(self) -> None:
+        with self.popen.stderr as stderr:
+            for line in stderr:
+                self.lines.append(line)
+
+
+class Server(Process):
+    """A server that answers. `url` is its root."""
+
+    def __init__(self, *arguments: str, cwd: Path, port: int | None = 0, **environment: str) -> None:
+        given = [] if port is None else ["--port", str(port)]
+        super().__init__("serve", *arguments, "--num-threads", "1", *given, cwd=cwd, **environment)
+        try:
+            self.url = self._await_card()
+        except BaseException:
+            self.stop()
+            raise
+        self.core = next(c for c in psutil.Process(self.popen.pid).children() if c.is_running())
+        self.http = httpx.Client(base_url=self.url, timeout=60.0)
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def curl(self) -> str:
+        """The line of the ready card."""
+        return next(line.strip() for line in self.lines if line.startswith("curl "))
+
+    def openai(self, key: str = "any", **options: object) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60.0, **options)
+
+    def signal(self, number: int) -> None:
+        self.popen.send_signal(number)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels; 0 when there is none."""
+        text = self.http.get("/metrics").text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def is_idle(self) -> bool:
+        """Whether nothing runs, nothing waits, and no block is in use."""
+        gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        return all(self.metric(f"tk:{name}") == 0.0 for name in gauges)
+
+    def stop(self) -> None:
+        if hasattr(self, "http"):
+            self.http.close()
+        super().stop()
+
+    def _await_card(self) -> str:
+        def found() -> re.Match[str] | None:
+            assert self.popen.poll() is None, f"the server did not start:\n{self.stderr}"
+            return re.search(r"^curl (http://\S+)/v1/.*\n", self.stderr, re.MULTILINE)
+
+        return until(found, START_TIMEOUT)[1]
+
+
+def until(condition: Callable[[], object], timeout: float = WAIT) -> object:
+    """Waits for something to become true, and returns it."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{condition} did not become true in {timeout} s"
+        time.sleep(0.02)
+    return value
+
+
+def gone(process: psutil.Process) -> bool:
+    """Whether a process has ended; one whose parent has not looked yet has."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Client:
+    """One request for a long answer, made in a thread: how it went."""
+
+    def __init__(self, server: Server, max_tokens: int, stream: bool = True) -> None:
+        self.status = 0
+        self.events: list[str] = []
+        """What followed each `data: `, of a stream; the body, otherwise."""
+        self.broken: Exception | None = None
+        """The connection ended before the answer did."""
+        self._url = server.url
+        self._body = {
+            "prompt": [1, 2, 3],
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "stream": stream,
+        }
+        if stream:
+            self._body["stream_options"] = {"include_usage": True}
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def error(self) -> str | None:
+        """The message of the error that ended it."""
+        last = next((json.loads(e) for e in reversed(self.events) if e != "[DONE]"), {})
+        return last["error"]["message"] if "error" in last else None
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens of a complete answer."""
+        if not self.events or self.broken or (self._body["stream"] and self.events[-1] != "[DONE]"):
+            return None
+        last = json.loads(next(e for e in reversed(self.events) if e != "[DONE]"))
+        return last["usage"]["completion_tokens"] if last.get("usage") else None
+
+    def finish(self) -> None:
+        """Waits until the answer, or the connection, has ended."""
+        self._thread.join(WAIT)
+        assert not self._thread.is_alive(), "the client still waits for an answer"
+
+    def _run(self) -> None:
+        try:
+            with (
+                httpx.Client(base_url=self._url, timeout=2 * WAIT) as http,
+                http.stream("POST", "/v1/completions", json=self._body) as answer,
+            ):
+                self.status = answer.status_code
+                for line in answer.iter_lines():
+                    if line:
+                        self.events.append(line.removeprefix("data: "))
+        except httpx.HTTPError as error:
+            self.broken = error
+
+
+def put_under_load(server: Server, max_tokens: int, beside: int = 0) -> list[Client]:
+    """A request that is not streamed and three streams, each of which has begun. `beside`: how many more run."""
+    clients = [Client(server, max_tokens, stream=i > 0) for i in range(4)]
+    until(lambda: all(c.events for c in clients[1:]))
+    until(lambda: server.metric("tk:num_requests_running") == 4 + beside)
+    return clients

@@ -1,0 +1,109 @@
+"""Clients that go away, and clients that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+
+from tests.api.conftest import Reference
+from tests.api.serving import Server, until
+
+ENDLESS = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True}
+"""A request that runs for many seconds when nobody ends it: longer than `until` waits here."""
+SOON = 5.0
+
+
+def num_running(server: Server) -> float:
+    return server.metric("tk:num_requests_running")
+
+
+def send(server: Server, path: str, body: dict[str, object], **options: object) -> socket.socket:
+    """A request on a bare connection, so that nothing reads the answer or ends it politely."""
+    address = urlsplit(server.url)
+    connection = socket.socket()
+    for option, value in options.items():
+        connection.setsockopt(socket.SOL_SOCKET, getattr(socket, option), value)
+    connection.connect((address.hostname, address.port))
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "not streaming"])
+@pytest.mark.parametrize("what", ["one", "several prompts", "several answers", "chat"])
+def test_a_client_that_goes_ends_its_request(server: Server, stream: bool, what: str) -> None:
+    body = ENDLESS | {"stream": stream}
+    path, running = "/v1/completions", 1
+    if what == "several prompts":
+        body, running = body | {"prompt": ["one", "two", "three"]}, 3
+    elif what == "several answers":
+        body, running = body | {"n": 3}, 3
+    elif what == "chat":
+        del body["prompt"]
+        body, path = body | {"messages": [{"role": "user", "content": "Go on."}]}, "/v1/chat/completions"
+    before = server.metric("tk:request_success_total", finished_reason="abort")
+    with send(server, path, body):
+        until(lambda: num_running(server) == running)
+        assert server.metric("tk:kv_cache_usage_perc") > 0
+    until(server.is_idle, SOON)
+    assert server.metric("tk:request_success_total", finished_reason="abort") == before + running
+
+
+def test_leaving_the_official_client_s_stream_ends_the_request(server: Server, client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model="tiny", prompt="x", max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
+    )
+    for _, chunk in zip(range(3), stream, strict=False):
+        assert chunk.choices
+    assert num_running(server) == 1
+    stream.close()
+    until(server.is_idle, SOON)
+
+
+def test_a_client_that_goes_before_anything_was_sent_leaves_nothing(server: Server) -> None:
+    for _ in range(20):
+        send(server, "/v1/completions", ENDLESS | {"stream": True}).close()
+    assert server.http.get("/health").status_code == 200
+    until(server.is_idle, SOON)
+
+
+def test_a_client_that_does_not_read_holds_nobody_up(server: Server, reference: Reference) -> None:
+    """Its socket's buffers fill; the others get their tokens, and in the end it can go."""
+    body = ENDLESS | {"stream": True, "logprobs": 20}
+    slow = [send(server, "/v1/completions", body, SO_RCVBUF=4096) for _ in range(2)]
+    until(lambda: num_running(server) == 2)
+    for prompt in ("a", "b", "c"):
+        answer = server.http.post(
+            "/v1/completions",
+            json={"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True},
+            timeout=SOON,
+        )
+        assert answer.json()["choices"][0]["text"] == reference.text(prompt, 24)
+    for connection in slow:
+        connection.close()
+    until(server.is_idle, SOON)
+
+
+async def test_an_unfinished_body_holds_nobody_up(server: Server) -> None:
+    address = urlsplit(server.url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    )
+    await writer.drain()
+    started = time.monotonic()
+    async with httpx.AsyncClient(base_url=server.url, timeout=SOON) as http:
+        answer = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+    assert answer.status_code == 200
+    assert time.monotonic() - started < SOON
+    writer.close()
+    assert (await asyncio.to_thread(server.http.get, "/health")).status_code == 200
+    del reader

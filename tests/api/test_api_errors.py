@@ -1,0 +1,383 @@
+"""What the server refuses, and how it says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.api.conftest import CONTEXT, Reference
+from tests.api.serving import Server
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+GOOD = {"prompt": "The sea is", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+
+def check_error(answer: httpx.Response, status: int) -> dict[str, str | None]:
+    """The error of an answer in OpenAI's shape."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert len(body["error"]["message"]) > 10
+    assert isinstance(body["error"]["type"], str)
+    assert "Traceback" not in answer.text
+    return body["error"]
+
+
+# ---- too long
+
+
+def test_an_over_long_prompt_is_refused_with_both_numbers(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="x" * (CONTEXT + 3), max_tokens=1)
+    assert str(CONTEXT) in caught.value.message
+    assert str(CONTEXT + 3) in caught.value.message
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_an_absurdly_long_prompt_is_refused_before_it_is_tokenized(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=str(CONTEXT)):
+        client.completions.create(model="tiny", prompt="x" * 5_000_000, max_tokens=1)
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=str(CONTEXT)):
+        client.completions.create(model="tiny", prompt=[1] * CONTEXT, max_tokens=1)
+
+
+@pytest.mark.parametrize("max_tokens", [CONTEXT - 4, CONTEXT, 10**9])
+def test_max_tokens_past_the_context_is_refused_and_not_cut(client: openai.OpenAI, max_tokens: int) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="12345", max_tokens=max_tokens)
+    for number in (CONTEXT, 5, max_tokens, CONTEXT - 5):
+        assert str(number) in caught.value.message
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.param == "max_tokens"
+
+
+def test_a_body_that_is_too_large_is_413(http: httpx.Client) -> None:
+    body = b'{"prompt": "' + b"x" * (33 * 2**20) + b'"}'
+    headers = {"Content-Type": "application/json"}
+    assert "32 MiB" in check_error(http.post(COMPLETIONS, content=body, headers=headers), 413)["message"]
+
+    def chunks() -> Iterator[bytes]:
+        for start in range(0, len(body), 2**20):
+            yield body[start : start + 2**20]
+
+    # Chunked, it tells no length.
+    assert "32 MiB" in check_error(http.post(COMPLETIONS, content=chunks(), headers=headers), 413)["message"]
+
+
+# ---- not a request
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"{}", b"null", b"[]", b'"text"', b"\xff\xfe", b'{"prompt": "a",}', b"[" * 100_000,
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+    ],
+    ids=lambda body: body[:12].decode("latin-1"),
+)  # fmt: skip
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_what_is_not_a_request_in_json_is_a_400(http: httpx.Client, path: str, body: bytes) -> None:
+    check_error(http.post(path, content=body, headers={"Content-Type": "application/json"}), 400)
+
+
+def test_a_body_not_said_to_be_json_is_told_so(http: httpx.Client) -> None:
+    """A browser's form, which needs no preflight, cannot make requests."""
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    error = check_error(http.post(COMPLETIONS, content=json.dumps(GOOD), headers=form), 400)
+    assert "Content-Type: application/json" in error["message"]
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "temperature",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "max_tokens",
+    ],
+)
+def test_a_number_that_is_none_is_refused_by_name(http: httpx.Client, name: str, value: str) -> None:
+    body = f'{{"prompt": "a", "{name}": {value}}}'
+    answer = http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+    assert check_error(answer, 400)["param"] == name
+
+
+WRONG = {
+    "model": [5, ["tiny"]],
+    "temperature": ["hot", -0.1, 2.1, [1]],
+    "top_p": [0, -1, 1.1, "x"],
+    "top_k": [-2, 2**31, 2**63, 2**70, 1.5],
+    "min_p": [-0.1, 1.1],
+    "n": [0, -1, 129, "many", 1.5],
+    "max_tokens": [0, -1, "x", 1.5, 2**70],
+    "min_tokens": [-1, 17, 2**70],
+    "stop": [5, "", [""], ["a"] * 65, "x" * 1025, [None], "\ud800"],
+    "stop_token_ids": [[262], [-1], ["a"], 3],
+    "presence_penalty": [-2.1, 2.1],
+    "frequency_penalty": [-2.1, 2.1],
+    "repetition_penalty": [0, -1, 1e-300, 1e300],
+    "logit_bias": [{"a": 1}, {"262": 1}, {"-1": 1}, {"1": 101}, {"1": "x"}, [1]],
+    "logprobs": [-1, 101],
+    "seed": [2**63, -(2**63) - 1, "x"],
+    "priority": [2**31, 2**70, "x"],
+    "stream": ["perhaps", 5],
+    "user": [5],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name, values in WRONG.items() for value in values],
+    ids=lambda v: ascii(v)[:20],
+)
+def test_a_wrong_value_is_refused_by_the_parameter_s_name(
+    http: httpx.Client, name: str, value: object
+) -> None:
+    body = json.dumps({"prompt": "a", name: value})
+    answer = http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+    assert check_error(answer, 400)["param"].split(".")[0] == name
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["", [], [[]], ["a", ""], [1, []], [1.5], [True], ["a", 1], {"a": 1}, 5, None, [262], [-1], [1, 2**70], "\ud800"],
+    ids=lambda v: ascii(v)[:20],
+)  # fmt: skip
+def test_a_prompt_that_is_none_is_refused(http: httpx.Client, prompt: object) -> None:
+    body = json.dumps({"prompt": prompt})
+    answer = http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+    assert check_error(answer, 400)["param"] == "prompt"
+
+
+def test_one_bad_prompt_among_several_refuses_all(server: Server) -> None:
+    check_error(server.http.post(COMPLETIONS, json={"prompt": ["good", "good", "x" * CONTEXT]}), 400)
+    assert server.is_idle()
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        "Hello",
+        [5],
+        [{}],
+        [{"content": "no role"}],
+        [{"role": "", "content": "x"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "user", "content": "x", "tool_calls": []}],
+        [{"role": "user", "content": "\udfff"}],
+    ],
+    ids=lambda v: ascii(v)[:30],
+)
+def test_messages_that_are_none_are_refused(http: httpx.Client, messages: object) -> None:
+    body = json.dumps({"messages": messages})
+    answer = http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
+    assert check_error(answer, 400)["param"].startswith("messages")
+
+
+# ---- not supported, and therefore not ignored
+
+
+@pytest.mark.parametrize(
+    ("path", "option"),
+    [
+        (COMPLETIONS, {"best_of": 2}),
+        (COMPLETIONS, {"echo": True}),
+        (COMPLETIONS, {"suffix": "end"}),
+        (COMPLETIONS, {"guided_regex": "a+"}),
+        (COMPLETIONS, {"temprature": 1}),
+        (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}),
+        (COMPLETIONS, {"stream_options": {"include_usage": True}}),
+        (COMPLETIONS, {"stream": True, "stream_options": {"surprise": True}}),
+        (CHAT, {"tools": []}),
+        (CHAT, {"tool_choice": "auto"}),
+        (CHAT, {"functions": []}),
+        (CHAT, {"response_format": {"type": "json_object"}}),
+        (CHAT, {"guided_json": {}}),
+        (CHAT, {"audio": {}}),
+        (CHAT, {"top_logprobs": 2}),
+        (CHAT, {"stream_options": {"include_usage": True}}),
+        (CHAT, {"chat_template_kwargs": {"tokenize": True}}),
+        (CHAT, {"chat_template_kwargs": {"self": 1}}),
+        (CHAT, {"chat_template_kwargs": {"messages": []}}),
+        (CHAT, {"chat_template_kwargs": {"x": "\ud800"}}),
+        (CHAT, {"chat_template_kwargs": {"tools": 5}}),
+    ],
+    ids=lambda v: ascii(v)[:40],
+)
+def test_an_unsupported_option_is_refused_by_name(
+    http: httpx.Client, path: str, option: dict[str, object]
+) -> None:
+    body = {"prompt": "a"} if path == COMPLETIONS else {"messages": HELLO}
+    content = json.dumps(body | {"max_tokens": 2} | option)
+    answer = http.post(path, content=content, headers={"Content-Type": "application/json"})
+    error = check_error(answer, 400)
+    name = next(reversed(option))
+    assert name in f"{error['param']} {error['message']}" or error["param"] == "messages"
+
+
+def test_an_unknown_field_of_a_message_is_named_where_it_stands(http: httpx.Client) -> None:
+    messages = [*HELLO, {"role": "user", "content": "x", "weight": 1}]
+    error = check_error(http.post(CHAT, json={"messages": messages}), 400)
+    assert error["param"] == "messages.1.weight"
+
+
+# ---- models
+
+
+def test_an_unknown_model_is_404_for_every_route(client: openai.OpenAI, http: httpx.Client) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="gpt-17", prompt="a")
+    assert caught.value.code == "model_not_found"
+    assert "gpt-17" in caught.value.message
+    assert "tiny" in caught.value.message
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt-17", messages=HELLO)
+    assert check_error(http.get("/v1/models/gpt-17"), 404)["code"] == "model_not_found"
+
+
+def test_a_template_that_raises_is_the_caller_s_mistake(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="no such role"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "robot", "content": "x"}])
+
+
+@pytest.fixture(scope="module")
+def bare(bare_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of a model without a tokenizer, behind a key."""
+    server = Server(str(bare_model), "--api-key", "sesame", cwd=tmp_path_factory.mktemp("bare"))
+    server.http.headers["Authorization"] = "Bearer sesame"
+    yield server
+    server.stop()
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids_only(bare: Server, reference: Reference) -> None:
+    error = check_error(bare.http.post(COMPLETIONS, json={"prompt": "text"}), 400)
+    assert "token ids" in error["message"]
+    check_error(bare.http.post(CHAT, json={"messages": HELLO}), 400)
+    prompt = reference.tokenizer.encode("The sea is")
+    body = GOOD | {"prompt": prompt, "logprobs": 0, "max_tokens": 4}
+    answer = bare.http.post(COMPLETIONS, json=body).json()
+    assert answer["usage"]["completion_tokens"] == 4
+    assert len(answer["choices"][0]["logprobs"]["token_logprobs"]) == 4
+
+
+def test_without_a_chat_template_chat_is_refused(base: Server) -> None:
+    error = check_error(base.http.post(CHAT, json={"messages": HELLO}), 400)
+    assert error["code"] == "no_chat_template"
+    assert COMPLETIONS in error["message"]
+    assert COMPLETIONS in base.curl  # the card does not propose a chat either
+    assert base.http.post(COMPLETIONS, json=GOOD).status_code == 200
+
+
+# ---- the key
+
+
+def test_a_missing_or_wrong_key_is_401(bare: Server) -> None:
+    for given in (None, "Bearer wrong", "sesame", "Basic sesame", "Bearer sesame2", "Bearer"):
+        header = {"Authorization": given} if given else {}
+        with httpx.Client(base_url=bare.url, headers=header) as http:
+            for answer in (http.get("/v1/models"), http.post(COMPLETIONS, json={"prompt": [1]})):
+                assert check_error(answer, 401)["code"] == "invalid_api_key"
+    with bare.openai("wrong") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def test_the_right_key_opens(bare: Server) -> None:
+    with bare.openai("sesame") as client:
+        assert client.completions.create(model="", prompt=[1, 2], max_tokens=2).choices
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/version"])
+def test_probes_need_no_key(bare: Server, path: str) -> None:
+    assert httpx.get(f"{bare.url}{path}").status_code == 200
+
+
+def test_the_key_is_not_in_the_log(bare: Server) -> None:
+    assert "sesame" not in bare.stderr
+
+
+# ---- routes and identity
+
+
+def test_an_unknown_route_is_404_and_a_wrong_method_405(http: httpx.Client) -> None:
+    assert "/v1/nothing" in check_error(http.get("/v1/nothing"), 404)["message"]
+    answer = http.get(COMPLETIONS)
+    check_error(answer, 405)
+    assert answer.headers["allow"] == "POST"
+    check_error(http.delete("/v1/models"), 405)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_request_id_is_part_of_the_answer_s(http: httpx.Client, path: str) -> None:
+    body = {"prompt": "a"} if path == COMPLETIONS else {"messages": HELLO}
+    answer = http.post(path, json=body | {"max_tokens": 2}, headers={"X-Request-Id": "order-66.a:b"})
+    assert answer.headers["x-request-id"] == "order-66.a:b"
+    assert answer.json()["id"].endswith("-order-66.a:b")
+    refused = http.post(path, json={}, headers={"X-Request-Id": "order-67"})
+    assert refused.headers["x-request-id"] == "order-67"
+
+
+def test_without_a_usable_request_id_each_answer_has_one_of_its_own(http: httpx.Client) -> None:
+    given = [
+        http.get("/version", headers=h).headers["x-request-id"]
+        for h in ({}, {}, {"X-Request-Id": "a b"}, {"X-Request-Id": "x" * 200})
+    ]
+    assert len(set(given)) == 4
+    assert all(len(id) == 32 for id in given)
+
+
+def test_requests_under_one_id_do_not_meet(server: Server, reference: Reference) -> None:
+    """A proxy that retries sends the first request's id again, while that one may still run."""
+    prompts = ["first", "second", "third", "fourth"]
+
+    def text(prompt: str) -> str:
+        body = GOOD | {"prompt": prompt, "max_tokens": 48}
+        with httpx.Client(base_url=server.url, timeout=30, headers={"X-Request-Id": "same"}) as http:
+            return http.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(text, prompts)) == [reference.text(p, 48) for p in prompts]
+    assert server.is_idle()
+
+
+def test_cross_origin_preflights_are_refused(http: httpx.Client) -> None:
+    answer = http.options(
+        COMPLETIONS, headers={"Origin": "https://elsewhere.example", "Access-Control-Request-Method": "POST"}
+    )
+    assert answer.status_code == 405
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_after_a_storm_of_bad_requests_a_good_one_works(server: Server, reference: Reference) -> None:
+    bad = [
+        lambda http: http.post(COMPLETIONS, content=b"{", headers={"Content-Type": "application/json"}),
+        lambda http: http.post(COMPLETIONS, json={"prompt": [10**6]}),
+        lambda http: http.post(COMPLETIONS, json={"prompt": "x" * CONTEXT}),
+        lambda http: http.post(COMPLETIONS, json={"prompt": "x", "n": 0}),
+        lambda http: http.post(CHAT, json={"messages": [{"role": "robot"}]}),
+        lambda http: http.post(CHAT, json={"messages": HELLO, "model": "none"}),
+        lambda http: http.get("/v1/nowhere"),
+    ]
+    with httpx.Client(base_url=server.url, timeout=30) as http, ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda i: bad[i % len(bad)](http), range(280)))
+    assert {a.status_code for a in answers} == {400, 404}
+    good = server.http.post(COMPLETIONS, json=GOOD).json()
+    assert good["choices"][0]["text"] == reference.text("The sea is", 8)
+    assert server.is_idle()

@@ -1,0 +1,112 @@
+"""How a server ends: in order, at once, and when its processes are killed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tests.api.serving import Client, Process, Server, gone, put_under_load, until
+
+LONG = 600
+"""Tokens of an answer that takes a second or two."""
+ENDLESS = 8000
+
+
+def post(server: Server) -> httpx.Response:
+    return server.http.post("/v1/completions", json={"prompt": [9], "max_tokens": 1})
+
+
+def test_a_signal_lets_running_requests_finish_and_refuses_new_ones(start: Callable[..., Server]) -> None:
+    server = start()
+    clients = put_under_load(server, LONG)
+    server.signal(signal.SIGTERM)
+    refused = until(lambda: (answer := post(server)).status_code == 503 and answer)
+    assert "shutting down" in refused.json()["error"]["message"]
+    assert refused.headers["retry-after"]
+    assert server.http.get("/health").status_code == 200
+    assert any(not c.num_tokens for c in clients), "all had finished before the new request was refused"
+    for client in clients:
+        client.finish()
+    assert [(c.status, c.num_tokens, c.broken) for c in clients] == [(200, LONG, None)] * 4
+    assert server.wait() == 0
+    assert gone(server.core)
+    assert "Traceback" not in server.stderr
+    assert server.popen.stdout.read() == ""
+
+
+def check_cut_off(server: Server, clients: list[Client]) -> None:
+    assert server.wait() == 0
+    for client in clients:
+        client.finish()
+        assert client.broken is None
+        assert client.num_tokens is None
+        assert "shutting down" in client.error
+    assert [c.status for c in clients] == [503, 200, 200, 200]
+    assert gone(server.core)
+    assert "Traceback" not in server.stderr
+
+
+def test_a_second_ctrl_c_ends_what_runs_with_an_error(start: Callable[..., Server]) -> None:
+    server = start()
+    clients = put_under_load(server, ENDLESS)
+    server.signal(signal.SIGINT)
+    until(lambda: post(server).status_code == 503)
+    assert not any(c.error for c in clients)
+    server.signal(signal.SIGINT)
+    check_cut_off(server, clients)
+
+
+def test_after_the_time_for_it_what_runs_ends_with_an_error(start: Callable[..., Server]) -> None:
+    """One client has stopped reading: it does not hold up the end."""
+    server = start("--shutdown-timeout", "0.3")
+    body = {"prompt": [5], "max_tokens": ENDLESS, "ignore_eos": True, "stream": True, "logprobs": 20}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+        chunks = answer.iter_raw()
+        next(chunks)  # and no more
+        clients = put_under_load(server, ENDLESS, beside=1)
+        server.signal(signal.SIGTERM)
+        check_cut_off(server, clients)
+
+
+def test_a_signal_during_start_up_ends_both_processes(bare_model: Path, tmp_path: Path) -> None:
+    process = Process("serve", str(bare_model), "--port", "0", cwd=tmp_path)
+    try:
+        [core] = until(psutil.Process(process.popen.pid).children)
+        process.popen.send_signal(signal.SIGTERM)
+        process.wait()
+        assert gone(core)
+        assert "Traceback" not in process.stderr
+        assert "ready" not in process.stderr
+    finally:
+        process.stop()
+
+
+def test_when_the_core_is_killed_every_client_gets_an_error_and_the_server_says_why(
+    start: Callable[..., Server],
+) -> None:
+    server = start()
+    clients = put_under_load(server, ENDLESS)
+    server.core.kill()
+    for client in clients:
+        client.finish()
+        assert client.broken is None
+        assert "SIGKILL" in client.error
+        assert client.num_tokens is None
+    assert [c.status for c in clients] == [500, 200, 200, 200]
+    assert server.wait() not in (0, None)
+    assert "SIGKILL" in server.stderr.splitlines()[-1]
+    assert "Traceback" not in server.stderr
+
+
+def test_when_the_server_is_killed_the_core_ends_too(start: Callable[..., Server]) -> None:
+    server = start()
+    clients = put_under_load(server, ENDLESS)
+    server.signal(signal.SIGKILL)
+    until(lambda: gone(server.core))
+    for client in clients:
+        client.finish()
+        assert client.broken is not None

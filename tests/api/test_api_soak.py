@@ -1,0 +1,225 @@
+"""500 requests at random times with random aborts and disconnects on a tiny pool: every one ends as it should,
+all blocks return, memory is flat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import pytest_asyncio
+
+from tests.api.conftest import Reference
+from tests.api.serving import Server, until
+from toolkit import AsyncLLM, SamplingParams
+from toolkit.errors import InvalidRequestError
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+COUNT = 500
+ARRIVALS = 4.0
+"""Seconds over which they come: faster than they can be run."""
+MEMORY = 4 * 2**20
+"""Bytes that the core may grow by, in 500 requests after the warm-up."""
+POOL = {"num_gpu_blocks_override": 24, "block_size": 4, "max_num_seqs": 8, "max_model_len": 64}
+"""96 tokens for eight requests that want up to 64 each."""
+SHARED = "Shared beginning. "
+PROMPTS = [SHARED + word for word in ("a", "bb", "ccc", "a dddd", "a dddd eeeee")] + [
+    "",
+    "x",
+    "yz" * 9,
+    "f" * 33,
+    "gh i" * 8,
+]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One request, and what becomes of it."""
+
+    prompt: str
+    max_tokens: int
+    fate: str
+    patience: int
+    """Tokens after which its client goes."""
+    at: float
+
+
+def tasks(seed: int, count: int) -> list[Task]:
+    rng = random.Random(seed)
+    fates = ["greedy"] * 5 + ["sampled", "pair", "abort", "leave", "leave at once"]
+    return [
+        Task(
+            prompt=rng.choice(PROMPTS) or "\n",
+            max_tokens=rng.randint(4, 24),
+            fate=rng.choice(fates),
+            patience=rng.randint(1, 3),
+            at=rng.uniform(0.0, ARRIVALS * count / COUNT),
+        )
+        for _ in range(count)
+    ]
+
+
+def memory(process: psutil.Process) -> int:
+    return process.memory_info().rss
+
+
+async def run_all(one: Callable, seed: int, count: int) -> Counter[str]:
+    """Runs tasks at their times; gives how many of each fate there were."""
+
+    async def later(task: Task) -> None:
+        await asyncio.sleep(task.at)
+        async with asyncio.timeout(100):
+            await one(task)
+
+    made = tasks(seed, count)
+    async with asyncio.TaskGroup() as group:
+        for task in made:
+            group.create_task(later(task))
+    return Counter(task.fate for task in made)
+
+
+@pytest.fixture(autouse=True)
+def few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN and PyTorch's layer over it make a kernel for each number of tokens in a step and keep the last
+    1024: memory that grows for thousands of requests, up to a limit. Without, what is measured is the engine's own.
+    """
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1")
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "1")
+
+
+@pytest_asyncio.fixture
+async def llm(model: Path):
+    async with AsyncLLM(str(model), num_threads=1, swap_space=0.001, **POOL) as llm:
+        yield llm
+
+
+async def test_the_engine_with_swap_space(llm: AsyncLLM, reference: Reference) -> None:
+    ends: Counter[str] = Counter()
+
+    async def one(task: Task) -> None:
+        greedy = task.fate != "sampled"
+        params = SamplingParams(
+            n=2 if task.fate == "pair" else 1,
+            temperature=0.0 if greedy else 1.0,
+            seed=5,
+            max_tokens=task.max_tokens,
+            ignore_eos=True,
+        )
+        output = None
+        async for output in llm.generate(task.prompt, params):
+            if task.fate == "leave at once" or (
+                task.fate == "leave" and len(output.outputs[0].token_ids) >= task.patience
+            ):
+                return
+            if task.fate == "abort" and len(output.outputs[0].token_ids) >= task.patience:
+                llm.abort(output.request_id)
+        expected = list(reference.tokens(task.prompt, task.max_tokens))
+        for answer in output.outputs:
+            ends[answer.finish_reason] += 1
+            if task.fate == "abort" and answer.finish_reason == "abort":
+                expected = expected[: len(answer.token_ids)]
+            if greedy:
+                assert answer.token_ids == expected
+            assert len(answer.token_ids) == len(expected)
+
+    await run_all(one, 1, COUNT // 3)  # caches, allocators and lazily made things reach their size
+    core = next(p for p in psutil.Process().children() if "toolkit.engine.process" in p.cmdline())
+    before, ends = memory(core), Counter()
+    fates = await run_all(one, 2, COUNT)
+    assert llm.num_unfinished == 0
+    await wait_until_idle(llm)
+    assert memory(core) - before < MEMORY
+    assert ends["length"] >= fates["greedy"] + fates["sampled"] + 2 * fates["pair"]
+    assert ends["abort"] > fates["abort"] / 2
+    assert ends.keys() == {"length", "abort"}
+    assert value(llm, "num_preemptions_total") > 20, "the pool was not tiny enough to show anything"
+    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    for prompt in PROMPTS[:5]:  # what stayed in the prefix cache is right
+        outputs = [output async for output in llm.generate(prompt, greedy)]
+        assert outputs[-1].outputs[0].token_ids == list(reference.tokens(prompt, 24))
+    stream = await llm.submit("x", greedy, request_id="twice")
+    with pytest.raises(InvalidRequestError, match="twice"):
+        await llm.submit("y", greedy, request_id="twice")
+    assert len([delta async for delta in stream]) == 24
+
+
+def value(llm: AsyncLLM, name: str) -> float:
+    labels = {"model_name": str(llm.config.model.model), "engine": "0"}
+    found = llm.metrics.registry.get_sample_value(f"tk:{name}", labels)
+    assert found is not None
+    return found
+
+
+async def wait_until_idle(llm: AsyncLLM) -> None:
+    async with asyncio.timeout(10):
+        while any(
+            value(llm, n) for n in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        ):
+            await asyncio.sleep(0.02)
+
+
+async def test_the_server_with_disconnects(
+    start: Callable[..., Server], model: Path, reference: Reference
+) -> None:
+    flags = [part for name, number in POOL.items() for part in (f"--{name.replace('_', '-')}", str(number))]
+    server = start(*flags, model=model)
+    limits = httpx.Limits(max_connections=None)
+
+    async with httpx.AsyncClient(base_url=server.url, timeout=100, limits=limits) as http:
+
+        async def one(task: Task) -> None:
+            body = {
+                "prompt": task.prompt,
+                "max_tokens": task.max_tokens,
+                "ignore_eos": True,
+                "temperature": 1 if task.fate == "sampled" else 0,
+                "n": 2 if task.fate == "pair" else 1,
+                "stream": task.fate != "pair",
+            }
+            expected = reference.text(task.prompt, task.max_tokens)
+            if task.fate == "pair":
+                answer = (await http.post("/v1/completions", json=body)).json()
+                assert [c["text"] for c in answer["choices"]] == [expected] * 2
+                return
+            if task.fate == "leave at once":
+                request = asyncio.create_task(http.post("/v1/completions", json=body | {"stream": False}))
+                await asyncio.sleep(0.002 * task.patience)
+                request.cancel()
+                await asyncio.wait([request])
+                return
+            text, events = "", 0
+            async with http.stream("POST", "/v1/completions", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    if line in ("", "data: [DONE]"):
+                        continue
+                    events += 1
+                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                    if task.fate in ("abort", "leave") and events == task.patience:
+                        assert expected.startswith(text)
+                        return
+            assert events == task.max_tokens
+            if task.fate == "greedy":
+                assert text == expected
+
+        await run_all(one, 3, COUNT // 3)
+        before = memory(server.core), memory(psutil.Process(server.pid))
+        fates = await run_all(one, 4, COUNT)
+        after = memory(server.core), memory(psutil.Process(server.pid))
+    assert fates["greedy"] > COUNT / 3
+    assert fates["leave"] + fates["leave at once"] > COUNT / 10
+    until(server.is_idle)
+    assert server.metric("tk:num_preemptions_total") > 20, "the pool was not tiny enough to show anything"
+    assert server.metric("tk:request_success_total", finished_reason="abort") > COUNT / 10
+    assert server.metric("tk:request_success_total", finished_reason="error") == 0
+    assert after[0] - before[0] < MEMORY
+    assert after[1] - before[1] < 4 * MEMORY  # the front end's buffers of connections are of many sizes
+    assert server.http.get("/health").status_code == 200

@@ -1,0 +1,239 @@
+"""Where a setting comes from, what it may be, and what is said when it cannot be that."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import toolkit.config
+from toolkit.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    build,
+    options,
+)
+from toolkit.config.sources import every_config, resolve
+from toolkit.errors import ConfigError
+
+ROWS = [
+    row for config in (ModelConfig, ServerConfig, CacheConfig, SchedulerConfig) for row in options(config)
+]
+
+
+@pytest.fixture
+def toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Writes tk.toml into the folder that the command runs in."""
+    monkeypatch.chdir(tmp_path)
+    return (tmp_path / "tk.toml").write_text
+
+
+class TestPrecedence:
+    def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(self, toml):
+        flags, variables = {"max_num_seqs": 1}, {"TK_MAX_NUM_SEQS": "2"}
+        given = []
+        toml("max_num_seqs = 3")
+        for flag, variable in ((flags, variables), ({}, variables), ({}, {})):
+            given.append(resolve(ROWS, flag, variable)["max_num_seqs"])
+        assert given == [1, 2, 3]
+        toml("")
+        assert "max_num_seqs" not in resolve(ROWS, {}, {})
+        assert SchedulerConfig().max_num_seqs == 256
+
+    def test_flags_that_were_left_out_count_for_nothing(self, toml):
+        assert resolve(ROWS, {"seed": None, "port": 0}, {"TK_SEED": "4"}) == {"seed": 4, "port": 0}
+
+    def test_the_real_environment_is_read(self, toml, monkeypatch):
+        monkeypatch.setenv("TK_DTYPE", "float16")
+        assert resolve(ROWS, {}) == {"dtype": "float16"}
+
+    def test_the_file_here_beats_the_one_at_home(self, toml, tmp_path, monkeypatch):
+        home = tmp_path / "home" / ".config" / "tk"
+        home.mkdir(parents=True)
+        (home / "tk.toml").write_text("seed = 1")
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        assert resolve(ROWS, {}, {}) == {"seed": 1}
+        toml("seed = 2")
+        assert resolve(ROWS, {}, {}) == {"seed": 2}
+
+
+class TestFile:
+    def test_keys_are_written_with_dashes_or_underscores(self, toml):
+        toml('max-num-seqs = 3\nmax_model_len = 9\nenable-prefix-caching = false\nmodel = "gpt2"')
+        assert resolve(ROWS, {}, {}) == {
+            "max_num_seqs": 3,
+            "max_model_len": 9,
+            "enable_prefix_caching": False,
+            "model": "gpt2",
+        }
+
+    def test_other_commands_keys_are_passed_over(self, toml):
+        toml("request_rate = 5.0\nseed = 3\ninterval = 2.0")
+        assert resolve(ROWS, {}, {}) == {"seed": 3}
+
+    def test_a_key_that_no_command_knows_is_an_error_with_the_nearest(self, toml):
+        toml("max_num_sequences = 3")
+        with pytest.raises(ConfigError, match=r"tk\.toml.*'max_num_sequences'.*max_num_seqs"):
+            resolve(ROWS, {}, {})
+
+    @pytest.mark.parametrize(
+        ("content", "says"),
+        [
+            ("seed = ", "not valid TOML"),
+            ("seed = true", "--seed takes a whole number, and got True"),
+            ('seed = "3"', "--seed takes a whole number, and got '3'"),
+            ("seed = -1", "at least 0"),
+            ("enable_prefix_caching = 1", "takes true or false, and got 1"),
+            ('dtype = "int4"', "auto, float32, bfloat16, float16"),
+            ("[seed]\nx = 1", "--seed takes a whole number"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, toml, content, says):
+        toml(content)
+        with pytest.raises(ConfigError, match=says):
+            resolve(ROWS, {}, {})
+
+    def test_every_class_of_settings_is_known_to_the_file(self):
+        found = set()
+        for module in pkgutil.iter_modules(toolkit.config.__path__, "toolkit.config."):
+            for value in vars(importlib.import_module(module.name)).values():
+                if isinstance(value, type) and dataclasses.is_dataclass(value) and options(value):
+                    found.add(value)
+        assert found <= set(every_config())
+        assert {ModelConfig, ServerConfig} < found
+
+
+class TestValues:
+    @pytest.mark.parametrize("text", ["1", "true", "yes", "on", " TRUE ", "On"])
+    def test_forms_of_true(self, toml, text):
+        assert resolve(ROWS, {}, {"TK_ENABLE_PREFIX_CACHING": text}) == {"enable_prefix_caching": True}
+
+    @pytest.mark.parametrize("text", ["0", "false", "no", "off", "False"])
+    def test_forms_of_false(self, toml, text):
+        assert resolve(ROWS, {}, {"TK_ENABLE_PREFIX_CACHING": text}) == {"enable_prefix_caching": False}
+
+    @pytest.mark.parametrize("text", ["", "2", "maybe", "tru"])
+    def test_what_is_neither_is_refused_by_the_variables_name(self, toml, text):
+        with pytest.raises(ConfigError, match="TK_ENABLE_PREFIX_CACHING is true or false"):
+            resolve(ROWS, {}, {"TK_ENABLE_PREFIX_CACHING": text})
+
+    @pytest.mark.parametrize(
+        ("variable", "text"),
+        [("TK_PORT", "http"), ("TK_PORT", "80.5"), ("TK_SWAP_SPACE", "4GB"), ("TK_SEED", "")],
+    )
+    def test_a_variable_that_is_no_number_is_named(self, toml, variable, text):
+        with pytest.raises(ConfigError, match=f"{variable} takes a.* number, and got '{text}'"):
+            resolve(ROWS, {}, {variable: text})
+
+    @pytest.mark.parametrize(
+        ("config", "name", "low", "high"),
+        [
+            (ServerConfig, "port", 0, 65535),
+            (CacheConfig, "block_size", 1, 256),
+            (CacheConfig, "gpu_memory_utilization", 0.05, 1.0),
+        ],
+    )
+    def test_bounds_belong_to_the_range(self, config, name, low, high):
+        for good in (low, high):
+            assert getattr(build(config, {name: good}), name) == good
+        step = 1 if isinstance(low, int) else 1e-6
+        for bad, word in ((low - step, "at least"), (high + step, "at most")):
+            with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is {word}"):
+                build(config, {name: bad})
+
+    @pytest.mark.parametrize("name", ["swap_space", "kv_cache_memory", "gpu_memory_utilization"])
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_sizes_are_finite(self, name, value):
+        with pytest.raises(ConfigError, match=name.replace("_", "-")):
+            CacheConfig(**{name: value})
+
+    def test_whole_numbers_do_for_any_number_and_not_the_other_way(self):
+        assert CacheConfig(swap_space=4).swap_space == 4.0
+        with pytest.raises(ConfigError, match="whole number"):
+            CacheConfig(block_size=16.0)
+        with pytest.raises(ConfigError, match="whole number"):
+            CacheConfig(block_size=True)
+
+    @pytest.mark.parametrize(
+        ("config", "name"),
+        [
+            (ModelConfig, "dtype"),
+            (DeviceConfig, "device"),
+            (SchedulerConfig, "scheduling_policy"),
+            (ServerConfig, "log_level"),
+        ],
+    )
+    def test_choices_are_listed(self, config, name):
+        (row,) = (row for row in options(config) if row.name == name)
+        with pytest.raises(ConfigError) as caught:
+            build(config, {name: "nonsense"})
+        for choice in row.choices:
+            assert choice in caught.value.message
+
+    def test_unknown_names_get_the_nearest(self):
+        with pytest.raises(ConfigError, match="Did you mean gpu_memory_utilization"):
+            EngineConfig.from_settings({"gpu_memory_utilisation": 0.5})
+        with pytest.raises(ConfigError, match="Did you mean port"):
+            build(ServerConfig, {"prt": 1})
+
+    def test_a_config_can_be_copied_with_changes_and_not_changed(self):
+        config = EngineConfig.from_settings({"model": "x", "seed": 3})
+        changed = config.with_settings(max_num_seqs=4)
+        assert (changed.model.seed, changed.scheduler.max_num_seqs, config.scheduler.max_num_seqs) == (
+            3,
+            4,
+            256,
+        )
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            config.model.seed = 4
+
+
+def tk(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; sys.argv[0] = 'tk'; from toolkit.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=cwd, env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1"} | environment, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+class TestCommandLine:
+    def test_help_shows_every_setting(self, tmp_path):
+        done = tk("serve", "--help", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        shown = " ".join(done.stdout.split())
+        for config in (ModelConfig, ServerConfig, DeviceConfig, CacheConfig, SchedulerConfig):
+            for row in options(config):
+                assert f"{row.flag} " in shown, row.flag
+                assert row.help.split(".")[0].split()[0] in shown
+
+    @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["--version"]])
+    def test_help_and_version_import_nothing_heavy(self, tmp_path, arguments):
+        code = (
+            "import atexit, sys\n"
+            "from toolkit.cli import main\n"
+            "heavy = ('torch', 'transformers', 'fastapi', 'textual', 'tokenizers', 'aiohttp')\n"
+            "atexit.register(lambda: print('loaded', [name for name in heavy if name in sys.modules]))\n"
+            f"sys.argv = ['tk', *{arguments!r}]\n"
+            "main()\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "loaded []"
+
+    def test_a_bad_value_is_one_paragraph_and_exit_code_2(self, tmp_path):
+        for arguments, environment in ((["--port", "70000"], {}), ([], {"TK_PORT": "70000"})):
+            done = tk("serve", *arguments, cwd=tmp_path, **environment)
+            assert done.returncode == 2
+            assert done.stderr == "tk: --port is at most 65535; it got 70000.\n"
+            assert done.stdout == ""

@@ -1,0 +1,140 @@
+"""Steps that fail in a real engine: the guilty request ends with an error, all others with the right tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from toolkit import LLM, SamplingParams
+from toolkit.errors import EngineError
+
+POISON = 200
+PROMPTS = [[random.Random(i).randrange(POISON) for _ in range(5 + 9 * i)] for i in range(4)]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=15, ignore_eos=True, logit_bias={POISON: -100.0})
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Callable[[str], Path]) -> list[list[int]]:
+    """What an engine says that never failed."""
+    llm = LLM(str(checkpoint("llama3-gqa")), device="cpu", max_num_seqs=8)
+    outputs = llm.generate([*PROMPTS], PARAMS)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(params=[False, True], ids=["in step", "overlapped"])
+def llm(request, checkpoint: Callable[[str], Path]) -> LLM:
+    return LLM(str(checkpoint("llama3-gqa")), device="cpu", max_num_seqs=8, async_scheduling=request.param)
+
+
+def drive(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -> dict[int, tuple]:
+    """(tokens, finish reason, error) of each prompt; unlike `generate`, it tells of those beside a failed one."""
+    for index, prompt in enumerate(prompts):
+        _, request = llm._inputs.process(prompt, params, request_id=f"{index}")
+        llm._core.add(request)
+    tokens: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
+    ends: dict[int, tuple] = {}
+    for _ in range(2000):
+        if not llm._core.has_work:
+            break
+        for output in llm._core.step().outputs:
+            tokens[int(output.id)] += output.token_ids
+            if output.finish_reason is not None:
+                ends[int(output.id)] = (output.finish_reason, output.error)
+    assert not llm._core.has_work
+    assert llm._core.scheduler.pool.usage == 0.0
+    return {i: (tokens[i], *ends[i]) for i in range(len(prompts))}
+
+
+def fail_when(llm: LLM, monkeypatch: pytest.MonkeyPatch, reason: Callable[[torch.Tensor], Exception | None]):
+    """Makes the model raise what `reason` gives for a step's token ids."""
+    runner = llm._core.executor._worker.runner
+    forward = runner.model.forward
+    seen: list[torch.Tensor] = []
+
+    def instead(token_ids: torch.Tensor, *rest: object) -> torch.Tensor:
+        seen.append(token_ids)
+        error = reason(token_ids)
+        if error is not None:
+            raise error
+        return forward(token_ids, *rest)
+
+    monkeypatch.setattr(runner.model, "forward", instead)
+    return seen
+
+
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_a_poisonous_request_fails_alone(llm, expected, monkeypatch, at):
+    fail_when(
+        llm, monkeypatch, lambda ids: RuntimeError("a kernel met its end") if (ids == POISON).any() else None
+    )
+    prompts = [*PROMPTS]
+    prompts.insert(at, [7, POISON, 9])
+    results = drive(llm, prompts)
+    tokens, reason, error = results.pop(at)
+    assert (tokens, reason) == ([], "error")
+    assert "RuntimeError: a kernel met its end" in error
+    assert [r[0] for r in results.values()] == expected
+    assert {r[1:] for r in results.values()} == {("length", None)}
+
+
+def test_generate_tells_which_request_failed_and_can_be_used_again(llm, expected, monkeypatch):
+    with monkeypatch.context() as patch:
+        fail_when(llm, patch, lambda ids: ValueError("spoiled") if (ids == POISON).any() else None)
+        with pytest.raises(EngineError, match=r"1 of 5 requests failed.*ValueError: spoiled"):
+            llm.generate([*PROMPTS, [POISON]], PARAMS)
+        with pytest.raises(EngineError, match="spoiled"):
+            list(llm.stream([POISON], PARAMS))
+    outputs = llm.generate([*PROMPTS], PARAMS)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError()]
+)
+def test_out_of_memory_once_makes_steps_smaller_and_all_finish_right(llm, expected, monkeypatch, error):
+    before = llm._core.scheduler.max_num_batched_tokens
+    errors = iter([None, error])
+    seen = fail_when(llm, monkeypatch, lambda ids: next(errors, None))
+    results = drive(llm, [*PROMPTS])
+    assert [results[i] for i in range(len(PROMPTS))] == [(tokens, "length", None) for tokens in expected]
+    after = llm._core.scheduler.max_num_batched_tokens
+    assert after < before
+    assert all(len(ids) <= after for ids in seen[3:])
+
+
+def test_memory_that_is_never_enough_ends_the_request_with_advice(llm, monkeypatch):
+    fail_when(llm, monkeypatch, lambda ids: torch.OutOfMemoryError("out of memory"))
+    results = drive(llm, PROMPTS[:2])
+    for tokens, reason, error in results.values():
+        assert (tokens, reason) == ([], "error")
+        assert "--gpu-memory-utilization" in error
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_fail_their_own_request_only(llm, expected, temperature):
+    """A token whose embedding is not a number; its blocks are used again afterwards."""
+    model = llm._core.executor._worker.runner.model
+    with torch.inference_mode():
+        model.embed.weight[POISON] = torch.nan
+    params = SamplingParams(
+        temperature=temperature, max_tokens=15, ignore_eos=True, seed=4, logit_bias={POISON: -100.0}
+    )
+    alone = [drive(llm, [prompt], params)[0] for prompt in PROMPTS]
+    for _ in range(2):
+        results = drive(llm, [PROMPTS[0], [POISON, 3], *PROMPTS[1:]], params)
+        tokens, reason, error = results.pop(1)
+        assert (tokens, reason) == ([], "error")
+        assert "not finite" in error
+        assert list(results.values()) == alone
+    if temperature == 0.0:
+        assert [tokens for tokens, *_ in alone] == expected
+
+
+def test_an_error_that_sticks_to_the_device_stops_the_engine(llm, monkeypatch):
+    fail_when(llm, monkeypatch, lambda ids: RuntimeError("CUDA error: an illegal memory access"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        llm.generate("a", PARAMS)

@@ -1,0 +1,340 @@
+"""The offline interface: what goes in, what comes out, in which order, and what is left behind."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import checkpoints
+from tests.checkpoints import EOS, VOCAB
+from toolkit import LLM, SamplingParams
+from toolkit.errors import ConfigError, EngineError, InvalidRequestError
+
+TEXTS = ["a", "The sea is", "ünïcödé ☃", "x" * 60]
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Callable[[str], Path]) -> LLM:
+    return LLM(str(checkpoint("llama3-gqa")), device="cpu", max_num_seqs=8)
+
+
+@pytest.fixture(scope="module")
+def reference() -> torch.nn.Module:
+    return checkpoints.make_reference("llama3-gqa")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request):
+    """After every test the engine is idle and all of its cache is free."""
+    yield
+    if "llm" in request.fixturenames:
+        scheduler = request.getfixturevalue("llm")._core.scheduler
+        assert scheduler.num_unfinished == 0
+        assert scheduler.pool.num_free == scheduler.pool.num_blocks
+        assert not request.getfixturevalue("llm")._outputs.requests
+
+
+def greedy(max_tokens: int = 12, **params: object) -> SamplingParams:
+    return SamplingParams(temperature=0.0, **{"max_tokens": max_tokens, "ignore_eos": True} | params)
+
+
+def tokens_of(outputs) -> list[list[int]]:
+    return [list(answer.token_ids) for output in outputs for answer in output.outputs]
+
+
+def ragged(seed: int, count: int = 6) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 17, 40]))] for _ in range(count)]
+
+
+class TestPrompts:
+    def test_ragged_prompts_come_back_in_order(self, llm, reference):
+        prompts = ragged(0)
+        outputs = llm.generate(prompts, greedy())
+        assert [output.prompt_token_ids for output in outputs] == prompts
+        assert tokens_of(outputs) == [checkpoints.greedy(reference, prompt, 12) for prompt in prompts]
+        assert all(output.finished for output in outputs)
+
+    def test_text_is_tokenized_and_kept(self, llm):
+        outputs = llm.generate(TEXTS, greedy())
+        tokenizer = checkpoints.make_tokenizer()
+        assert [output.prompt for output in outputs] == TEXTS
+        assert [output.prompt_token_ids for output in outputs] == [tokenizer.encode(text) for text in TEXTS]
+        for output in outputs:
+            assert output.outputs[0].text == tokenizer.decode(
+                output.outputs[0].token_ids, skip_special_tokens=True
+            )
+
+    def test_every_form_of_a_prompt_is_the_same_prompt(self, llm):
+        ids = checkpoints.make_tokenizer().encode("The sea")
+        forms = ["The sea", ids, {"prompt": "The sea"}, {"prompt_token_ids": ids}]
+        answers = tokens_of(llm.generate(forms, greedy()))
+        assert len(answers) == 4
+        assert answers == [answers[0]] * 4
+        for form in forms:
+            assert tokens_of(llm.generate(form, greedy())) == [answers[0]]
+
+    def test_one_setting_for_all_or_one_each(self, llm):
+        each = [greedy(max_tokens=n) for n in (1, 5, 3)]
+        assert [len(tokens) for tokens in tokens_of(llm.generate(["a", "b", "c"], each))] == [1, 5, 3]
+        assert [len(tokens) for tokens in tokens_of(llm.generate(["a", "b", "c"], each[1]))] == [5, 5, 5]
+        with pytest.raises(InvalidRequestError, match="3 prompts and 2 sampling parameters"):
+            llm.generate(["a", "b", "c"], each[:2])
+
+    def test_no_prompts_give_no_outputs(self, llm):
+        assert llm.generate([], greedy()) == []
+
+    def test_a_chat_is_its_template(self, llm):
+        messages = [{"role": "user", "content": "hi"}]
+        tokenizer = checkpoints.make_tokenizer()
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        (output,) = llm.chat(messages, greedy())
+        assert output.prompt_token_ids == tokenizer.encode(rendered, add_special_tokens=False)
+        several = llm.chat([messages, messages], greedy())
+        assert tokens_of(several) == [list(output.outputs[0].token_ids)] * 2
+
+    def test_a_chat_that_the_template_refuses_says_why(self, llm):
+        with pytest.raises(InvalidRequestError, match="no such role"):
+            llm.chat([{"role": "pirate", "content": "arr"}])
+
+    @pytest.mark.parametrize(
+        ("bad", "says"),
+        [
+            ("", "empty"),
+            ([VOCAB], f"token {VOCAB}"),
+            ([-1, 3], "token -1"),
+            ({"text": "hi"}, "prompt_token_ids"),
+            ({"prompt_token_ids": ["a"]}, "whole numbers"),
+            ({"prompt_token_ids": []}, "empty"),
+            ([3] * 160, "160 tokens"),
+            ([3] * 150, "max_tokens asks for"),
+            ("x" * 100_000, "100000 characters"),
+        ],
+    )
+    def test_a_bad_prompt_among_good_ones_runs_nothing(self, llm, monkeypatch, bad, says):
+        monkeypatch.setattr(llm._core, "step", lambda: pytest.fail("something ran"))
+        with pytest.raises(InvalidRequestError, match=says):
+            llm.generate(["good", bad, "good"], greedy())
+
+    @pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias"])
+    def test_tokens_in_settings_are_checked_too(self, llm, name):
+        value = {VOCAB: 1.0} if name == "logit_bias" else [VOCAB]
+        with pytest.raises(InvalidRequestError, match=f"{name} has the token {VOCAB}"):
+            llm.generate("a", SamplingParams(**{name: value}))
+
+    def test_a_model_without_tokenizer_takes_token_ids_only(self, checkpoint, tmp_path, reference):
+        folder = tmp_path / "bare"
+        shutil.copytree(
+            checkpoint("llama3-gqa"), folder, ignore=shutil.ignore_patterns("*token*", "*.jinja", "special*")
+        )
+        llm = LLM(str(folder), device="cpu", max_num_seqs=2)
+        assert tokens_of(llm.generate([[1, 2, 3]], greedy())) == [
+            checkpoints.greedy(reference, [1, 2, 3], 12)
+        ]
+        for call in (
+            lambda: llm.generate("text", greedy()),
+            lambda: llm.generate([1, 2], greedy(stop=["x"])),
+        ):
+            with pytest.raises(InvalidRequestError, match="no tokenizer"):
+                call()
+
+    def test_another_folders_tokenizer_leaves_the_models_end_token(self, checkpoint, tmp_path, reference):
+        """--tokenizer changes how text is read, not what ends an answer."""
+        words = tmp_path / "tokenizer"
+        tokenizer = checkpoints.make_tokenizer()
+        tokenizer.eos_token = "<|user|>"
+        tokenizer.save_pretrained(words)
+        llm = LLM(str(checkpoint("llama3-gqa")), device="cpu", max_num_seqs=2, tokenizer=str(words))
+        (output,) = llm.generate(
+            [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=9, logit_bias={EOS: 100})
+        )
+        assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == ([EOS], "stop")
+
+
+class TestSettings:
+    def test_an_unknown_setting_names_the_nearest(self, checkpoint):
+        with pytest.raises(ConfigError, match=r"max_num_seq.*Did you mean max_num_seqs"):
+            LLM(str(checkpoint("gpt2")), max_num_seq=3)
+
+    def test_vllms_names_are_taken(self, checkpoint, reference):
+        llm = LLM(
+            str(checkpoint("llama3-gqa")), device="cpu", max_num_batched_tokens=32, num_gpu_blocks_override=26
+        )
+        assert (llm.info.max_num_batched_tokens, llm.info.num_blocks) == (32, 26)
+        prompts = ragged(1)
+        assert tokens_of(llm.generate(prompts, greedy(), use_tqdm=False)) == [
+            checkpoints.greedy(reference, prompt, 12) for prompt in prompts
+        ]
+
+    def test_priorities_decide_who_is_first(self, checkpoint, monkeypatch):
+        llm = LLM(str(checkpoint("llama3-gqa")), device="cpu", scheduling_policy="priority", max_num_seqs=1)
+        order: list[str] = []
+        process = llm._outputs.process
+        monkeypatch.setattr(llm._outputs, "process", lambda out: (order.append(out.id), process(out))[1])
+        llm.generate(["a", "b", "c"], greedy(max_tokens=2), priority=[5, -1, 0])
+        assert list(dict.fromkeys(order)) == ["1", "2", "0"]
+        with pytest.raises(InvalidRequestError, match="2 prompts and 1 priorities"):
+            llm.generate(["a", "b"], priority=[1])
+
+
+class TestEnds:
+    def expected(self, reference, prompt: list[int], count: int = 30) -> list[int]:
+        return checkpoints.greedy(reference, prompt, count)
+
+    def test_length(self, llm):
+        (answer,) = llm.generate("a", greedy(max_tokens=7))[0].outputs
+        assert (len(answer.token_ids), answer.finish_reason, answer.stop_reason) == (7, "length", None)
+
+    def test_the_context_ends_an_answer_without_max_tokens(self, llm):
+        prompt = [5] * 100
+        (answer,) = llm.generate(prompt, greedy(max_tokens=None))[0].outputs
+        assert (len(answer.token_ids), answer.finish_reason) == (60, "length")
+
+    def test_the_end_token_ends_and_makes_no_text(self, llm):
+        params = SamplingParams(temperature=0, max_tokens=9, logit_bias={EOS: 100})
+        (answer,) = llm.generate("a", params)[0].outputs
+        assert (answer.token_ids, answer.text) == ([EOS], "")
+        assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
+
+    def test_ignore_eos_goes_on(self, llm):
+        params = greedy(max_tokens=9, logit_bias={EOS: 100})
+        (answer,) = llm.generate("a", params)[0].outputs
+        assert (answer.token_ids, answer.finish_reason) == ([EOS] * 9, "length")
+
+    def test_min_tokens_holds_the_end_off(self, llm):
+        params = SamplingParams(temperature=0, max_tokens=9, min_tokens=4, logit_bias={EOS: 100})
+        (answer,) = llm.generate("a", params)[0].outputs
+        assert len(answer.token_ids) == 5
+        assert EOS not in answer.token_ids[:4]
+        assert (answer.token_ids[-1], answer.finish_reason) == (EOS, "stop")
+
+    def test_a_stop_token_ends_and_is_named(self, llm, reference):
+        prompt = [10, 20, 30]
+        expected = self.expected(reference, prompt)
+        stop = expected[8]
+        first = expected.index(stop)
+        (answer,) = llm.generate(prompt, greedy(max_tokens=30, stop_token_ids=[stop]))[0].outputs
+        assert answer.token_ids == expected[: first + 1]
+        assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+
+
+class TestLogprobs:
+    def test_the_chosen_token_and_the_likeliest_are_transformers(self, llm, reference):
+        prompt = [4, 8, 15, 16, 23, 42]
+        (output,) = llm.generate(prompt, greedy(max_tokens=8, logprobs=4))
+        answer = output.outputs[0]
+        values = checkpoints.logits(reference, prompt + answer.token_ids).log_softmax(-1)[
+            len(prompt) - 1 : -1
+        ]
+        assert len(answer.logprobs) == 8
+        for position, token, row in zip(answer.logprobs, answer.token_ids, values, strict=True):
+            top = row.topk(4)
+            assert list(position) == top.indices.tolist()
+            assert position[token].rank == 1
+            for value, expected in zip(position.values(), top.values.tolist(), strict=True):
+                assert value.logprob == pytest.approx(expected, abs=1e-3)
+        assert answer.cumulative_logprob == pytest.approx(float(values.max(-1).values.sum()), abs=1e-2)
+
+    def test_they_are_of_the_raw_logits_whatever_the_sampler_does(self, llm, reference):
+        prompt = [4, 8, 15]
+        params = SamplingParams(
+            max_tokens=1,
+            seed=3,
+            temperature=2.0,
+            top_k=3,
+            logprobs=1,
+            repetition_penalty=1.5,
+            logit_bias={7: 100},
+        )
+        (answer,) = llm.generate(prompt, params)[0].outputs
+        row = checkpoints.logits(reference, prompt)[-1].log_softmax(-1)
+        assert answer.token_ids == [7]
+        first, *_ = answer.logprobs[0].items()
+        assert first[0] == 7
+        assert first[1].logprob == pytest.approx(float(row[7]), abs=1e-3)
+        assert first[1].rank == int((row > row[7]).sum()) + 1
+
+
+class TestStream:
+    def test_pieces_are_the_whole(self, llm):
+        params = greedy(max_tokens=30, logprobs=1)
+        (whole,) = llm.generate("The sea", params)
+        deltas = list(llm.stream("The sea", params))
+        assert "".join(delta.text for delta in deltas) == whole.outputs[0].text
+        assert [t for delta in deltas for t in delta.token_ids] == whole.outputs[0].token_ids
+        assert [p for delta in deltas for p in delta.logprobs] == whole.outputs[0].logprobs
+        assert [delta.finish_reason for delta in deltas][-1] == "length"
+        assert len(deltas) == 30
+
+    def test_leaving_early_frees_everything(self, llm):
+        stream = llm.stream("The sea", greedy(max_tokens=100))
+        next(stream)
+        assert llm._core.scheduler.num_unfinished == 1
+        stream.close()
+        assert llm._core.scheduler.num_unfinished == 0
+        assert llm._core.scheduler.pool.usage == 0.0
+
+    def test_two_streams_and_a_batch_can_be_interleaved(self, llm):
+        settings = greedy(max_tokens=10)
+        expected = [llm.generate(text, settings)[0].outputs[0].text for text in ("abc", "xyz", "mno")]
+        first, second = llm.stream("abc", settings), llm.stream("xyz", settings)
+        pieces = [next(first).text, next(first).text], [next(second).text]
+        middle = llm.generate("mno", settings)[0].outputs[0].text
+        for index, stream in ((1, second), (0, first)):
+            pieces[index].extend(delta.text for delta in stream)
+        assert ["".join(pieces[0]), "".join(pieces[1]), middle] == expected
+
+
+class TestAfterAnException:
+    def test_the_engine_goes_on_after_a_caller_gave_up(self, llm, reference):
+        def give_up(*_: object) -> None:
+            raise ZeroDivisionError
+
+        prompts = ragged(2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(llm._outputs, "process", give_up)
+            with pytest.raises(ZeroDivisionError):
+                llm.generate(prompts, greedy())
+        assert tokens_of(llm.generate(prompts, greedy())) == [
+            checkpoints.greedy(reference, prompt, 12) for prompt in prompts
+        ]
+
+    @pytest.mark.parametrize("overlap", [False, True])
+    @pytest.mark.parametrize("at", [0, 3])
+    def test_an_interrupted_step_leaves_nothing_wrong_in_the_cache(self, checkpoint, reference, overlap, at):
+        """Ctrl-C while a prompt is computed, and the same prompts again; a stream that was open goes on."""
+        llm = LLM(str(checkpoint("llama3-gqa")), device="cpu", max_num_seqs=8, async_scheduling=overlap)
+        stream = llm.stream([9, 9, 9], greedy(max_tokens=20))
+        beginning = next(stream).token_ids
+        model = llm._core.executor._worker.runner.model
+        forward, calls = model.forward, []
+
+        def interrupt(*args: object) -> torch.Tensor:
+            calls.append(args)
+            if len(calls) > at:
+                raise KeyboardInterrupt
+            return forward(*args)
+
+        prompts = ragged(3)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model, "forward", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(prompts, greedy())
+        assert tokens_of(llm.generate(prompts, greedy())) == [
+            checkpoints.greedy(reference, prompt, 12) for prompt in prompts
+        ]
+        rest = [token for delta in stream for token in delta.token_ids]
+        assert beginning + rest == checkpoints.greedy(reference, [9, 9, 9], 20)
+        assert llm._core.scheduler.pool.usage == 0.0
+        assert llm._core.scheduler.num_steps_in_flight == 0
+
+    def test_an_engine_that_was_shut_down_says_so(self, checkpoint):
+        llm = LLM(str(checkpoint("gpt2")), device="cpu", max_num_seqs=2)
+        llm.shutdown()
+        with pytest.raises(EngineError, match="shut down"):
+            llm.generate("a")

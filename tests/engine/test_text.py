@@ -1,0 +1,273 @@
+"""Streamed text against Transformers' decode of the whole, and stop strings against a search in the whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from tests import checkpoints
+from toolkit import LLM, SamplingParams
+from toolkit.engine.output_processor import SequenceState
+from toolkit.engine.tokenizer import TextStream, Tokenizer
+
+quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+CORPUS = [
+    "The sea is wide — naïve 日本語 text, ☃ and 👩‍👩‍👧 families. " * 3,
+    "a  b\n\n\tdef f(x): return x",
+    "ééé日日☃☃",
+]
+SPECIAL = ["<|endoftext|>", "<|user|>"]
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory) -> tuple[PreTrainedTokenizerFast, Tokenizer]:
+    """GPT-2's kind, with merges that end within characters; one added token is special and not named as such."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_tokens([AddedToken("<tool>", special=False), AddedToken("<|reserved|>", special=True)])
+    return save(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIAL[0]), tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def sentence_piece(tmp_path_factory) -> tuple[PreTrainedTokenizerFast, Tokenizer]:
+    """Llama 2's kind: words begin with ▁, and characters that have no token are written in bytes."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", *"abcdeést", "▁a", "▁b", "▁s", "▁se", "ab", "se", "▁sea", "▁▁"]
+    merges = [
+        ("▁", "a"),
+        ("▁", "b"),
+        ("▁", "s"),
+        ("▁s", "e"),
+        ("a", "b"),
+        ("s", "e"),
+        ("▁se", "a"),
+        ("▁", "▁"),
+    ]
+    backend = Backend(
+        models.BPE({p: i for i, p in enumerate(pieces)}, merges, byte_fallback=True, unk_token="<unk>")
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    return save(made, tmp_path_factory)
+
+
+def save(tokenizer: PreTrainedTokenizerFast, factory) -> tuple[PreTrainedTokenizerFast, Tokenizer]:
+    folder = factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(folder)
+    return tokenizer, Tokenizer(folder)
+
+
+def pieces_of(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> list[str]:
+    stream = TextStream(tokenizer, skip_special_tokens=skip)
+    return [*(stream.add([id]) for id in ids), stream.end()]
+
+
+class TestStreams:
+    @given(data=st.data(), skip=st.booleans())
+    @quick
+    def test_any_tokens_give_what_transformers_decodes(self, byte_level, data, skip):
+        """Bytes that are no text, characters cut in two, special tokens in between: U+FFFD in the same places."""
+        theirs, ours = byte_level
+        ids = data.draw(st.lists(st.integers(0, len(theirs) - 1), max_size=30))
+        expected = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert "".join(pieces_of(ours, ids, skip=skip)) == expected
+        assert ours.decode(ids, skip_special_tokens=skip) == expected
+
+    @given(text=st.text(max_size=30))
+    @quick
+    def test_any_text_comes_back_in_whole_characters(self, byte_level, text):
+        theirs, ours = byte_level
+        pieces = pieces_of(ours, theirs.encode(text), skip=False)
+        assert "".join(pieces) == text
+        if "\ufffd" not in text:
+            assert "\ufffd" not in "".join(pieces)
+
+    def test_the_cases_are_not_trivial(self, byte_level):
+        theirs, ours = byte_level
+        pieces = pieces_of(ours, theirs.encode("🦀ß"), skip=False)
+        assert len(pieces) > 4
+        assert "" in pieces[:-1]
+        assert len(theirs.encode("The sea is wide")) < 15
+
+    @pytest.mark.parametrize("skip", [True, False])
+    def test_special_tokens_are_skipped_or_kept(self, byte_level, skip):
+        theirs, ours = byte_level
+        ids = theirs.encode("a<|user|>b<|reserved|>c<tool>d<|endoftext|>")
+        text = ours.decode(ids, skip_special_tokens=skip)
+        assert text == ("abc<tool>d" if skip else "a<|user|>b<|reserved|>c<tool>d<|endoftext|>")
+        assert text == theirs.decode(ids, skip_special_tokens=skip)
+
+    @given(data=st.data(), skip=st.booleans())
+    @quick
+    def test_sentence_pieces_differ_by_the_leading_space_alone(self, sentence_piece, data, skip):
+        theirs, ours = sentence_piece
+        word = st.integers(259, len(theirs) - 1).map(lambda id: [id])
+        character = st.characters(exclude_categories=["Cs"]).map(lambda c: [3 + byte for byte in c.encode()])
+        special = st.sampled_from([[1], [2]])
+        groups = data.draw(st.lists(st.one_of(word, word, character, special), max_size=20))
+        ids = [id for group in groups for id in group]
+        expected = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        text = "".join(pieces_of(ours, ids, skip=skip))
+        assert text in (expected, f" {expected}")
+
+    @given(ids=st.lists(st.integers(3, 258), max_size=12))
+    @quick
+    def test_bytes_that_are_no_text_become_replacement_characters(self, sentence_piece, ids):
+        """As Python decodes them. (Tokenizers gives up on the whole run of bytes, which cannot be known while streaming.)"""
+        pieces = pieces_of(sentence_piece[1], ids, skip=True)
+        assert "".join(pieces) == bytes(id - 3 for id in ids).decode(errors="replace")
+
+    def test_a_token_that_the_tokenizer_does_not_have_makes_no_text(self, byte_level):
+        _, ours = byte_level
+        assert ours.decode([ours.size, ours.size + 1000]) == ""
+
+    def test_a_token_alone_is_empty_when_it_is_part_of_a_character(self, byte_level):
+        theirs, ours = byte_level
+        whole, *_ = theirs.encode("a")
+        part = theirs.convert_tokens_to_ids("ð")
+        assert (ours.token_text(whole), ours.token_text(part)) == ("a", "")
+
+
+BYTES = checkpoints.make_tokenizer()
+"""One token for each byte: its tokens are known by their text."""
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer(tmp_path_factory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("bytes")
+    BYTES.save_pretrained(folder)
+    return Tokenizer(folder)
+
+
+def stream_until_stop(
+    tokenizer: Tokenizer, pieces: list[str], params: SamplingParams
+) -> tuple[list[str], str | None]:
+    """What a user sees of an answer whose tokens spell `pieces`, a step at a time."""
+    state = SequenceState(tokenizer, params)
+    shown: list[str] = []
+    for index, piece in enumerate(pieces):
+        text, stop = state.add(BYTES.encode(piece), index == len(pieces) - 1)
+        shown.append(text)
+        if stop is not None:
+            return shown, stop
+    return shown, None
+
+
+def search(pieces: list[str], stops: list[str]) -> tuple[int, str] | None:
+    """(where, which) of the stop string that is complete first; of several, the one that begins first."""
+    text = ""
+    for piece in pieces:
+        text += piece
+        found = [(text.index(stop), stop) for stop in stops if stop in text]
+        if found:
+            return min(found)
+    return None
+
+
+letters = st.text("ab☃", min_size=1, max_size=4)
+
+
+class TestStopStrings:
+    @given(
+        pieces=st.lists(st.text("ab☃", min_size=1, max_size=3), min_size=1, max_size=20),
+        stops=st.lists(letters, min_size=1, max_size=3),
+        include=st.booleans(),
+    )
+    @quick
+    def test_they_are_found_across_tokens_and_never_shown(self, byte_tokenizer, pieces, stops, include):
+        params = SamplingParams(stop=stops, include_stop_str_in_output=include)
+        shown, stop = stream_until_stop(byte_tokenizer, pieces, params)
+        found = search(pieces, stops)
+        whole = "".join(pieces)
+        if found is None:
+            assert (stop, "".join(shown)) == (None, whole)
+        else:
+            at, which = found
+            assert stop == which
+            assert "".join(shown) == whole[: at + (len(which) if include else 0)]
+
+    @given(
+        pieces=st.lists(st.sampled_from(["a", "b", "☃"]), min_size=1, max_size=20),
+        stop=letters,
+        least=st.integers(1, 8),
+    )
+    @quick
+    def test_min_tokens_makes_the_early_ones_text(self, byte_tokenizer, pieces, stop, least):
+        """One that is complete before there are enough tokens is text like any other."""
+        params = SamplingParams(stop=[stop], min_tokens=least, max_tokens=100)
+        shown, met = stream_until_stop(byte_tokenizer, pieces, params)
+        text = ""
+        count = 0
+        for piece in pieces:
+            before, text = text, text + piece
+            count += len(BYTES.encode(piece))
+            if count >= least and text.endswith(stop):
+                assert met == stop
+                assert "".join(shown) == text.removesuffix(stop)
+                assert len(before) < len(text)
+                break
+        else:
+            assert met is None
+            assert "".join(shown) == text
+
+    def test_what_may_become_a_stop_string_is_held_back_and_given_when_it_does_not(self, byte_tokenizer):
+        params = SamplingParams(stop=["ababc"])
+        shown, stop = stream_until_stop(byte_tokenizer, list("xababababz"), params)
+        assert stop is None
+        assert shown == ["x", "", "", "", "", "ab", "", "ab", "", "ababz"]
+
+    def test_in_an_engine(self, checkpoint):
+        """The stop string is taken from what the model says anyhow."""
+        llm = LLM(str(checkpoint("llama3-gqa")), device="cpu", max_num_seqs=4)
+        params = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+        (free,) = llm.generate("The sea", SamplingParams(**params))[0].outputs
+        for start, size in ((0, 1), (5, 3), (20, 6)):
+            stop = free.text[start : start + size]
+            at = free.text.index(stop)
+            (answer,) = llm.generate("The sea", SamplingParams(stop=[stop, "never said"], **params))[
+                0
+            ].outputs
+            assert answer.text == free.text[:at]
+            assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+            assert answer.token_ids == free.token_ids[: len(answer.token_ids)]
+            assert len(answer.token_ids) < 40
+            deltas = list(llm.stream("The sea", SamplingParams(stop=stop, **params)))
+            assert "".join(delta.text for delta in deltas) == answer.text
+            assert deltas[-1].stop_reason == stop
+            assert llm._core.scheduler.num_unfinished == 0
+
+
+def test_a_stop_string_that_was_complete_before_min_tokens_ends_nothing_later():
+    """It is held back as the beginning of a longer one, and must not count when that is given up."""
+    from tests import checkpoints
+    from toolkit.engine.output_processor import SequenceState
+
+    folder_tokenizer = checkpoints.make_tokenizer()
+
+    class Letters:
+        def token_bytes(self, token: int) -> bytes:
+            return folder_tokenizer.decode([token]).encode()
+
+        def is_special(self, token: int) -> bool:
+            return False
+
+    state = SequenceState(Letters(), SamplingParams(stop=["ab", "abcd"], min_tokens=3))
+    pieces = [state.add(folder_tokenizer.encode(letter), False) for letter in "abxab"]
+    assert "".join(text for text, _ in pieces) == "abx"
+    assert [stop for _, stop in pieces] == [None, None, None, None, "ab"]

@@ -1,0 +1,132 @@
+"""What is built from this tree can be installed, and holds all of it that runs and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import toolkit
+
+ROOT = Path(__file__).parents[2]
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what git would commit: builds leave files behind, and must not pick up old ones."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout, to tell the project's files from others")
+    copy = tmp_path_factory.mktemp("tree")
+    for name in run("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", cwd=ROOT).split(
+        "\0"
+    ):
+        if name and (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def built(tree: Path) -> tuple[Path, Path]:
+    """(wheel, sdist); the wheel is built from the unpacked sdist, so that what the sdist lacks shows."""
+    out = tree / "dist"
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", out, tree, cwd=tree)
+    (sdist,) = out.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tree / "unpacked", filter="data")
+    (unpacked,) = (tree / "unpacked").iterdir()
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, unpacked, cwd=tree)
+    (wheel,) = out.glob("*.whl")
+    return wheel, sdist
+
+
+@pytest.fixture(scope="module")
+def names(built: tuple[Path, Path]) -> set[str]:
+    with zipfile.ZipFile(built[0]) as archive:
+        return set(archive.namelist())
+
+
+def python_files(folder: Path, root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in folder.rglob("*.py")}
+
+
+def test_the_wheel_has_every_module(tree: Path, names: set[str]):
+    ours = python_files(tree / "toolkit", tree)
+    kernels = {f"toolkit/{name}" for name in python_files(tree / "kernels", tree)}
+    assert "toolkit/kernels/triton/attention.py" in kernels
+    assert "toolkit/scheduler/scheduler.py" in ours
+    assert {name for name in names if name.endswith(".py")} == ours | kernels
+
+
+def test_the_wheel_has_every_file_that_the_package_reads(tree: Path, names: set[str]):
+    data = {
+        str(path.relative_to(tree))
+        for path in (tree / "toolkit").rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".md")
+    }
+    data |= {
+        f"toolkit/{path.relative_to(tree)}"
+        for path in (tree / "kernels").rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".md")
+    }
+    if (tree / "toolkit" / "demo" / "model").is_dir():
+        assert "toolkit/demo/model/config.json" in data
+    assert data <= names
+
+
+def test_the_wheel_has_a_licence_and_the_command_and_nothing_foreign(names: set[str], built):
+    info = f"tk_llm-{toolkit.__version__}.dist-info"
+    assert f"{info}/licenses/LICENSE" in names
+    with zipfile.ZipFile(built[0]) as archive:
+        assert "tk = toolkit.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+        metadata = archive.read(f"{info}/METADATA").decode()
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "Requires-Python: <3.14,>=3.11" in metadata
+    assert {name.split("/")[0] for name in names} == {"toolkit", info}
+    assert not [name for name in names if "test" in name or "__pycache__" in name]
+
+
+def test_the_installed_package_finds_its_parts(built: tuple[Path, Path], tmp_path: Path):
+    """Without dependencies, so that only light modules can be imported; the others are found."""
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    run(*PIP, "--python", python, "install", "--quiet", "--no-deps", "--no-index", built[0], cwd=tmp_path)
+    code = """
+import importlib.util, pathlib, sys, toolkit
+import toolkit.errors
+from toolkit.demo import MODEL_DIR
+for name in ("kernels.reference", "kernels.triton.attention", "scheduler.scheduler", "worker.worker", "cli.serve"):
+    place = pathlib.Path("toolkit", *name.split(".")).with_suffix(".py")
+    assert (pathlib.Path(toolkit.__file__).parents[1] / place).is_file(), place
+reference = importlib.util.find_spec("toolkit.kernels.reference").origin
+print(toolkit.__version__, toolkit.__file__, reference, MODEL_DIR, sep="\\n")
+"""
+    version, *files = run(python, "-I", "-c", code, cwd=tmp_path).splitlines()
+    assert version == toolkit.__version__
+    assert all(Path(file).is_relative_to(tmp_path / "venv") for file in files)
+    assert files[1].endswith("toolkit/kernels/reference.py")
+    assert (tmp_path / "venv" / "bin" / "tk").is_file()
+
+
+def test_an_editable_install_reads_the_checkout(tree: Path, tmp_path: Path):
+    build = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
+    run(sys.executable, "-c", build, cwd=tree)
+    (wheel,) = tmp_path.glob("*.whl")
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    run(*PIP, "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    code = "import toolkit, toolkit.kernels; print(toolkit.__file__, toolkit.kernels.__file__, sep='\\n')"
+    files = run(python, "-I", "-c", code, cwd=tmp_path).splitlines()
+    assert files == [str(tree / "toolkit" / "__init__.py"), str(tree / "kernels" / "__init__.py")]

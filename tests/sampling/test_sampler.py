@@ -1,0 +1,276 @@
+"""The sampler against Transformers' logits processors and against brute force, on random logits."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from toolkit.sampling.params import SamplingParams
+from toolkit.sampling.sampler import draw, sample, uniform_at
+from toolkit.sampling.state import SamplingState
+
+VOCAB = 60
+EOS = 7
+
+
+def make_state(*params: SamplingParams, num_prompt_tokens: int = 0) -> SamplingState:
+    """Row i has the i-th parameters and the seed i."""
+    state = SamplingState(len(params), torch.device("cpu"))
+    for row, one in enumerate(params):
+        state.set(row, one, one.seed or row, num_prompt_tokens, [EOS])
+    return state
+
+
+def random_logits(seed: int, rows: int = 1) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2.5
+
+
+def draw_many(logits: torch.Tensor, params: SamplingParams, count: int, first: int = 0) -> torch.Tensor:
+    """How often each token comes at `count` positions that all have the same logits [1, VOCAB]."""
+    state = make_state(params)
+    tokens = sample(
+        logits.repeat(count, 1),
+        state,
+        torch.zeros(1, 1, dtype=torch.int32),
+        np.zeros(count, np.int32),
+        np.arange(first, first + count, dtype=np.int32),
+    )
+    return tokens.bincount(minlength=VOCAB)
+
+
+def chi_square_fits(counts: torch.Tensor, probabilities: torch.Tensor) -> bool:
+    """Pearson's test at about four standard deviations; tokens expected less than 10 times are taken together."""
+    expected = probabilities * counts.sum()
+    common = expected >= 10
+    pairs = list(zip(counts[common].tolist(), expected[common].tolist(), strict=True))
+    rest = (float(counts[~common].sum()), float(expected[~common].sum()))
+    if rest[1] >= 5:
+        pairs.append(rest)
+    statistic = sum((c - e) ** 2 / e for c, e in pairs)
+    freedom = len(pairs) - 1
+    return freedom < 1 or statistic < freedom + 4 * math.sqrt(2 * freedom) + 4
+
+
+CASES = {
+    "plain": {},
+    "hot": {"temperature": 3.0},
+    "cold": {"temperature": 0.3},
+    "top-k": {"top_k": 5},
+    "top-k of everything": {"top_k": VOCAB + 10},
+    "top-p": {"top_p": 0.7},
+    "narrow top-p": {"top_p": 1e-6},
+    "min-p": {"min_p": 0.1},
+    "top-k and top-p": {"top_k": 12, "top_p": 0.8, "temperature": 1.7},
+    "all three": {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 2.0},
+}
+
+
+def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Probabilities by Transformers, its processors applied in our order: min-p and top-k, then top-p of what they leave."""
+    scores = TemperatureLogitsWarper(params.temperature)(None, logits)
+    if params.min_p:
+        scores = MinPLogitsWarper(params.min_p)(None, scores)
+    if params.top_k:
+        scores = TopKLogitsWarper(params.top_k)(None, scores)
+    if params.top_p < 1:
+        scores = TopPLogitsWarper(params.top_p)(None, scores)
+    return scores.softmax(-1)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_are_drawn_as_often_as_transformers_gives_them_probability(case, seed):
+    params = SamplingParams(seed=1000 + seed, **{"temperature": 1.0} | CASES[case])
+    logits = random_logits(seed)
+    expected = warped(logits, params)
+    counts = draw_many(logits, params, 30_000)
+    assert counts[expected == 0].sum() == 0, "a token that was taken out was drawn"
+    assert (counts[expected > 1e-3] > 0).all(), "a token that was kept was never drawn"
+    assert chi_square_fits(counts, expected)
+
+
+def test_the_fit_would_notice_a_small_bias():
+    logits = random_logits(0)
+    counts = draw_many(logits, SamplingParams(seed=5), 30_000)
+    assert chi_square_fits(counts, logits.softmax(-1)[0])
+    assert not chi_square_fits(counts, (logits * 1.05).softmax(-1)[0])
+
+
+def test_tokens_are_drawn_right_over_seeds_too():
+    """One position, many requests: seeds that follow one another are independent draws."""
+    logits = random_logits(3)
+    count = 20_000
+    state = SamplingState(count, torch.device("cpu"))
+    state.floats[:, 0] = state.floats[:, 1] = 1.0
+    state.random[:] = True
+    state.ints[:, 1] = torch.arange(count)
+    rows = np.arange(count, dtype=np.int32)
+    tokens = sample(
+        logits.repeat(count, 1), state, torch.zeros(count, 1, dtype=torch.int32), rows, np.full_like(rows, 17)
+    )
+    assert chi_square_fits(tokens.bincount(minlength=VOCAB), logits.softmax(-1)[0])
+
+
+def test_temperature_zero_takes_the_likeliest_and_so_does_one_close_to_it():
+    logits = random_logits(1, 4)
+    for temperature in (0.0, 1e-45, 1e-38, 1e-12, 1e-6):
+        state = make_state(*[SamplingParams(temperature=temperature)] * 4)
+        rows = np.arange(4, dtype=np.int32)
+        tokens = sample(logits.clone(), state, torch.zeros(4, 1, dtype=torch.int32), rows, rows)
+        assert tokens.tolist() == logits.argmax(-1).tolist(), temperature
+
+
+def test_what_is_drawn_does_not_depend_on_the_neighbours():
+    """Greedy ones, ones that filter and ones that do not share a step; ties in the logits make any order visible."""
+    kinds = [SamplingParams(temperature=0.0), *[SamplingParams(**c) for c in CASES.values()]]
+    rounded = random_logits(2, len(kinds)).round()
+    tokens_of = torch.zeros(len(kinds), 1, dtype=torch.int32)
+    state = make_state(*kinds)
+    for position in range(60):
+        rows = np.arange(len(kinds), dtype=np.int32)
+        together = sample(rounded.clone(), state, tokens_of, rows, np.full_like(rows, position))
+        for row in range(len(kinds)):
+            alone = sample(
+                rounded[row : row + 1].clone(), state, tokens_of, rows[row : row + 1], np.array([position])
+            )
+            assert alone.item() == together[row].item(), (kinds[row], position)
+
+
+def random_history(rng: np.random.Generator, length: int) -> torch.Tensor:
+    return torch.from_numpy(rng.integers(0, VOCAB, (1, length))).to(torch.int32)
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 5.0])
+def test_repetition_penalty_is_transformers(penalty):
+    history = random_history(np.random.default_rng(0), 25)
+    logits = random_logits(4)
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(history.long(), logits.clone())
+    state = make_state(SamplingParams(temperature=0.0, repetition_penalty=penalty), num_prompt_tokens=10)
+    ours = logits.clone()
+    token = sample(ours, state, history, np.array([0], np.int32), np.array([25], np.int32))
+    torch.testing.assert_close(ours, expected)
+    assert token.item() == expected.argmax().item()
+    assert not torch.equal(ours, logits)
+
+
+@pytest.mark.parametrize(("presence", "frequency"), [(1.5, 0.0), (0.0, 0.7), (-2.0, 2.0), (0.3, -0.4)])
+def test_presence_and_frequency_penalties_count_the_output_alone(presence, frequency):
+    history = random_history(np.random.default_rng(1), 30)
+    prompt, length = 12, 26  # what lies beyond `length` is of another request
+    logits = random_logits(5)
+    expected = logits.clone()
+    for token in range(VOCAB):
+        count = history[0, prompt:length].tolist().count(token)
+        expected[0, token] -= frequency * count + (presence if count else 0.0)
+    params = SamplingParams(temperature=0.0, presence_penalty=presence, frequency_penalty=frequency)
+    ours = logits.clone()
+    sample(
+        ours,
+        make_state(params, num_prompt_tokens=prompt),
+        history,
+        np.array([0], np.int32),
+        np.array([length], np.int32),
+    )
+    torch.testing.assert_close(ours, expected)
+
+
+def test_penalties_touch_only_the_rows_that_ask_for_them():
+    history = random_history(np.random.default_rng(2), 9).repeat(3, 1)
+    logits = random_logits(6, 3)
+    params = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, repetition_penalty=2.0)]
+    ours = logits.clone()
+    sample(
+        ours,
+        make_state(*params, params[0]),
+        history,
+        np.arange(3, dtype=np.int32),
+        np.full(3, 9, np.int32),
+    )
+    assert torch.equal(ours[[0, 2]], logits[[0, 2]])
+    assert not torch.equal(ours[1], logits[1])
+
+
+@pytest.mark.parametrize("bias", [{3: 100.0, 9: -100.0}, {3: 2, 4: -1}])
+def test_logit_bias_is_added(bias):
+    """Whole numbers too."""
+    logits = random_logits(7)
+    expected = logits.clone()
+    for token, value in bias.items():
+        expected[0, token] += value
+    ours = logits.clone()
+    state = make_state(SamplingParams(temperature=0.0, logit_bias=bias))
+    token = sample(
+        ours, state, torch.zeros(1, 1, dtype=torch.int32), np.zeros(1, np.int32), np.zeros(1, np.int32)
+    )
+    torch.testing.assert_close(ours, expected)
+    assert token.item() == expected.argmax().item()
+
+
+def test_min_tokens_forbids_every_end_until_there_are_enough():
+    params = SamplingParams(
+        temperature=0.0, min_tokens=4, stop_token_ids=[20, 21], logit_bias={EOS: 50.0, 20: 40.0}
+    )
+    state = make_state(params, num_prompt_tokens=5)
+    for length in range(5, 12):
+        token = sample(
+            random_logits(length), state, torch.zeros(1, 20, dtype=torch.int32), np.zeros(1, np.int32),
+            np.array([length], np.int32),
+        ).item()  # fmt: skip
+        if length - 5 < 4:
+            assert token not in (EOS, 20, 21)
+        else:
+            assert token == EOS
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_marked_and_the_neighbours_are_drawn_as_ever(bad, temperature):
+    logits = random_logits(8, 3)
+    spoiled = logits.clone()
+    spoiled[1, 30] = bad
+    state = make_state(*[SamplingParams(temperature=temperature, top_p=0.9, repetition_penalty=1.1)] * 3)
+    history = random_history(np.random.default_rng(3), 4).repeat(3, 1)
+    rows, lengths = np.arange(3, dtype=np.int32), np.full(3, 4, np.int32)
+    good = sample(logits, state, history, rows, lengths).tolist()
+    assert sample(spoiled, state, history, rows, lengths).tolist() == [good[0], -1, good[2]]
+
+
+def test_a_token_of_no_probability_is_never_drawn():
+    probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
+    uniform = torch.tensor([0.0, 0.25, 0.5 - 1e-12, 0.5, 1 - 2**-53], dtype=torch.float64)
+    drawn = [draw(probabilities, u[None]).item() for u in uniform]
+    assert drawn == [1, 1, 1, 3, 3]
+
+
+def test_uniform_numbers_are_in_range_and_well_spread():
+    seeds = torch.tensor([0, 1, 2, -1, 2**62, -(2**63)])[:, None]
+    positions = torch.arange(40_000)[None]
+    numbers = uniform_at(seeds, positions)
+    assert numbers.dtype == torch.float64
+    assert ((numbers >= 0) & (numbers < 1)).all()
+    for row in numbers:
+        bins = torch.histc(row, 100, 0, 1)
+        assert chi_square_fits(bins, torch.full((100,), 0.01))
+        # one position tells nothing of the next
+        pairs = (row[:-1] * 10).long() * 10 + (row[1:] * 10).long()
+        assert chi_square_fits(pairs.bincount(minlength=100), torch.full((100,), 0.01))
+    assert len(set(numbers.flatten().tolist())) == numbers.numel()
+    correlation = torch.corrcoef(numbers).fill_diagonal_(0).abs().max()
+    assert correlation < 0.03
+
+
+def test_uniform_numbers_are_splitmix64():
+    """The first outputs of the published generator for the seed 1234567, whose k-th state is seed + k * gamma."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    ours = uniform_at(torch.tensor([1234567]), torch.arange(4))
+    assert ours.tolist() == [(value >> 11) * 2.0**-53 for value in published]

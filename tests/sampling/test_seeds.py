@@ -1,0 +1,114 @@
+"""The same seed gives the same text, whatever else runs and however often it is interrupted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import VOCAB
+from toolkit import LLM, SamplingParams
+
+KINDS = {
+    "plain": {"temperature": 1.5},
+    "top-k": {"temperature": 2.0, "top_k": 7},
+    "top-p": {"temperature": 2.0, "top_p": 0.8},
+    "penalties": {"temperature": 1.5, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_p": 0.02},
+}
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def seeded(kind: str, seed: int, **more: object) -> SamplingParams:
+    return SamplingParams(max_tokens=24, ignore_eos=True, seed=seed, **KINDS[kind] | more)
+
+
+def strangers(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
+    """Neighbours of every sort."""
+    made = []
+    for _ in range(rng.randrange(1, 7)):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 50))]
+        settings = dict(rng.choice([*KINDS.values(), {"temperature": 0.0}]))
+        made.append((prompt, SamplingParams(max_tokens=rng.randrange(1, 40), ignore_eos=True, **settings)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Callable[[str], Path]) -> LLM:
+    return LLM(str(checkpoint("qwen3")), device="cpu", max_num_seqs=8)
+
+
+@pytest.fixture(scope="module")
+def tight(checkpoint: Callable[[str], Path]) -> Callable[[float], LLM]:
+    """Preempts all the time: by recompute, or with swap space."""
+    return lambda swap: LLM(
+        str(checkpoint("qwen3")),
+        device="cpu",
+        max_num_seqs=8,
+        num_gpu_blocks_override=42,
+        block_size=4,
+        swap_space=swap,
+        async_scheduling=bool(swap),
+        max_num_batched_tokens=20,
+    )
+
+
+def tokens(llm: LLM, *requests: tuple[list[int], SamplingParams]) -> list[list[int]]:
+    outputs = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+    return [list(answer.token_ids) for output in outputs for answer in output.outputs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_neighbours_change_nothing(llm, kind):
+    mine = (PROMPT, seeded(kind, 11))
+    (alone,) = tokens(llm, mine)
+    rng = random.Random(kind)
+    for _ in range(5):
+        others = strangers(rng)
+        place = rng.randrange(len(others) + 1)
+        assert tokens(llm, *others[:place], mine, *others[place:])[place] == alone
+
+
+@pytest.mark.parametrize("swap", [0.0, 0.001])
+def test_preemption_changes_nothing(llm, tight, swap):
+    mine = [(PROMPT * 3, seeded(kind, 5, min_tokens=24)) for kind in KINDS]
+    expected = [tokens(llm, one)[0] for one in mine]
+    small = tight(swap)
+    counts: list[int] = []
+    take = small._core.scheduler.take_stats
+    small._core.scheduler.take_stats = lambda: (s := take(), counts.append(s.num_preemptions))[0]
+    filler = [([i] * 30, SamplingParams(max_tokens=60, ignore_eos=True)) for i in range(4)]
+    assert tokens(small, *filler, *mine)[4:] == expected
+    assert sum(counts) > 0
+
+
+def test_different_seeds_give_different_texts(llm):
+    answers = tokens(llm, *[(PROMPT, seeded("plain", seed)) for seed in range(20)])
+    assert len({tuple(answer) for answer in answers}) == 20
+
+
+def test_without_a_seed_two_answers_differ(llm):
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.5)
+    first, second = tokens(llm, (PROMPT, params), (PROMPT, params))
+    assert first != second
+
+
+def test_the_engines_own_seed_makes_all_of_it_reproducible(checkpoint):
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.5)
+
+    def run(seed: int) -> list[list[int]]:
+        llm = LLM(str(checkpoint("qwen3")), device="cpu", max_num_seqs=4, seed=seed)
+        return tokens(llm, (PROMPT, params), ([7, 7], params))
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_several_answers_of_one_seed_differ_and_come_again(llm):
+    params = seeded("plain", 99, n=4)
+    answers = tokens(llm, (PROMPT, params))
+    assert len({tuple(answer) for answer in answers}) == 4
+    neighbours = strangers(random.Random(1))
+    assert tokens(llm, *neighbours, (PROMPT, params))[len(neighbours) :] == answers
+    assert tokens(llm, (PROMPT, seeded("plain", 99)))[0] == answers[0]

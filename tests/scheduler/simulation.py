@@ -1,0 +1,299 @@
+"""A device that keeps no numbers, only what they would have been computed from; and a loop that drives it.
+
+A slot of the KV cache holds the name of the prefix that its token ended: two slots are equal exactly when all tokens up to
+them are. A step's tokens are checked against every earlier position of their row, so that a block shared wrongly, found when
+stale, or swapped to the wrong place is seen at the first token that would have read it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from toolkit.sampling.params import SamplingParams
+from toolkit.scheduler import FinishReason, ModelOutput, Request, RequestStatus, Scheduler, SchedulerOutput
+
+VOCAB = 11
+EOS, STOP_TOKEN = 0, 1
+GARBAGE = -1
+MAX_MODEL_LEN = 40
+
+
+def next_token(tokens: tuple[int, ...], seed: int) -> int:
+    """What the model says after `tokens`: any rule will do that depends on all of them."""
+    return random.Random(f"{seed}:{tokens}").randrange(VOCAB)
+
+
+def expected_answer(request: Request) -> tuple[list[int], FinishReason, int | None]:
+    """(tokens, reason, stop token) of a request run alone, by the rules as a user would state them."""
+    tokens: list[int] = []
+    while True:
+        tokens.append(next_token((*request.prompt_token_ids, *tokens), request.seed))
+        if len(tokens) >= request.params.min_tokens:
+            if tokens[-1] in (request.params.stop_token_ids or []):
+                return tokens, FinishReason.STOP, tokens[-1]
+            if tokens[-1] == EOS and not request.params.ignore_eos:
+                return tokens, FinishReason.STOP, None
+        if len(tokens) == request.max_tokens or len(request.prompt_token_ids) + len(tokens) == MAX_MODEL_LEN:
+            return tokens, FinishReason.LENGTH, None
+
+
+@dataclass
+class Row:
+    tokens: list[int]
+    blocks: list[int]
+    seed: int
+
+
+class Device:
+    """Applies steps as workers do. Raises AssertionError where a real one would compute something wrong."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.block_size = scheduler.block_size
+        self.cache = np.full((scheduler.pool.num_blocks, self.block_size), GARBAGE, np.int64)
+        self.host = np.full((scheduler.host_pool.num_blocks, self.block_size), GARBAGE, np.int64)
+        self.rows: dict[int, Row] = {}
+        self.names: dict[tuple[int, int], int] = {}
+        self.broken = False
+        """A step failed and the loop does not know yet: what runs now computes nonsense and is dropped."""
+
+    def execute(self, step: SchedulerOutput, *, fails: bool = False) -> ModelOutput:
+        self.broken |= fails
+        for block, host_block in step.swap_out:
+            self.host[host_block] = self.cache[block]
+        for host_block, block in step.swap_in:
+            self.cache[block] = self.host[host_block]
+        for new in step.new_rows:
+            self.rows[new.row] = Row(list(new.token_ids), list(new.blocks), new.seed)
+        for number, start, blocks in step.new_blocks:
+            assert start == len(self.rows[number].blocks), "new blocks follow the row's others"
+            self.rows[number].blocks += blocks
+        work = list(
+            zip(
+                step.rows.tolist(),
+                step.num_tokens.tolist(),
+                step.num_computed.tolist(),
+                step.samples,
+                strict=True,
+            )
+        )
+        prefixes = {number: self._prefixes(self.rows[number].tokens) for number, *_ in work}
+        for number, count, computed, _ in work:  # a layer writes all of a step's keys, then reads
+            row = self.rows[number]
+            assert computed + count <= len(row.tokens), "only known tokens can be computed"
+            for position in range(computed, computed + count):
+                block = row.blocks[position // self.block_size]
+                self.cache[block, position % self.block_size] = (
+                    GARBAGE if self.broken else prefixes[number][position]
+                )
+        sampled = []
+        for number, count, computed, samples in work:
+            row = self.rows[number]
+            seen = computed + count
+            if not self.broken:
+                held = [
+                    self.cache[row.blocks[p // self.block_size], p % self.block_size] for p in range(seen)
+                ]
+                assert held == prefixes[number][:seen], f"row {number} reads another request's cache"
+            if samples:
+                assert seen == len(row.tokens), "the next token comes after all the others"
+                row.tokens.append(next_token(tuple(row.tokens), row.seed))
+                sampled.append(row.tokens[-1])
+        return ModelOutput(step.step, np.array(sampled, np.int32))
+
+    def _prefixes(self, tokens: list[int]) -> list[int]:
+        """For each position, the name of the tokens up to it."""
+        names, name = [], 0
+        for token in tokens:
+            name = self.names.setdefault((name, token), len(self.names) + 1)
+            names.append(name)
+        return names
+
+
+@dataclass
+class Plan:
+    """A script: who comes when, who is aborted when, which steps fail."""
+
+    block_size: int = 4
+    num_blocks: int = 20
+    num_host_blocks: int = 0
+    max_num_seqs: int = 4
+    budget: int = 16
+    policy: str = "fcfs"
+    caching: bool = True
+    depth: int = 1
+    arrivals: list[tuple[int, list[Request]]] = field(default_factory=list)
+    """(turn of the loop, requests)."""
+    aborts: list[tuple[int, str]] = field(default_factory=list)
+    failures: dict[int, str] = field(default_factory=dict)
+    """By number of the step: "error" or "memory"."""
+    poison: dict[str, int] = field(default_factory=dict)
+    """Requests with which every step fails that samples them once they have this many output tokens."""
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for _, group in self.arrivals for request in group]
+
+    def _repr_pretty_(self, printer, cycle) -> None:
+        """How hypothesis shows it."""
+        settings = {name: value for name, value in vars(self).items() if name != "arrivals"}
+        lines = [
+            f"turn {turn}: {r.id} {r.prompt_token_ids} {r.params} priority {r.priority} salt {r.cache_salt!r}"
+            for turn, group in self.arrivals
+            for r in group
+        ]
+        printer.text("\n".join([str(settings), *lines]))
+
+
+@dataclass
+class Outcome:
+    scheduler: Scheduler
+    trace: list[tuple] = field(default_factory=list)
+    first_token: dict[str, int] = field(default_factory=dict)
+    """Turn at which each request's first token was known."""
+    num_preemptions: int = 0
+    num_swaps: int = 0
+
+
+def make_scheduler(plan: Plan) -> Scheduler:
+    return Scheduler(
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.budget,
+        max_model_len=MAX_MODEL_LEN,
+        policy=plan.policy,
+        num_host_blocks=plan.num_host_blocks,
+        enable_prefix_caching=plan.caching,
+    )
+
+
+def run(plan: Plan) -> Outcome:
+    """Runs a plan to its end as the engine's loop does, checking every invariant at every step."""
+    scheduler = make_scheduler(plan)
+    device, outcome = Device(scheduler), Outcome(scheduler)
+    steps: deque[tuple[SchedulerOutput, ModelOutput | str]] = deque()
+    arrivals = sorted(plan.arrivals, key=lambda arrival: arrival[0])
+    work = sum(r.num_prompt_tokens + r.max_tokens for r in plan.requests)
+    limit = 100 + 40 * work + max((turn for turn, _ in plan.arrivals + plan.aborts), default=0)
+    turn = -1
+    while arrivals or scheduler.num_unfinished or steps:
+        turn += 1
+        assert turn < limit, f"not finished after {turn} turns: {list(scheduler._requests)}"
+        while arrivals and arrivals[0][0] <= turn:
+            for request in arrivals.pop(0)[1]:
+                scheduler.add(request)
+        for when, name in plan.aborts:
+            if when == turn:
+                scheduler.abort(name)
+        while len(steps) < plan.depth:
+            budget = scheduler.max_num_batched_tokens
+            step = scheduler.schedule()
+            if step is None:
+                break
+            check_step(scheduler, step, budget)
+            outcome.num_swaps += len(step.swap_in)
+            scheduled = scheduler._in_flight[step.step]
+            failure = plan.failures.get(step.step)
+            for request, samples in zip(scheduled, step.samples.tolist(), strict=True):
+                if samples and len(request.output_token_ids) >= plan.poison.get(request.id, MAX_MODEL_LEN):
+                    failure = failure or "error"
+            output = device.execute(step, fails=failure is not None)
+            steps.append((step, failure or output))
+            outcome.trace.append(
+                (
+                    step.rows.tolist(),
+                    step.num_tokens.tolist(),
+                    step.num_computed.tolist(),
+                    step.swap_out,
+                    step.swap_in,
+                    output.token_ids.tolist(),
+                )
+            )
+        check_ownership(scheduler)
+        if not steps:
+            assert arrivals or not scheduler.num_unfinished, "nothing runs, and somebody waits"
+            continue
+        step, result = steps.popleft()
+        if isinstance(result, str):
+            steps.clear()
+            device.broken = False
+            device.rows.clear()
+            scheduler.recover(step, out_of_memory=result == "memory")
+        else:
+            for news in scheduler.update(step, result):
+                if news.token_id is not None:
+                    outcome.first_token.setdefault(news.request.id, turn)
+        check_ownership(scheduler)
+        outcome.num_preemptions += scheduler.take_stats().num_preemptions
+    check_nothing_is_left(scheduler)
+    return outcome
+
+
+def check_step(scheduler: Scheduler, step: SchedulerOutput, budget: int) -> None:
+    rows = step.rows.tolist()
+    assert step.total_tokens <= budget
+    assert len(set(rows)) == len(rows)
+    assert (step.num_tokens > 0).all()
+    assert len(rows) <= len(scheduler.running) <= scheduler.max_num_seqs
+    running = [request.row for request in scheduler.running]
+    assert len(set(running)) == len(running)
+    assert set(rows) <= set(running)
+    for copies in (step.swap_out, step.swap_in):
+        assert len({target for _, target in copies}) == len(copies), "a block is copied to once"
+
+
+def check_ownership(scheduler: Scheduler) -> None:
+    """Every block is held exactly as often as somebody names it, and what nobody names is free, once."""
+    holders = Counter(block for request in scheduler.running for block in request.blocks)
+    pool = scheduler.pool
+    assert [holders[block] for block in range(pool.num_blocks)] == pool._references
+    assert sorted(pool._free) == [block for block in range(pool.num_blocks) if not holders[block]]
+    for request in scheduler.running:
+        assert request.status is RequestStatus.RUNNING
+        assert len(set(request.blocks)) == len(request.blocks)
+    on_host = [block for request in scheduler._requests.values() for block in request.host_blocks]
+    assert sorted(on_host + scheduler.host_pool._free) == list(range(scheduler.host_pool.num_blocks))
+    rows = [request.row for request in scheduler.running] + scheduler._free_rows
+    assert sorted(rows) == list(range(len(rows)))
+    for request in scheduler._requests.values():
+        if request not in scheduler.running:
+            assert not request.blocks
+            assert request.row == -1
+
+
+def check_nothing_is_left(scheduler: Scheduler) -> None:
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.host_pool.num_free == scheduler.host_pool.num_blocks
+    assert not scheduler.running
+    assert scheduler.num_waiting == scheduler.num_steps_in_flight == 0
+    assert scheduler.schedule() is None
+
+
+def make_request(
+    name: str,
+    prompt: list[int],
+    *,
+    max_tokens: int = 6,
+    seed: int = 0,
+    priority: int = 0,
+    salt: str = "",
+    cacheable: bool = True,
+    leader: Request | None = None,
+    **params: object,
+) -> Request:
+    return Request(
+        id=name,
+        prompt_token_ids=prompt,
+        params=SamplingParams(max_tokens=max_tokens, **params),
+        max_tokens=max_tokens,
+        eos_token_ids=frozenset({EOS}),
+        priority=priority,
+        seed=seed,
+        cache_salt=salt,
+        cacheable=cacheable,
+        leader=leader,
+    )

@@ -1,0 +1,219 @@
+"""Which blocks are found again, in which order they are overwritten, and who may share with whom."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.scheduler.simulation import Plan, expected_answer, make_request, run
+from toolkit.scheduler import BlockPool, HostBlockPool
+from toolkit.scheduler.block_pool import hash_block
+
+quick = settings(max_examples=80, deadline=None, derandomize=True, database=None)
+
+
+class NaivePool:
+    """The pool's contract, by lists: the free blocks in the order in which they will be overwritten."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.held = [0] * num_blocks
+        self.content: dict[int, bytes] = {}
+        self.free = list(range(num_blocks))
+
+    def allocate(self, count: int) -> list[int] | None:
+        if count > len(self.free):
+            return None
+        taken, self.free = self.free[:count], self.free[count:]
+        for block in taken:
+            self.held[block] = 1
+            self.content.pop(block, None)
+        return taken
+
+    def share(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.held[block] += 1
+            if block in self.free:
+                self.free.remove(block)
+
+    def release(self, blocks: list[int]) -> None:
+        for block in blocks[::-1]:
+            self.held[block] -= 1
+            if not self.held[block]:
+                self.free.insert(len(self.free) if block in self.content else 0, block)
+
+    def remember(self, block: int, name: bytes) -> None:
+        if block not in self.content and name not in self.content.values():
+            self.content[block] = name
+
+    def find(self, names: list[bytes]) -> list[int]:
+        found = []
+        for name in names:
+            block = next((b for b, content in self.content.items() if content == name), None)
+            if block is None:
+                return found
+            found.append(block)
+        return found
+
+
+@given(data=st.data(), num_blocks=st.integers(1, 9))
+@quick
+def test_the_pool_does_what_plain_lists_do(data, num_blocks):
+    pool, naive = BlockPool(num_blocks), NaivePool(num_blocks)
+    names = [bytes([i]) * 16 for i in range(6)]
+    tables: list[list[int]] = []
+    for _ in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(["allocate", "share", "release", "remember", "forget"]))
+        if action == "allocate":
+            count = data.draw(st.integers(0, 4))
+            blocks = pool.allocate(count)
+            assert blocks == naive.allocate(count)
+            if blocks:
+                tables.append(blocks)
+        elif action == "share":
+            wanted = data.draw(st.lists(st.sampled_from(names), max_size=4, unique=True))
+            found = pool.find(wanted)
+            assert found == naive.find(wanted)
+            assert pool.num_free_among(found) == sum(block in naive.free for block in found)
+            pool.share(found)
+            naive.share(found)
+            if found:
+                tables.append(found)
+        elif action == "release" and tables:
+            table = tables.pop(data.draw(st.integers(0, len(tables) - 1)))
+            pool.release(table)
+            naive.release(table)
+        elif action == "remember" and tables:
+            block = data.draw(st.sampled_from(data.draw(st.sampled_from(tables))))
+            name = data.draw(st.sampled_from(names))
+            pool.remember(block, name)
+            naive.remember(block, name)
+        elif action == "forget" and data.draw(st.booleans()):
+            pool.forget_all()
+            naive.content.clear()
+        assert pool.num_free == len(naive.free)
+        assert list(pool._free) == naive.free
+        assert pool.usage == 1 - len(naive.free) / num_blocks
+
+
+def test_the_least_recently_used_block_goes_first_and_a_prompts_end_before_its_beginning():
+    pool = BlockPool(6)
+    first, second = pool.allocate(3), pool.allocate(2)
+    for block in first + second:
+        pool.remember(block, bytes([block]) * 16)
+    pool.release(first)
+    pool.release(second)
+    unused = 5
+    assert pool.allocate(6) == [unused, *first[::-1], *second[::-1]]
+
+
+def test_a_block_released_once_too_often_is_a_bug_that_shows():
+    pool = BlockPool(2)
+    blocks = pool.allocate(1)
+    pool.release(blocks)
+    with pytest.raises(RuntimeError, match="released more often"):
+        pool.release(blocks)
+
+
+def test_host_blocks_are_given_out_once_each():
+    pool = HostBlockPool(4)
+    first = pool.allocate(3)
+    assert pool.allocate(2) is None
+    rest = pool.allocate(1)
+    assert sorted(first + rest) == [0, 1, 2, 3]
+    pool.release(first)
+    assert pool.num_free == 3
+
+
+def test_a_blocks_name_tells_apart_parents_tokens_and_salts():
+    names = {
+        hash_block(parent, tokens, salt)
+        for parent in (b"", b"p" * 16, b"q" * 16)
+        for tokens in ([1, 2], [2, 1], [1, 3], [12, 0])
+        for salt in ("", "a", "b", "ab")
+    }
+    assert len(names) == 3 * 4 * 4
+    assert hash_block(b"", [1, 2], "a") == hash_block(b"", [1, 2], "a")
+
+
+def longest_cached_prefix(tokens: list[int], seen: list[list[int]], block_size: int) -> int:
+    """Whole blocks at the beginning of `tokens` that one of the computed sequences begins with, less what must be computed."""
+    best = 0
+    for other in seen:
+        common = next((i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), None)
+        best = max(best, min(len(tokens), len(other)) if common is None else common)
+    return min(best, len(tokens) - 1) // block_size * block_size
+
+
+prompts = st.lists(st.integers(2, 3), min_size=1, max_size=24)
+
+
+@given(
+    turns=st.lists(st.tuples(prompts, st.sampled_from(["", "a", "b"])), min_size=1, max_size=8),
+    block_size=st.sampled_from([1, 3, 4]),
+)
+@quick
+def test_hits_are_the_longest_common_beginning_of_the_same_salt(turns, block_size):
+    """One request after another, in a pool where nothing is evicted: answers are found again as prompts are."""
+    requests = [
+        make_request(f"{i}", prompt, salt=salt, max_tokens=8, seed=i)
+        for i, (prompt, salt) in enumerate(turns)
+    ]
+    plan = Plan(
+        block_size=block_size, num_blocks=400, arrivals=[(i * 100, [r]) for i, r in enumerate(requests)]
+    )
+    run(plan)
+    seen: dict[str, list[list[int]]] = {}
+    for request in requests:
+        computed = seen.setdefault(request.cache_salt, [])
+        assert request.num_cached_tokens == longest_cached_prefix(
+            request.prompt_token_ids, computed, block_size
+        )
+        computed.append((request.prompt_token_ids + expected_answer(request)[0])[:-1])
+
+
+def test_a_prompt_is_shared_in_the_very_step_that_computes_it():
+    requests = [make_request(f"{i}", [2] * 12 + [i], max_tokens=3, seed=i) for i in range(3, 7)]
+    plan = Plan(budget=100, num_blocks=60, arrivals=[(0, requests)])
+    outcome = run(plan)
+    assert [request.num_cached_tokens for request in requests] == [0, 12, 12, 12]
+    assert outcome.trace[0][1] == [13, 1, 1, 1]
+
+
+def test_nothing_is_shared_by_requests_that_are_not_cacheable():
+    requests = [make_request(f"{i}", [2] * 12, max_tokens=3, cacheable=False) for i in range(3)]
+    run(Plan(num_blocks=60, arrivals=[(0, requests)]))
+    assert [request.num_cached_tokens for request in requests] == [0, 0, 0]
+
+
+def test_a_reset_forgets_what_is_cached_and_leaves_running_requests_alone():
+    from tests.scheduler.simulation import Device, make_scheduler
+
+    plan = Plan(num_blocks=60, budget=100)
+    scheduler = make_scheduler(plan)
+    device = Device(scheduler)
+    running = make_request("running", [2] * 12, max_tokens=20, ignore_eos=True)
+    scheduler.add(running)
+    for turn in range(30):
+        if turn == 3:
+            scheduler.reset_prefix_cache()
+            late = make_request("late", [2] * 12, max_tokens=4)
+            scheduler.add(late)
+        step = scheduler.schedule()
+        if step is not None:
+            scheduler.update(step, device.execute(step))
+    assert late.num_cached_tokens == 0
+    assert running.output_token_ids == expected_answer(running)[0]
+    assert late.output_token_ids == expected_answer(late)[0]
+    assert scheduler.pool.num_free == 60
+
+
+def test_an_evicted_block_is_not_found_again():
+    """Two prompts that cannot both stay in the pool: the first has to be computed anew."""
+    first, second = [2] * 16, [3] * 16
+    requests = [
+        make_request(f"{i}", prompt, max_tokens=1) for i, prompt in enumerate((first, second, first, first))
+    ]
+    run(Plan(num_blocks=6, arrivals=[(i * 50, [r]) for i, r in enumerate(requests)]))
+    assert requests[2].num_cached_tokens < 12
+    assert requests[3].num_cached_tokens == 12
