@@ -187,7 +187,9 @@ def test_a_second_question_in_a_chat_is_answered_too():
 def test_a_few_steps_of_the_recipe_write_a_folder_that_loads(tmp_path):
     from toolkit.demo.train import Recipe, train
 
-    recipe = Recipe(steps=3, tokens_per_step=512, row_lengths=(128,), facts=20, samples=5, layers=2)
+    recipe = Recipe(
+        steps=3, finish_steps=3, tokens_per_step=512, row_lengths=(128,), facts=20, samples=5, layers=2
+    )
     loss = train(tmp_path / "model", recipe, device="cpu")
     assert 0 < loss < 10
     answers = evaluate.ask(tmp_path / "model", held_out()[:2])
