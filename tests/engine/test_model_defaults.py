@@ -34,3 +34,8 @@ def test_defaults_out_of_range_are_refused_at_start_with_the_file_named(folder):
     write_defaults(folder, top_p=7.0)
     with pytest.raises(CheckpointError, match=r"generation_config\.json.*top_p"):
         LLM(str(folder), device="cpu")
+
+
+def test_a_model_that_says_not_to_sample_is_greedy(folder):
+    write_defaults(folder, do_sample=False)
+    assert LLM(str(folder), device="cpu").get_default_sampling_params() == SamplingParams(temperature=0.0)

@@ -277,7 +277,7 @@ def save(out: Path, model: Any, tokenizer: Tokenizer, recipe: Recipe) -> None:
     out.mkdir(parents=True, exist_ok=True)
     model.to("cpu", torch.float16).save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
-    GenerationConfig(bos_token_id=0, eos_token_id=0, do_sample=True, temperature=0.2).save_pretrained(out)
+    GenerationConfig(bos_token_id=0, eos_token_id=0, do_sample=False).save_pretrained(out)
     tokenizer.save(str(out / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -127,7 +127,7 @@ class InputProcessor:
 def default_sampling(folder: Path) -> dict[str, Any]:
     """What the model's generation_config.json wants where a request says nothing, as SamplingParams' fields.
 
-    Raises CheckpointError for a value out of range.
+    `do_sample: false` is the likeliest token always. Raises CheckpointError for a value out of range.
     """
     path = folder / "generation_config.json"
     if not path.is_file():
@@ -135,6 +135,8 @@ def default_sampling(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
         found = {name: content[name] for name in _FROM_MODEL if content.get(name) is not None}
+        if content.get("do_sample") is False:
+            found["temperature"] = 0.0
         SamplingParams(**found)
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from None
