@@ -14,6 +14,8 @@ test: $(VENV)/.dev
 
 # On a machine with an NVIDIA GPU, in the Python that holds its torch: PYTHON=python3 make test-gpu
 test-gpu:
+	@$(PYTHON) -c 'import toolkit.kernels' || { \
+	  echo "Install this checkout into $(PYTHON) first: $(PYTHON) -m pip install --no-deps --no-build-isolation --editable ." >&2; exit 1; }
 	$(PYTHON) -m pytest -m gpu $(ARGS)
 
 check: $(VENV)/.dev

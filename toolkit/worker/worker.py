@@ -189,33 +189,36 @@ class Worker:
         return int(torch.cuda.max_memory_allocated() + max(0, outside))
 
     def _warm_up(self) -> None:
-        """Steps of every kind, so that no request waits for a kernel to be compiled: prompts, many decodes, one."""
+        """Steps of every kind, so that no request waits for a kernel to be compiled: prompts, and the next token of
+        many requests and of one, after contexts long and short (attention splits long ones)."""
         rows = self.config.scheduler.max_num_seqs
         self._run_largest_step(self.info.max_num_batched_tokens)
-        for num_requests in {min(rows, self.info.max_num_batched_tokens), 1}:
-            self._run_step(num_requests, 1)
+        for num_requests in (min(rows, self.info.max_num_batched_tokens), 1):
+            for context in (min(self.info.max_model_len - 1, 1023), 0):
+                self._run_step(num_requests, 1, context)
 
     def _run_largest_step(self, num_tokens: int) -> None:
         """The most requests that a step can have, and about `num_tokens` in all."""
         num_requests = min(self.config.scheduler.max_num_seqs, num_tokens)
         self._run_step(num_requests, min(num_tokens // num_requests, self.info.max_model_len))
 
-    def _run_step(self, num_requests: int, each: int) -> None:
-        """A step of requests with `each` random tokens, each sampling one. Its results mean nothing."""
-        blocks_each = -(-each // self.info.block_size)
+    def _run_step(self, num_requests: int, each: int, context: int = 0) -> None:
+        """A step of requests with `each` random tokens after `context` tokens, each sampling one. Its results mean
+        nothing."""
+        blocks_each = -(-(context + each) // self.info.block_size)
         tokens = np.random.default_rng(0).integers(0, self.info.vocab_size, (num_requests, each))
         step = SchedulerOutput(
             step=-1,
             rows=np.arange(num_requests, dtype=np.int32),
             num_tokens=np.full(num_requests, each, np.int32),
-            num_computed=np.zeros(num_requests, np.int32),
+            num_computed=np.full(num_requests, context, np.int32),
             samples=np.ones(num_requests, np.bool_),
             new_rows=[
                 NewRow(
                     row=row,
                     token_ids=tokens[row].tolist(),
                     num_prompt_tokens=each,
-                    num_computed_tokens=0,
+                    num_computed_tokens=context,
                     # Fewer blocks than requests need is fine here: what lies in them does not matter.
                     blocks=[
                         i % self.info.num_blocks for i in range(row * blocks_each, (row + 1) * blocks_each)

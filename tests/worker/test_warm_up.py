@@ -1,0 +1,18 @@
+"""Warm-up runs steps over rows and blocks that no request holds; nothing of it may show afterwards."""
+
+from __future__ import annotations
+
+from toolkit import LLM, SamplingParams
+
+
+def test_warming_up_changes_no_answer(checkpoint):
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    prompts = [[1, 2, 3], list(range(50))]
+
+    def answers(llm: LLM) -> list[list[int]]:
+        return [list(r.outputs[0].token_ids) for r in llm.generate(prompts, params, use_tqdm=False)]
+
+    folder = str(checkpoint("qwen3"))
+    cold, warm = (LLM(folder, device="cpu", max_num_seqs=8, block_size=4) for _ in range(2))
+    warm._core.executor._worker._warm_up()
+    assert answers(warm) == answers(cold)
