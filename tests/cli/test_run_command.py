@@ -77,3 +77,10 @@ def test_versions_and_help_need_no_torch():
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0
     assert tk("--version").stdout.startswith("tk 0.")
+
+
+def test_a_prompt_in_the_models_place_is_told_where_it_belongs():
+    done = tk("run", "What is a KV cache?")
+    assert done.returncode == 2
+    assert "--prompt" in done.stderr
+    assert done.stderr.count("\n") == 1

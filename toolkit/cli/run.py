@@ -19,6 +19,12 @@ def run(
     scheduler: SchedulerConfig,
 ) -> None:
     """Answer one prompt and exit. The answer goes to stdout as it comes; standard input, when piped, joins the prompt."""
+    if model.model is not None and config.prompt is None and " " in model.model:
+        raise InvalidRequestError(
+            f"{model.model!r} stands where the model's name is expected: tk run MODEL PROMPT, or, for the demo model, "
+            f"tk run --prompt PROMPT.",
+            param="prompt",
+        )
     prompt = _prompt(config.prompt)
 
     from toolkit.engine.llm import LLM
