@@ -14,6 +14,8 @@ VOCAB = 262
 """The bytes, then <|endoftext|> <|user|> <|assistant|> <|end|>, then two tokens that only the model has."""
 EOS = 256
 POSITIONS = 160
+NEW_TOKENS = 64
+"""Answers of the parity suites."""
 
 _ROPE = {"rope_theta": 10000.0}
 _LLAMA = {
@@ -73,6 +75,10 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
                 "original_max_position_embeddings": POSITIONS,
             }
         },
+    ),
+    "llama-rope-proportional": (
+        "Llama",
+        _LLAMA | {"rope_parameters": _ROPE | {"rope_type": "proportional", "partial_rotary_factor": 0.5}},
     ),
     "llama31-rope": (
         "Llama",

@@ -7,29 +7,13 @@ resumed both ways, and several times at once.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests import checkpoints
-from tests.checkpoints import ARCHITECTURES, VOCAB
+from tests.checkpoints import NEW_TOKENS, VOCAB
 from toolkit import LLM, SamplingParams
-
-NEW_TOKENS = 64
-LENGTHS = (1, 5, 16, 33, 50, 64)
-
-
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def case(request, checkpoint: Callable[[str], Path]):
-    """(name, folder, Transformers model, prompts, the greedy tokens Transformers gives for each)."""
-    name = request.param
-    model = checkpoints.make_reference(name)
-    rng = random.Random(name)
-    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
-    expected = [checkpoints.greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
-    return name, checkpoint(name), model, prompts, expected
 
 
 def generate(llm: LLM, prompts: list[list[int]], **params: object) -> list[list[int]]:

@@ -9,20 +9,16 @@ chosen: from the error that Transformers itself makes in that type.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests import checkpoints
-from tests.checkpoints import ARCHITECTURES, VOCAB
+from tests.checkpoints import NEW_TOKENS, VOCAB
 from toolkit import LLM, SamplingParams
 
 pytestmark = pytest.mark.gpu
 
-NEW_TOKENS = 64
-LENGTHS = (1, 5, 16, 33, 50, 64)
 FEW = ("gpt2", "llama3-gqa", "llama31-rope", "mistral-window", "qwen2-tied-some-windows", "qwen3")
 """Enough for what does not depend on the architecture."""
 
@@ -44,16 +40,6 @@ MODES: dict[str, dict] = {
         "enable_prefix_caching": False,
     },
 }
-
-
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def case(request, checkpoint: Callable[[str], Path]):
-    """(name, folder, Transformers model in fp32 on the CPU, prompts, its greedy tokens)."""
-    name = request.param
-    model = checkpoints.make_reference(name)
-    rng = random.Random(name)
-    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
-    return name, checkpoint(name), model, prompts, [checkpoints.greedy(model, p, NEW_TOKENS) for p in prompts]
 
 
 @pytest.fixture(scope="module")
