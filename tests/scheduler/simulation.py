@@ -68,9 +68,9 @@ class Device:
             self.cache[block] = self.host[host_block]
         for new in step.new_rows:
             self.rows[new.row] = Row(list(new.token_ids), list(new.blocks), new.seed)
-        for number, start, blocks in step.new_blocks:
-            assert start == len(self.rows[number].blocks), "new blocks follow the row's others"
-            self.rows[number].blocks += blocks
+        for number, index, block in step.new_blocks.tolist():
+            assert index == len(self.rows[number].blocks), "new blocks follow the row's others"
+            self.rows[number].blocks.append(block)
         work = list(
             zip(
                 step.rows.tolist(),

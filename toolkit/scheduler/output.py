@@ -43,8 +43,8 @@ class SchedulerOutput:
     num_computed: IntArray
     samples: npt.NDArray[np.bool_]
     new_rows: list[NewRow] = field(default_factory=list)
-    new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    """(row, index of the first new block in its table, the blocks)."""
+    new_blocks: IntArray = field(default_factory=lambda: np.empty((0, 3), np.int32))
+    """[num_new, 3]: row, index in its block table, block. For rows that had blocks before."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     prompt_logprobs: list[int] = field(default_factory=list)

@@ -53,7 +53,7 @@ class _Step:
     num_computed: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
-    new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     prompt_logprobs: list[int] = field(default_factory=list)
@@ -183,7 +183,8 @@ class Scheduler:
             blocks = self.pool.allocate(max(0, need))
             if blocks is not None:
                 if blocks:
-                    step.new_blocks.append((request.row, len(request.blocks), blocks))
+                    start = len(request.blocks)
+                    step.new_blocks += [(request.row, start + i, block) for i, block in enumerate(blocks)]
                     request.blocks.extend(blocks)
                 return True
             victim = self.running.pop()
@@ -293,7 +294,7 @@ class Scheduler:
             num_computed=np.array(step.num_computed, np.int32),
             samples=np.array(step.samples, np.bool_),
             new_rows=step.new_rows,
-            new_blocks=step.new_blocks,
+            new_blocks=np.array(step.new_blocks, np.int32).reshape(-1, 3),
             swap_out=step.swap_out,
             swap_in=step.swap_in,
             prompt_logprobs=step.prompt_logprobs,

@@ -31,8 +31,9 @@ class BatchState:
         """Takes in who came and which blocks were added."""
         for new in step.new_rows:
             self._place(new)
-        for row, start, blocks in step.new_blocks:
-            self.block_table[row, start : start + len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        if len(step.new_blocks):
+            row, index, block = torch.from_numpy(step.new_blocks).to(self.device).unbind(1)
+            self.block_table[row, index] = block
 
     def _place(self, new: NewRow) -> None:
         self.token_ids[new.row, : len(new.token_ids)] = torch.tensor(new.token_ids, dtype=torch.int32)
