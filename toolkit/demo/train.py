@@ -2,7 +2,7 @@
 
 A byte-level BPE tokenizer and a small GPT-2 from random weights, on the conversations of `corpus`, in two parts: see
 `Recipe.finish`. What comes out is a folder in the Hugging Face format. Corpus and tokenizer are the same every time;
-weights repeat as far as the device's kernels do. It takes a few minutes on a GPU and about 40 on two
+weights repeat as far as the device's kernels do. It takes a minute or two on a GPU and about 40 on two
 CPU cores; with `--steps 1600` a good half of that, and the model knows a little less.
 """
 
