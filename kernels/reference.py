@@ -1,4 +1,4 @@
-"""Paged attention in plain PyTorch: slow, short, and the ground truth for every other kernel.
+"""The kernels in plain PyTorch: slow, short, and the ground truth for every other version of them.
 
 The KV cache of a layer is two tensors `[num_blocks, block_size, num_kv_heads, head_size]`. A request owns the
 blocks listed in its row of the block table; its token at position p lies in block `row[p // block_size]` at
@@ -7,7 +7,10 @@ offset `p % block_size`. The queries of all requests of a step are packed one af
 
 from __future__ import annotations
 
+from itertools import count
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -71,3 +74,185 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     block, offset = slots // block_size, slots % block_size
     k_cache[block, offset] = k[kept]
     v_cache[block, offset] = v[kept]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual) of rows `[num_tokens, size]`; the sum is rounded to x's dtype first."""
+    total = x if residual is None else x + residual
+    wide = total.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return normed.to(x.dtype), total
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The same with the mean taken away and a bias added."""
+    total = x if residual is None else x + residual
+    wide = total.float()
+    wide = wide - wide.mean(-1, keepdim=True)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float() + bias.float()
+    return normed.to(x.dtype), total
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + half) of the first dimensions of fp32 heads `[num_tokens, num_heads, head_size]`.
+
+    cos, sin: `[num_tokens, half]`.
+    """
+    half = cos.shape[-1]
+    cos, sin = cos.float()[:, None], sin.float()[:, None]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def qk_norm_rope_write(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Queries `[num_tokens, num_heads, head_size]` of packed rows q | k | v; keys and values go to the cache.
+
+    Queries and keys are normed where there are weights, then rotated where there is a table `[max_model_len, 2,
+    half]`, in fp32 throughout.
+    """
+    heads = qkv.reshape(len(qkv), -1, k_cache.shape[3])
+    q, k = heads[:, :num_heads].float(), heads[:, num_heads:-num_kv_heads].float()
+    if q_weight is not None and k_weight is not None:
+        q = F.rms_norm(q, q_weight.shape, q_weight.float(), eps)
+        k = F.rms_norm(k, k_weight.shape, k_weight.float(), eps)
+    if cos_sin is not None:
+        cos, sin = cos_sin[positions.long()].unbind(1)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    write_kv(k.to(qkv.dtype), heads[:, -num_kv_heads:], k_cache, v_cache, slot_mapping)
+    return q.to(qkv.dtype)
+
+
+def activation(x: Tensor, kind: str) -> Tensor:
+    """act(x), in fp32."""
+    return _activation(x.float(), kind).to(x.dtype)
+
+
+def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
+    """act(gate) * up of rows gate | up, in fp32."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (_activation(gate, kind) * up).to(gate_up.dtype)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, gated: bool = False
+) -> Tensor:
+    """act(x Wᵀ + b), or act(gate) * up where the rows of W are those of gate, then those of up; in fp32."""
+    y = F.linear(x.float(), weight.float(), bias.float() if bias is not None else None)
+    if gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = (_activation(gate, activation) if activation else gate) * up
+    elif activation:
+        y = _activation(y, activation)
+    return y.to(x.dtype)
+
+
+def _activation(x: Tensor, kind: str) -> Tensor:
+    if kind == "silu":
+        return F.silu(x)
+    if kind == "gelu":
+        return F.gelu(x)
+    if kind == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    return F.relu(x)
+
+
+def sample(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    floats: Tensor,
+    ints: Tensor,
+    token_ids: Tensor,
+    out: Tensor,
+) -> None:
+    """Chooses tokens and writes them into `out` and the state; arguments as in `toolkit.kernels.triton.sampling`."""
+    for entry, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+        if position < 0:
+            out[entry] = -2
+            continue
+        temperature, top_p, min_p = floats[row, :3].tolist()
+        top_k, seed = ints[row, :2].tolist()
+        out[entry] = choose(logits[entry], temperature, top_k, top_p, min_p, seed, position)
+        token_ids[row, position] = out[entry].clamp(min=0)
+
+
+def choose(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
+) -> int:
+    """A token for one row of logits `[vocab]`, in fp64; -1 where they are not finite.
+
+    Draws from what top-k and min-p leave by the running sum of weights in the vocabulary's order. A token that top-p
+    takes out is not delivered: the next draw is among the likelier ones.
+    """
+    logits = logits.double()
+    best = logits.max()
+    if not best.isfinite():
+        return -1
+    if temperature == 0:
+        return int(logits.eq(best).nonzero()[0])
+    weights = ((logits - best) / temperature).exp()
+    kept = torch.ones_like(logits, dtype=torch.bool)
+    counted, _ = logits.sort(descending=True)  # of top-k's equals, only so many count for top-p
+    if 0 < top_k < len(logits):
+        counted = counted[:top_k]
+        kept = logits >= counted[-1]
+    if min_p > 0:
+        least = best + temperature * torch.tensor(min_p).double().log()
+        counted = counted[counted >= least]
+        kept &= logits >= least
+    limit = top_p * ((counted - best) / temperature).exp().sum()
+    for draw in count():
+        sums = (weights * kept).cumsum(0)
+        token = int(torch.searchsorted(sums, uniform(seed, position, draw) * sums[-1:], right=True))
+        likelier = logits > logits[token]
+        if top_p == 1 or not likelier.any() or weights[likelier].sum() < limit:
+            return token
+        kept &= likelier
+    raise AssertionError("each draw leaves fewer tokens")
+
+
+def uniform(seed: int, position: int, draw: int) -> float:
+    """In [0, 1): SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
+    mask = (1 << 64) - 1
+    x = (seed + (position + 1) * 0x9E3779B97F4A7C15 + draw * 0xD1B54A32D192ED03) & mask
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+    return ((x ^ x >> 31) >> 11) * 2.0**-53
+
+
+def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens `[n, 1 + k]`, their log-probabilities, the first one's rank) of given tokens and the k likeliest."""
+    values = logits.double().log_softmax(-1)
+    tokens = torch.cat((token_ids.clamp(min=0)[:, None], logits.topk(k, dim=-1).indices), dim=-1)
+    rank = (logits > logits.gather(1, tokens[:, :1])).sum(-1) + 1
+    return tokens, values.gather(1, tokens).float(), rank
+
+
+def penalize(
+    logits: Tensor, rows: Tensor, lengths: Tensor, floats: Tensor, ints: Tensor, token_ids: Tensor
+) -> None:
+    """Repetition over prompt and output, presence and frequency over the output, in place, token by token."""
+    for entry, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+        repetition, presence, frequency = floats[row, 3:].tolist()
+        tokens = token_ids[row, :length].tolist()
+        output = tokens[int(ints[row, 2]) :]
+        for token in set(tokens):
+            logit = float(logits[entry, token])
+            logit = logit / repetition if logit > 0 else logit * repetition
+            number = output.count(token)
+            logits[entry, token] = logit - frequency * number - presence * (number > 0)

@@ -21,7 +21,7 @@ ROOMS = {
     "executor": {"worker", "scheduler"},
     "engine": {"executor", "scheduler", "worker", "models", "sampling"},
     "api": {"engine", "sampling", "worker"},
-    "bench": {"engine", "sampling"},
+    "bench": {"engine", "executor", "worker", "scheduler", "sampling", "demo"},
     "chat": {"bench"},
     "top": {"bench"},
     "cli": {"api", "engine", "bench", "chat", "top", "sampling", "models"},

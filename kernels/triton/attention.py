@@ -48,6 +48,7 @@ def paged_attention(
     seq_lens: Tensor,
     block_table: Tensor,
     *,
+    rows: Tensor | None = None,
     max_query_len: int,
     max_seq_len: int,
     scale: float,
@@ -59,7 +60,8 @@ def paged_attention(
 
     q: `[num_tokens, num_heads, head_size]`; k_cache, v_cache: `[num_blocks, block_size, num_kv_heads,
     head_size]`; query_start_loc: int32 `[num_reqs + 1]`; seq_lens: int32 `[num_reqs]`; block_table: int32
-    `[num_reqs, max_blocks]`. q, the caches (alike) and out may be strided in all but their last dimension.
+    `[num_reqs, max_blocks]`, or any rows of which int32 `rows` `[num_reqs]` names one for each request. q, the caches
+    (alike) and out may be strided in all but their last dimension.
     The rest is as in `toolkit.kernels.reference.paged_attention`.
 
     `max_query_len` and `max_seq_len` bound the lengths from above; they shape the launch, not the result. A
@@ -70,7 +72,7 @@ def paged_attention(
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    batch = Batch(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, out)
+    batch = Batch(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, out, rows)
     batch.check()
     logits = Logits(scale, sliding_window, soft_cap)
     splits = num_splits(batch, max_seq_len)
@@ -120,6 +122,8 @@ class Batch(NamedTuple):
     seq_lens: Tensor
     block_table: Tensor
     out: Tensor
+    rows: Tensor | None = None
+    """Each request's row in the block table; None: its own number."""
 
     @property
     def num_reqs(self) -> int:
@@ -159,6 +163,7 @@ class Batch(NamedTuple):
             "query_start_ptr": self.query_start_loc,
             "seq_len_ptr": self.seq_lens,
             "table_ptr": self.block_table,
+            "row_ptr": self.seq_lens if self.rows is None else self.rows,
             "out_ptr": self.out,
             "q_stride_token": self.q.stride(0),
             "q_stride_head": self.q.stride(1),
@@ -172,6 +177,7 @@ class Batch(NamedTuple):
             "GROUP": self.group,
             "HEAD_SIZE": self.q.shape[2],
             "HEAD_PAD": self.head_pad,
+            "INDIRECT": self.rows is not None,
         }
 
 
@@ -288,6 +294,15 @@ def _prefill_tile(batch: Batch) -> Tile:
 
 
 @triton.jit
+def _table_of(request, table_ptr, row_ptr, table_stride, INDIRECT: tl.constexpr):
+    """Where a request's block numbers begin."""
+    row = request
+    if INDIRECT:
+        row = tl.load(row_ptr + request).to(tl.int64)
+    return table_ptr + row * table_stride
+
+
+@triton.jit
 def _load_blocks(table_ptr, position, end, BLOCK_SIZE: tl.constexpr):
     """The block numbers of the positions before `end`. Unsigned division is a shift where the size allows it."""
     return tl.load(table_ptr + position.to(tl.uint32) // BLOCK_SIZE, mask=position < end, other=0)
@@ -389,6 +404,7 @@ def _decode_kernel(
     query_start_ptr,
     seq_len_ptr,
     table_ptr,
+    row_ptr,
     out_ptr,
     part_ptr,
     log_sum_ptr,
@@ -408,6 +424,7 @@ def _decode_kernel(
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    INDIRECT: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SLIDING: tl.constexpr,
@@ -450,7 +467,7 @@ def _decode_kernel(
         tl.zeros([ROWS], tl.int32) + (end - 1),
         k_ptr + kv_head.to(tl.int64) * kv_stride_head,
         v_ptr + kv_head.to(tl.int64) * kv_stride_head,
-        table_ptr + request * table_stride,
+        _table_of(request, table_ptr, row_ptr, table_stride, INDIRECT),
         kv_stride_block,
         kv_stride_slot,
         inner_scale,
@@ -526,6 +543,7 @@ def _prefill_kernel(
     query_start_ptr,
     seq_len_ptr,
     table_ptr,
+    row_ptr,
     out_ptr,
     q_stride_token,
     q_stride_head,
@@ -545,6 +563,7 @@ def _prefill_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    INDIRECT: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -576,7 +595,7 @@ def _prefill_kernel(
     end = context + tl.minimum(first_query + TOKENS, query_len)
     k_ptr += kv_head.to(tl.int64) * kv_stride_head
     v_ptr += kv_head.to(tl.int64) * kv_stride_head
-    table_ptr += request.to(tl.int64) * table_stride
+    table_ptr = _table_of(request.to(tl.int64), table_ptr, row_ptr, table_stride, INDIRECT)
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
     row_max = tl.full([ROWS], -1e30, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)

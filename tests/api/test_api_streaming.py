@@ -1,12 +1,54 @@
-"""The end of a stream whose client has gone before it began."""
+"""What a stream puts on the wire, and its end when its client has gone before it began."""
 
 from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
-from toolkit.api.streaming import EventStream
+from toolkit.api.schemas import ChatChunk, ChatChunkChoice, ChatDelta, Completion, CompletionChoice
+from toolkit.api.streaming import HOLE, SERVER_SEND, EventStream, EventTemplate, event
+
+TEXTS = ("", " word", '"', "\\", "\n\t", "\x00", "\x1f", "é日本🙂", "</script>", "\u2028", '","text":"', HOLE)
+HEAD = {"id": "cmpl-1", "created": 1, "model": 'a "model"'}
+
+
+@pytest.mark.parametrize("usage", [None, msgspec.UNSET])
+@pytest.mark.parametrize("text", TEXTS)
+def test_an_event_from_a_template_is_the_event_to_the_byte(text: str, usage: object) -> None:
+    def completion(text: str) -> Completion:
+        return Completion(**HEAD, object="text_completion", choices=[CompletionChoice(3, text)], usage=usage)
+
+    def chunk(text: str) -> ChatChunk:
+        choice = ChatChunkChoice(3, ChatDelta(content=text))
+        return ChatChunk(**HEAD, object="chat.completion.chunk", choices=[choice], usage=usage)
+
+    for make in (completion, chunk):
+        assert EventTemplate(make(HOLE)).event(text) == event(make(text))
+
+
+async def test_the_body_goes_to_the_server_past_the_layers_between() -> None:
+    between, server = [], []
+
+    async def events():
+        yield b"data: 1\n\n"
+        yield b"data: 2\n\n"
+
+    async def through_layers(message: dict[str, object]) -> None:
+        between.append(message["type"])
+
+    async def to_server(message: dict[str, object]) -> None:
+        server.append((message["body"], message["more_body"]))
+
+    async def receive() -> dict[str, str]:
+        await asyncio.Event().wait()
+        return {}
+
+    stream = EventStream(events(), lambda: None)
+    await stream({"type": "http", SERVER_SEND: to_server}, receive, through_layers)
+    assert between == ["http.response.start"]
+    assert server == [(b"data: 1\n\n", True), (b"data: 2\n\n", True), (b"", False)]
 
 
 @pytest.mark.parametrize("how", ["the client goes", "the connection breaks"])

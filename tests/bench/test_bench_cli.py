@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from toolkit.bench.client import Client
+from toolkit.bench.client import Counts
 from toolkit.bench.progress import progress_line
 from toolkit.bench.run import Outcome
 from toolkit.bench.stats import evaluate
@@ -82,9 +82,7 @@ def test_the_command_modules_are_light():
 
 
 def test_the_progress_line_counts():
-    client = Client(None, "", clock=lambda: 0.0)
-    client.num_sent, client.num_done, client.num_failed = 10, 6, 1
-    line = progress_line(client, BenchConfig(num_prompts=20), 1.5, 1234.5)
+    line = progress_line(Counts(sent=10, done=6, failed=1), BenchConfig(num_prompts=20), 1.5, 1234.5)
     assert "sent 10/20, running 3, done 6" in line
     assert "1 failed" in line
 

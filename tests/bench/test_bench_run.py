@@ -13,8 +13,9 @@ import pytest
 from rich.console import Console
 
 from toolkit.bench.arrivals import arrival_times
+from toolkit.bench.files import check_writable
 from toolkit.bench.report import as_json, print_table
-from toolkit.bench.run import check_writable, measure
+from toolkit.bench.run import measure
 from toolkit.bench.wire import ServerError
 from toolkit.config.clients import BenchConfig
 from toolkit.errors import ConfigError
@@ -177,8 +178,8 @@ def test_settings_that_cannot_be_used_are_refused(settings):
 
 
 def test_an_unwritable_result_file_is_refused_before_the_run(tmp_path):
-    with pytest.raises(ConfigError, match="cannot write"):
-        check_writable(tmp_path / "missing" / "result.json")
+    with pytest.raises(ConfigError, match="--save-result cannot write"):
+        check_writable(tmp_path / "missing" / "result.json", "save_result")
 
 
 def table(settings, outcome):

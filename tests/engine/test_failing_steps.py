@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,17 +34,22 @@ def llm(request, checkpoint: Callable[[str], Path]) -> LLM:
 def drive(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -> dict[int, tuple]:
     """(tokens, finish reason, error) of each prompt; unlike `generate`, it tells of those beside a failed one."""
     for index, prompt in enumerate(prompts):
-        _, request = llm._inputs.process(prompt, params, request_id=f"{index}")
+        _, request = llm._inputs.process(prompt, params)
+        request.number = index
         llm._core.add(request)
     tokens: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
     ends: dict[int, tuple] = {}
     for _ in range(2000):
         if not llm._core.has_work:
             break
-        for output in llm._core.step().outputs:
-            tokens[int(output.id)] += output.token_ids
+        message = llm._core.step()[0]
+        columns = np.frombuffer(message.numbers, np.int64), np.frombuffer(message.token_ids, np.int32)
+        for number, token in zip(*columns, strict=True):
+            tokens[int(number)].append(int(token))
+        for output in message.outputs:
+            tokens[output.number] += output.token_ids
             if output.finish_reason is not None:
-                ends[int(output.id)] = (output.finish_reason, output.error)
+                ends[output.number] = (output.finish_reason, output.error)
     assert not llm._core.has_work
     assert llm._core.scheduler.pool.usage == 0.0
     return {i: (tokens[i], *ends[i]) for i in range(len(prompts))}

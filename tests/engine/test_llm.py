@@ -173,11 +173,17 @@ class TestSettings:
 
     def test_priorities_decide_who_is_first(self, checkpoint, monkeypatch):
         llm = LLM(str(checkpoint("llama3-gqa")), device="cpu", scheduling_policy="priority", max_num_seqs=1)
-        order: list[str] = []
+        order: list[int] = []
         process = llm._outputs.process
-        monkeypatch.setattr(llm._outputs, "process", lambda out: (order.append(out.id), process(out))[1])
+        monkeypatch.setattr(
+            llm._outputs,
+            "process",
+            lambda message, now: (order.extend(out.number for out in message.outputs), process(message, now))[
+                1
+            ],
+        )
         llm.generate(["a", "b", "c"], greedy(max_tokens=2), priority=[5, -1, 0])
-        assert list(dict.fromkeys(order)) == ["1", "2", "0"]
+        assert list(dict.fromkeys(order)) == [1, 2, 0]
         with pytest.raises(InvalidRequestError, match="2 prompts and 1 priorities"):
             llm.generate(["a", "b"], priority=[1])
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests import checkpoints
 from toolkit import LLM, SamplingParams
-from toolkit.engine.output_processor import SequenceState
+from toolkit.engine.output_processor import AnswerText
 from toolkit.engine.tokenizer import TextStream, Tokenizer
 
 quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -159,7 +159,7 @@ def stream_until_stop(
     tokenizer: Tokenizer, pieces: list[str], params: SamplingParams
 ) -> tuple[list[str], str | None]:
     """What a user sees of an answer whose tokens spell `pieces`, a step at a time."""
-    state = SequenceState(tokenizer, params)
+    state = AnswerText(tokenizer, params)
     shown: list[str] = []
     for index, piece in enumerate(pieces):
         text, stop = state.add(BYTES.encode(piece), index == len(pieces) - 1)
@@ -256,18 +256,18 @@ class TestStopStrings:
 def test_a_stop_string_that_was_complete_before_min_tokens_ends_nothing_later():
     """It is held back as the beginning of a longer one, and must not count when that is given up."""
     from tests import checkpoints
-    from toolkit.engine.output_processor import SequenceState
+    from toolkit.engine.output_processor import AnswerText
 
     folder_tokenizer = checkpoints.make_tokenizer()
 
     class Letters:
-        def token_bytes(self, token: int) -> bytes:
-            return folder_tokenizer.decode([token]).encode()
+        def spellings(self, skip: bool) -> dict[int, bytes]:
+            return {token: folder_tokenizer.decode([token]).encode() for token in range(256)}
 
-        def is_special(self, token: int) -> bool:
-            return False
+        def texts(self, skip: bool) -> dict[int, str | None]:
+            return {token: spelling.decode() for token, spelling in self.spellings(skip).items()}
 
-    state = SequenceState(Letters(), SamplingParams(stop=["ab", "abcd"], min_tokens=3))
+    state = AnswerText(Letters(), SamplingParams(stop=["ab", "abcd"], min_tokens=3))
     pieces = [state.add(folder_tokenizer.encode(letter), False) for letter in "abxab"]
     assert "".join(text for text, _ in pieces) == "abx"
     assert [stop for _, stop in pieces] == [None, None, None, None, "ab"]

@@ -28,6 +28,7 @@ def make_state(*params: SamplingParams, num_prompt_tokens: int = 0) -> SamplingS
     state = SamplingState(len(params), torch.device("cpu"))
     for row, one in enumerate(params):
         state.set(row, one, one.seed or row, num_prompt_tokens, [EOS])
+    state.load(list(range(len(params))))
     return state
 
 

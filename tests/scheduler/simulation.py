@@ -196,10 +196,11 @@ def run(plan: Plan) -> Outcome:
                 break
             check_step(scheduler, step, budget)
             outcome.num_swaps += len(step.swap_in)
-            scheduled = scheduler._in_flight[step.step]
+            scheduled = scheduler._in_flight[step.step].requests
             failure = plan.failures.get(step.step)
             for request, samples in zip(scheduled, step.samples.tolist(), strict=True):
-                if samples and len(request.output_token_ids) >= plan.poison.get(request.id, MAX_MODEL_LEN):
+                known = request.num_known_tokens - request.num_prompt_tokens
+                if samples and known >= plan.poison.get(request.id, MAX_MODEL_LEN):
                     failure = failure or "error"
             output = device.execute(step, fails=failure is not None)
             steps.append((step, failure or output))
@@ -224,9 +225,10 @@ def run(plan: Plan) -> Outcome:
             device.rows.clear()
             scheduler.recover(step, out_of_memory=result == "memory")
         else:
-            for news in scheduler.update(step, result):
-                if news.token_id is not None:
-                    outcome.first_token.setdefault(news.request.id, turn)
+            scheduler.update(step, result)
+            for request in plan.requests:
+                if request.num_known_tokens > request.num_prompt_tokens:
+                    outcome.first_token.setdefault(request.id, turn)
         check_ownership(scheduler)
         outcome.num_preemptions += scheduler.take_stats().num_preemptions
     check_nothing_is_left(scheduler)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,13 +129,13 @@ def test_host_blocks_are_given_out_once_each():
 
 def test_a_blocks_name_tells_apart_parents_tokens_and_salts():
     names = {
-        hash_block(parent, tokens, salt)
+        hash_block(parent, array("i", tokens).tobytes(), salt)
         for parent in (b"", b"p" * 16, b"q" * 16)
         for tokens in ([1, 2], [2, 1], [1, 3], [12, 0])
         for salt in ("", "a", "b", "ab")
     }
     assert len(names) == 3 * 4 * 4
-    assert hash_block(b"", [1, 2], "a") == hash_block(b"", [1, 2], "a")
+    assert hash_block(b"", b"12341234", "a") == hash_block(b"", b"12341234", "a")
 
 
 def longest_cached_prefix(tokens: list[int], seen: list[list[int]], block_size: int) -> int:

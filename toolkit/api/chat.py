@@ -24,7 +24,7 @@ from toolkit.api.schemas import (
     TopLogprob,
 )
 from toolkit.api.service import Group, Service, prompt_logprobs_json, start
-from toolkit.api.streaming import DONE, EventStream, event, while_connected
+from toolkit.api.streaming import DONE, HOLE, EventStream, EventTemplate, event, while_connected
 from toolkit.engine.outputs import PositionLogprobs
 from toolkit.engine.tokenizer import Tokenizer
 
@@ -66,22 +66,24 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     usage = None if include_usage else msgspec.UNSET
 
-    def chunk(choice: ChatChunkChoice) -> bytes:
-        return event(ChatChunk(**head, choices=[choice], usage=usage))
+    def chunk(choice: ChatChunkChoice) -> ChatChunk:
+        return ChatChunk(**head, choices=[choice], usage=usage)
 
-    for index in range(group.n):
-        yield chunk(ChatChunkChoice(index, ChatDelta("assistant", "")))
+    plain = [EventTemplate(chunk(ChatChunkChoice(i, ChatDelta(content=HOLE)))) for i in range(group.n)]
+    yield b"".join(event(chunk(ChatChunkChoice(i, ChatDelta("assistant", "")))) for i in range(group.n))
     async for index, delta in group.deltas():
-        if delta.text or delta.logprobs:
+        if delta.logprobs:
             part = ChatChunkChoice(index, ChatDelta(content=delta.text))
-            if delta.logprobs is not None:
-                part.logprobs = ChatLogprobs([_logprob(p, tokenizer, top) for p in delta.logprobs])
-            yield chunk(part)
+            part.logprobs = ChatLogprobs([_logprob(p, tokenizer, top) for p in delta.logprobs])
+            yield event(chunk(part))
+        elif delta.text:
+            yield plain[index].event(delta.text)
         if delta.finish_reason is not None:
-            yield chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=delta.finish_reason))
+            yield event(chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=delta.finish_reason)))
     if include_usage:
-        yield event(ChatChunk(**head, choices=[], usage=group.usage()))
-    yield DONE
+        yield event(ChatChunk(**head, choices=[], usage=group.usage())) + DONE
+    else:
+        yield DONE
 
 
 async def _collect(group: Group, head: dict[str, Any], tokenizer: Tokenizer, top: int) -> ChatCompletion:

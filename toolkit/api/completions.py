@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from toolkit.api.schemas import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from toolkit.api.service import Group, Service, prompt_logprobs_json, start
-from toolkit.api.streaming import DONE, EventStream, event, while_connected
+from toolkit.api.streaming import DONE, HOLE, EventStream, EventTemplate, event, while_connected
 from toolkit.engine.outputs import Delta, PositionLogprobs
 
 router = APIRouter(tags=["OpenAI"])
@@ -43,21 +43,28 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 
 async def _events(group: Group, head: dict[str, Any], include_usage: bool) -> AsyncGenerator[bytes, None]:
-    offsets = [0] * (len(group.streams) * group.n)
+    usage = None if include_usage else msgspec.UNSET
+
+    def chunk(part: CompletionChoice) -> Completion:
+        return Completion(**head, choices=[part], usage=usage)
+
+    num_choices = len(group.streams) * group.n
+    plain = [EventTemplate(chunk(CompletionChoice(i, HOLE))) for i in range(num_choices)]
+    offsets = [0] * num_choices
     async for choice, delta in group.deltas():
-        if not (delta.text or delta.token_ids or delta.finish_reason):
+        if delta.finish_reason is None and delta.logprobs is None:
+            if delta.text or delta.token_ids:
+                yield plain[choice].event(delta.text)
             continue
         part = CompletionChoice(choice, delta.text, None, delta.finish_reason, delta.stop_reason)
         if delta.logprobs is not None:
             part.logprobs = CompletionLogprobs([], [], [], [])
             offsets[choice] = _add_logprobs(part.logprobs, delta.logprobs, offsets[choice])
-        chunk = Completion(**head, choices=[part])
-        if include_usage:
-            chunk.usage = None
-        yield event(chunk)
+        yield event(chunk(part))
     if include_usage:
-        yield event(Completion(**head, choices=[], usage=group.usage()))
-    yield DONE
+        yield event(Completion(**head, choices=[], usage=group.usage())) + DONE
+    else:
+        yield DONE
 
 
 async def _collect(group: Group, head: dict[str, Any]) -> Completion:

@@ -12,6 +12,7 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from toolkit.api.errors import error_response
+from toolkit.api.streaming import SERVER_SEND
 from toolkit.errors import InvalidRequestError, ServerUnavailableError, ToolkitError
 from toolkit.metrics import HTTPMetrics
 
@@ -57,6 +58,7 @@ class Gate:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
+        scope[SERVER_SEND] = send
         started = time.perf_counter()
         status = 0
 

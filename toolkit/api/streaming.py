@@ -16,6 +16,12 @@ from toolkit.api.errors import error_body
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+SERVER_SEND = "tk.send"
+"""Key of a scope: the server's own `send`, below every layer of the application. Those look at the beginning of an answer
+and pass its body on, at a cost for each token.
+"""
+HOLE = "\0"
+"""What no model's name and no identifier is."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -26,6 +32,18 @@ class ClientDisconnectedError(Exception):
 def event(value: Any) -> bytes:
     """One event's bytes."""
     return b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+class EventTemplate:
+    """Events that differ in one text alone: encoded once, but for that text."""
+
+    def __init__(self, example: Any) -> None:
+        """`example`: the event with HOLE in the text's place."""
+        self._head, _, self._tail = event(example).partition(_encoder.encode(HOLE))
+
+    def event(self, text: str) -> bytes:
+        """The bytes of the event with this text."""
+        return self._head + _encoder.encode(text) + self._tail
 
 
 class EventStream(Response):
@@ -45,7 +63,7 @@ class EventStream(Response):
         self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send_all(send))
+        sending = asyncio.ensure_future(self._send_all(send, scope.get(SERVER_SEND, send)))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -62,23 +80,18 @@ class EventStream(Response):
         ):
             raise error
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, send_body: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with aclosing(self._events) as events:
             try:
                 async for chunk in events:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
             except (OSError, asyncio.CancelledError):
                 raise
             except Exception as error:
-                await send(
-                    {
-                        "type": "http.response.body",
-                        "body": b"data: " + error_body(error) + b"\n\n",
-                        "more_body": True,
-                    }
-                )
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                chunk = b"data: " + error_body(error) + b"\n\n"
+                await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send_body({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:

@@ -1,6 +1,19 @@
 """Attention over the paged KV cache: one interface, several implementations, one chosen at start-up."""
 
-from toolkit.attention.backend import AttentionBackend, AttentionBatch, choose_backend
+from toolkit.attention.backend import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionShape,
+    HeadTransform,
+    choose_backend,
+)
 from toolkit.attention.layer import Attention
 
-__all__ = ["Attention", "AttentionBackend", "AttentionBatch", "choose_backend"]
+__all__ = [
+    "Attention",
+    "AttentionBackend",
+    "AttentionBatch",
+    "AttentionShape",
+    "HeadTransform",
+    "choose_backend",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar
@@ -18,21 +19,25 @@ from toolkit.errors import ConfigError
 class AttentionBatch:
     """What a step's attention is over. Tokens of all requests are packed, request after request.
 
-    On the device: `query_start_loc` [num_reqs + 1], `seq_lens` [num_reqs] (this step's tokens included),
-    `block_table` [num_reqs, max_blocks], all int32; `slot_mapping` [num_tokens] int64, where each token's key
-    and value go. On the host: `query_lens` and `context_lens` (the same as seq_lens), int32.
+    On the device: `positions` [num_tokens]; `slot_mapping` [num_tokens] int64, where each token's key and value go
+    (negative: nowhere); `query_start_loc` [num_reqs + 1], `seq_lens` [num_reqs] (this step's tokens included), `rows`
+    [num_reqs], each request's row in `block_table` [num_rows, max_blocks]; int32. The maxima bound the lengths from
+    above. On the host, unless the step is captured in a CUDA graph: `query_lens` and `context_lens` (the same as
+    seq_lens), int32.
     """
 
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
+    rows: torch.Tensor
     block_table: torch.Tensor
-    slot_mapping: torch.Tensor
-    query_lens: npt.NDArray[np.int32]
-    context_lens: npt.NDArray[np.int32]
     max_query_len: int
     max_seq_len: int
-    plan: dict[int, Any] = field(default_factory=dict)
-    """What the backend prepared for this step, by sliding window."""
+    query_lens: npt.NDArray[np.int32] | None = None
+    context_lens: npt.NDArray[np.int32] | None = None
+    plan: dict[Hashable, Any] = field(default_factory=dict)
+    """What was prepared for this step and serves several layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,33 +54,48 @@ class AttentionShape:
     soft_cap: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class HeadTransform:
+    """What is done to queries and keys before they meet: a root mean square norm of each head (Qwen3), then a rotation
+    by position. None: not done.
+    """
+
+    cos_sin: torch.Tensor | None = None
+    """[max_model_len, 2, rotary_size / 2]"""
+    q_weight: torch.Tensor | None = None
+    """[head_size]"""
+    k_weight: torch.Tensor | None = None
+    eps: float = 0.0
+
+
 class AttentionBackend(abc.ABC):
     """Writes keys and values into the cache and attends over it.
 
-    Caches: [num_blocks, block_size, num_kv_heads, head_size]. What depends on the step and not on the layer
-    is done once, in `prepare`.
+    Caches: [num_blocks, block_size, num_kv_heads, head_size].
     """
 
     name: ClassVar[str]
+    capturable: ClassVar[bool] = False
+    """Whether CUDA graphs of it serve other lengths than those it was captured with."""
 
     @classmethod
     @abc.abstractmethod
     def unfit(cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
         """Why it cannot run there; None when it can."""
 
-    def prepare(self, batch: AttentionBatch) -> None:  # noqa: B027  # most backends have nothing to prepare
-        """Called once for each step, before its layers."""
-
     @abc.abstractmethod
     def write(
         self,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        qkv: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         batch: AttentionBatch,
-    ) -> None:
-        """Puts key and value [num_tokens, num_kv_heads, head_size] into their slots."""
+        shape: AttentionShape,
+        transform: HeadTransform,
+    ) -> torch.Tensor:
+        """Transforms the heads of qkv [num_tokens, (num_heads + 2 · num_kv_heads) · head_size], puts keys and values into
+        their slots and returns the queries [num_tokens, num_heads, head_size].
+        """
 
     @abc.abstractmethod
     def attend(

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionShape
+from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionShape, HeadTransform
+from toolkit.attention.heads import split_heads
 
 
 @dataclass(slots=True)
@@ -41,14 +42,17 @@ class CPUBackend(AttentionBackend):
 
     def write(
         self,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        qkv: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         batch: AttentionBatch,
-    ) -> None:
+        shape: AttentionShape,
+        transform: HeadTransform,
+    ) -> torch.Tensor:
+        query, key, value = split_heads(qkv, batch, shape, transform)
         k_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, key)
         v_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, value)
+        return query
 
     def attend(
         self,
@@ -65,7 +69,7 @@ class CPUBackend(AttentionBackend):
             plan = batch.plan[shape.sliding_window] = _plan(batch, k_cache.shape[1], shape.sliding_window)
         keys = k_cache.flatten(0, 1).index_select(0, plan.slots)
         values = v_cache.flatten(0, 1).index_select(0, plan.slots)
-        out = torch.empty_like(query)
+        out = torch.empty(query.shape, dtype=query.dtype)
         group = shape.num_heads // shape.num_kv_heads
         for part in plan.parts:
             q, k, v = query[part.queries], keys[part.keys].transpose(0, 1), values[part.keys].transpose(0, 1)
@@ -89,16 +93,18 @@ class CPUBackend(AttentionBackend):
 
 
 def _plan(batch: AttentionBatch, block_size: int, window: int) -> _Plan:
-    table = batch.block_table.numpy()
+    assert batch.query_lens is not None
+    assert batch.context_lens is not None
+    table, rows = batch.block_table.numpy(), batch.rows.tolist()
     slots, parts = [], []
     query_start = key_start = 0
-    for index, (query_len, context_len) in enumerate(
-        zip(batch.query_lens.tolist(), batch.context_lens.tolist(), strict=True)
+    for row, query_len, context_len in zip(
+        rows, batch.query_lens.tolist(), batch.context_lens.tolist(), strict=True
     ):
         first_seen = max(0, context_len - query_len - window + 1) if window else 0
         positions = np.arange(first_seen, context_len)
         slots.append(
-            table[index, positions // block_size].astype(np.int64) * block_size + positions % block_size
+            table[row, positions // block_size].astype(np.int64) * block_size + positions % block_size
         )
         key_len = context_len - first_seen
         masked = query_len > 1 and (query_len < key_len or 0 < window < key_len)

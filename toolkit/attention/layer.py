@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionShape
+from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionShape, HeadTransform
 
 
 class Attention(nn.Module):
@@ -15,21 +15,19 @@ class Attention(nn.Module):
     k_cache: torch.Tensor
     v_cache: torch.Tensor
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(self, shape: AttentionShape, transform: HeadTransform = HeadTransform()) -> None:  # noqa: B008  # frozen
         super().__init__()
         self.shape = shape
+        self.transform = transform
 
     def bind(self, backend: AttentionBackend, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """Caches: [num_blocks, block_size, num_kv_heads, head_size]."""
         self.backend, self.k_cache, self.v_cache = backend, k_cache, v_cache
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: AttentionBatch
-    ) -> torch.Tensor:
-        """query: [num_tokens, num_heads, head_size], key and value: [num_tokens, num_kv_heads, head_size] of
-        this step.
+    def forward(self, qkv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_size], queries, keys and values of this step.
 
         Returns [num_tokens, num_heads · head_size].
         """
-        self.backend.write(key, value, self.k_cache, self.v_cache, batch)
+        query = self.backend.write(qkv, self.k_cache, self.v_cache, batch, self.shape, self.transform)
         return self.backend.attend(query, self.k_cache, self.v_cache, batch, self.shape).flatten(1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionShape
+from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionShape, HeadTransform
+from toolkit.attention.heads import split_heads
 from toolkit.kernels import reference
 
 
@@ -17,13 +18,16 @@ class TorchBackend(AttentionBackend):
 
     def write(
         self,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        qkv: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         batch: AttentionBatch,
-    ) -> None:
+        shape: AttentionShape,
+        transform: HeadTransform,
+    ) -> torch.Tensor:
+        query, key, value = split_heads(qkv, batch, shape, transform)
         reference.write_kv(key, value, k_cache, v_cache, batch.slot_mapping)
+        return query
 
     def attend(
         self,
@@ -39,7 +43,7 @@ class TorchBackend(AttentionBackend):
             v_cache,
             batch.query_start_loc,
             batch.seq_lens,
-            batch.block_table,
+            batch.block_table[batch.rows],
             scale=shape.scale,
             sliding_window=shape.sliding_window,
             soft_cap=shape.soft_cap,

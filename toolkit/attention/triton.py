@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionShape
+from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionShape, HeadTransform
 
 
 class TritonBackend(AttentionBackend):
     name = "triton"
+    capturable = True
 
     def __init__(self) -> None:
-        from toolkit.kernels.triton import attention
+        from toolkit.kernels.triton.attention import paged_attention
+        from toolkit.kernels.triton.rotary import qk_norm_rope_write
 
-        self._kernels = attention
+        self._write, self._attend = qk_norm_rope_write, paged_attention
 
     @classmethod
     def unfit(cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
@@ -29,13 +31,27 @@ class TritonBackend(AttentionBackend):
 
     def write(
         self,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        qkv: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         batch: AttentionBatch,
-    ) -> None:
-        self._kernels.write_kv(key, value, k_cache, v_cache, batch.slot_mapping)
+        shape: AttentionShape,
+        transform: HeadTransform,
+    ) -> torch.Tensor:
+        query: torch.Tensor = self._write(
+            qkv,
+            batch.positions,
+            transform.cos_sin,
+            batch.slot_mapping,
+            k_cache,
+            v_cache,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            q_weight=transform.q_weight,
+            k_weight=transform.k_weight,
+            eps=transform.eps,
+        )
+        return query
 
     def attend(
         self,
@@ -45,13 +61,14 @@ class TritonBackend(AttentionBackend):
         batch: AttentionBatch,
         shape: AttentionShape,
     ) -> torch.Tensor:
-        out: torch.Tensor = self._kernels.paged_attention(
+        out: torch.Tensor = self._attend(
             query,
             k_cache,
             v_cache,
             batch.query_start_loc,
             batch.seq_lens,
             batch.block_table,
+            rows=batch.rows,
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             scale=shape.scale,

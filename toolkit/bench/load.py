@@ -58,9 +58,11 @@ async def closed_loop(
 
     async def place() -> None:
         for number in numbers:
+            if count is not None and number >= count:
+                return
             body = request(number)
             now = client.clock()
-            if (count is not None and number >= count) or (duration is not None and now >= duration):
+            if duration is not None and now >= duration:
                 return
             record = RequestRecord(scheduled=now, woken=now)
             records.append(record)

@@ -67,6 +67,7 @@ def as_json(config: BenchConfig, model: str, result: Result, *, interrupted: boo
         "e2e_from_send_s": _summary(result.e2e_from_send),
         "client": {
             "saturated": result.saturated,
+            "processes": result.num_clients,
             "cpu_share": result.cpu_share,
             "send_lag_s": _summary(result.send_lag),
             "place_wait_s": _summary(result.place_wait) if config.max_concurrency is not None else None,
@@ -164,6 +165,8 @@ def describe_lengths(config: BenchConfig) -> str:
 def describe_client(config: BenchConfig, result: Result) -> str:
     """How the client itself fared."""
     text = f"{result.cpu_share:.0%} of a core"
+    if result.num_clients > 1:
+        text = f"{result.num_clients} processes, the busiest used {text}"
     if config.paced and result.send_lag is not None:
         text += f"; sent {_ms(result.send_lag.p50)} late (p50), {_ms(result.send_lag.p99)} (p99)"
     return text

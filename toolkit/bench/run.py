@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import sys
-import time
-from array import array
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
 import orjson
 
-from toolkit.bench.arrivals import arrival_times
-from toolkit.bench.client import ROUTES, Client, clock_from_now, first_model, open_session
+from toolkit.bench.client import ROUTES, Client, Clock, Counts, first_model
 from toolkit.bench.dataset import WARMUPS, RandomDataset
-from toolkit.bench.load import closed_loop, open_loop, watch_loop_delay
+from toolkit.bench.event_loop import event_loop_factory, raise_file_limit
+from toolkit.bench.files import check_writable
+from toolkit.bench.http import Http
+from toolkit.bench.load import closed_loop
+from toolkit.bench.processes import ClientProcesses
 from toolkit.bench.progress import show_progress
-from toolkit.bench.record import RequestRecord
+from toolkit.bench.record import RequestRecord, Share
 from toolkit.bench.report import as_json, print_table
+from toolkit.bench.share import Job, LoadShare, number_of_clients
 from toolkit.bench.stats import Result, evaluate
 from toolkit.bench.wire import ServerError
 from toolkit.config.clients import BenchConfig
-from toolkit.errors import ConfigError
 
 WARMUP_CONCURRENCY = 16
 
@@ -49,7 +48,7 @@ class Outcome:
 def run(config: BenchConfig) -> int:
     """Measures and prints; the exit code of the command."""
     if config.save_result is not None:
-        check_writable(Path(config.save_result))  # now, not after ten minutes of load
+        check_writable(Path(config.save_result), "save_result")  # now, not after ten minutes of load
     raise_file_limit()
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         outcome = runner.run(measure(config))
@@ -76,18 +75,25 @@ async def measure(config: BenchConfig) -> Outcome:
 
     Raises ServerError when there is no server, it lists no model, or no warm-up request succeeds.
     """
-    async with open_session(config.api_key) as session:
-        model = config.model or await first_model(session, config.url)
-        dataset = RandomDataset(config, model)
+    async with Http(config.url, config.api_key) as http:
+        model = config.model or await first_model(http, config.url)
         if config.num_warmups:
-            await warm_up(session, config, dataset)
-        print(f"Loading {config.url} ({model}) ...", file=sys.stderr)
-        return await load(session, config, dataset)
+            await warm_up(http, config, model)
+        clients = number_of_clients(config)
+        from_several = f" from {clients} processes" if clients > 1 else ""
+        print(f"Loading {config.url} ({model}){from_several} ...", file=sys.stderr)
+        stop = asyncio.Event()
+        with on_interrupt(stop.set):
+            if clients == 1:
+                shares = [await load_from_here(http, config, model, stop)]
+            else:
+                shares = await load_from_processes(config, model, clients, stop)
+    return Outcome(model, evaluate(shares, paced=config.paced), stop.is_set())
 
 
-async def warm_up(session: aiohttp.ClientSession, config: BenchConfig, dataset: RandomDataset) -> None:
+async def warm_up(http: Http, config: BenchConfig, model: str) -> None:
     """Sends the warm-up requests, a few at a time, and waits for their answers."""
-    client = Client(session, config.url + ROUTES[config.endpoint], clock=clock_from_now())
+    client, dataset = Client(http, ROUTES[config.endpoint], Clock()), RandomDataset(config, model)
     records: list[RequestRecord] = []
     await closed_loop(
         client,
@@ -103,98 +109,46 @@ async def warm_up(session: aiohttp.ClientSession, config: BenchConfig, dataset: 
         raise ServerError(f"Every warm-up request failed. {cause}: {example}")
 
 
-async def load(session: aiohttp.ClientSession, config: BenchConfig, dataset: RandomDataset) -> Outcome:
-    """The measured part."""
-    records: list[RequestRecord] = []
-    requests = []
-    if open_ended := not config.paced and config.max_concurrency is not None:
-        schedule = None
-    else:
-        schedule = arrival_times(
-            config.request_rate, count=config.count, duration=config.duration, seed=config.seed
-        )
-        records = [RequestRecord(scheduled=float(seconds)) for seconds in schedule]
-        requests = [dataset.request(number) for number in range(len(records))]
-    gc.collect()
-    gc.freeze()  # what exists now stays: a collection during the run need not look at it
-
-    client = Client(session, config.url + ROUTES[config.endpoint], clock=clock_from_now())
-    cpu = time.process_time()
-    delays = array("d")
-    if open_ended:
-        assert config.max_concurrency is not None
-        driver = closed_loop(
-            client,
-            dataset.request,
-            records,
-            config.max_concurrency,
-            count=config.count,
-            duration=config.duration,
-        )
-    else:
-        driver = open_loop(client, requests, records, config.max_concurrency)
-    watchers = [
-        asyncio.create_task(watch_loop_delay(client.clock, delays)),
-        asyncio.create_task(show_progress(client, config)),
-    ]
-    interrupted = await until_done_or_interrupted(asyncio.create_task(driver))
-    cpu_share = (time.process_time() - cpu) / max(client.clock(), 1e-9)
-    gc.unfreeze()
-    for watcher in watchers:
-        watcher.cancel()
-    await asyncio.gather(*watchers, return_exceptions=True)
-    result = evaluate(records, loop_delays=delays, cpu_share=cpu_share, paced=config.paced)
-    return Outcome(dataset.model, result, interrupted)
+async def load_from_here(http: Http, config: BenchConfig, model: str, stop: asyncio.Event) -> Share:
+    """The measured part, with one client: this process."""
+    share = LoadShare(Job(config, model), http)
+    client = share.start(Clock())
+    async with showing_progress(config, lambda: client.counts, client.clock):
+        return await share.run(stop)
 
 
-async def until_done_or_interrupted(task: asyncio.Task[None]) -> bool:
-    """Waits for the task. The first Ctrl-C cancels it and makes this return True."""
-    loop = asyncio.get_running_loop()
-    interrupted = False
+async def load_from_processes(
+    config: BenchConfig, model: str, clients: int, stop: asyncio.Event
+) -> list[Share]:
+    """The measured part, with several clients."""
+    async with (
+        ClientProcesses.started(config, model, clients) as processes,
+        showing_progress(config, lambda: processes.counts, lambda: processes.clock()),
+    ):
+        return await processes.run(stop)
 
-    def interrupt() -> None:
-        nonlocal interrupted
-        interrupted = True
-        task.cancel()
 
-    with suppress(NotImplementedError, ValueError):  # not on Windows, not outside the main thread
-        loop.add_signal_handler(signal.SIGINT, interrupt)
+@asynccontextmanager
+async def showing_progress(
+    config: BenchConfig, counts: Callable[[], Counts], clock: Callable[[], float]
+) -> AsyncIterator[None]:
+    """Draws the moving line for as long as the block runs."""
+    drawing = asyncio.create_task(show_progress(config, counts, clock))
     try:
-        await task
-    except asyncio.CancelledError:
-        if not interrupted:
-            raise
+        yield
+    finally:
+        drawing.cancel()
+        await asyncio.gather(drawing, return_exceptions=True)
+
+
+@contextmanager
+def on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
+    """Makes Ctrl-C call `stop` for as long as the block runs."""
+    loop = asyncio.get_running_loop()
+    with suppress(NotImplementedError, ValueError):  # not on Windows, not outside the main thread
+        loop.add_signal_handler(signal.SIGINT, stop)
+    try:
+        yield
     finally:
         with suppress(NotImplementedError, ValueError):
             loop.remove_signal_handler(signal.SIGINT)
-    return interrupted
-
-
-def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """uvloop where it exists."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop
-    return uvloop.new_event_loop
-
-
-def raise_file_limit() -> None:
-    """Every request in flight is an open file."""
-    try:
-        import resource
-    except ImportError:
-        return
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def check_writable(path: Path) -> None:
-    """Raises ConfigError when nothing can be written there."""
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise ConfigError(
-            f"--save-result cannot write {path}: {error.strerror}.", param="save_result"
-        ) from None

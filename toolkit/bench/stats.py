@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 
-from toolkit.bench.record import RequestRecord
+from toolkit.bench.record import RequestRecord, Share
 
 LATE = 0.010  # seconds: at rates worth measuring, a client this late distorts what it measures
 BUSY = 0.95  # share of one core: one event loop has no more than one
@@ -70,30 +70,26 @@ class Result:
     send_lag: Summary | None  # how late the client came to a request
     place_wait: Summary | None  # how long a request then waited for one of --max-concurrency places
     loop_delay: Summary | None
-    cpu_share: float  # of one core
-    saturated: str | None  # why the client was the bottleneck, or None
+    num_clients: int  # processes
+    cpu_share: float  # of one core, of the busiest client
+    saturated: str | None  # why a client was the bottleneck, or None
     errors: tuple[ErrorGroup, ...]
 
     def per_second(self, amount: float) -> float:
         return amount / self.wall if self.wall > 0 else 0.0
 
 
-def evaluate(
-    records: Sequence[RequestRecord],
-    *,
-    loop_delays: Sequence[float] = (),
-    cpu_share: float = 0.0,
-    paced: bool,
-) -> Result:
-    """The result of a run. `paced`: the arrivals followed a clock, so that lateness means something."""
+def evaluate(shares: Sequence[Share], *, paced: bool) -> Result:
+    """The result of a run, of what its clients did. `paced`: the arrivals followed a clock, so that lateness means
+    something.
+    """
+    records = [record for share in shares for record in share.records]
     done = [r for r in records if r.ok]
     sent = [r for r in records if r.sent is not None]
     answered = [r for r in done if r.first_token is not None]
     wall = max((r.ended for r in records if r.ended is not None), default=0.0) - min(
         (r.scheduled for r in records), default=0.0
     )
-    send_lag = Summary.of(r.woken - r.scheduled for r in sent if r.woken is not None)
-    loop_delay = Summary.of(loop_delays)
     return Result(
         wall=max(0.0, wall),
         num_sent=len(sent),
@@ -112,13 +108,25 @@ def evaluate(
         itl_per_token=all(r.gaps_per_token for r in answered),
         e2e=Summary.of(_since(r.ended, r.scheduled) for r in done),
         e2e_from_send=Summary.of(_since(r.ended, r.sent) for r in done),
-        send_lag=send_lag,
+        send_lag=send_lag(records),
         place_wait=Summary.of(_since(r.sent, r.woken) for r in sent),
-        loop_delay=loop_delay,
-        cpu_share=cpu_share,
-        saturated=saturation(send_lag if paced else None, loop_delay, cpu_share, wall),
+        loop_delay=Summary.of(chain.from_iterable(share.loop_delays for share in shares)),
+        num_clients=len(shares),
+        cpu_share=max((share.cpu_share for share in shares), default=0.0),
+        saturated=next(filter(None, (share_saturation(share, wall, paced=paced) for share in shares)), None),
         errors=group_errors(records),
     )
+
+
+def send_lag(records: Iterable[RequestRecord]) -> Summary | None:
+    """How late the client came to its requests."""
+    return Summary.of(r.woken - r.scheduled for r in records if r.sent is not None and r.woken is not None)
+
+
+def share_saturation(share: Share, wall: float, *, paced: bool) -> str | None:
+    """Why this client, not the server, was a bottleneck; None when it was not."""
+    lag = send_lag(share.records) if paced else None
+    return saturation(lag, Summary.of(share.loop_delays), share.cpu_share, wall)
 
 
 def time_per_output_token(record: RequestRecord) -> float:

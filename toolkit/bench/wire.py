@@ -19,6 +19,15 @@ class ServerError(ToolkitError):
     type = "server_error"
 
 
+class RequestFailedError(Exception):
+    """A request that was not answered to its end: (what kind of failure, this one in words)."""
+
+    def __init__(self, cause: str, example: str) -> None:
+        super().__init__(cause, example)
+        self.cause = cause
+        self.example = example
+
+
 class EventBuffer:
     """Turns the bytes of an event stream, cut anywhere, into the data of its events."""
 

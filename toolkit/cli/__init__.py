@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import typer
+from typer.core import TyperGroup
 
 COMMANDS = ("serve", "chat", "run", "bench", "top")
 
+
+class Ordered(TyperGroup):
+    """Lists the commands in the order of COMMANDS, whichever have subcommands."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # Typer's own Context
+        return [name for name in COMMANDS if name in self.commands]
+
+
 app = typer.Typer(
     name="tk",
+    cls=Ordered,
     help="Serve language models from the command line.",
     no_args_is_help=True,
     add_completion=False,
@@ -32,7 +42,7 @@ def main() -> None:
     """The entry point of `tk`."""
     from importlib import import_module
 
-    for name in COMMANDS:  # in the order in which `tk --help` lists them
+    for name in COMMANDS:
         import_module(f"toolkit.cli.{name}")
 
     app()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from toolkit.config.fields import Option, build, options
 from toolkit.config.sources import resolve
-from toolkit.errors import ToolkitError
+from toolkit.errors import ConfigError, ToolkitError
 
 
 def command(
@@ -23,29 +23,73 @@ def command(
     """
 
     def register(function: Callable[..., None]) -> None:
-        rows = [row for config in configs for row in options(config)]
-
-        def run(**flags: Any) -> None:
-            with readable_errors():
-                for row in rows:
-                    if row.argument and flags.get(f"{row.name}_argument") is not None:
-                        flags[row.name] = flags[f"{row.name}_argument"]
-                settings = resolve(rows, flags)
-                built: list[Any] = []
-                for config in configs:
-                    names = {row.name for row in options(config)}
-                    built.append(build(config, {k: v for k, v in settings.items() if k in names}))
-                function(*built)
-
-        run.__name__ = function.__name__
-        run.__doc__ = function.__doc__
-        parameters = [parameter for row in rows for parameter in _parameters(row)]
-        parameters.sort(key=lambda p: not p.name.endswith("_argument"))
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # Typer reads it
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
-        app.command(name, **extra)(run)
+        app.command(name, **extra)(_runner(function, configs))
 
     return register
+
+
+def command_with_subcommands(
+    app: typer.Typer, name: str, *configs: type
+) -> Callable[[Callable[..., None]], typer.Typer]:
+    """As `command`; what it makes of the function takes subcommands, which have flags of their own.
+
+    The function runs when no subcommand is named. A flag before a subcommand's name is an error.
+    """
+
+    def register(function: Callable[..., None]) -> typer.Typer:
+        group = typer.Typer(rich_markup_mode=None)
+        run = _runner(function, configs)
+
+        def root(ctx: typer.Context, **flags: Any) -> None:
+            given = [row for config in configs for row in options(config) if flags[row.name] is not None]
+            with readable_errors():
+                if ctx.invoked_subcommand is not None and given:
+                    raise ConfigError(
+                        f"{given[0].flag} is no flag of 'tk {name} {ctx.invoked_subcommand}': that one's own flags "
+                        f"follow its name."
+                    )
+            if ctx.invoked_subcommand is None:
+                run(**flags)
+
+        context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+        _wear(root, function, [context, *inspect.signature(run).parameters.values()])
+        group.callback(invoke_without_command=True)(root)
+        app.add_typer(group, name=name)
+        return group
+
+    return register
+
+
+def _runner(function: Callable[..., None], configs: Sequence[type]) -> Callable[..., None]:
+    """`function` as Typer takes it: called with flags, None where one was left out."""
+    rows = [row for config in configs for row in options(config)]
+
+    def run(**flags: Any) -> None:
+        with readable_errors():
+            for row in rows:
+                if row.argument and flags.get(f"{row.name}_argument") is not None:
+                    flags[row.name] = flags[f"{row.name}_argument"]
+            settings = resolve(rows, flags)
+            built: list[Any] = []
+            for config in configs:
+                names = {row.name for row in options(config)}
+                built.append(build(config, {k: v for k, v in settings.items() if k in names}))
+            function(*built)
+
+    parameters = [parameter for row in rows for parameter in _parameters(row)]
+    parameters.sort(key=lambda p: not p.name.endswith("_argument"))
+    _wear(run, function, parameters)
+    return run
+
+
+def _wear(
+    run: Callable[..., None], function: Callable[..., None], parameters: list[inspect.Parameter]
+) -> None:
+    """Gives `run` the name and help of `function`, and the signature that Typer reads."""
+    run.__name__ = function.__name__
+    run.__doc__ = function.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # Typer reads it
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
 
 
 class readable_errors:  # noqa: N801  # used as a statement, `with readable_errors():`

@@ -33,6 +33,11 @@ class BenchConfig:
     max_concurrency: int | None = option(
         None, "Most requests in flight. With --rps inf, each answer starts the next request.", minimum=1
     )
+    clients: int | None = option(
+        None,
+        "Processes to send from. Default: as many as the load needs, at most a quarter of the cores.",
+        minimum=1,
+    )
     random_input_len: int = option(128, "Length of a prompt, in tokens (chat: in words).", minimum=1)
     random_output_len: int = option(128, "Tokens asked for in an answer.", minimum=1)
     random_range_ratio: float = option(

@@ -52,6 +52,7 @@ class DeviceConfig:
     attention_backend: Literal["auto", "torch", "cpu", "triton"] = option(
         "auto", "Which attention runs; auto chooses for the device, and a log line says which and why."
     )
+    enforce_eager: bool = option(False, "Run every step kernel by kernel, without CUDA graphs.")
     num_threads: int | None = option(
         None, "CPU threads for the model. Default: the cores it may use.", minimum=1
     )

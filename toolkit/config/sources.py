@@ -61,8 +61,8 @@ def read_file(rows: list[Option], folder: Path | None = None) -> dict[str, Any]:
 
 def every_config() -> list[type]:
     """The classes that hold settings, of all commands."""
-    from toolkit.config import clients, engine, run, server
+    from toolkit.config import bench, clients, engine, run, server
 
-    modules = (clients, engine, run, server)
+    modules = (bench, clients, engine, run, server)
     found = [value for module in modules for value in vars(module).values() if is_dataclass(value)]
     return [value for value in found if isinstance(value, type)]

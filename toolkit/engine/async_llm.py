@@ -6,14 +6,19 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any, Self
 
 from toolkit.config import EngineConfig
 from toolkit.engine.core_client import CoreClient
 from toolkit.engine.input_processor import InputProcessor, Prompt
-from toolkit.engine.messages import Abort, EngineOutputs, EngineRequest, EngineStats, ResetPrefixCache
-from toolkit.engine.output_processor import Collected, OutputProcessor, RequestState
+from toolkit.engine.messages import (
+    Abort,
+    EngineOutputs,
+    EngineRequest,
+    EngineStats,
+    ResetPrefixCache,
+)
+from toolkit.engine.output_processor import Collected, OutputProcessor, RequestState, SequenceState
 from toolkit.engine.outputs import Delta, RequestOutput
 from toolkit.engine.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import EngineDeadError, EngineError, InvalidRequestError, ServerUnavailableError
@@ -28,49 +33,54 @@ LONG_TEXT = 20_000
 """Characters above which a prompt is tokenized in a thread, so that other requests do not wait."""
 
 
-@dataclass(slots=True)
-class _Times:
-    """Moments of one sequence, on the monotonic clock; 0: not yet."""
-
-    first_token: float = 0.0
-    last_token: float = 0.0
-    num_tokens: int = 0
-
-
 class RequestStream:
-    """The deltas of one request, as they come. Iterate it to its end, or `close` it, which ends the request."""
+    """The deltas of one request, as they come; what has piled up comes as one. Iterate it to its end, or
+    `close` it, which ends the request.
+    """
 
     def __init__(self, engine: AsyncLLM, state: RequestState, request: EngineRequest) -> None:
         self.state = state
-        self._engine = engine
-        self.queue: asyncio.Queue[Delta | Exception] = asyncio.Queue()
         self.arrival = time.monotonic()
         self.scheduled = 0.0
-        self.times = [_Times() for _ in state.sequences]
         self.max_tokens = request.max_tokens
-        self._unfinished = len(state.sequences)
+        self._engine = engine
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: Exception | None = None
+        self._num_unfinished = len(state.sequences)
+        state.wake = self._wake
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Delta:
         """Raises EngineError when the request cannot be finished."""
-        if not self._unfinished:
+        if not self._num_unfinished:
             raise StopAsyncIteration
-        item = await self.queue.get()
-        if isinstance(item, Exception):
-            self._unfinished = 0
-            raise item
-        if item.error is not None:
+        while (delta := self.state.take()) is None:
+            if self._failure is not None:
+                self._num_unfinished = 0
+                raise self._failure
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if delta.error is not None:
             self.close()
-            raise EngineError(f"The request could not be finished: {item.error}")
-        self._unfinished -= item.finish_reason is not None
-        return item
+            raise EngineError(f"The request could not be finished: {delta.error}")
+        self._num_unfinished -= delta.finish_reason is not None
+        return delta
+
+    def fail(self, error: Exception) -> None:
+        """Ends it with an error, which comes after all that came before."""
+        self._failure = error
+        self._wake()
 
     def close(self) -> None:
         """Ends the request if it is still running."""
-        self._unfinished = 0
+        self._num_unfinished = 0
         self._engine.abort(self.state.id)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class AsyncLLM:
@@ -118,23 +128,28 @@ class AsyncLLM:
         tokenizer_folder = folder
         if model.tokenizer is not None:
             tokenizer_folder = await asyncio.to_thread(locate_tokenizer, model.tokenizer)
-        self._core = CoreClient(self.config, folder, self._log_level)
+        core = CoreClient(self.config, folder, self._log_level)
         try:
             # What the core says of a broken folder comes first; then nobody asks what the tokenizer says.
             loading = asyncio.gather(
                 asyncio.to_thread(load_tokenizer, tokenizer_folder), return_exceptions=True
             )
-            self.info = await self._core.ready(report or (lambda name, seconds: None))
+            info = await core.ready(report or (lambda name, seconds: None))
             [loaded] = await loading
             if isinstance(loaded, BaseException):
                 raise loaded
-            self.tokenizer = loaded
         except BaseException:
-            self._core.kill()
+            core.kill()
             raise
-        self._inputs = InputProcessor(folder, self.tokenizer, self.info)
-        self._outputs = OutputProcessor(self.tokenizer)
+        self.attach(core, InputProcessor(folder, loaded, info))
         self._reader = asyncio.create_task(self._read(), name="engine-outputs")
+
+    def attach(self, core: CoreClient, inputs: InputProcessor) -> None:
+        """Makes a core that is ready its own."""
+        self._core = core
+        self._inputs = inputs
+        self.info, self.tokenizer = inputs.info, inputs.tokenizer
+        self._outputs = OutputProcessor(inputs.tokenizer)
 
     async def submit(
         self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
@@ -152,8 +167,8 @@ class AsyncLLM:
             raise self.dead
         if request.id in self._streams:
             raise InvalidRequestError(f"There is a request {request.id!r} already.", param="request_id")
-        self._core.send(request)
         stream = RequestStream(self, self._outputs.add(request, text), request)
+        self._core.send(request)
         self._streams[request.id] = stream
         return stream
 
@@ -187,16 +202,21 @@ class AsyncLLM:
 
     def abort(self, request_id: str) -> None:
         """Ends a request, and its stream with it; nothing when it has ended."""
+        for sequence in self._end(request_id):
+            sequence.end("abort")
+
+    def _end(self, request_id: str) -> list[SequenceState]:
+        """Forgets a request and has the core end it; those of its sequences that were still running."""
         stream = self._streams.pop(request_id, None)
         state = self._outputs.remove(request_id)
         if stream is None or state is None:
-            return
-        for index, sequence in enumerate(state.sequences):
-            if not sequence.finished:
-                stream.queue.put_nowait(Delta(index, "", [], finish_reason="abort"))
-                self.metrics.finished("abort")
+            return []
+        running = [sequence for sequence in state.sequences if not sequence.finished]
+        for _ in running:
+            self.metrics.finished("abort")
         if self.dead is None:
-            self._core.send(Abort(state.unfinished_sequences))
+            self._core.send(Abort([sequence.number for sequence in running]))
+        return running
 
     def reset_prefix_cache(self) -> None:
         """Forgets the cached beginnings of prompts."""
@@ -215,9 +235,9 @@ class AsyncLLM:
     async def _read(self) -> None:
         try:
             while True:
-                message = await self._core.receive()
-                if isinstance(message, EngineOutputs):
-                    self._take(message)
+                for message in await self._core.receive():
+                    if isinstance(message, EngineOutputs):
+                        self.take(message)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -233,39 +253,42 @@ class AsyncLLM:
     def abort_all(self, reason: str) -> None:
         """Ends every request with an error that says why."""
         for id in list(self._streams):
-            self._streams[id].queue.put_nowait(ServerUnavailableError(reason))
-            self.abort(id)
+            self._streams[id].fail(ServerUnavailableError(reason))
+            self._end(id)
 
     def _fail_all(self, error: Exception) -> None:
         for stream in list(self._streams.values()):
-            stream.queue.put_nowait(error)
+            stream.fail(error)
             self._outputs.remove(stream.state.id)
             self.metrics.finished("error")
         self._streams.clear()
 
-    def _take(self, message: EngineOutputs) -> None:
+    def take(self, message: EngineOutputs) -> None:
+        """Gives what a step brought to the streams."""
         now = time.monotonic()
-        self._observe_step(message.stats)
-        for sequence in message.scheduled:
-            stream = self._streams.get(sequence.rpartition("/")[0])
+        if message.stats is not None:
+            self._observe_step(message.stats)
+        for number in message.scheduled:
+            sequence = self._outputs.find(number)
+            stream = self._streams.get(sequence.request.id) if sequence is not None else None
             if stream is not None and not stream.scheduled:
                 stream.scheduled = message.scheduled_at
                 self.metrics.queue_time.observe(max(0.0, stream.scheduled - stream.arrival))
-        ended_here = []
-        for output in message.outputs:
-            stream = self._streams.get(output.id)
-            news = self._outputs.process(output) if stream is not None else None
-            if stream is None or news is None:
-                continue
-            state, delta, end_in_core = news
-            if end_in_core:
-                ended_here.append(f"{output.id}/{output.index}")
-            stream.queue.put_nowait(delta)
-            self._observe(stream, delta, now)
-            if state.finished:
-                del self._streams[state.id]
-        if ended_here:
-            self._core.send(Abort(ended_here))
+        done = self._outputs.process(message, now)
+        num_tokens = len(done.begun)
+        for last, count in done.gaps.items():
+            self.metrics.inter_token_latency.observe(now - last, count)
+            num_tokens += count
+        for sequence in done.begun:
+            self._observe_begin(sequence, now)
+        if num_tokens:
+            self.metrics.generation_tokens.inc(num_tokens)
+        for sequence, reason in done.finished:
+            self._observe_end(sequence, reason, now)
+            if sequence.request.finished:
+                self._streams.pop(sequence.request.id, None)
+        if done.ended:
+            self._core.send(Abort(done.ended))
 
     def _observe_step(self, stats: EngineStats) -> None:
         self.stats = stats
@@ -281,32 +304,27 @@ class AsyncLLM:
         if stats.num_tokens:
             m.iteration_tokens.observe(stats.num_tokens)
 
-    def _observe(self, stream: RequestStream, delta: Delta, now: float) -> None:
-        m, times = self.metrics, stream.times[delta.index]
-        if delta.token_ids:
-            m.generation_tokens.inc(len(delta.token_ids))
-            if not times.num_tokens:
-                times.first_token = now
-                if delta.index == 0:
-                    m.time_to_first_token.observe(now - stream.arrival)
-                    m.prompt_tokens.inc(len(stream.state.prompt_token_ids))
-                    m.prompt_tokens_cached.inc(delta.num_cached_tokens)
-            else:
-                m.inter_token_latency.observe(now - times.last_token)
-            times.last_token = now
-            times.num_tokens += len(delta.token_ids)
-        if delta.finish_reason is None:
-            return
-        m.finished(delta.finish_reason)
-        m.request_generation_tokens.observe(times.num_tokens)
-        if times.num_tokens > 1:
-            m.time_per_output_token.observe((times.last_token - times.first_token) / (times.num_tokens - 1))
-        if stream.state.finished:
+    def _observe_begin(self, sequence: SequenceState, now: float) -> None:
+        m, stream = self.metrics, self._streams.get(sequence.request.id)
+        if stream is not None and sequence.index == 0:
+            m.time_to_first_token.observe(now - stream.arrival)
+            m.prompt_tokens.inc(len(stream.state.prompt_token_ids))
+            m.prompt_tokens_cached.inc(stream.state.num_cached_tokens)
+
+    def _observe_end(self, sequence: SequenceState, reason: str, now: float) -> None:
+        m = self.metrics
+        m.finished(reason)
+        m.request_generation_tokens.observe(sequence.num_tokens)
+        if sequence.num_tokens > 1:
+            seconds = sequence.last_token - sequence.first_token
+            m.time_per_output_token.observe(seconds / (sequence.num_tokens - 1))
+        stream = self._streams.get(sequence.request.id)
+        if stream is not None and stream.state.finished:
             m.e2e_request_latency.observe(now - stream.arrival)
             m.request_prompt_tokens.observe(len(stream.state.prompt_token_ids))
-            m.request_params_n.observe(len(stream.times))
+            m.request_params_n.observe(len(stream.state.sequences))
             m.request_params_max_tokens.observe(stream.max_tokens)
-            if stream.scheduled and times.first_token:
+            if stream.scheduled and sequence.first_token:
                 m.inference_time.observe(now - stream.scheduled)
-                m.prefill_time.observe(times.first_token - stream.scheduled)
-                m.decode_time.observe(now - times.first_token)
+                m.prefill_time.observe(sequence.first_token - stream.scheduled)
+                m.decode_time.observe(now - sequence.first_token)

@@ -9,7 +9,14 @@ from collections import deque
 from concurrent.futures import Future
 
 from toolkit.config import EngineConfig
-from toolkit.engine.messages import EngineOutput, EngineOutputs, EngineRequest, EngineStats, LogprobEntry
+from toolkit.engine.messages import (
+    Abort,
+    EngineOutput,
+    EngineOutputs,
+    EngineRequest,
+    EngineStats,
+    LogprobEntry,
+)
 from toolkit.executor import Executor, Pending
 from toolkit.scheduler import (
     FinishReason,
@@ -18,6 +25,7 @@ from toolkit.scheduler import (
     Scheduler,
     SchedulerOutput,
     StepResult,
+    StepResults,
     TokenLogprobs,
 )
 from toolkit.worker.memory import is_fatal, is_out_of_memory
@@ -44,48 +52,77 @@ class EngineCore:
         self._random = random.Random(config.model.seed)
         self._depth = 2 if info.async_scheduling else 1
         self._steps: deque[tuple[SchedulerOutput, Pending]] = deque()
+        self._clients = [0]
+        self._scheduled: list[Request] = []
+        self._scheduled_at = 0.0
 
     @property
     def has_work(self) -> bool:
         return bool(self.scheduler.num_unfinished or self._steps)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether some request has a row, so that the next step will have something to do."""
+        return bool(self.scheduler.running or self._steps)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the device has another step to run while one's tokens are taken in."""
+        return self._depth > 1
+
     def add(self, new: EngineRequest) -> None:
-        """Takes a request in: n sequences `id/0` … `id/n-1` that share the prompt's blocks."""
+        """Takes a request in: n sequences that share the prompt's blocks. Raises ValueError for one that the
+        cache cannot hold.
+        """
+        if new.client not in self._clients:
+            self._clients.append(new.client)
         leader: Request | None = None
         for index in range(new.params.n):
             request = self._sequence(new, index, leader)
             self.scheduler.add(request)
             leader = leader or request
 
-    def abort(self, sequences: list[str]) -> None:
+    def abort(self, abort: Abort) -> None:
         """Ends sequences; unknown ones have ended already."""
-        for sequence in sequences:
-            self.scheduler.abort(sequence)
+        for number in abort.numbers:
+            self.scheduler.abort(_sequence_id(abort.client, number))
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
 
-    def step(self) -> EngineOutputs:
-        """Launches steps up to the depth of the overlap, then takes in the oldest one's tokens."""
-        scheduled: list[str] = []
-        scheduled_at = time.monotonic()
+    def step(self) -> dict[int, EngineOutputs]:
+        """Launches steps and takes in the oldest one's tokens; what each client is told."""
+        self.launch()
+        return self.collect()
+
+    def launch(self) -> None:
+        """Launches steps, up to the depth of the overlap."""
         while len(self._steps) < self._depth:
+            started = time.monotonic()
             step = self.scheduler.schedule()
             if step is None:
                 break
-            scheduled += self.scheduler.first_scheduled(step)
+            if step.new_rows:
+                self._scheduled += self.scheduler.first_scheduled(step)
+                self._scheduled_at = started
             self._steps.append((step, self._launch(step)))
+
+    def collect(self) -> dict[int, EngineOutputs]:
+        """Waits for the oldest step and takes in its tokens. What each client is told; the first always has an
+        entry.
+        """
         if not self._steps:
-            return self._outputs([], 0, scheduled, scheduled_at)
+            return self._messages({}, None, 0, 0)
         step, pending = self._steps.popleft()
         try:
             result = pending.result()
         except Exception as error:
-            return self._outputs(self._recover(step, error), 0, scheduled, scheduled_at)
+            return self._messages(self._recover(step, error), None, 0, 0)
         results = self.scheduler.update(step, result)
-        return self._outputs(
-            [_to_output(r, result) for r in results], step.total_tokens, scheduled, scheduled_at
-        )
+        outputs: dict[int, list[EngineOutput]] = {}
+        for news in results.others:
+            outputs.setdefault(news.request.client, []).append(_to_output(news, result))
+        return self._messages(outputs, results, step.total_tokens, len(result.token_ids))
 
     def shutdown(self) -> None:
         self._steps.clear()
@@ -96,7 +133,7 @@ class EngineCore:
         seed = self._random.getrandbits(63) if params.seed is None else params.seed + index
         caching = self.scheduler.enable_prefix_caching
         request = Request(
-            id=f"{new.id}/{index}",
+            id=_sequence_id(new.client, new.number + index),
             prompt_token_ids=new.prompt_token_ids,
             params=params,
             max_tokens=new.max_tokens,
@@ -107,6 +144,9 @@ class EngineCore:
             cache_salt=new.cache_salt if caching else f"only {new.id}",
             cacheable=caching or params.n > 1,
             leader=leader,
+            client=new.client,
+            number=new.number + index,
+            whole=new.whole,
         )
         if leader is not None:
             request.num_prompt_logprobs = request.num_prompt_tokens  # the first sequence reports them
@@ -120,7 +160,7 @@ class EngineCore:
             failed.set_exception(error)
             return failed
 
-    def _recover(self, step: SchedulerOutput, error: Exception) -> list[EngineOutput]:
+    def _recover(self, step: SchedulerOutput, error: Exception) -> dict[int, list[EngineOutput]]:
         """A step failed: its requests are computed anew, less those that cannot be. Raises when no step can
         run any more.
         """
@@ -150,13 +190,48 @@ class EngineCore:
             if out_of_memory
             else f"the step failed: {type(error).__name__}: {error}"
         )
-        return [_failed(request, message) for request in given_up]
+        outputs: dict[int, list[EngineOutput]] = {}
+        for request in given_up:
+            failed = EngineOutput(request.number, [], finish_reason=FinishReason.ERROR.value, error=message)
+            outputs.setdefault(request.client, []).append(failed)
+        return outputs
 
-    def _outputs(
-        self, outputs: list[EngineOutput], num_tokens: int, scheduled: list[str], scheduled_at: float
-    ) -> EngineOutputs:
+    def _messages(
+        self,
+        outputs: dict[int, list[EngineOutput]],
+        results: StepResults | None,
+        num_tokens: int,
+        num_sampled: int,
+    ) -> dict[int, EngineOutputs]:
+        messages = {client: EngineOutputs(news) for client, news in outputs.items()}
+        first = messages.setdefault(0, EngineOutputs())
+        first.stats = self.stats(num_tokens, num_sampled)
+        if results is not None and len(results.numbers):
+            self._add_columns(messages, results)
+        if self._scheduled:
+            for request in self._scheduled:
+                message = messages.setdefault(request.client, EngineOutputs())
+                message.scheduled = [*message.scheduled, request.number]
+                message.scheduled_at = self._scheduled_at
+            self._scheduled = []
+        return messages
+
+    def _add_columns(self, messages: dict[int, EngineOutputs], results: StepResults) -> None:
+        if self._clients == [0]:
+            messages[0].numbers = results.numbers.tobytes()
+            messages[0].token_ids = results.token_ids.tobytes()
+            return
+        for client in self._clients:
+            mine = results.clients == client
+            if mine.any():
+                message = messages.setdefault(client, EngineOutputs())
+                message.numbers = results.numbers[mine].tobytes()
+                message.token_ids = results.token_ids[mine].tobytes()
+
+    def stats(self, num_tokens: int = 0, num_sampled: int = 0) -> EngineStats:
+        """Gauges of now, and counts since the last call."""
         s = self.scheduler.take_stats()
-        stats = EngineStats(
+        return EngineStats(
             s.num_running,
             s.num_waiting,
             s.kv_cache_usage,
@@ -164,15 +239,16 @@ class EngineCore:
             s.prefix_cache_hits,
             s.num_preemptions,
             num_tokens,
+            num_sampled,
         )
-        return EngineOutputs(outputs, stats, scheduled, scheduled_at)
 
 
 def _to_output(news: StepResult, result: ModelOutput) -> EngineOutput:
     request = news.request
-    id, _, index = request.id.rpartition("/")
-    output = EngineOutput(id, int(index), [] if news.token_id is None else [news.token_id])
-    if request.finish_reason is not None:
+    output = EngineOutput(request.number, [] if news.token_id is None else [news.token_id])
+    if request.finish_reason is not None and news.prompt_logprobs is None:
+        if request.whole:
+            output.token_ids = request.output_token_ids
         output.finish_reason = request.finish_reason.value
         output.stop_reason = request.stop_reason
         output.num_preemptions = request.num_preemptions
@@ -194,9 +270,8 @@ def _entry(values: TokenLogprobs, i: int, k: int) -> LogprobEntry:
     )
 
 
-def _failed(request: Request, message: str) -> EngineOutput:
-    id, _, index = request.id.rpartition("/")
-    return EngineOutput(id, int(index), [], finish_reason=FinishReason.ERROR.value, error=message)
+def _sequence_id(client: int, number: int) -> str:
+    return f"{client}/{number}"
 
 
 def _signed(seed: int) -> int:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from toolkit.config import EngineConfig
 from toolkit.engine.core import EngineCore
 from toolkit.engine.input_processor import InputProcessor, Prompt
+from toolkit.engine.messages import Abort, EngineOutputs, EngineRequest
 from toolkit.engine.output_processor import Collected, OutputProcessor, RequestState
 from toolkit.engine.outputs import Delta, RequestOutput
 from toolkit.engine.tokenizer import load_tokenizer
 from toolkit.errors import EngineError, InvalidRequestError
-from toolkit.executor import UniprocExecutor
+from toolkit.executor import Executor, UniprocExecutor
 from toolkit.models.hub import locate, locate_tokenizer
 from toolkit.sampling.params import SamplingParams
 from toolkit.worker import Report
@@ -45,20 +48,29 @@ class LLM:
         llm._load(config, report)
         return llm
 
+    @classmethod
+    def with_executor(cls, config: EngineConfig, executor: Executor) -> LLM:
+        """The same over an executor that is made already."""
+        llm = cls.__new__(cls)
+        llm._attach(config, executor, locate(config.model.model, config.model.revision))
+        return llm
+
     def _load(self, config: EngineConfig, report: Report | None) -> None:
+        folder = locate(config.model.model, config.model.revision)
+        if config.model.tokenizer is not None:
+            locate_tokenizer(config.model.tokenizer)  # what is missing is said before the model is loaded
+        self._attach(config, UniprocExecutor(config, folder, report or (lambda name, seconds: None)), folder)
+
+    def _attach(self, config: EngineConfig, executor: Executor, folder: Path) -> None:
         self.config = config
-        self.folder = locate(config.model.model, config.model.revision)
-        tokenizer_folder = self.folder
-        if self.config.model.tokenizer is not None:
-            tokenizer_folder = locate_tokenizer(self.config.model.tokenizer)
-        executor = UniprocExecutor(self.config, self.folder, report or (lambda name, seconds: None))
-        self._core = EngineCore(self.config, executor)
+        self.folder = folder
+        self._core = EngineCore(config, executor)
         self.info = executor.info
-        self.tokenizer = load_tokenizer(tokenizer_folder)
-        self._inputs = InputProcessor(self.folder, self.tokenizer, self.info)
+        tokenizer = config.model.tokenizer
+        self.tokenizer = load_tokenizer(folder if tokenizer is None else locate_tokenizer(tokenizer))
+        self._inputs = InputProcessor(folder, self.tokenizer, self.info)
         self._outputs = OutputProcessor(self.tokenizer)
         self._ids = itertools.count()
-        self._news: dict[str, deque[tuple[str, Delta]]] = {}
 
     def generate(
         self,
@@ -86,19 +98,20 @@ class LLM:
             )
             for i, (prompt, one) in enumerate(zip(many, params, strict=True))
         ]
-        states = [self._outputs.add(request, text) for text, request in requests]
-        collected = {state.id: Collected.of(state) for state in states}
         for _, request in requests:
-            self._core.add(request)
-        progress = _Progress(len(requests), sum(r.params.n for _, r in requests)) if use_tqdm else None
+            request.whole = not request.params.stop_strings and request.params.logprobs is None
+        woken: deque[RequestState] = deque()
+        states = [self._submit(request, text, woken) for text, request in requests]
+        collected = {state.id: Collected.of(state) for state in states}
+        progress = _Progress(len(requests)) if use_tqdm else None
         failures = []
         try:
-            for id, delta in self._run(states):
+            for id, delta in self._run(states, woken, progress.add_step if progress is not None else None):
                 collected[id].add(delta)
                 if delta.error is not None:
                     failures.append(f"request {id}: {delta.error}")
-                if progress is not None:
-                    progress.add(delta, collected[id].output.finished)
+                if progress is not None and collected[id].output.finished:
+                    progress.add_finished()
         finally:
             self._abandon(list(collected))
             if progress is not None:
@@ -128,10 +141,10 @@ class LLM:
         text, request = self._inputs.process(
             prompt, sampling_params or self.get_default_sampling_params(), request_id=str(next(self._ids))
         )
-        state = self._outputs.add(request, text)
-        self._core.add(request)
+        woken: deque[RequestState] = deque()
+        state = self._submit(request, text, woken)
         try:
-            for _, delta in self._run([state]):
+            for _, delta in self._run([state], woken):
                 if delta.error is not None:
                     raise EngineError(delta.error)
                 yield delta
@@ -158,52 +171,60 @@ class LLM:
         """Frees the model's memory; the object cannot be used again."""
         self._core.shutdown()
 
-    def _run(self, states: Sequence[RequestState]) -> Iterator[tuple[str, Delta]]:
+    def _submit(self, request: EngineRequest, text: str | None, woken: deque[RequestState]) -> RequestState:
+        """Takes a request in; it goes into `woken` when there is news of it."""
+        state = self._outputs.add(request, text)
+        state.wake = lambda: woken.append(state)
+        self._core.add(request)
+        return state
+
+    def _run(
+        self,
+        states: Sequence[RequestState],
+        woken: deque[RequestState],
+        on_step: Callable[[EngineOutputs], None] | None = None,
+    ) -> Iterator[tuple[str, Delta]]:
         """News of these requests, until the last of them ends.
 
         Several such loops may be under way, streams that are left and taken up again: what a step gives to
         another's requests waits for it.
         """
-        news: deque[tuple[str, Delta]] = deque()
-        self._news |= dict.fromkeys((state.id for state in states), news)
         unfinished = sum(len(state.sequences) for state in states)
         while unfinished:
-            while not news:
-                self._step()
-            id, delta = news.popleft()
-            unfinished -= delta.finish_reason is not None
-            yield id, delta
-        while self._core.has_work and len(self._news) == len(states):
-            self._step()
+            while not woken:
+                self._step(on_step)
+            state = woken.popleft()
+            delta = state.take()
+            if delta is not None:
+                unfinished -= delta.finish_reason is not None
+                yield state.id, delta
+        while self._core.has_work and not self._outputs.requests:
+            self._step(on_step)
 
-    def _step(self) -> None:
+    def _step(self, on_step: Callable[[EngineOutputs], None] | None) -> None:
         try:
-            outputs = self._core.step().outputs
+            message = self._core.step()[0]
         except BaseException:  # Ctrl-C, say: a step may have run in part, and the cache must not be trusted
             self._core.scheduler.drop_steps_in_flight()
             raise
-        for output in outputs:
-            processed = self._outputs.process(output)
-            if processed is None:
-                continue
-            state, delta, end_in_core = processed
-            if end_in_core:
-                self._core.abort([f"{output.id}/{output.index}"])
-            self._news[state.id].append((state.id, delta))
+        done = self._outputs.process(message, time.monotonic())
+        if done.ended:
+            self._core.abort(Abort(done.ended))
+        if on_step is not None:
+            on_step(message)
 
     def _abandon(self, ids: list[str]) -> None:
         """Ends what is still running of some requests."""
         for id in ids:
-            self._news.pop(id, None)
             state = self._outputs.remove(id)
             if state is not None:
-                self._core.abort(state.unfinished_sequences)
+                self._core.abort(Abort(state.unfinished_numbers))
 
 
 class _Progress:
     """A progress bar on stderr, when that is a terminal."""
 
-    def __init__(self, num_requests: int, num_sequences: int) -> None:
+    def __init__(self, num_requests: int) -> None:
         self._bar = None
         self._num_tokens = 0
         if sys.stderr.isatty():
@@ -222,13 +243,17 @@ class _Progress:
             self._task = self._bar.add_task("generating", total=num_requests, rate="")
             self._bar.start()
 
-    def add(self, delta: Delta, finished: bool) -> None:
-        if self._bar is None:
+    def add_step(self, message: EngineOutputs) -> None:
+        if self._bar is None or message.stats is None:
             return
-        self._num_tokens += len(delta.token_ids)
+        self._num_tokens += message.stats.num_sampled
         elapsed = self._bar.tasks[0].elapsed or 0.0
         rate = f"{self._num_tokens / elapsed:,.0f} tok/s" if elapsed > 0.2 else ""
-        self._bar.update(self._task, advance=int(finished), rate=rate)
+        self._bar.update(self._task, rate=rate)
+
+    def add_finished(self) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, advance=1)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -10,21 +10,30 @@ from toolkit.worker import WorkerInfo
 
 
 class EngineRequest(msgspec.Struct, kw_only=True, tag="add"):
-    """A checked request. `max_tokens` is resolved against the context length."""
+    """A checked request. `max_tokens` is resolved against the context length.
+
+    Its n sequences are known by their client, which is the front end that asks, and their numbers, `number` and
+    the n - 1 that follow: no front end uses a number twice.
+    """
 
     id: str
+    client: int = 0
+    number: int = 0
     prompt_token_ids: list[int]
     params: SamplingParams
     max_tokens: int
     eos_token_ids: list[int]
     priority: int = 0
     cache_salt: str = ""
+    whole: bool = False
+    """Whether the tokens come together at the end, and not as they are known."""
 
 
 class Abort(msgspec.Struct, tag="abort"):
-    """Sequences to end: `id/index` each."""
+    """Sequences to end, by number."""
 
-    sequences: list[str]
+    numbers: list[int]
+    client: int = 0
 
 
 class ResetPrefixCache(msgspec.Struct, tag="reset"):
@@ -44,11 +53,13 @@ class LogprobEntry(msgspec.Struct, array_like=True):
 
 
 class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What one step gave one sequence. Nearly always a token and nothing else."""
+    """What one step gave one sequence, when that is more than a token: its first token, its end,
+    log-probabilities, an error.
+    """
 
-    id: str
-    index: int
+    number: int
     token_ids: list[int]
+    """New ones; of a sequence whose tokens come together, all."""
     finish_reason: str | None = None
     stop_reason: int | None = None
     logprobs: LogprobEntry | None = None
@@ -69,14 +80,20 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_preemptions: int = 0
     num_tokens: int = 0
     """Tokens the step computed."""
+    num_sampled: int = 0
+    """Tokens the step sampled."""
 
 
 class EngineOutputs(msgspec.Struct, tag="outputs"):
-    """One message for each step."""
+    """One message for each step and front end."""
 
-    outputs: list[EngineOutput]
-    stats: EngineStats
-    scheduled: list[str]
+    outputs: list[EngineOutput] = []
+    numbers: bytes = b""
+    """int64 each: sequences that got one token and nothing else. `token_ids` has the tokens, int32 each."""
+    token_ids: bytes = b""
+    stats: EngineStats | None = None
+    """For the first front end."""
+    scheduled: list[int] = []
     """Sequences that began to run in this step."""
     scheduled_at: float = 0.0
     """When they did, on the machine's monotonic clock, which all processes share."""

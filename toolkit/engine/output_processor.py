@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from toolkit.engine.messages import EngineOutput, EngineRequest, LogprobEntry
+import numpy as np
+
+from toolkit.engine.messages import EngineOutput, EngineOutputs, EngineRequest, LogprobEntry
 from toolkit.engine.outputs import CompletionOutput, Delta, Logprob, PositionLogprobs, RequestOutput
 from toolkit.engine.tokenizer import TextStream, Tokenizer
 from toolkit.sampling.params import SamplingParams
 
 
-class SequenceState:
-    """One answer on its way. Text that may be the beginning of a stop string is held back."""
+class AnswerText:
+    """The text of one answer on its way. What may be the beginning of a stop string is held back."""
 
-    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
-        self._stream = None
-        if tokenizer is not None and params.detokenize:
-            self._stream = TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens)
-        self._params = params
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self.stream = TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._min_tokens = params.min_tokens
         self._stops = params.stop_strings
+        self._include_stop = params.include_stop_str_in_output
         self._held = ""
         self._num_immune = 0
         """Characters held back that came before `min_tokens`: a stop string that ends among them ends nothing."""
         self._num_tokens = 0
-        self.finished = False
 
     def add(self, token_ids: list[int], ended: bool) -> tuple[str, str | None]:
         """(text that is certain, the stop string that was met). `ended`: these are the last tokens."""
-        if self._stream is None:
-            return "", None
         self._num_tokens += len(token_ids)
-        text = self._held + self._stream.add(token_ids)
+        text = self._held + self.stream.add(token_ids)
         if ended:
-            text += self._stream.end()
+            text += self.stream.end()
         if not self._stops:
             return text, None
-        if self._num_tokens < self._params.min_tokens:
+        if self._num_tokens < self._min_tokens:
             self._num_immune = len(text)
         stop, at = self._first_stop(text)
         if stop is not None:
             self._held = ""
-            return text[: at + (len(stop) if self._params.include_stop_str_in_output else 0)], stop
+            return text[: at + (len(stop) if self._include_stop else 0)], stop
         keep = 0 if ended else max(_overlap(text, stop) for stop in self._stops)
         certain = len(text) - keep
         self._held = text[certain:]
@@ -55,7 +55,40 @@ class SequenceState:
         return stop, at
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """One of a request's answers, as the front end sees it. Moments are on the monotonic clock."""
+
+    request: RequestState
+    index: int
+    number: int
+    text: AnswerText | None
+    """None when no text is wanted."""
+    stream: TextStream | None
+    """Where plain tokens go: the text's, unless stop strings have to be found."""
+    delta: Delta | None = None
+    """What is new and nobody has taken yet."""
+    finished: bool = False
+    num_tokens: int = 0
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+    def put(self, delta: Delta) -> None:
+        """Adds to what is new, and wakes who waits for it."""
+        if self.delta is not None:
+            _merge(self.delta, delta)
+            return
+        self.delta = delta
+        self.request.news.append(self)
+        self.request.wake()
+
+    def end(self, reason: str) -> None:
+        """Ends it from this side."""
+        self.finished = True
+        self.put(Delta(self.index, "", [], finish_reason=reason))
+
+
+@dataclass(slots=True, eq=False)
 class RequestState:
     """A request on its way, as the front end sees it."""
 
@@ -63,7 +96,11 @@ class RequestState:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
-    sequences: list[SequenceState]
+    sequences: list[SequenceState] = field(default_factory=list)
+    wake: Callable[[], None] = lambda: None
+    """Called when there is news of a sequence that had none."""
+    news: deque[SequenceState] = field(default_factory=deque)
+    """Those with a delta, in the order in which they got it."""
     num_cached_tokens: int = 0
     num_finished: int = 0
     prompt_logprobs_begun: bool = False
@@ -73,9 +110,31 @@ class RequestState:
         return self.num_finished == len(self.sequences)
 
     @property
-    def unfinished_sequences(self) -> list[str]:
-        """Names of the sequences that the core still runs."""
-        return [f"{self.id}/{i}" for i, sequence in enumerate(self.sequences) if not sequence.finished]
+    def unfinished_numbers(self) -> list[int]:
+        """Sequences that the core still runs."""
+        return [sequence.number for sequence in self.sequences if not sequence.finished]
+
+    def take(self) -> Delta | None:
+        """What is new of the sequence that has waited longest; None when nothing is."""
+        if not self.news:
+            return None
+        sequence = self.news.popleft()
+        delta, sequence.delta = sequence.delta, None
+        return delta
+
+
+@dataclass(slots=True)
+class Processed:
+    """What a step's message was."""
+
+    ended: list[int] = field(default_factory=list)
+    """Sequences that met a stop string, and go on in the core until it is told."""
+    gaps: dict[float, int] = field(default_factory=dict)
+    """For moments at which sequences had got their last token before: how many have a new one now."""
+    begun: list[SequenceState] = field(default_factory=list)
+    """Those whose first token came."""
+    finished: list[tuple[SequenceState, str]] = field(default_factory=list)
+    """Those that ended, and why."""
 
 
 class OutputProcessor:
@@ -84,36 +143,101 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.requests: dict[str, RequestState] = {}
+        self._sequences: dict[int, SequenceState] = {}
+        self._next_number = 0
 
     def add(self, request: EngineRequest, prompt: str | None) -> RequestState:
-        sequences = [SequenceState(self.tokenizer, request.params) for _ in range(request.params.n)]
-        state = RequestState(request.id, prompt, request.prompt_token_ids, request.params, sequences)
+        """Takes a request in and numbers its sequences."""
+        params = request.params
+        state = RequestState(request.id, prompt, request.prompt_token_ids, params)
+        request.number = self._next_number
+        self._next_number += params.n
+        for index in range(params.n):
+            text = AnswerText(self.tokenizer, params) if self.tokenizer and params.detokenize else None
+            stream = text.stream if text is not None and not params.stop_strings else None
+            sequence = SequenceState(state, index, request.number + index, text, stream)
+            state.sequences.append(sequence)
+            self._sequences[sequence.number] = sequence
         self.requests[request.id] = state
         return state
 
-    def remove(self, request_id: str) -> RequestState | None:
-        return self.requests.pop(request_id, None)
+    def find(self, number: int) -> SequenceState | None:
+        """The sequence with that number, unless it has ended."""
+        return self._sequences.get(number)
 
-    def process(self, output: EngineOutput) -> tuple[RequestState, Delta, bool] | None:
-        """(request, what is new, whether the core must be told to end the sequence); None for one that has
-        ended here.
-        """
-        state = self.requests.get(output.id)
-        if state is None or state.sequences[output.index].finished:
-            return None
-        sequence = state.sequences[output.index]
-        if output.index == 0:  # its siblings find the blocks that it has just computed
+    def remove(self, request_id: str) -> RequestState | None:
+        """Forgets a request; what still comes of it is dropped."""
+        state = self.requests.pop(request_id, None)
+        if state is not None:
+            for sequence in state.sequences:
+                self._sequences.pop(sequence.number, None)
+        return state
+
+    def process(self, message: EngineOutputs, now: float) -> Processed:
+        """Turns a step's tokens into deltas of the requests. `now`: when the message came."""
+        done = Processed()
+        for output in message.outputs:
+            sequence = self._sequences.get(output.number)
+            if sequence is not None:
+                self._process_one(sequence, output, now, done)
+        if message.numbers:
+            self._process_columns(message, now, done)
+        return done
+
+    def _process_columns(self, message: EngineOutputs, now: float, done: Processed) -> None:
+        """The one loop over every token of a busy server: as little as can be for each."""
+        numbers = np.frombuffer(message.numbers, np.int64).tolist()
+        tokens = np.frombuffer(message.token_ids, np.int32).tolist()
+        find, gaps = self._sequences.get, done.gaps
+        for number, token in zip(numbers, tokens, strict=True):
+            sequence = find(number)
+            if sequence is None:
+                continue
+            last = sequence.last_token
+            gaps[last] = gaps.get(last, 0) + 1
+            sequence.last_token = now
+            sequence.num_tokens += 1
+            if sequence.stream is not None:
+                text = sequence.stream.add_one(token)
+            elif sequence.text is None:
+                text = ""
+            else:
+                text, stop = sequence.text.add([token], False)
+                if stop is not None:
+                    self._stop(sequence, Delta(sequence.index, text, [token]), stop, done)
+                    continue
+            delta = sequence.delta
+            if delta is None:
+                request = sequence.request
+                sequence.delta = Delta(
+                    sequence.index, text, [token], num_cached_tokens=request.num_cached_tokens
+                )
+                request.news.append(sequence)
+                request.wake()
+            else:
+                delta.text += text
+                delta.token_ids.append(token)
+
+    def _process_one(
+        self, sequence: SequenceState, output: EngineOutput, now: float, done: Processed
+    ) -> None:
+        state = sequence.request
+        if sequence.index == 0:  # its siblings find the blocks that it has just computed
             state.num_cached_tokens = output.num_cached_tokens or state.num_cached_tokens
-        text, stop = sequence.add(self._visible(output, state.params), output.finish_reason is not None)
-        delta = Delta(
-            index=output.index,
-            text=text,
-            token_ids=output.token_ids,
-            finish_reason="stop" if stop is not None else output.finish_reason,
-            stop_reason=stop if stop is not None else output.stop_reason,
-            num_cached_tokens=state.num_cached_tokens,
-            error=output.error,
-        )
+        if output.token_ids:
+            if sequence.num_tokens:
+                done.gaps[sequence.last_token] = done.gaps.get(sequence.last_token, 0) + 1
+            else:
+                sequence.first_token = now
+                done.begun.append(sequence)
+            sequence.last_token = now
+            sequence.num_tokens += len(output.token_ids)
+        text, stop = "", None
+        if sequence.text is not None:
+            visible = self._visible(output, state.params)
+            text, stop = sequence.text.add(visible, output.finish_reason is not None)
+        delta = Delta(sequence.index, text, output.token_ids, num_cached_tokens=state.num_cached_tokens)
+        delta.error = output.error
         if output.logprobs is not None:
             delta.logprobs = [self._position(output.logprobs)]
         if output.prompt_logprobs is not None:
@@ -121,12 +245,37 @@ class OutputProcessor:
         if state.params.prompt_logprobs is not None and not state.prompt_logprobs_begun:
             state.prompt_logprobs_begun = True
             delta.prompt_logprobs = [None, *(delta.prompt_logprobs or [])]  # nothing comes before the first
-        if delta.finish_reason is not None:
-            sequence.finished = True
-            state.num_finished += 1
-            if state.finished:
-                del self.requests[state.id]
-        return state, delta, stop is not None and output.finish_reason is None
+        if stop is not None:
+            self._stop(sequence, delta, stop, done, in_core=output.finish_reason is None)
+        elif output.finish_reason is not None:
+            self._finish(sequence, delta, output.finish_reason, output.stop_reason, done)
+        else:
+            sequence.put(delta)
+
+    def _stop(
+        self, sequence: SequenceState, delta: Delta, stop: str, done: Processed, *, in_core: bool = True
+    ) -> None:
+        if in_core:
+            done.ended.append(sequence.number)
+        self._finish(sequence, delta, "stop", stop, done)
+
+    def _finish(
+        self,
+        sequence: SequenceState,
+        delta: Delta,
+        reason: str,
+        stop_reason: int | str | None,
+        done: Processed,
+    ) -> None:
+        delta.finish_reason, delta.stop_reason = reason, stop_reason
+        done.finished.append((sequence, reason))
+        sequence.finished = True
+        state = sequence.request
+        state.num_finished += 1
+        del self._sequences[sequence.number]
+        if state.finished:
+            del self.requests[state.id]
+        sequence.put(delta)
 
     def _visible(self, output: EngineOutput, params: SamplingParams) -> list[int]:
         """The tokens that make text: not the one that ended the answer, unless the user asked to see it."""
@@ -179,3 +328,16 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:size]):
             return size
     return 0
+
+
+def _merge(delta: Delta, later: Delta) -> None:
+    """Adds what came later to a delta that nobody has taken yet."""
+    delta.text += later.text
+    delta.token_ids += later.token_ids
+    if later.logprobs is not None:
+        delta.logprobs = (delta.logprobs or []) + later.logprobs
+    if later.prompt_logprobs is not None:
+        delta.prompt_logprobs = (delta.prompt_logprobs or []) + later.prompt_logprobs
+    delta.finish_reason, delta.stop_reason = later.finish_reason, later.stop_reason
+    delta.num_cached_tokens = later.num_cached_tokens or delta.num_cached_tokens
+    delta.error = later.error

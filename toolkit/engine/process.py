@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -20,7 +21,6 @@ from toolkit.engine.messages import (
     EngineOutput,
     EngineOutputs,
     EngineRequest,
-    EngineStats,
     Failed,
     FromCore,
     Phase,
@@ -30,6 +30,7 @@ from toolkit.engine.messages import (
     Stop,
     ToCore,
 )
+from toolkit.engine.sockets import Socket, has_message, open_socket
 from toolkit.errors import ToolkitError
 
 logger = logging.getLogger(__name__)
@@ -38,16 +39,15 @@ logger = logging.getLogger(__name__)
 class CoreProcess:
     """Reads requests, steps the core, sends what each step gave. Sleeps on the socket when there is nothing
     to do.
+
+    Every client has an outbox of its own; the first one is told of start-up and of the engine's end.
     """
 
     def __init__(self, sockets: str) -> None:
-        context = zmq.Context()
-        self._inbox = context.socket(zmq.PULL)
-        self._outbox = context.socket(zmq.PUSH)
-        for socket in (self._inbox, self._outbox):
-            socket.set_hwm(0)
-        self._inbox.connect(f"ipc://{sockets}/in")
-        self._outbox.connect(f"ipc://{sockets}/out")
+        self._sockets = sockets
+        self._context = zmq.Context()
+        self._inbox = self._connect(zmq.PULL, "in")
+        self._outboxes: dict[int, Socket] = {}
         self._decoder = msgspec.msgpack.Decoder(ToCore)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -61,7 +61,8 @@ class CoreProcess:
             traceback.print_exc()
             self._send(Failed("", _root_cause(error)))
         finally:
-            self._outbox.close(linger=2000)
+            for outbox in self._outboxes.values():
+                outbox.close(linger=2000)
 
     def _serve(self) -> None:
         start = msgspec.msgpack.decode(self._inbox.recv(), type=Start)
@@ -74,58 +75,66 @@ class CoreProcess:
             start.config, Path(start.folder), lambda name, seconds: self._send(Phase(name, seconds))
         )
         self._core = EngineCore(start.config, executor)
+        gc.collect()
+        gc.freeze()  # what lives as long as the process is not searched again
         self._send(Ready(executor.info))
+        news: dict[int, EngineOutputs] = {}
         while self._take_messages():
-            if self._core.has_work:
-                outputs = self._core.step()
-                self._send(outputs)
-                if not outputs.outputs and not outputs.stats.num_tokens:
-                    self._inbox.poll(1)
+            if not self._core.overlaps:
+                self._send_all(news)
+            self._core.launch()
+            if self._core.overlaps:  # the device is busy before anybody is told what it has done
+                self._send_all(news)
+            news = self._core.collect()
+            if not self._core.has_work:
+                self._send_all(news)
+                news = {}
+            elif not self._core.is_running:
+                self._inbox.poll(1)
         self._core.shutdown()
 
     def _take_messages(self) -> bool:
         """Handles what has come, waiting for something when there is no work; False when told to stop."""
         if not self._core.has_work:
             self._inbox.poll()
-        while True:
-            try:
-                message = self._decoder.decode(self._inbox.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return True
+        while has_message(self._inbox):
+            message = self._decoder.decode(self._inbox.recv())
             if isinstance(message, EngineRequest):
                 self._add(message)
             elif isinstance(message, Abort):
-                self._core.abort(message.sequences)
-                self._send(EngineOutputs([], self._idle_stats(), []))
+                self._core.abort(message)
+                self._send(EngineOutputs(stats=self._core.stats()))
             elif isinstance(message, ResetPrefixCache):
                 self._core.reset_prefix_cache()
             else:
                 assert isinstance(message, Stop)
                 return False
+        return True
 
     def _add(self, request: EngineRequest) -> None:
         try:
             self._core.add(request)
         except ValueError as error:
             failed = [
-                EngineOutput(request.id, i, [], finish_reason="error", error=str(error))
+                EngineOutput(request.number + i, [], finish_reason="error", error=str(error))
                 for i in range(request.params.n)
             ]
-            self._send(EngineOutputs(failed, self._idle_stats(), []))
+            self._send(EngineOutputs(failed), request.client)
 
-    def _idle_stats(self) -> EngineStats:
-        s = self._core.scheduler.take_stats()
-        return EngineStats(
-            s.num_running,
-            s.num_waiting,
-            s.kv_cache_usage,
-            s.prefix_cache_queries,
-            s.prefix_cache_hits,
-            s.num_preemptions,
-        )
+    def _send_all(self, messages: dict[int, EngineOutputs]) -> None:
+        for client, message in messages.items():
+            self._send(message, client)
 
-    def _send(self, message: FromCore) -> None:
-        self._outbox.send(self._encoder.encode(message))
+    def _send(self, message: FromCore, client: int = 0) -> None:
+        outbox = self._outboxes.get(client)
+        if outbox is None:
+            outbox = self._outboxes[client] = self._connect(zmq.PUSH, f"out{client}")
+        outbox.send(self._encoder.encode(message))
+
+    def _connect(self, kind: int, name: str) -> Socket:
+        socket = open_socket(self._context, kind)
+        socket.connect(f"ipc://{self._sockets}/{name}")
+        return socket
 
 
 def _root_cause(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ class Tokenizer:
         }
         self._byte_level = "ByteLevel" in _decoder_kinds(self._tokenizer)
         self._byte_of = _byte_of_character() if self._byte_level else {}
-        self._bytes: dict[int, bytes] = {}
+        self._all = _Spellings(self._spell)
+        self._visible = _Spellings(lambda id: b"" if id in self._special else self._all[id])
+        self._texts = {skip: _Texts(self.spellings(skip)) for skip in (True, False)}
 
     @property
     def eos_token_id(self) -> int | None:
@@ -96,10 +99,15 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to the text, in UTF-8; a part of a character can be a token."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._spell(token_id)
-        return found
+        return self._all[token_id]
+
+    def spellings(self, skip_special_tokens: bool) -> Mapping[int, bytes]:
+        """`token_bytes` of every token, by its id; nothing for special ones that are to be skipped."""
+        return self._visible if skip_special_tokens else self._all
+
+    def texts(self, skip_special_tokens: bool) -> Mapping[int, str | None]:
+        """The same as text; None for a token that is not made of whole characters."""
+        return self._texts[skip_special_tokens]
 
     def token_text(self, token_id: int) -> str:
         """A token alone; empty when it is only a part of a character."""
@@ -123,22 +131,55 @@ class Tokenizer:
         return token.replace("▁", " ").encode()
 
 
+class _Spellings(dict[int, bytes]):
+    """A token's bytes by its id, spelled when they are first asked for."""
+
+    def __init__(self, spell: Callable[[int], bytes]) -> None:
+        self._spell = spell
+
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._spell(token_id)
+        return found
+
+
+class _Texts(dict[int, str | None]):
+    """A token's text by its id, None where its bytes are not whole characters."""
+
+    def __init__(self, spellings: Mapping[int, bytes]) -> None:
+        self._spellings = spellings
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = self._spellings[token_id].decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
+
+
 class TextStream:
     """Text from tokens, as they come: whole characters only."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._spellings = tokenizer.spellings(skip_special_tokens)
+        self._texts = tokenizer.texts(skip_special_tokens)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._within = False
+        """Whether a character has begun and not ended."""
 
     def add(self, token_ids: list[int]) -> str:
         """The text that these tokens complete."""
-        tokenizer = self._tokenizer
-        return "".join(
-            self._decoder.decode(tokenizer.token_bytes(id))
-            for id in token_ids
-            if not (self._skip and tokenizer.is_special(id))
-        )
+        text = self._decoder.decode(b"".join(map(self._spellings.__getitem__, token_ids)))
+        self._within = bool(self._decoder.getstate()[0])
+        return text
+
+    def add_one(self, token_id: int) -> str:
+        """The same for one token; most are whole characters, whose text is known."""
+        if not self._within:
+            text = self._texts[token_id]
+            if text is not None:
+                return text
+        return self.add([token_id])
 
     def end(self) -> str:
         """What an unfinished character leaves: U+FFFD, or nothing."""

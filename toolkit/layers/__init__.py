@@ -1,14 +1,15 @@
 """The pieces models are made of. Activations are packed: [num_tokens, hidden], without a batch dimension."""
 
+from toolkit.layers.activation import activation_kind
 from toolkit.layers.embedding import Embedding
-from toolkit.layers.linear import Linear, MergedLinear
-from toolkit.layers.mlp import activation
+from toolkit.layers.linear import GatedLinear, Linear, MergedLinear
 from toolkit.layers.norm import LayerNorm, RMSNorm
 from toolkit.layers.rotary import RotaryEmbedding
 from toolkit.layers.weights import Slot, Slots
 
 __all__ = [
     "Embedding",
+    "GatedLinear",
     "LayerNorm",
     "Linear",
     "MergedLinear",
@@ -16,5 +17,5 @@ __all__ = [
     "RotaryEmbedding",
     "Slot",
     "Slots",
-    "activation",
+    "activation_kind",
 ]

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from toolkit.layers.activation import FUNCTIONS
+from toolkit.layers.fused import fused
 from toolkit.layers.weights import Slot, Slots
 
 PACKED_ROWS = 16
@@ -15,14 +17,17 @@ PACKED_ROWS = 16
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b, W: [out, in]."""
+    """y = act(x Wᵀ + b), W: [out, in]. `activation` is a kind of `toolkit.layers.activation`, or none."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     packed: torch.Tensor | None = None
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, activation: str | None = None
+    ) -> None:
         super().__init__()
+        self.activation = activation
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
@@ -35,6 +40,17 @@ class Linear(nn.Module):
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kernels = fused(x.device)
+        if kernels is None:
+            y = self._product(x)
+            return FUNCTIONS[self.activation](y) if self.activation else y
+        if kernels.fits(len(x), *self.weight.shape, x.dtype):
+            fused_y: torch.Tensor = kernels.linear(x, self.weight, self.bias, self.activation)
+            return fused_y
+        y = self._product(x)
+        return kernels.activation(y, self.activation) if self.activation else y
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is not None:
             y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
             return y
@@ -70,6 +86,25 @@ class MergedLinear(Linear):
             slots |= _slots(name, self.weight[part], self.bias[part] if self.bias is not None else None)
             start += size
         return slots
+
+
+class GatedLinear(MergedLinear):
+    """act(gate) · up of one input, both [num_tokens, out] (Shazeer, 2020); `weight` holds gate's rows, then up's."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, activation: str) -> None:
+        super().__init__(in_features, (out_features, out_features), bias=bias)
+        self.gate = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kernels = fused(x.device)
+        if kernels is None:
+            gate, up = self._product(x).chunk(2, dim=1)
+            return FUNCTIONS[self.gate](gate) * up
+        if kernels.fits(len(x), *self.weight.shape, x.dtype, gated=True):
+            y: torch.Tensor = kernels.linear(x, self.weight, self.bias, self.gate, gated=True)
+        else:
+            y = kernels.gated_activation(self._product(x), self.gate)
+        return y
 
 
 def can_pack(dtype: torch.dtype) -> bool:

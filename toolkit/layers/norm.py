@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from toolkit.layers.fused import fused
 from toolkit.layers.weights import Slot, Slots
 
 
@@ -19,7 +20,13 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual); both [num_tokens, size]."""
+        """(norm(x + residual), x + residual); both [num_tokens, size]. On a GPU the sum is written into `residual`."""
+        kernels = fused(x.device)
+        if kernels is not None:
+            both: tuple[torch.Tensor, torch.Tensor] = kernels.add_layer_norm(
+                x, residual, self.weight, self.bias, self.eps
+            )
+            return both
         residual = x if residual is None else x + residual
         return F.layer_norm(residual, self.weight.shape, self.weight, self.bias, self.eps), residual
 
@@ -36,13 +43,13 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual); both [num_tokens, size]."""
+        """(norm(x + residual), x + residual); both [num_tokens, size]. On a GPU the sum is written into `residual`."""
+        kernels = fused(x.device)
+        if kernels is not None:
+            both: tuple[torch.Tensor, torch.Tensor] = kernels.add_rms_norm(x, residual, self.weight, self.eps)
+            return both
         residual = x if residual is None else x + residual
-        return self.normalize(residual), residual
-
-    def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        """norm(x) over the last dimension."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(residual, self.weight.shape, self.weight, self.eps), residual
 
     def slots(self, name: str) -> Slots:
         return {f"{name}.weight": Slot(self.weight)}

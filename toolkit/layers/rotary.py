@@ -11,8 +11,8 @@ from toolkit.errors import CheckpointError
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates pairs (i, i + size/2) of the first `size` dimensions of each head by angles that grow with the
-    position.
+    """The table of rotations: `cos_sin` [max_model_len, 2, size / 2]. Attention turns pairs (i, i + size / 2) of the first
+    `size` dimensions of each head by them.
 
     NOTE: scalings that depend on the sequence's length (dynamic, longrope) are taken at `max_model_len`,
     once. Transformers takes them at the current length, which rotates keys already in the cache by angles
@@ -28,24 +28,7 @@ class RotaryEmbedding(nn.Module):
         positions = torch.arange(max_model_len, dtype=torch.float32, device=inv_freq.device)
         angles = torch.outer(positions, inv_freq)
         table = torch.stack((angles.cos(), angles.sin()), dim=1) * scaling
-        self.size = 2 * len(inv_freq)
         self.register_buffer("cos_sin", table.to(torch.get_default_dtype()), persistent=False)
-
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines at the positions of a step, each [num_tokens, 1, size / 2]; taken once for all
-        layers.
-        """
-        table = self.cos_sin[positions]
-        return table[:, 0, None], table[:, 1, None]
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x: [num_tokens, num_heads, head_size], rotated."""
-        half = self.size // 2
-        first, second = x[..., :half], x[..., half : self.size]
-        parts = [first * cos - second * sin, second * cos + first * sin]
-        if x.shape[-1] > self.size:
-            parts.append(x[..., self.size :])
-        return torch.cat(parts, dim=-1)
 
 
 def inverse_frequencies(config: Any, head_size: int, max_model_len: int) -> tuple[torch.Tensor, float]:

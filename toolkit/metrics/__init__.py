@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable
+from itertools import accumulate
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name", "engine")
@@ -20,6 +26,30 @@ SHORT_SECONDS = _steps(0.0005, 10.0)
 LONG_SECONDS = _steps(0.0005, 600.0)
 TOKENS = tuple(float(2**i) for i in range(18))
 SMALL_COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+
+
+class CountedHistogram(Collector):
+    """A histogram that takes in many equal values at once: those of one step's tokens."""
+
+    def __init__(self, name: str, text: str, buckets: tuple[float, ...], labels: dict[str, str]) -> None:
+        self._name, self._text, self._labels = name, text, labels
+        self._bounds = (*buckets, float("inf"))
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        """What Prometheus reads: counts of the values up to each bound."""
+        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        bounds = [str(bound) for bound in self._bounds[:-1]] + ["+Inf"]
+        buckets = [
+            (bound, float(count)) for bound, count in zip(bounds, accumulate(self._counts), strict=True)
+        ]
+        family.add_metric(list(self._labels.values()), buckets, self._sum)
+        return [family]
 
 
 class Metrics:
@@ -58,9 +88,13 @@ class Metrics:
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", LONG_SECONDS
         )
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of a request.", SHORT_SECONDS
+        self.inter_token_latency = CountedHistogram(
+            f"{prefix}:inter_token_latency_seconds",
+            "Between two tokens of a request.",
+            SHORT_SECONDS,
+            dict(zip(LABELS, self._values, strict=True)),
         )
+        self.registry.register(self.inter_token_latency)
         self.time_per_output_token = self._histogram(
             "request_time_per_output_token_seconds",
             "A request's mean time for each token after the first.",

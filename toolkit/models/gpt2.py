@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.attention import Attention, AttentionBatch
-from toolkit.attention.backend import AttentionShape
+from toolkit.attention import Attention, AttentionBatch, AttentionShape
 from toolkit.errors import CheckpointError
-from toolkit.layers import Embedding, LayerNorm, Linear, Slots, activation
+from toolkit.layers import Embedding, LayerNorm, Linear, Slots, activation_kind
 from toolkit.models.registry import CausalLM
 
 
@@ -20,27 +19,26 @@ class Block(nn.Module):
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
         hidden = config.n_embd
-        self.num_heads, self.head_size = config.n_head, hidden // config.n_head
-        scale = self.head_size**-0.5 if config.scale_attn_weights else 1.0
+        head_size = hidden // config.n_head
+        scale = head_size**-0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             scale /= index + 1
         self.attn_norm = LayerNorm(hidden, config.layer_norm_epsilon)
         self.qkv = Linear(hidden, 3 * hidden, bias=True)
-        self.attn = Attention(AttentionShape(self.num_heads, self.num_heads, self.head_size, scale))
+        self.attn = Attention(AttentionShape(config.n_head, config.n_head, head_size, scale))
         self.attn_out = Linear(hidden, hidden, bias=True)
         self.mlp_norm = LayerNorm(hidden, config.layer_norm_epsilon)
-        self.up = Linear(hidden, config.n_inner or 4 * hidden, bias=True)
-        self.act = activation(config.activation_function)
-        self.down = Linear(config.n_inner or 4 * hidden, hidden, bias=True)
+        inner = config.n_inner or 4 * hidden
+        self.up = Linear(hidden, inner, bias=True, activation=activation_kind(config.activation_function))
+        self.down = Linear(inner, hidden, bias=True)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, batch: AttentionBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.attn_norm(x, residual)
-        q, k, v = self.qkv(x).view(len(x), 3, self.num_heads, self.head_size).unbind(1)
-        x = self.attn_out(self.attn(q, k, v, batch))
+        x = self.attn_out(self.attn(self.qkv(x), batch))
         x, residual = self.mlp_norm(x, residual)
-        return self.down(self.act(self.up(x))), residual
+        return self.down(self.up(x)), residual
 
     def slots(self, name: str) -> Slots:
         return (
@@ -73,10 +71,8 @@ class GPT2(CausalLM):
     def max_positions(config: Any) -> int:
         return int(config.n_positions)
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch
-    ) -> torch.Tensor:
-        x, residual = self.embed(token_ids) + self.embed_positions(positions), None
+    def forward(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        x, residual = self.embed(token_ids) + self.embed_positions(batch.positions), None
         for block in self.blocks:
             x, residual = block(x, residual, batch)
         normed: torch.Tensor = self.norm(x, residual)[0]

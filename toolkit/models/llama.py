@@ -11,9 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.attention import Attention, AttentionBatch
-from toolkit.attention.backend import AttentionShape
-from toolkit.layers import Embedding, Linear, MergedLinear, RMSNorm, RotaryEmbedding, Slots, activation
+from toolkit.attention import Attention, AttentionBatch, AttentionShape, HeadTransform
+from toolkit.layers import (
+    Embedding,
+    GatedLinear,
+    Linear,
+    MergedLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    Slots,
+    activation_kind,
+)
 from toolkit.models.registry import CausalLM
 
 
@@ -30,34 +38,30 @@ class Shape:
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, config: Any, shape: Shape, index: int) -> None:
+    def __init__(self, config: Any, shape: Shape, index: int, rotary: RotaryEmbedding) -> None:
         super().__init__()
-        hidden, self.num_heads = config.hidden_size, config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads or self.num_heads
-        self.head_size = getattr(config, "head_dim", None) or hidden // self.num_heads
-        q_size, kv_size = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
-        self.sizes = (q_size, kv_size, kv_size)
-        self.qkv = MergedLinear(hidden, self.sizes, bias=shape.qkv_bias)
-        self.q_norm = RMSNorm(self.head_size, config.rms_norm_eps) if shape.qk_norm else None
-        self.k_norm = RMSNorm(self.head_size, config.rms_norm_eps) if shape.qk_norm else None
+        hidden, num_heads, eps = config.hidden_size, config.num_attention_heads, config.rms_norm_eps
+        num_kv_heads = config.num_key_value_heads or num_heads
+        size = getattr(config, "head_dim", None) or hidden // num_heads
+        self.qkv = MergedLinear(
+            hidden, (num_heads * size, num_kv_heads * size, num_kv_heads * size), bias=shape.qkv_bias
+        )
+        self.q_norm = RMSNorm(size, eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(size, eps) if shape.qk_norm else None
         window = shape.sliding_windows[index] if shape.sliding_windows else 0
         self.attn = Attention(
-            AttentionShape(self.num_heads, self.num_kv_heads, self.head_size, self.head_size**-0.5, window)
+            AttentionShape(num_heads, num_kv_heads, size, size**-0.5, window),
+            HeadTransform(
+                rotary.cos_sin,
+                self.q_norm.weight if self.q_norm else None,
+                self.k_norm.weight if self.k_norm else None,
+                eps,
+            ),
         )
-        self.out = Linear(q_size, hidden, bias=shape.out_bias)
+        self.out = Linear(num_heads * size, hidden, bias=shape.out_bias)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        rotary: RotaryEmbedding,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        batch: AttentionBatch,
-    ) -> torch.Tensor:
-        q, k, v = (part.unflatten(1, (-1, self.head_size)) for part in self.qkv(x).split(self.sizes, dim=1))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm.normalize(q), self.k_norm.normalize(k)
-        out: torch.Tensor = self.out(self.attn(rotary(q, cos, sin), rotary(k, cos, sin), v, batch))
+    def forward(self, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.attn(self.qkv(x), batch))
         return out
 
     def slots(self, name: str) -> Slots:
@@ -75,13 +79,13 @@ class GatedMLP(nn.Module):
     def __init__(self, config: Any, shape: Shape) -> None:
         super().__init__()
         inner = config.intermediate_size
-        self.gate_up = MergedLinear(config.hidden_size, (inner, inner), bias=shape.mlp_bias)
-        self.act = activation(config.hidden_act)
+        self.gate_up = GatedLinear(
+            config.hidden_size, inner, bias=shape.mlp_bias, activation=activation_kind(config.hidden_act)
+        )
         self.down = Linear(inner, config.hidden_size, bias=shape.mlp_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=1)
-        out: torch.Tensor = self.down(self.act(gate) * up)
+        out: torch.Tensor = self.down(self.gate_up(x))
         return out
 
     def slots(self, name: str) -> Slots:
@@ -90,24 +94,18 @@ class GatedMLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: Any, shape: Shape, index: int) -> None:
+    def __init__(self, config: Any, shape: Shape, index: int, rotary: RotaryEmbedding) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attn = SelfAttention(config, shape, index)
+        self.attn = SelfAttention(config, shape, index, rotary)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config, shape)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotary: RotaryEmbedding,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        batch: AttentionBatch,
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: AttentionBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.attn_norm(x, residual)
-        x = self.attn(x, rotary, cos, sin, batch)
+        x = self.attn(x, batch)
         x, residual = self.mlp_norm(x, residual)
         return self.mlp(x), residual
 
@@ -128,7 +126,9 @@ class Llama(CausalLM):
         self.vocab_size = config.vocab_size
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(config, head_size, max_model_len)
-        self.layers = nn.ModuleList(Layer(config, shape, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            Layer(config, shape, i, self.rotary) for i in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.tied = config.tie_word_embeddings
         if self.tied:
@@ -145,13 +145,10 @@ class Llama(CausalLM):
     def max_positions(config: Any) -> int:
         return int(config.max_position_embeddings)
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch
-    ) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         x, residual = self.embed(token_ids), None
-        cos, sin = self.rotary.at(positions)
         for layer in self.layers:
-            x, residual = layer(x, residual, self.rotary, cos, sin, batch)
+            x, residual = layer(x, residual, batch)
         normed: torch.Tensor = self.norm(x, residual)[0]
         return normed
 

@@ -42,10 +42,8 @@ class CausalLM(nn.Module, abc.ABC):
         """The longest sequence the model was made for, in tokens."""
 
     @abc.abstractmethod
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch
-    ) -> torch.Tensor:
-        """token_ids, positions: [num_tokens] int64. Returns the last hidden states [num_tokens, hidden],
+    def forward(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """token_ids: [num_tokens]. Returns the last hidden states [num_tokens, hidden],
         normalized.
         """
 

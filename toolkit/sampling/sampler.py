@@ -35,7 +35,7 @@ def sample(
     device = logits.device
     rows_on_device = torch.from_numpy(rows).to(device, torch.int64)
     if state.biases[rows].any():
-        _add_biases(logits, state, rows, lengths)
+        add_biases(logits, state, rows, lengths)
     if state.penalties[rows].any():
         _penalize(logits, state, token_ids, rows, lengths)
     best, greedy = logits.max(dim=-1)
@@ -107,7 +107,8 @@ def _keep_likely(
     return probabilities.masked_fill(probabilities < least, 0.0)
 
 
-def _add_biases(logits: torch.Tensor, state: SamplingState, rows: IntArray, lengths: IntArray) -> None:
+def add_biases(logits: torch.Tensor, state: SamplingState, rows: IntArray, lengths: IntArray) -> None:
+    """Adds logit biases, and takes out what may not end an answer yet (min_tokens), in place."""
     where, tokens, values = [], [], []
     for index, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         if not state.biases[row]:
@@ -120,9 +121,17 @@ def _add_biases(logits: torch.Tensor, state: SamplingState, rows: IntArray, leng
         tokens += list(bias.keys())
         values += list(bias.values())
     if where:
-        place = (torch.tensor(where, device=logits.device), torch.tensor(tokens, device=logits.device))
-        added = torch.tensor(values, dtype=logits.dtype, device=logits.device)
+        place = (
+            to_device(torch.tensor(where), logits.device),
+            to_device(torch.tensor(tokens), logits.device),
+        )
+        added = to_device(torch.tensor(values, dtype=logits.dtype), logits.device)
         logits.index_put_(place, added, accumulate=True)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a host's tensor on a device, without waiting for the device's work."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _penalize(

@@ -8,7 +8,7 @@ contract carries chunked prefill, prefix cache hits, preemption and resumption.
 from toolkit.scheduler.block_pool import BlockPool, HostBlockPool
 from toolkit.scheduler.output import ModelOutput, NewRow, PromptLogprobs, SchedulerOutput, TokenLogprobs
 from toolkit.scheduler.request import FinishReason, Request, RequestStatus
-from toolkit.scheduler.scheduler import Scheduler, SchedulerStats, StepResult
+from toolkit.scheduler.scheduler import Scheduler, SchedulerStats, StepResult, StepResults
 
 __all__ = [
     "BlockPool",
@@ -23,5 +23,6 @@ __all__ = [
     "SchedulerOutput",
     "SchedulerStats",
     "StepResult",
+    "StepResults",
     "TokenLogprobs",
 ]

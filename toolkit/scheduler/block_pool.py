@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from hashlib import blake2b
 
 BlockHash = bytes
 
@@ -122,14 +121,10 @@ class HostBlockPool:
         self._free.extend(blocks)
 
 
-def hash_block(parent: BlockHash, tokens: Sequence[int], extra: str = "") -> BlockHash:
+def hash_block(parent: BlockHash, tokens: bytes, extra: str = "") -> BlockHash:
     """The name of a block's content: 16 bytes of BLAKE2b over the parent's name, an extra key and the block's
-    tokens.
+    tokens, given as int32 each.
 
     A cryptographic hash, because a collision would show one user the cache of another.
     """
-    digest = hashlib.blake2b(parent, digest_size=16)
-    digest.update(array("q", tokens).tobytes())
-    if extra:
-        digest.update(extra.encode())
-    return digest.digest()
+    return blake2b(b"".join((parent, tokens, extra.encode())), digest_size=16).digest()

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler.block_pool import BlockHash, hash_block
+from toolkit.scheduler.output import IntArray
+from toolkit.scheduler.rows import COMPUTED, IN_FLIGHT, NUM_COUNTS, TOKENS
 
 
 class RequestStatus(enum.Enum):
@@ -32,6 +37,9 @@ class Request:
 
     `num_computed_tokens` counts what is in the KV cache once every step that was scheduled has run; the token
     that such a step samples is counted by `num_in_flight` until it is known.
+
+    While it runs, its counts and its newest tokens are in the scheduler's `Rows`, where a step changes those of
+    all requests at once; the properties read them there.
     """
 
     id: str
@@ -49,12 +57,15 @@ class Request:
     """Whether its blocks may be found by others, and others' by it."""
     leader: Request | None = None
     """The sibling whose prompt blocks this one shares (n > 1): it waits until they are computed."""
+    client: int = 0
+    """Which front end asked."""
+    number: int = 0
+    """The front end's name for the sequence."""
+    whole: bool = False
+    """Its tokens are told together, when it ends."""
 
     status: RequestStatus = RequestStatus.WAITING
     row: int = -1
-    output_token_ids: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0
-    num_in_flight: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache gave at first admission."""
     num_preemptions: int = 0
@@ -68,34 +79,65 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     num_prompt_logprobs: int = 0
     """Prompt positions whose log-probabilities have been reported."""
+    _counts: IntArray = field(default_factory=lambda: np.zeros(NUM_COUNTS, np.int32))
+    _outputs: list[int] = field(default_factory=list)
+    _tail: IntArray | None = None
+    """While it runs: its newest tokens, that of position p at p modulo the length. `_outputs` lacks some."""
 
     def __post_init__(self) -> None:
         self.stop_token_ids = frozenset(self.params.stop_token_ids or ())
+        self._counts[TOKENS] = len(self.prompt_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
 
     @property
-    def num_output_tokens(self) -> int:
-        """Those sampled, known or not yet known."""
-        return len(self.output_token_ids) + self.num_in_flight
+    def num_computed_tokens(self) -> int:
+        return self._counts.item(COMPUTED)
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, value: int) -> None:
+        self._counts[COMPUTED] = value
 
     @property
-    def num_known_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+    def num_in_flight(self) -> int:
+        return self._counts.item(IN_FLIGHT)
 
     @property
     def num_tokens(self) -> int:
-        return self.num_known_tokens + self.num_in_flight
+        """Those given and those sampled, known or not yet known."""
+        return self._counts.item(TOKENS)
+
+    @property
+    def num_known_tokens(self) -> int:
+        return self._counts.item(TOKENS) - self._counts.item(IN_FLIGHT)
 
     @property
     def num_tokens_to_compute(self) -> int:
         return self.num_tokens - self.num_computed_tokens
 
     @property
+    def output_token_ids(self) -> list[int]:
+        """Those known. To be read only."""
+        self.settle()
+        return self._outputs
+
+    @property
     def token_ids(self) -> list[int]:
         return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        """Tokens that end it, once there are `min_tokens`."""
+        return self.stop_token_ids if self.params.ignore_eos else self.stop_token_ids | self.eos_token_ids
+
+    @property
+    def tells_singly(self) -> bool:
+        """Whether there is something to tell beside the next token: the first one brings the cached tokens."""
+        return not self.whole and (
+            self.params.logprobs is not None or self.num_known_tokens == self.num_prompt_tokens
+        )
 
     @property
     def is_finished(self) -> bool:
@@ -108,13 +150,76 @@ class Request:
             self.params.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
         )
 
+    def length_limit(self, max_model_len: int) -> int:
+        """Tokens, prompt and output, with which it ends at the latest."""
+        longest = min(self.num_prompt_tokens + self.max_tokens, max_model_len)
+        return max(longest, self.num_prompt_tokens + 1)
+
+    def schedule(self, num_tokens: int, *, samples: bool) -> None:
+        """Counts tokens that the next step computes, and the one that it samples."""
+        self._counts[COMPUTED] += num_tokens
+        self._counts[TOKENS] += samples
+        self._counts[IN_FLIGHT] += samples
+
+    def append(self, token_id: int) -> None:
+        """Takes in a token that was in flight; for a request without a row."""
+        self._counts[IN_FLIGHT] -= 1
+        self._outputs.append(token_id)
+
+    def drop_last(self) -> None:
+        """Forgets the newest token."""
+        self.settle()
+        self._outputs.pop()
+        self._counts[TOKENS] -= 1
+
+    def drop_in_flight(self) -> None:
+        """Forgets the tokens in flight."""
+        self._counts[TOKENS] -= self._counts[IN_FLIGHT]
+        self._counts[IN_FLIGHT] = 0
+
+    def enter(self, row: int, counts: IntArray, tail: IntArray) -> None:
+        """Moves the counts to a row, of which these are views."""
+        self.row = row
+        counts[:] = self._counts
+        self._counts, self._tail = counts, tail
+
+    def leave(self) -> None:
+        """Takes counts and tokens out of the row."""
+        self.settle()
+        self.row = -1
+        self._counts, self._tail = self._counts.copy(), None
+
+    def settle(self) -> None:
+        """Takes over what is in the tail only."""
+        if self._tail is not None:
+            first, end = self.num_prompt_tokens + len(self._outputs), self.num_known_tokens
+            if first < end:
+                self._outputs += self._tail.take(np.arange(first, end), mode="wrap").tolist()
+
+    def settle_early(self) -> None:
+        """Does so long before the tail is full. To be called once for each block."""
+        if self._tail is not None and 2 * self._num_unsettled >= len(self._tail):
+            self.settle()
+
+    @property
+    def _num_unsettled(self) -> int:
+        return self.num_known_tokens - self.num_prompt_tokens - len(self._outputs)
+
     def hashes(self, block_size: int) -> list[BlockHash]:
         """The names of all full blocks of known tokens."""
-        known = self.num_known_tokens // block_size
-        if len(self.block_hashes) < known:
-            tokens = self.token_ids
-            for index in range(len(self.block_hashes), known):
-                parent = self.block_hashes[-1] if self.block_hashes else b""
-                chunk = tokens[index * block_size : (index + 1) * block_size]
-                self.block_hashes.append(hash_block(parent, chunk, self.cache_salt))
-        return self.block_hashes
+        hashes = self.block_hashes
+        for index in range(len(hashes), self.num_known_tokens // block_size):
+            tokens = self._tokens_in(index * block_size, (index + 1) * block_size)
+            hashes.append(hash_block(hashes[-1] if hashes else b"", tokens, self.cache_salt))
+        return hashes
+
+    def _tokens_in(self, start: int, end: int) -> bytes:
+        """A block's tokens, int32 each."""
+        num_prompt = len(self.prompt_token_ids)
+        if self._tail is not None and start >= num_prompt + len(self._outputs):
+            at = start % len(self._tail)  # the tail holds whole blocks
+            return self._tail[at : at + end - start].tobytes()
+        tokens = self.prompt_token_ids[start:end]
+        if end > num_prompt:
+            tokens = tokens + self.output_token_ids[max(0, start - num_prompt) : end - num_prompt]
+        return array("i", tokens).tobytes()

@@ -10,10 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from toolkit.scheduler.block_pool import BlockPool, HostBlockPool
-from toolkit.scheduler.output import ModelOutput, NewRow, PromptLogprobs, SchedulerOutput
+from toolkit.scheduler.output import IntArray, ModelOutput, NewRow, PromptLogprobs, SchedulerOutput
 from toolkit.scheduler.request import FinishReason, Request, RequestStatus
+from toolkit.scheduler.rows import Rows
+
+RowArray = npt.NDArray[np.intp]
+BoolArray = npt.NDArray[np.bool_]
 
 Rank = tuple[int, int]
 """Order among requests: the smaller is scheduled first and preempted last."""
@@ -21,7 +26,7 @@ Rank = tuple[int, int]
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step gave one request."""
+    """What one step gave one request, when that is more than a token."""
 
     request: Request
     token_id: int | None = None
@@ -29,6 +34,20 @@ class StepResult:
     """Index of its token among those the step sampled."""
     prompt_logprobs: PromptLogprobs | None = None
     error: str | None = None
+
+
+@dataclass(slots=True)
+class StepResults:
+    """What one step gave all requests.
+
+    `clients`, `numbers`, `token_ids` [num_plain]: requests that got a token and nothing else. `others`: those of
+    which there is more to tell. A request whose tokens are told together at its end is in neither before.
+    """
+
+    clients: IntArray
+    numbers: npt.NDArray[np.int64]
+    token_ids: IntArray
+    others: list[StepResult] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -44,20 +63,59 @@ class SchedulerStats:
 
 
 @dataclass(slots=True)
+class _Lineup:
+    """The running requests in rank order, and their rows. Steps in flight hold on to it: it is never changed."""
+
+    requests: list[Request]
+    rows: RowArray
+    rows_int32: IntArray
+    wants_prompt_logprobs: bool
+
+
+@dataclass(slots=True)
 class _Step:
-    """A step being put together."""
+    """A step being put together: requests that were scheduled together, then others one by one."""
 
     budget: int
+    together: _Together | None = None
     requests: list[Request] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     num_computed: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
-    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    new_blocks: list[int] = field(default_factory=list)
+    """Three numbers each."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     prompt_logprobs: list[int] = field(default_factory=list)
     preempted: bool = False
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.requests) + (0 if self.together is None else len(self.together.requests))
+
+
+@dataclass(slots=True)
+class _Together:
+    """The part of a step that was made in one go."""
+
+    requests: list[Request]
+    rows: RowArray
+    rows_int32: IntArray
+    num_tokens: IntArray
+    num_computed: IntArray
+    samples: BoolArray
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A step whose tokens are not known yet."""
+
+    requests: list[Request]
+    rows: RowArray
+    admitted: list[Request]
+    num_rows_left: int
+    """How many times a row had been left when it was scheduled."""
 
 
 class Scheduler:
@@ -93,8 +151,12 @@ class Scheduler:
         """In rank order, so that whoever is preempted has not been scheduled yet in the same step."""
         self._requests: dict[str, Request] = {}
         self._waiting: list[tuple[Rank, Request]] = []
+        self._rows = Rows(max_num_seqs, block_size)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._in_flight: dict[int, list[Request]] = {}
+        self._num_rows_left = 0
+        self._lineup: _Lineup | None = None
+        """None when `running` has changed since."""
+        self._in_flight: dict[int, _InFlight] = {}
         self._suspects: list[Request] = []
         self._num_unexplained_failures = 0
         self._rank: Callable[[Request], Rank] = (
@@ -111,7 +173,7 @@ class Scheduler:
         longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         if self._blocks_for(longest) > self.pool.num_blocks:
             raise ValueError(
-                f"request {request.id} needs up to {longest} tokens of KV cache and all of it holds "
+                f"the request needs up to {longest} tokens of KV cache and all of it holds "
                 f"{self.pool.num_blocks * self.block_size}"
             )
         request.arrival = self._num_arrivals
@@ -158,14 +220,73 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None when nothing can run before an earlier step's tokens are known."""
         step = _Step(budget=self.max_num_batched_tokens)
-        self._schedule_running(step)
+        if self._suspects or not self._schedule_together(step):
+            self._schedule_one_by_one(step)
         if not step.preempted:
             self._schedule_waiting(step)
-        if not step.requests and not step.swap_out:
+        if not step.num_requests and not step.swap_out:
             return None
         return self._close(step)
 
-    def _schedule_running(self, step: _Step) -> None:
+    def _schedule_together(self, step: _Step) -> bool:
+        """Gives the running requests their tokens and blocks; False, and nothing changed, when blocks lack.
+
+        The same as one by one, in NumPy: Python is only for those that need a block or compute a prompt.
+        """
+        lineup, rows = self._current_lineup(), self._rows
+        if not lineup.requests:
+            return True
+        computed, known = rows.computed.take(lineup.rows), rows.tokens.take(lineup.rows)
+        num_tokens = known - computed
+        num_tokens *= known < rows.limit.take(lineup.rows)  # none when its last token is in flight
+        total = int(np.add.reduce(num_tokens))
+        if total > step.budget:
+            before = num_tokens.cumsum() - num_tokens
+            num_tokens = np.clip(step.budget - before, 0, num_tokens).astype(np.int32)
+            total = step.budget
+        end = computed + num_tokens
+        grows = end > rows.capacity.take(lineup.rows)
+        if np.count_nonzero(grows) and not self._grow_together(lineup, grows, end, step):
+            return False
+        step.budget -= total
+        part = _Together(lineup.requests, lineup.rows, lineup.rows_int32, num_tokens, computed, end == known)
+        if np.count_nonzero(num_tokens) < len(num_tokens):
+            part = _without_idle(part)
+        step.together = part
+        rows.computed[part.rows] = part.num_computed + part.num_tokens
+        rows.tokens[part.rows] += part.samples
+        rows.in_flight[part.rows] += part.samples
+        if lineup.wants_prompt_logprobs:
+            step.prompt_logprobs += _wanting_prompt_logprobs(part)
+        grows |= num_tokens > 1
+        if np.count_nonzero(grows):
+            for index in np.flatnonzero(grows).tolist():
+                self._remember(lineup.requests[index])
+        return True
+
+    def _grow_together(self, lineup: _Lineup, grows: BoolArray, end: IntArray, step: _Step) -> bool:
+        """Gives blocks to those that grow to `end` tokens; False, and nothing changed, when there are too few."""
+        which = np.flatnonzero(grows)
+        lacking = end.take(which) - self._rows.capacity.take(lineup.rows.take(which))
+        counts = (-(-lacking // self.block_size)).tolist()
+        blocks = self.pool.allocate(sum(counts))
+        if blocks is None:
+            return False
+        at = 0
+        for index, count in zip(which.tolist(), counts, strict=True):
+            self._grow(lineup.requests[index], blocks[at : at + count], step)
+            at += count
+        return True
+
+    def _current_lineup(self) -> _Lineup:
+        if self._lineup is None:
+            rows = np.array([request.row for request in self.running], np.intp)
+            wants = any(request.params.prompt_logprobs is not None for request in self.running)
+            self._lineup = _Lineup(list(self.running), rows, rows.astype(np.int32), wants)
+        return self._lineup
+
+    def _schedule_one_by_one(self, step: _Step) -> None:
+        """The same where requests may have to make room for each other, or only one may run."""
         index = 0
         while index < len(self.running) and step.budget > 0:
             request = self.running[index]
@@ -183,14 +304,20 @@ class Scheduler:
             blocks = self.pool.allocate(max(0, need))
             if blocks is not None:
                 if blocks:
-                    start = len(request.blocks)
-                    step.new_blocks += [(request.row, start + i, block) for i, block in enumerate(blocks)]
-                    request.blocks.extend(blocks)
+                    self._grow(request, blocks, step)
                 return True
             victim = self.running.pop()
             self._preempt(victim, step)
             if victim is request:
                 return False
+
+    def _grow(self, request: Request, blocks: list[int], step: _Step) -> None:
+        row = request.row
+        for index, block in enumerate(blocks, len(request.blocks)):
+            step.new_blocks += (row, index, block)
+        request.blocks += blocks
+        self._rows.capacity[row] = len(request.blocks) * self.block_size
+        request.settle_early()
 
     def _schedule_waiting(self, step: _Step) -> None:
         set_aside = []
@@ -248,7 +375,8 @@ class Scheduler:
         request.num_computed_tokens = num_computed
         request.num_remembered_blocks = len(cached)
         request.status = RequestStatus.RUNNING
-        request.row = self._free_rows.pop()
+        self._rows.place(request, self._free_rows.pop(), self._num_steps, self.max_model_len)
+        self._lineup = None
         step.new_rows.append(
             NewRow(
                 row=request.row,
@@ -275,24 +403,24 @@ class Scheduler:
     def _take(self, request: Request, num_tokens: int, step: _Step) -> None:
         """Puts `num_tokens` of a request into the step."""
         if request.wants_prompt_logprobs and request.num_computed_tokens < request.num_prompt_tokens - 1:
-            step.prompt_logprobs.append(len(step.requests))
+            step.prompt_logprobs.append(step.num_requests)
         step.requests.append(request)
         step.num_tokens.append(num_tokens)
         step.num_computed.append(request.num_computed_tokens)
         step.budget -= num_tokens
         samples = request.num_tokens_to_compute == num_tokens
         step.samples.append(samples)
-        request.num_computed_tokens += num_tokens
-        request.num_in_flight += samples
+        request.schedule(num_tokens, samples=samples)
         self._remember(request)
 
     def _close(self, step: _Step) -> SchedulerOutput:
+        part = self._joined(step)
         output = SchedulerOutput(
             step=self._num_steps,
-            rows=np.array([request.row for request in step.requests], np.int32),
-            num_tokens=np.array(step.num_tokens, np.int32),
-            num_computed=np.array(step.num_computed, np.int32),
-            samples=np.array(step.samples, np.bool_),
+            rows=part.rows_int32,
+            num_tokens=part.num_tokens,
+            num_computed=part.num_computed,
+            samples=part.samples,
             new_rows=step.new_rows,
             new_blocks=np.array(step.new_blocks, np.int32).reshape(-1, 3),
             swap_out=step.swap_out,
@@ -300,76 +428,119 @@ class Scheduler:
             prompt_logprobs=step.prompt_logprobs,
         )
         self._num_steps += 1
-        self._in_flight[output.step] = step.requests
+        admitted = part.requests[len(part.requests) - len(step.new_rows) :]
+        self._in_flight[output.step] = _InFlight(part.requests, part.rows, admitted, self._num_rows_left)
         return output
 
-    def first_scheduled(self, output: SchedulerOutput) -> list[str]:
-        """Requests that this step, the latest, runs for the first time."""
-        if not output.new_rows:
-            return []
-        new = {row.row for row in output.new_rows}
-        return [r.id for r in self._in_flight[output.step] if r.row in new and not r.num_preemptions]
+    def _joined(self, step: _Step) -> _Together:
+        """Both parts of a step."""
+        if step.together is not None and not step.requests:
+            return step.together
+        rows = np.array([request.row for request in step.requests], np.intp)
+        part = _Together(
+            step.requests,
+            rows,
+            rows.astype(np.int32),
+            np.array(step.num_tokens, np.int32),
+            np.array(step.num_computed, np.int32),
+            np.array(step.samples, np.bool_),
+        )
+        if step.together is None:
+            return part
+        first = step.together
+        return _Together(
+            first.requests + part.requests,
+            np.concatenate((first.rows, part.rows)),
+            np.concatenate((first.rows_int32, part.rows_int32)),
+            np.concatenate((first.num_tokens, part.num_tokens)),
+            np.concatenate((first.num_computed, part.num_computed)),
+            np.concatenate((first.samples, part.samples)),
+        )
 
-    def update(self, output: SchedulerOutput, result: ModelOutput) -> list[StepResult]:
+    def first_scheduled(self, output: SchedulerOutput) -> list[Request]:
+        """Requests that this step, the latest, runs for the first time."""
+        return [r for r in self._in_flight[output.step].admitted if not r.num_preemptions]
+
+    def update(self, output: SchedulerOutput, result: ModelOutput) -> StepResults:
         """Takes in a step's tokens: appends them and ends the requests that are done. Tokens of ended ones
         are dropped.
         """
-        requests = self._in_flight.pop(output.step, [])  # none when the step was dropped
-        results = []
-        sample = -1
-        for index, request in enumerate(requests):
-            samples = bool(output.samples[index])
-            sample += samples
-            request.num_in_flight -= samples
-            if request.is_finished:
-                continue
-            news = StepResult(request, prompt_logprobs=self._new_prompt_logprobs(request, result, index))
-            if samples:
-                self._append(request, int(result.token_ids[sample]), news)
-                news.sample = sample
-            if samples or news.prompt_logprobs is not None:
-                results.append(news)
+        step = self._in_flight.pop(output.step, None)
+        if step is None:  # it was dropped
+            return StepResults(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
+        others = self._new_prompt_logprobs(step, result)
+        which = np.flatnonzero(output.samples)
+        results = self._take_in(step, which, output.step, result.token_ids)
+        results.others = others + results.others
         if not self._suspects:
             self._num_unexplained_failures = 0
-        elif any(news.request is self._suspects[0] and news.token_id is not None for news in results):
+        elif any(step.requests[index] is self._suspects[0] for index in which.tolist()):
             self._acquit(self._suspects.pop(0))
         return results
 
-    def _append(self, request: Request, token_id: int, news: StepResult) -> None:
-        if token_id < 0:
-            news.error = "the model gave logits that are not finite (NaN or infinity)"
-            self._finish(request, FinishReason.ERROR)
-            return None
-        news.token_id = token_id
-        request.output_token_ids.append(token_id)
-        if len(request.output_token_ids) >= request.params.min_tokens:
-            if token_id in request.stop_token_ids:
-                request.stop_reason = token_id
-                return self._finish(request, FinishReason.STOP)
-            if token_id in request.eos_token_ids and not request.params.ignore_eos:
-                return self._finish(request, FinishReason.STOP)
-        if (
-            len(request.output_token_ids) >= request.max_tokens
-            or request.num_known_tokens >= self.max_model_len
-        ):
-            return self._finish(request, FinishReason.LENGTH)
-        return None
+    def _take_in(self, step: _InFlight, which: RowArray, number: int, token_ids: IntArray) -> StepResults:
+        """Appends the tokens of the requests that sampled, whose indices in the step are `which`."""
+        table, others = self._rows, []
+        rows, samples = step.rows.take(which), np.arange(len(which))
+        if step.num_rows_left != self._num_rows_left:
+            stays = table.taken_at.take(rows) <= number
+            for sample in samples[~stays].tolist():
+                others += self._append_late(step.requests[which.item(sample)], token_ids.item(sample), sample)
+            which, samples, rows, token_ids = which[stays], samples[stays], rows[stays], token_ids[stays]
+        known = table.sampled(rows, token_ids)
+        told = table.ended(rows, token_ids, known)
+        told |= table.single.take(rows)
+        silent = told | table.quiet.take(rows)
+        clients, numbers = table.clients.take(rows), table.numbers.take(rows)
+        results = StepResults(clients, numbers, token_ids, others)
+        if np.count_nonzero(silent):
+            plain = ~silent
+            results = StepResults(clients[plain], numbers[plain], token_ids[plain], others)
+        if np.count_nonzero(told):
+            for at in np.flatnonzero(told).tolist():
+                request = step.requests[which.item(at)]
+                others.append(self._news(request, token_ids.item(at), samples.item(at)))
+        return results
 
-    def _new_prompt_logprobs(
-        self, request: Request, result: ModelOutput, index: int
-    ) -> PromptLogprobs | None:
+    def _append_late(self, request: Request, token_id: int, sample: int) -> list[StepResult]:
+        """A token of a request that has left its row since."""
+        if request.is_finished:
+            return []
+        request.append(token_id)
+        news = self._news(request, token_id, sample)
+        return [] if request.whole and not request.is_finished else [news]
+
+    def _news(self, request: Request, token_id: int, sample: int) -> StepResult:
+        """What there is to tell of a request with its newest token; ends it when it is done."""
+        if token_id < 0:
+            request.drop_last()
+            self._finish(request, FinishReason.ERROR)
+            error = "the model gave logits that are not finite (NaN or infinity)"
+            return StepResult(request, error=error)
+        stops = request.num_known_tokens >= request.num_prompt_tokens + request.params.min_tokens
+        if stops and token_id in request.ending_token_ids:
+            request.stop_reason = token_id if token_id in request.stop_token_ids else None
+            self._finish(request, FinishReason.STOP)
+        elif request.num_known_tokens >= request.length_limit(self.max_model_len):
+            self._finish(request, FinishReason.LENGTH)
+        elif request.row >= 0:
+            self._rows.single[request.row] = request.tells_singly
+        return StepResult(request, token_id, sample)
+
+    def _new_prompt_logprobs(self, step: _InFlight, result: ModelOutput) -> list[StepResult]:
         """The prompt positions of this step that were not reported before a preemption."""
-        found = result.prompt_logprobs.get(index)
-        if found is None:
-            return None
-        skip = request.num_prompt_logprobs + 1 - found.start
-        values = found.values
-        if skip >= len(values.ranks):
-            return None
-        if skip > 0:
-            values = type(values)(values.token_ids[skip:], values.logprobs[skip:], values.ranks[skip:])
-        request.num_prompt_logprobs += len(values.ranks)
-        return PromptLogprobs(found.start + max(skip, 0), values)
+        news = []
+        for index, found in result.prompt_logprobs.items():
+            request, values = step.requests[index], found.values
+            skip = request.num_prompt_logprobs + 1 - found.start
+            if request.is_finished or skip >= len(values.ranks):
+                continue
+            if skip > 0:
+                values = type(values)(values.token_ids[skip:], values.logprobs[skip:], values.ranks[skip:])
+            request.num_prompt_logprobs += len(values.ranks)
+            prompt_logprobs = PromptLogprobs(found.start + max(skip, 0), values)
+            news.append(StepResult(request, prompt_logprobs=prompt_logprobs))
+        return news
 
     # ---- when a step fails
 
@@ -380,7 +551,8 @@ class Scheduler:
         Out of memory halves the budget and the number of running requests. Any other failure runs the step's
         requests one at a time, until the one that fails alone is found: it is given up, and the others go on.
         """
-        requests = [request for request in self._in_flight.get(output.step, []) if not request.is_finished]
+        step = self._in_flight.get(output.step)
+        requests = [] if step is None else [request for request in step.requests if not request.is_finished]
         tokens = output.total_tokens
         self.drop_steps_in_flight()
         given_up: list[Request] = []
@@ -409,7 +581,7 @@ class Scheduler:
         while self.running:
             self._preempt(self.running.pop(), step, swap=False)
         for request in self._requests.values():
-            request.num_in_flight = 0
+            request.drop_in_flight()
             if request.status is RequestStatus.SWAPPED:
                 self.host_pool.release(request.host_blocks)
                 request.host_blocks = []
@@ -425,9 +597,7 @@ class Scheduler:
         """
         if self._suspects and request is not self._suspects[0]:
             return 0
-        if request.num_in_flight and (
-            request.num_output_tokens >= request.max_tokens or request.num_tokens >= self.max_model_len
-        ):
+        if request.num_tokens >= request.length_limit(self.max_model_len):
             return 0
         return request.num_tokens_to_compute
 
@@ -468,7 +638,9 @@ class Scheduler:
         self.pool.release(request.blocks)
         request.blocks = []
         self._free_rows.append(request.row)
-        request.row = -1
+        self._rows.leave(request)
+        self._num_rows_left += 1
+        self._lineup = None
 
     def _remember(self, request: Request) -> None:
         """Makes the request's full blocks findable, as far as their tokens are known.
@@ -495,3 +667,27 @@ def _rank_by_arrival(request: Request) -> Rank:
 
 def _rank_by_priority(request: Request) -> Rank:
     return (request.priority, request.arrival)
+
+
+def _without_idle(part: _Together) -> _Together:
+    """Without the requests that compute nothing."""
+    busy = np.flatnonzero(part.num_tokens)
+    return _Together(
+        [part.requests[index] for index in busy.tolist()],
+        part.rows[busy],
+        part.rows_int32[busy],
+        part.num_tokens[busy],
+        part.num_computed[busy],
+        part.samples[busy],
+    )
+
+
+def _wanting_prompt_logprobs(part: _Together) -> list[int]:
+    """Indices of the requests that compute prompt positions which are to be reported."""
+    return [
+        index
+        for index, (request, computed) in enumerate(
+            zip(part.requests, part.num_computed.tolist(), strict=True)
+        )
+        if request.wants_prompt_logprobs and computed < request.num_prompt_tokens - 1
+    ]

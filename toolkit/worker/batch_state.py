@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from toolkit.attention import AttentionBatch
 from toolkit.sampling.state import SamplingState
 from toolkit.scheduler import NewRow, SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The padded size of a step. The lengths bound those of its requests."""
+
+    num_tokens: int
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
 
 
 class BatchState:
@@ -39,39 +50,32 @@ class BatchState:
         self.token_ids[new.row, : len(new.token_ids)] = torch.tensor(new.token_ids, dtype=torch.int32)
         self.block_table[new.row, : len(new.blocks)] = torch.tensor(new.blocks, dtype=torch.int32)
         self.sampling.set(new.row, new.params, new.seed, new.num_prompt_tokens, new.eos_token_ids)
+        self.sampling.load([new.row])
 
-    def inputs(self, step: SchedulerOutput) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch]:
-        """(token ids [num_tokens], positions [num_tokens], both int64, and what attention is over) of a step.
-
-        One small packed array goes to the device and is expanded there.
-        """
-        packed = torch.from_numpy(_pack(step)).to(self.device, non_blocking=True)
-        rows, counts, computed = packed.to(torch.int64).unbind(0)
-        total = step.total_tokens
-        ends = counts.cumsum(0)
-        query_start_loc = torch.nn.functional.pad(ends, (1, 0))
-        request = torch.repeat_interleave(
-            torch.arange(len(step.rows), device=self.device), counts, output_size=total
-        )
-        offsets = torch.arange(total, device=self.device) - query_start_loc[request]
-        positions = computed[request] + offsets
-        token_rows = rows[request]
+    def inputs(self, step: SchedulerOutput) -> tuple[torch.Tensor, AttentionBatch]:
+        """(token ids [num_tokens] and what attention is over) of a step."""
+        counts = step.num_tokens.astype(np.int64)
+        ends = counts.cumsum()
+        request = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(int(ends[-1])) - (ends - counts - step.num_computed)[request]
+        rows = step.rows[request].astype(np.int64)
         context_lens = step.num_computed + step.num_tokens
-        max_seq_len = int(context_lens.max())
-        block_table = self.block_table[rows, : -(-max_seq_len // self.block_size)]
-        blocks = block_table[request, positions // self.block_size].to(torch.int64)
+
+        def on_device(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(self.device)
+
+        row, position = on_device(rows), on_device(positions)
+        blocks = self.block_table[row, position // self.block_size].to(torch.int64)
         batch = AttentionBatch(
-            query_start_loc=query_start_loc.to(torch.int32),
-            seq_lens=(computed + counts).to(torch.int32),
-            block_table=block_table,
-            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            positions=position,
+            slot_mapping=blocks * self.block_size + position % self.block_size,
+            query_start_loc=on_device(np.concatenate(([0], ends)).astype(np.int32)),
+            seq_lens=on_device(context_lens),
+            rows=on_device(step.rows),
+            block_table=self.block_table,
+            max_query_len=int(step.num_tokens.max()),
+            max_seq_len=int(context_lens.max()),
             query_lens=step.num_tokens,
             context_lens=context_lens,
-            max_query_len=int(step.num_tokens.max()),
-            max_seq_len=max_seq_len,
         )
-        return self.token_ids[token_rows, positions].to(torch.int64), positions, batch
-
-
-def _pack(step: SchedulerOutput) -> npt.NDArray[np.int32]:
-    return np.stack((step.rows, step.num_tokens, step.num_computed))
+        return self.token_ids[row, position], batch

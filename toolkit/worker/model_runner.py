@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from toolkit.attention import AttentionBackend
@@ -12,7 +14,7 @@ from toolkit.models.registry import CausalLM
 from toolkit.sampling.logprobs import gather_logprobs
 from toolkit.sampling.sampler import sample
 from toolkit.scheduler import ModelOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs
-from toolkit.worker.batch_state import BatchState
+from toolkit.worker.batch_state import BatchState, StepShape
 from toolkit.worker.kv_cache import KVCache
 
 PROMPT_LOGPROBS_CHUNK = 256
@@ -31,6 +33,17 @@ class PendingOutput:
         return self._finish()
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step sampled, on the device: the tokens of its sampling requests at the indices `which` of `tokens`, and their
+    log-probabilities, in that order, when a request asked.
+    """
+
+    tokens: torch.Tensor
+    which: npt.NDArray[np.int64]
+    logprobs: Logprobs | None = None
+
+
 class ModelRunner:
     """Owns the device's state; every call applies one step to it."""
 
@@ -47,20 +60,21 @@ class ModelRunner:
         self.state.apply(step)
         if not len(step.rows):
             return PendingOutput(lambda: ModelOutput(step.step, np.empty(0, np.int32)))
-        token_ids, positions, batch = self.state.inputs(step)
-        self.backend.prepare(batch)
-        hidden = self.model(token_ids, positions, batch)
-        sampled, logprobs = self._sample(step, hidden)
-        prompt_logprobs = self._prompt_logprobs(step, hidden)
-        return self._deliver(step, sampled, logprobs, prompt_logprobs)
+        hidden, sampled = self._run(step)
+        prompt_logprobs = self._prompt_logprobs(step, hidden) if step.prompt_logprobs else {}
+        return self._deliver(step, sampled, prompt_logprobs)
 
-    def _sample(self, step: SchedulerOutput, hidden: torch.Tensor) -> tuple[torch.Tensor, Logprobs | None]:
-        """(tokens [num_sampled] int64, their log-probabilities when a request asked); writes the tokens into
-        the state.
-        """
+    def capture(self, shapes: Sequence[StepShape]) -> None:
+        """Makes a CUDA graph of each shape of step; raises RuntimeError where there are none."""
+        raise RuntimeError("CUDA graphs need an NVIDIA GPU and Triton")
+
+    def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor, Sampled]:
+        """(hidden states [num_tokens, hidden], what was sampled); the tokens are written into the state, too."""
+        token_ids, batch = self.state.inputs(step)
+        hidden = self.model(token_ids, batch)
         which = np.flatnonzero(step.samples)
         if not len(which):
-            return torch.empty(0, dtype=torch.int64, device=self.device), None
+            return hidden, Sampled(torch.empty(0, dtype=torch.int64), which)
         rows, lengths = step.rows[which], (step.num_computed + step.num_tokens)[which]
         last = torch.from_numpy(step.num_tokens.cumsum()[which] - 1).to(self.device, torch.int64)
         logits = self.model.logits(hidden[last]).float()
@@ -69,7 +83,8 @@ class ModelRunner:
         tokens = sample(logits, self.state.sampling, self.state.token_ids, rows, lengths)
         place = torch.from_numpy(np.stack((rows, lengths))).to(self.device, torch.int64)
         self.state.token_ids[place[0], place[1]] = tokens.clamp(min=0).to(torch.int32)
-        return tokens, gather_logprobs(raw, tokens, k) if k >= 0 else None
+        logprobs = gather_logprobs(raw, tokens, k) if k >= 0 else None
+        return hidden, Sampled(tokens, np.arange(len(which)), logprobs)
 
     def _prompt_logprobs(
         self, step: SchedulerOutput, hidden: torch.Tensor
@@ -103,13 +118,12 @@ class ModelRunner:
     def _deliver(
         self,
         step: SchedulerOutput,
-        sampled: torch.Tensor,
-        logprobs: Logprobs | None,
+        sampled: Sampled,
         prompt_logprobs: dict[int, tuple[int, Logprobs]],
     ) -> PendingOutput:
         """Starts the copies to the host; waiting for them is left to whoever asks for the result."""
-        tokens = self._to_host(sampled)
-        values = [self._to_host(part) for part in logprobs] if logprobs else None
+        tokens = self._to_host(sampled.tokens)
+        values = [self._to_host(part) for part in sampled.logprobs] if sampled.logprobs else None
         prompts = {
             i: (start, [self._to_host(part) for part in lp]) for i, (start, lp) in prompt_logprobs.items()
         }
@@ -123,7 +137,7 @@ class ModelRunner:
                 done.synchronize()
             return ModelOutput(
                 step.step,
-                tokens.numpy().astype(np.int32),
+                tokens.numpy()[sampled.which].astype(np.int32),
                 _logprobs(values) if values else None,
                 {i: PromptLogprobs(start, _logprobs(parts)) for i, (start, parts) in prompts.items()},
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from pathlib import Path
@@ -12,12 +13,13 @@ import torch
 from toolkit.attention import choose_backend
 from toolkit.config import EngineConfig
 from toolkit.errors import ConfigError, OutOfMemoryError
+from toolkit.layers.fused import fused
 from toolkit.models.loader import build_model, choose_dtype, load_config, load_weights
 from toolkit.models.registry import CausalLM, resolve_architecture
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.worker import memory
-from toolkit.worker.batch_state import BatchState
+from toolkit.worker.batch_state import BatchState, StepShape
 from toolkit.worker.info import Report, WorkerInfo
 from toolkit.worker.kv_cache import KVCache, block_bytes
 from toolkit.worker.model_runner import ModelRunner, PendingOutput
@@ -29,6 +31,7 @@ class Worker:
     """Everything on one device."""
 
     info: WorkerInfo
+    _graph_shapes: list[StepShape]
 
     def __init__(self, config: EngineConfig, folder: Path) -> None:
         self.config = config
@@ -47,6 +50,9 @@ class Worker:
         model = self._load(model_config, device, dtype, max_model_len, phases)
         with phases("KV cache"):
             self._make_cache(model, device, dtype, max_model_len)
+        if self._graph_shapes:
+            with phases("CUDA graphs"):
+                self.runner.capture(self._graph_shapes)
         if device.type == "cuda":
             with phases("warm-up"):
                 self._warm_up()
@@ -110,7 +116,19 @@ class Worker:
                 dtype=dtype,
                 device=device,
             )
-            return ModelRunner(model, backend, cache, BatchState(num_rows, max_len, block_size, device))
+            if not fused(device):
+                return ModelRunner(model, backend, cache, BatchState(num_rows, max_len, block_size, device))
+            from toolkit.worker.cuda_runner import CudaRunner
+            from toolkit.worker.cuda_state import CudaBatchState
+
+            state = CudaBatchState(num_rows, max_len, block_size, device, budget)
+            return CudaRunner(model, backend, cache, state)
+
+        self._graph_shapes = []
+        if backend.capturable and fused(device) and not config.device.enforce_eager:
+            from toolkit.worker.cuda_runner import graph_shapes
+
+            self._graph_shapes = graph_shapes(num_rows, budget, max_model_len)
 
         room = int(memory.available(device) * memory.CPU_SHARE)
         if device.type == "cuda" and config.cache.num_gpu_blocks_override is None:
@@ -119,7 +137,7 @@ class Worker:
             self.info = self._info(
                 model, backend.name, dtype, device, max_model_len, budget, probe_blocks, 0, per_block
             )
-            peak = self._measure_peak(budget) - probe_blocks * per_block
+            peak = self._measure_peak(budget) - probe_blocks * per_block + self._measure_graphs()
             del self.runner
             torch.cuda.empty_cache()
             total = torch.cuda.mem_get_info(device)[1]
@@ -187,6 +205,17 @@ class Worker:
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()
         return int(torch.cuda.max_memory_allocated() + max(0, outside))
+
+    def _measure_graphs(self) -> int:
+        """Bytes that the CUDA graphs will take: the largest with all its activations, of which the others then use the
+        same, and for each of the others what the second takes.
+        """
+        free = [torch.cuda.mem_get_info()[0]]
+        for shape in self._graph_shapes[:2]:
+            self.runner.capture([shape])
+            free.append(torch.cuda.mem_get_info()[0])
+        taken = [max(0, before - after) for before, after in itertools.pairwise(free)]
+        return sum(taken) + max(0, len(self._graph_shapes) - 2) * (taken[1] if len(taken) > 1 else 0)
 
     def _warm_up(self) -> None:
         """Steps of every kind, so that no request waits for a kernel to be compiled: prompts, and the next token of

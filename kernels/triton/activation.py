@@ -1,0 +1,88 @@
+"""Activation functions, alone or as the gate of a product."""
+
+# mypy: allow-incomplete-defs
+# Triton annotates the constexpr parameters of a kernel and no others.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .pdl import release, supported, wait
+
+KINDS = ("silu", "gelu", "gelu_tanh", "relu")
+"""`gelu` is the exact one, `gelu_tanh` its approximation by tanh (Hendrycks & Gimpel, arXiv:1606.08415)."""
+
+CHUNK = 1024
+
+
+def gated_activation(gate_up: Tensor, kind: str, out: Tensor | None = None) -> Tensor:
+    """act(gate) * up `[num_tokens, size]` for rows gate | up (Shazeer, arXiv:2002.05202), computed in fp32.
+
+    gate_up: `[num_tokens, 2 * size]`, contiguous. Raises ValueError for a kind that is not in KINDS.
+    """
+    return _activate(gate_up, kind, gate_up.shape[-1] // 2, True, out)
+
+
+def activation(x: Tensor, kind: str, out: Tensor | None = None) -> Tensor:
+    """act(x) of each element, computed in fp32. x: contiguous. Raises ValueError for a kind not in KINDS."""
+    return _activate(x, kind, x.shape[-1], False, out)
+
+
+def check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"activation {kind!r} is not one of {', '.join(KINDS)}")
+
+
+def _activate(x: Tensor, kind: str, size: int, gated: bool, out: Tensor | None) -> Tensor:
+    check_kind(kind)
+    if not x.is_contiguous():
+        raise ValueError("the activation's input must be contiguous")
+    if out is None:
+        out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
+    pdl = supported(x.device)
+    _activation_kernel[(x.numel() // x.shape[-1], -(-size // CHUNK))](
+        x,
+        out,
+        size,
+        KIND=kind,
+        GATED=gated,
+        CHUNK=CHUNK,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def apply(x, KIND: tl.constexpr):
+    """act(x) for fp32 x. 1 + tanh(y) = 2 * sigmoid(2y)."""
+    if KIND == "silu":
+        y = x * tl.sigmoid(x)
+    elif KIND == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        y = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return y
+
+
+@triton.jit
+def _activation_kernel(
+    x_ptr, out_ptr, size, KIND: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
+    """One chunk of one row."""
+    release(PDL)
+    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    live = column < size
+    row = tl.program_id(0).to(tl.int64)
+    wait(PDL)
+    x_row = x_ptr + row * (2 * size if GATED else size)
+    y = apply(tl.load(x_row + column, mask=live).to(tl.float32), KIND)
+    if GATED:
+        y *= tl.load(x_row + size + column, mask=live).to(tl.float32)
+    tl.store(out_ptr + row * size + column, y.to(out_ptr.dtype.element_ty), mask=live)

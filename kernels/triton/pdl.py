@@ -1,0 +1,44 @@
+"""Programmatic dependent launch: a kernel starts while the one before it still runs (Hopper and later).
+
+A kernel launched with `launch_pdl=True` may start as soon as every program of its predecessor has called
+`release`, or has ended. Until its own `wait` returns, nothing that any earlier kernel of the stream writes may be
+read, and nothing that one reads may be written; what never changes, such as weights, may be fetched. The order
+holds over any number of kernels only because every kernel launched so waits in every program: its end then
+implies the end of all before it. In a CUDA graph this hides the launch, about a microsecond for each kernel.
+
+Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".
+"""
+
+# mypy: allow-incomplete-defs
+# Triton annotates the constexpr parameters of a kernel and no others.
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@cache
+def supported(device: torch.device) -> bool:
+    """What kernels get as PDL and as `launch_pdl`. (Asked for each launch, so the answer is kept.)"""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def release(PDL: tl.constexpr):
+    """Let the next kernel start once all programs of this one have come here. As early as can be is best:
+    all programs of this grid have their place by then.
+    """
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Until the kernels before this one have ended and their writes are visible."""
+    if PDL:
+        gdc_wait()

@@ -1,0 +1,817 @@
+"""Sampling on NVIDIA GPUs: one pass over the logits, then one small program for each row.
+
+A row of logits is cut into blocks of WIDTH tokens. The pass leaves the greatest logit of each block and the sum
+of its weights exp((logit - greatest) / temperature); of these a token is drawn by inverting the running sum, first
+over blocks, then inside the one block that it falls into. That is one exponential for each logit, where Gumbel
+noise would take a hash and two logarithms, and the pass stays bound by memory.
+
+Filters (top-k, top-p, min-p) are found without a sort. The k-th greatest of the blocks' maxima bounds the k-th
+greatest logit from below, and only the about k blocks that reach it are looked at. Top-p draws first and asks
+then: a token is kept if what is likelier weighs less than top-p; if not, the draw is repeated among the likelier
+tokens. What comes out is distributed as if the others had been masked before, and the first draw is kept with
+probability top-p (rejection sampling from a shrinking set; compare Ye et al., "FlashInfer", arXiv:2501.01005).
+
+A random choice depends on logits, parameters, seed and position of its own row alone: to the last bit, for every
+sum is taken in an order that the vocabulary's size fixes.
+
+Nothing here waits for the GPU and grids come from host integers only, so a call can be captured in a CUDA graph
+and replayed with other rows.
+"""
+
+# mypy: allow-incomplete-defs
+# Triton annotates the constexpr parameters of a kernel and no others.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .pdl import release, supported, wait
+
+WIDTH = 256
+"""Tokens of a block."""
+BLOCKS = 16
+"""Blocks of one program of a pass over the vocabulary."""
+ALIGNED = 16
+"""Numbers of which a row's start and end must be multiples for the widest loads."""
+HISTORY = 1024
+"""Tokens of one program of a pass over a row's tokens."""
+TRAILING_ZEROS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+"""Low bits that are 0 in a number of this type when it is widened to fp32."""
+NOT_SAMPLED = tl.constexpr(-2)
+NOT_FINITE = tl.constexpr(-1)
+IN_PROMPT = tl.constexpr(1 << 30)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def sample(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    floats: Tensor,
+    ints: Tensor,
+    token_ids: Tensor,
+    out: Tensor,
+) -> None:
+    """Chooses a token from each row of logits, and writes it into `out` and into the state.
+
+    logits: `[n, vocab]`, fp32, fp16 or bf16, rows may be strided; rows, positions: int32 `[n]`, the row of the state
+    that each entry belongs to, and where its token goes; an entry at a negative position is skipped, and its `out`
+    is -2. floats: fp32 `[num_rows, 6]`, first temperature, top-p and min-p; ints: int64 `[num_rows, 3]`, first top-k
+    and seed; token_ids: int32 `[num_rows, max_len]`, where the token is stored at `[row, position]`; out: int32 `[n]`.
+
+    Temperature 0 takes the greatest logit, the first of equals. Top-k is off at 0, and keeps tokens as likely as
+    the k-th; top-p is of what top-k and min-p leave. Where a logit is NaN or +inf, or all are -inf, `out` is -1 and
+    token 0 is stored.
+
+    Raises ValueError for logits whose last dimension is strided.
+    """
+    n, vocab = _shape(logits)
+    if n == 0:
+        return
+    num_blocks = -(-vocab // WIDTH)
+    readable = _readable(logits)
+    blocks, warps = (
+        (BLOCKS, 4) if readable % ALIGNED == 0 else (BLOCKS // 2, 2)
+    )  # a warp for each narrow load
+    statistics = torch.empty(3, n, num_blocks, dtype=torch.float32, device=logits.device)
+    listed = torch.empty(n, num_blocks, dtype=torch.int32, device=logits.device)
+    pdl = supported(logits.device)
+    _statistics_kernel[(-(-num_blocks // blocks), n)](
+        logits,
+        rows,
+        positions,
+        floats,
+        statistics,
+        logits.stride(0),
+        floats.stride(0),
+        vocab,
+        readable,
+        num_blocks,
+        n * num_blocks,
+        PADDED=readable != vocab,
+        BLOCKS=blocks,
+        WIDTH=WIDTH,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=warps,
+    )
+    _choose_kernel[(n,)](
+        logits,
+        rows,
+        positions,
+        floats,
+        ints,
+        token_ids,
+        out,
+        statistics,
+        listed,
+        logits.stride(0),
+        floats.stride(0),
+        ints.stride(0),
+        token_ids.stride(0),
+        vocab,
+        readable,
+        num_blocks,
+        n * num_blocks,
+        PADDED=readable != vocab,
+        TRAILING_ZEROS=TRAILING_ZEROS[logits.dtype],
+        NUM_BLOCKS_PAD=_power_of_two(num_blocks),
+        BLOCKS=BLOCKS,
+        WIDTH=WIDTH,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=8,
+    )
+
+
+def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens int32 `[n, 1 + k]`, their log-probabilities fp32 `[n, 1 + k]`, the first one's rank int32 `[n]`).
+
+    logits: `[n, vocab]`, fp32, fp16 or bf16, rows may be strided; token_ids: `[n]`, reported first (token 0 where
+    it is negative), then the k likeliest. All values come from one formula in one kernel, so that those of one token
+    are equal to the last bit wherever it appears. A rank is one more than the number of likelier tokens.
+
+    Raises ValueError for logits whose last dimension is strided.
+    """
+    n, vocab = _shape(logits)
+    k = min(k, vocab)
+    top_ids = logits.topk(k, dim=-1).indices if k and n else torch.empty(n, 0, dtype=torch.int64)
+    tokens = torch.empty(n, 1 + k, dtype=torch.int32, device=logits.device)
+    values = torch.empty(n, 1 + k, dtype=torch.float32, device=logits.device)
+    rank = torch.empty(n, dtype=torch.int32, device=logits.device)
+    if n == 0:
+        return tokens, values, rank
+    tokens[:, 0] = token_ids.clamp(min=0)
+    tokens[:, 1:] = top_ids
+    num_chunks = -(-vocab // (BLOCKS * WIDTH))
+    sums = torch.empty(2, n, num_chunks, dtype=torch.float32, device=logits.device)
+    likelier = torch.empty(n, num_chunks, dtype=torch.int32, device=logits.device)
+    _log_sums_kernel[(num_chunks, n)](
+        logits,
+        tokens,
+        sums,
+        likelier,
+        logits.stride(0),
+        tokens.stride(0),
+        vocab,
+        n * num_chunks,
+        CHUNK=BLOCKS * WIDTH,
+        num_warps=4,
+    )
+    _logprobs_kernel[(n,)](
+        logits,
+        tokens,
+        sums,
+        likelier,
+        values,
+        rank,
+        logits.stride(0),
+        1 + k,
+        num_chunks,
+        n * num_chunks,
+        WANTED_PAD=_power_of_two(1 + k),
+        NUM_CHUNKS_PAD=_power_of_two(num_chunks),
+        num_warps=1,
+    )
+    return tokens, values, rank
+
+
+def penalize(
+    logits: Tensor, rows: Tensor, lengths: Tensor, floats: Tensor, ints: Tensor, token_ids: Tensor
+) -> None:
+    """Repetition (Keskar et al., 2019) over prompt and output, presence and frequency over the output, in place.
+
+    logits: fp32 `[n, vocab]`, rows may be strided; rows, lengths: int32 `[n]`, which row of the state each is and how
+    many tokens it has; floats: fp32 `[num_rows, 6]`, last repetition, presence and frequency penalty; ints: int64
+    `[num_rows, 3]`, last the number of prompt tokens; token_ids: int32 `[num_rows, max_len]`. Rows whose penalties
+    change nothing, and tokens outside the vocabulary, are passed over.
+
+    Raises ValueError for logits of another type, or with a strided last dimension.
+    """
+    n, vocab = _shape(logits)
+    if logits.dtype != torch.float32:
+        raise ValueError(f"penalties are taken off fp32 logits, not {logits.dtype}")
+    if n == 0:
+        return
+    counts = torch.zeros(n, vocab, dtype=torch.int32, device=logits.device)
+    grid = (-(-token_ids.shape[1] // HISTORY), n)
+    for kernel in (_count_kernel, _penalize_kernel):
+        kernel[grid](
+            logits,
+            counts,
+            rows,
+            lengths,
+            floats,
+            ints,
+            token_ids,
+            logits.stride(0),
+            floats.stride(0),
+            ints.stride(0),
+            token_ids.stride(0),
+            vocab,
+            HISTORY=HISTORY,
+            num_warps=4,
+        )
+
+
+def _shape(logits: Tensor) -> tuple[int, int]:
+    if logits.stride(1) != 1 and logits.shape[1] > 1:
+        raise ValueError("the last dimension of the logits must be contiguous")
+    return logits.shape[0], logits.shape[1]
+
+
+def _readable(logits: Tensor) -> int:
+    """How many numbers of a row may be read: where rows are padded and aligned, up to a whole wide load.
+
+    That keeps loads wide for a vocabulary that is no multiple of ALIGNED.
+    """
+    vocab = logits.shape[1]
+    padded = -(-vocab // ALIGNED) * ALIGNED
+    aligned = logits.stride(0) % ALIGNED == 0 and logits.storage_offset() % ALIGNED == 0
+    return padded if aligned and logits.stride(0) >= padded else vocab
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two from n up."""
+    return 1 << (n - 1).bit_length()
+
+
+# Numbers
+
+
+@triton.jit
+def _exponent_scale(temperature):
+    """What a difference of logits is multiplied with to be an exponent of 2; bounded, so that 0 stays 0."""
+    return LOG2_E * tl.minimum(1.0 / tl.maximum(temperature, 1e-30), 1e30)
+
+
+@triton.jit
+def _uniform(seed, position, draw):
+    """A number in [0, 1), fp64, that depends on these alone: SplitMix64's finalizer (Steele et al., 2014)."""
+    x = seed.to(tl.uint64) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    x += draw.to(tl.uint64) * 0xD1B54A32D192ED03
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    x = x ^ (x >> 31)
+    return (x >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
+
+
+@triton.jit
+def _to_key(x):
+    """An int32 that orders as the fp32 x does."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+
+@triton.jit
+def _from_key(key):
+    bits = tl.where(key < 0, -key | -2147483648, key)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _upper_middle(low, high):
+    """(low + high + 1) // 2 where that may overflow."""
+    return (low | high) - ((low ^ high) >> 1)
+
+
+# The pass over the logits
+
+
+@triton.jit
+def _statistics_kernel(
+    logits_ptr,
+    row_ptr,
+    position_ptr,
+    float_ptr,
+    statistics_ptr,
+    logits_stride,
+    float_stride,
+    vocab,
+    readable,
+    num_blocks,
+    num_statistics,
+    PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Greatest logit and sum of weights of each of BLOCKS blocks of one row. A NaN or +inf makes a sum NaN."""
+    release(PDL)
+    wait(PDL)
+    entry = tl.program_id(1).to(tl.int64)
+    if tl.load(position_ptr + entry) < 0:
+        return
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    token = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    pointers = logits_ptr + entry * logits_stride + token
+    logits = tl.load(pointers, mask=token < readable, other=-float("inf")).to(tl.float32)
+    if PADDED:  # noqa: SIM102  # this is the compiler's question, the next one the GPU's
+        if (tl.program_id(0) + 1) * BLOCKS * WIDTH > vocab:
+            logits = tl.where(token < vocab, logits, -float("inf"))
+    row = tl.load(row_ptr + entry).to(tl.int64)
+    scale = _exponent_scale(tl.load(float_ptr + row * float_stride))
+    greatest = tl.max(logits, 1)
+    weights = tl.exp2((logits - tl.maximum(greatest, -3e38)[:, None]) * scale)
+    place = statistics_ptr + entry * num_blocks + block
+    tl.store(place, greatest, mask=block < num_blocks)
+    tl.store(place + num_statistics, tl.sum(weights, 1), mask=block < num_blocks)
+
+
+# The choice: one program for each row
+
+
+@triton.jit
+def _choose_kernel(
+    logits_ptr,
+    row_ptr,
+    position_ptr,
+    float_ptr,
+    int_ptr,
+    token_ptr,
+    out_ptr,
+    statistics_ptr,
+    list_ptr,
+    logits_stride,
+    float_stride,
+    int_stride,
+    token_stride,
+    vocab,
+    readable,
+    num_blocks,
+    num_statistics,
+    PADDED: tl.constexpr,
+    TRAILING_ZEROS: tl.constexpr,
+    NUM_BLOCKS_PAD: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    release(PDL)
+    wait(PDL)
+    entry = tl.program_id(0).to(tl.int64)
+    position = tl.load(position_ptr + entry)
+    row = tl.load(row_ptr + entry).to(tl.int64)
+    statistics_ptr += entry * num_blocks
+    block = tl.arange(0, NUM_BLOCKS_PAD)
+    live = block < num_blocks
+    greatest = tl.load(statistics_ptr + block, mask=live, other=-float("inf"))
+    sums = tl.load(statistics_ptr + num_statistics + block, mask=live, other=0.0)
+    if position < 0:
+        tl.store(out_ptr + entry, NOT_SAMPLED)
+        return
+    temperature = tl.load(float_ptr + row * float_stride)
+    top_p = tl.load(float_ptr + row * float_stride + 1)
+    min_p = tl.load(float_ptr + row * float_stride + 2)
+    top_k = tl.load(int_ptr + row * int_stride)
+    seed = tl.load(int_ptr + row * int_stride + 1)
+    scale = _exponent_scale(temperature)
+
+    logits_ptr += entry * logits_stride
+    list_ptr += entry * num_blocks
+    best = tl.max(greatest, 0)
+    masses = sums * tl.exp2((greatest - best) * scale)
+    total = tl.sum(masses.to(tl.float64), 0)
+
+    chosen = tl.full([], NOT_FINITE, tl.int32)
+    if total > 0:  # NaN is not
+        filtered = (top_k > 0) & (top_k < vocab) | (top_p < 1) | (min_p > 0)
+        if (temperature > 0) & filtered:
+            chosen = _draw_filtered(
+                logits_ptr,
+                list_ptr,
+                statistics_ptr + 2 * num_statistics,
+                greatest,
+                masses,
+                total,
+                best,
+                scale,
+                temperature,
+                top_k,
+                top_p,
+                min_p,
+                seed,
+                position,
+                vocab,
+                readable,
+                num_blocks,
+                PADDED,
+                TRAILING_ZEROS,
+                BLOCKS,
+                WIDTH,
+            )
+        else:
+            # At temperature 0 only the greatest are left, and 0 draws the first of them.
+            target = tl.where(temperature > 0, total * _uniform(seed, position, position * 0), 0.0)
+            least = tl.where(temperature > 0, -float("inf"), best)
+            masses = tl.where(greatest >= least, masses, 0.0)
+            chosen, _ = _draw(logits_ptr, masses, target, least, -float("inf"), best, scale, vocab, WIDTH)
+    tl.store(out_ptr + entry, chosen)
+    tl.store(token_ptr + row * token_stride + position, tl.maximum(chosen, 0))
+
+
+@triton.jit
+def _draw(logits_ptr, masses, target, least, above, best, scale, vocab, WIDTH: tl.constexpr):
+    """(token, its logit) where the running sum of weights exceeds `target`, among the logits that are at least
+    `least` and above `above`. masses: the sum of each block, one of them above 0.
+    """
+    block, before = _invert(masses, target)
+    token = block * WIDTH + tl.arange(0, WIDTH)
+    logits = tl.load(logits_ptr + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
+    wanted = (logits >= least) & (logits > above)
+    place, _ = _invert(tl.where(wanted, tl.exp2((logits - best) * scale), 0.0), target - before)
+    logit = tl.max(tl.where(tl.arange(0, WIDTH) == place, logits, -float("inf")), 0)
+    return block * WIDTH + place, logit
+
+
+@triton.jit
+def _invert(weights, target):
+    """(index, sum before it): the first index where the running sum exceeds `target`; where rounding leaves none,
+    the last. It never falls on a weight of 0.
+    """
+    sums = tl.cumsum(weights.to(tl.float64), 0)
+    size: tl.constexpr = weights.shape[0]
+    index = tl.arange(0, size)
+    order = tl.where(sums > target, index, 2 * size - index)  # candidates, then the others from the last on
+    order = tl.min(tl.where(weights > 0, order, 3 * size), 0)
+    found = tl.where(order < size, order, 2 * size - order)
+    return found, tl.max(tl.where(index < found, sums, 0.0), 0)
+
+
+@triton.jit
+def _draw_filtered(
+    logits_ptr,
+    list_ptr,
+    mass_ptr,
+    greatest,
+    masses,
+    total,
+    best,
+    scale,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seed,
+    position,
+    vocab,
+    readable,
+    num_blocks,
+    PADDED: tl.constexpr,
+    TRAILING_ZEROS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The token that top-k, min-p and top-p let through. Weights are against the row's greatest logit."""
+    live = tl.arange(0, greatest.shape[0]) < num_blocks
+    least = tl.full([], -float("inf"), tl.float32)
+    count = tl.full([], 0, tl.int32)
+    limited = (top_k > 0) & (top_k < vocab)
+    if limited:
+        bound = _kth_greatest_block(greatest, best, top_k, TRAILING_ZEROS)
+        listed = _list_blocks(list_ptr, live & (greatest >= bound))
+        least = _kth_greatest(
+            logits_ptr,
+            list_ptr,
+            listed,
+            bound,
+            best,
+            top_k,
+            vocab,
+            readable,
+            PADDED,
+            TRAILING_ZEROS,
+            BLOCKS,
+            WIDTH,
+        )
+    if min_p > 0:
+        least = tl.maximum(least, best + temperature * tl.log(min_p))
+    if least > -float("inf"):
+        listed = _list_blocks(list_ptr, live & (greatest >= least))
+        count = _weigh(
+            logits_ptr,
+            list_ptr,
+            mass_ptr,
+            listed,
+            least,
+            -float("inf"),
+            best,
+            scale,
+            vocab,
+            readable,
+            PADDED,
+            BLOCKS,
+            WIDTH,
+        )
+        masses = _load_masses(mass_ptr, live & (greatest >= least))
+        total = tl.sum(masses.to(tl.float64), 0)
+    limit = total
+    if limited & (least > -float("inf")):
+        # Equals of the k-th are kept, but do not count for top-p.
+        surplus = tl.maximum(count - top_k, 0)
+        limit -= surplus.to(tl.float64) * tl.exp2((least - best) * scale)
+    limit *= top_p
+
+    above = tl.full([], -float("inf"), tl.float32)
+    token = tl.full([], 0, tl.int32)
+    draw = tl.full([], 0, tl.int32)
+    searching = tl.full([], 1, tl.int1)
+    while searching:
+        target = total * _uniform(seed, position, draw)
+        token, logit = _draw(logits_ptr, masses, target, least, above, best, scale, vocab, WIDTH)
+        searching = False
+        if top_p < 1:
+            likelier = live & (greatest > logit)
+            listed = _list_blocks(list_ptr, likelier)
+            _weigh(
+                logits_ptr,
+                list_ptr,
+                mass_ptr,
+                listed,
+                least,
+                logit,
+                best,
+                scale,
+                vocab,
+                readable,
+                PADDED,
+                BLOCKS,
+                WIDTH,
+            )
+            masses = _load_masses(mass_ptr, likelier)
+            total = tl.sum(masses.to(tl.float64), 0)
+            searching = (listed > 0) & (total >= limit)
+        above = logit
+        draw += 1
+    return token
+
+
+@triton.jit
+def _kth_greatest_block(greatest, best, k, TRAILING_ZEROS: tl.constexpr):
+    """A bound that at least k logits reach: the k-th greatest of the blocks' maxima, -inf with fewer blocks."""
+    low = _to_key(tl.full([], -float("inf"), tl.float32)) >> TRAILING_ZEROS
+    high = _to_key(best) >> TRAILING_ZEROS
+    while low < high:
+        middle = _upper_middle(low, high)
+        count = tl.sum((greatest >= _from_key(middle << TRAILING_ZEROS)).to(tl.int32), 0)
+        if count >= k:
+            low = middle
+            if count == k:
+                high = middle
+        else:
+            high = middle - 1
+    return _from_key(low << TRAILING_ZEROS)
+
+
+@triton.jit
+def _kth_greatest(
+    logits_ptr,
+    list_ptr,
+    listed,
+    bound,
+    best,
+    k,
+    vocab,
+    readable,
+    PADDED: tl.constexpr,
+    TRAILING_ZEROS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """A threshold that the k greatest logits and their equals reach and no others. `bound` is at most that.
+
+    Bisects the fp32 numbers by their order; where k logits reach the middle, that is the threshold.
+    """
+    low = _to_key(bound) >> TRAILING_ZEROS
+    high = _to_key(best) >> TRAILING_ZEROS
+    while low < high:
+        middle = _upper_middle(low, high)
+        threshold = _from_key(middle << TRAILING_ZEROS)
+        counts = tl.zeros([BLOCKS, WIDTH], tl.int32)
+        _, token, ahead = _load_listed(logits_ptr, list_ptr, 0, listed, readable, BLOCKS, WIDTH)
+        for start in range(0, listed, BLOCKS):
+            logits = _widen(ahead, token, vocab, PADDED)
+            _, token, ahead = _load_listed(
+                logits_ptr, list_ptr, start + BLOCKS, listed, readable, BLOCKS, WIDTH
+            )
+            counts += (logits >= threshold).to(tl.int32)
+        count = tl.sum(tl.sum(counts, 1), 0)
+        if count >= k:
+            low = middle
+            if count == k:
+                high = middle
+        else:
+            high = middle - 1
+    return _from_key(low << TRAILING_ZEROS)
+
+
+@triton.jit
+def _list_blocks(list_ptr, wanted):
+    """Writes the numbers of the wanted blocks into the list, in order; how many they are."""
+    size: tl.constexpr = wanted.shape[0]
+    place = tl.cumsum(wanted.to(tl.int32), 0) - 1
+    tl.debug_barrier()  # all have read the list before
+    tl.store(list_ptr + place, tl.arange(0, size), mask=wanted)
+    tl.debug_barrier()
+    return tl.sum(wanted.to(tl.int32), 0)
+
+
+@triton.jit
+def _load_listed(logits_ptr, list_ptr, start, listed, readable, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
+    """(BLOCKS numbers from the list, the tokens of these blocks `[BLOCKS, WIDTH]`, their logits), -inf past the
+    list's end. Loops call it a step ahead and widen the logits when they use them, so as not to wait for memory.
+    """
+    place = start + tl.arange(0, BLOCKS)
+    block = tl.load(list_ptr + place, mask=place < listed, other=0)
+    token = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    known = (place < listed)[:, None] & (token < readable)
+    return block, token, tl.load(logits_ptr + token, mask=known, other=-float("inf"))
+
+
+@triton.jit
+def _widen(logits, token, vocab, PADDED: tl.constexpr):
+    """In fp32, -inf in place of the padding that a wide load took along."""
+    logits = logits.to(tl.float32)
+    if PADDED:
+        logits = tl.where(token < vocab, logits, -float("inf"))
+    return logits
+
+
+@triton.jit
+def _weigh(
+    logits_ptr,
+    list_ptr,
+    mass_ptr,
+    listed,
+    least,
+    above,
+    best,
+    scale,
+    vocab,
+    readable,
+    PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Writes what the logits in [least, inf) and (above, inf) of each listed block weigh; how many they are."""
+    counts = tl.zeros([BLOCKS, WIDTH], tl.int32)
+    tl.debug_barrier()  # all have read the masses before
+    block, token, ahead = _load_listed(logits_ptr, list_ptr, 0, listed, readable, BLOCKS, WIDTH)
+    for start in range(0, listed, BLOCKS):
+        logits = _widen(ahead, token, vocab, PADDED)
+        place = mass_ptr + block
+        block, token, ahead = _load_listed(
+            logits_ptr, list_ptr, start + BLOCKS, listed, readable, BLOCKS, WIDTH
+        )
+        wanted = (logits >= least) & (logits > above)
+        weights = tl.where(wanted, tl.exp2((logits - best) * scale), 0.0)
+        tl.store(place, tl.sum(weights, 1), mask=start + tl.arange(0, BLOCKS) < listed)
+        counts += wanted.to(tl.int32)
+    tl.debug_barrier()
+    return tl.sum(tl.sum(counts, 1), 0)
+
+
+@triton.jit
+def _load_masses(mass_ptr, weighed):
+    size: tl.constexpr = weighed.shape[0]
+    return tl.load(mass_ptr + tl.arange(0, size), mask=weighed, other=0.0)
+
+
+# Log-probabilities
+
+
+@triton.jit
+def _log_sums_kernel(
+    logits_ptr,
+    token_ptr,
+    sum_ptr,
+    likelier_ptr,
+    logits_stride,
+    token_stride,
+    vocab,
+    num_sums,
+    CHUNK: tl.constexpr,
+):
+    """Greatest logit, sum of weights, and how many logits are above the reported token's, of one chunk of a row."""
+    chunk = tl.program_id(0)
+    entry = tl.program_id(1).to(tl.int64)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    logits_ptr += entry * logits_stride
+    logits = tl.load(logits_ptr + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
+    own = tl.load(logits_ptr + tl.load(token_ptr + entry * token_stride)).to(tl.float32)
+    greatest = tl.maximum(tl.max(logits, 0), -3e38)
+    total = tl.sum(tl.exp2((logits - greatest) * LOG2_E), 0)
+    place = entry * tl.num_programs(0) + chunk
+    tl.store(sum_ptr + place, greatest)
+    tl.store(sum_ptr + num_sums + place, total)
+    tl.store(likelier_ptr + place, tl.sum((logits > own).to(tl.int32), 0))
+
+
+@triton.jit
+def _logprobs_kernel(
+    logits_ptr,
+    token_ptr,
+    sum_ptr,
+    likelier_ptr,
+    value_ptr,
+    rank_ptr,
+    logits_stride,
+    num_wanted,
+    num_chunks,
+    num_sums,
+    WANTED_PAD: tl.constexpr,
+    NUM_CHUNKS_PAD: tl.constexpr,
+):
+    """The wanted tokens of one row: (logit - greatest) - log(sum of weights)."""
+    entry = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, NUM_CHUNKS_PAD)
+    place = entry * num_chunks + chunk
+    live = chunk < num_chunks
+    greatest = tl.load(sum_ptr + place, mask=live, other=-float("inf"))
+    sums = tl.load(sum_ptr + num_sums + place, mask=live, other=0.0)
+    likelier = tl.load(likelier_ptr + place, mask=live, other=0)
+    best = tl.max(greatest, 0)
+    log_sum = tl.log(tl.sum(sums * tl.exp2((greatest - best) * LOG2_E), 0))
+    index = tl.arange(0, WANTED_PAD)
+    wanted = index < num_wanted
+    token = tl.load(token_ptr + entry * num_wanted + index, mask=wanted, other=0)
+    logits = tl.load(logits_ptr + entry * logits_stride + token, mask=wanted, other=0.0).to(tl.float32)
+    tl.store(value_ptr + entry * num_wanted + index, (logits - best) - log_sum, mask=wanted)
+    tl.store(rank_ptr + entry, tl.sum(likelier, 0) + 1)
+
+
+# Penalties
+
+
+@triton.jit
+def _count_kernel(
+    logits_ptr,
+    count_ptr,
+    row_ptr,
+    length_ptr,
+    float_ptr,
+    int_ptr,
+    token_ptr,
+    logits_stride,
+    float_stride,
+    int_stride,
+    token_stride,
+    vocab,
+    HISTORY: tl.constexpr,
+):
+    """Counts the output tokens among HISTORY tokens of one row, and marks the prompt's."""
+    entry = tl.program_id(1).to(tl.int64)
+    length = tl.load(length_ptr + entry)
+    position = tl.program_id(0) * HISTORY + tl.arange(0, HISTORY)
+    if tl.program_id(0) * HISTORY >= length:
+        return
+    row = tl.load(row_ptr + entry).to(tl.int64)
+    token = tl.load(token_ptr + row * token_stride + position, mask=position < length, other=-1)
+    known = (token >= 0) & (token < vocab)
+    in_prompt = position < tl.load(int_ptr + row * int_stride + 2)
+    place = count_ptr + entry * vocab + token
+    tl.atomic_add(place, 1, mask=known & (in_prompt == 0), sem="relaxed")
+    tl.atomic_or(place, IN_PROMPT, mask=known & in_prompt, sem="relaxed")
+
+
+@triton.jit
+def _penalize_kernel(
+    logits_ptr,
+    count_ptr,
+    row_ptr,
+    length_ptr,
+    float_ptr,
+    int_ptr,
+    token_ptr,
+    logits_stride,
+    float_stride,
+    int_stride,
+    token_stride,
+    vocab,
+    HISTORY: tl.constexpr,
+):
+    """The same tokens again: who takes a token's count away, once, changes its logit."""
+    entry = tl.program_id(1).to(tl.int64)
+    length = tl.load(length_ptr + entry)
+    position = tl.program_id(0) * HISTORY + tl.arange(0, HISTORY)
+    if tl.program_id(0) * HISTORY >= length:
+        return
+    row = tl.load(row_ptr + entry).to(tl.int64)
+    repetition = tl.load(float_ptr + row * float_stride + 3)
+    presence = tl.load(float_ptr + row * float_stride + 4)
+    frequency = tl.load(float_ptr + row * float_stride + 5)
+    if (repetition == 1) & (presence == 0) & (frequency == 0):
+        return
+    token = tl.load(token_ptr + row * token_stride + position, mask=position < length, other=-1)
+    known = (token >= 0) & (token < vocab)
+    count = tl.atomic_xchg(count_ptr + entry * vocab + token, 0, mask=known, sem="relaxed")
+    mine = known & (count != 0)
+    place = logits_ptr + entry * logits_stride + token
+    logits = tl.load(place, mask=mine, other=0.0)
+    count &= IN_PROMPT - 1
+    logits = tl.where(logits > 0, logits / repetition, logits * repetition)
+    logits -= frequency * count + tl.where(count > 0, presence, 0.0)
+    tl.store(place, logits, mask=mine)

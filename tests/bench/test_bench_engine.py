@@ -1,0 +1,153 @@
+"""The engine benchmarks, on the demo model and with small work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from toolkit.bench import workloads
+from toolkit.bench.models import CONFIGS, make_model, save_tokenizer
+from toolkit.demo import MODEL_DIR
+
+
+def tk(*arguments):
+    """(exit code, rows on stdout, stderr) of `tk bench ...`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "toolkit", "bench", *arguments, "--num-threads", "1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+class TestWork:
+    """The prompts are those of the published comparisons: their sums are known."""
+
+    @pytest.mark.parametrize(
+        ("context", "prompt_tokens", "output_tokens"), [(1024, 68_822, 68_249), (40_960, 142_827, 133_966)]
+    )
+    def test_the_offline_mix_never_changes(self, context, prompt_tokens, output_tokens):
+        work = workloads.offline(context, 50_257)
+        assert len(work.prompts) == 256
+        assert work.num_prompt_tokens == prompt_tokens
+        assert sum(work.output_lens) == output_tokens
+        assert work.prompts[0][:4] == [6311, 6890, 663, 4242]
+
+    def test_the_other_prompts_never_change(self):
+        assert workloads.latency(8, 50_257).prompts[7][-3:] == [6031, 7973, 4648]
+        assert workloads.prefill(1024, 50_257).prompts[31][-2:] == [462, 6780]
+        assert workloads.prefill(40_960, 50_257).prompts[31][-2:] == [7371, 2971]
+
+    def test_lengths_fit_the_context(self):
+        assert workloads.offline(1024, 50_257).longest <= 1024
+        assert {len(p) for p in workloads.prefill(1024, 50_257).prompts} == {1000}
+        assert {len(p) for p in workloads.prefill(8192, 50_257).prompts} == {2048}
+
+    def test_a_small_vocabulary_has_all_ids(self):
+        assert max(max(p) for p in workloads.prefill(8192, 300).prompts) == 299
+
+
+class TestRows:
+    def test_offline(self):
+        code, out, err = tk(
+            *("offline", "--num-prompts", "6", "--min-len", "3", "--max-len", "9", "--repeats", "2", "--json")
+        )
+        assert code == 0, err
+        startup, row = map(json.loads, out.splitlines())
+        vocab_size = json.loads((MODEL_DIR / "config.json").read_text())["vocab_size"]
+        work = workloads.offline(512, vocab_size, count=6, shortest=3, longest=9)
+        assert startup["bench"] == "startup"
+        assert sum(startup["phases_s"].values()) <= startup["seconds"]
+        assert row["requests"] == 6
+        assert row["prompt_tokens"] == work.num_prompt_tokens
+        assert row["output_tokens"] == sum(work.output_lens)  # no answer ended before its length
+        assert not row["prefix_caching"]
+        assert row["seconds"] == min(row["all_seconds"])
+        assert len(row["all_seconds"]) == 2
+        assert row["output_tokens_per_s"] == pytest.approx(row["output_tokens"] / row["seconds"], rel=0.01)
+
+    def test_latency_has_a_row_for_each_batch_size(self):
+        code, out, err = tk(
+            *("latency", "--batch-sizes", "1,3", "--input-len", "4", "--output-len", "5", "--repeats", "1"),
+            "--json",
+        )
+        assert code == 0, err
+        _, *rows = map(json.loads, out.splitlines())
+        assert [(row["requests"], row["output_tokens"]) for row in rows] == [(1, 5), (3, 15)]
+        for row in rows:
+            assert row["ms_per_token"] == pytest.approx(row["seconds"] * 1e3 / 5, rel=0.01)
+
+    def test_prefill_without_json_is_a_table(self):
+        code, out, err = tk("prefill", "--num-prompts", "3", "--input-len", "8", "--repeats", "1")
+        assert code == 0, err
+        heading, startup, row = out.splitlines()
+        assert "tk-demo" in heading
+        assert startup.startswith("start-up")
+        assert "3 requests" in row
+        assert "prompt tok/s" in row
+
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            (("prefill", "--input-len", "5000"), "sequences of 5001 tokens"),
+            (("latency", "--batch-sizes", "1,x"), "--batch-sizes is a list such as 1,8,64; it got '1,x'"),
+            (("latency", "--batch-sizes", "0"), "--batch-sizes is a list"),
+            (("--rps", "5", "offline"), "--request-rate is no flag of 'tk bench offline'"),
+            (("offline", "--device", "cpu", "--profile", "/dev/null"), "--profile needs a GPU"),
+            (("offline", "--profile", "/nowhere/trace.json"), "--profile cannot write"),
+        ],
+    )
+    def test_what_cannot_be_measured_is_one_line_on_stderr(self, arguments, says):
+        code, _, err = tk(*arguments)
+        assert code == 2
+        assert says in err
+        assert len(err.strip().splitlines()) == 1
+
+
+def test_the_gpus_busy_time_is_the_union_of_its_intervals():
+    profile = pytest.importorskip("toolkit.bench.profile")
+    spans = [(5, 9), (0, 2), (1, 4), (6, 7), (9, 10), (20, 21)]
+    by_hand = len({t for start, end in spans for t in range(start, end)})
+    assert profile.covered(spans) == by_hand == 10
+    assert profile.covered([]) == 0.0
+
+
+def test_the_longest_kernels_come_first():
+    profile = pytest.importorskip("toolkit.bench.profile")
+    events = [{"name": "a", "dur": 1.0}, {"name": "b", "dur": 3.0}, {"name": "a", "dur": 4.0}]
+    first, second = profile.longest_kernels(events, length=10.0)
+    assert first == {"name": "a", "share": 0.5, "count": 2, "mean_us": 2.5}
+    assert (second["name"], second["share"]) == ("b", 0.3)
+
+
+class TestModelFolders:
+    def test_every_id_has_a_text_and_text_survives(self, tmp_path):
+        from toolkit.engine.tokenizer import Tokenizer
+
+        make_model(tmp_path, CONFIGS["gpt2"])
+        tokenizer = Tokenizer(tmp_path)
+        assert tokenizer.size == 50_257
+        assert tokenizer.eos_token_id == 50_256
+        assert all(tokenizer.token_bytes(id) for id in range(50_256))
+        assert tokenizer.decode(tokenizer.encode("Über 3 apples,\n  naïvely")) == "Über 3 apples,\n  naïvely"
+
+    def test_tokenizers_have_exactly_the_models_ids(self, tmp_path):
+        import tokenizers
+
+        for size in (257, 300, 5000):
+            save_tokenizer(tmp_path / "tokenizer.json", size)
+            assert tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab_size() == size
+
+    def test_the_engine_runs_one_with_dummy_weights(self, tmp_path):
+        small = {"vocab_size": 300, "n_positions": 64, "n_ctx": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+        make_model(tmp_path / "tiny", CONFIGS["gpt2"] | small)
+        code, out, err = tk(
+            *("latency", str(tmp_path / "tiny"), "--load-format", "dummy", "--json", "--repeats", "1"),
+            *("--batch-sizes", "2", "--input-len", "3", "--output-len", "4"),
+        )
+        assert code == 0, err
+        assert json.loads(out.splitlines()[-1])["output_tokens"] == 8

@@ -1,0 +1,71 @@
+"""Activations: the reference against PyTorch, Triton against the reference."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from toolkit.kernels import reference
+
+KINDS = ["silu", "gelu", "gelu_tanh", "relu"]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+FORMULAS = {
+    "silu": lambda x: x / (1 + math.exp(-x)),
+    "gelu": lambda x: 0.5 * x * (1 + math.erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "relu": lambda x: max(x, 0.0),
+}
+
+
+@pytest.fixture(scope="session")
+def activations(triton_runs: bool):
+    if not triton_runs:
+        pytest.skip("Triton was imported without its interpreter: these tests run in a process of their own")
+    from toolkit.kernels.triton import activation
+
+    return activation
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_agrees_with_the_written_formula(kind):
+    x = torch.linspace(-6, 6, 101)
+    expected = torch.tensor([FORMULAS[kind](value) for value in x.tolist()])
+    torch.testing.assert_close(reference.activation(x, kind), expected, rtol=1e-5, atol=1e-6)
+    up = torch.linspace(1, 2, 101)
+    gate_up = torch.cat((x, up))[None]
+    torch.testing.assert_close(
+        reference.gated_activation(gate_up, kind)[0], expected * up, rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 100), (2, 1024), (5, 2500)])
+def test_shapes_and_dtypes(activations, device, shape, dtype, kind):
+    torch.manual_seed(0)
+    tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    x = (3 * torch.randn(shape, device=device)).to(dtype)
+    torch.testing.assert_close(activations.activation(x, kind), reference.activation(x, kind), **tolerance)
+    gate_up = (3 * torch.randn(shape[0], 2 * shape[1], device=device)).to(dtype)
+    expected = reference.gated_activation(gate_up, kind)
+    torch.testing.assert_close(activations.gated_activation(gate_up, kind), expected, **tolerance)
+    out = torch.full_like(expected, float("nan"))
+    assert activations.gated_activation(gate_up, kind, out=out) is out
+    torch.testing.assert_close(out, expected, **tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extreme_values_stay_finite_and_nan_passes(activations, device, kind):
+    x = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4, float("nan")], device=device)
+    y = activations.activation(x, kind)
+    torch.testing.assert_close(y[:5].cpu(), torch.tensor([0.0, 0.0, 0.0, 100.0, 1e4]), rtol=0, atol=1e-6)
+    assert y[5].isnan()
+
+
+def test_what_the_kernel_cannot_do_is_an_error(activations):
+    with pytest.raises(ValueError, match="'tanh' is not one of silu"):
+        activations.activation(torch.ones(2, 4), "tanh")
+    with pytest.raises(ValueError, match="contiguous"):
+        activations.gated_activation(torch.ones(4, 8).T, "silu")

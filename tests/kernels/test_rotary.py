@@ -1,0 +1,177 @@
+"""Head norms, rotation and the cache in one kernel: the reference against our layers, Triton against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from toolkit.kernels import reference
+from torch import Tensor
+
+NAN = float("nan")
+EPS = 1e-6
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 32
+    rotary_size: int = 32  # 0: no rotation
+    normed: bool = False
+    tokens: int = 5
+    block_size: int = 4
+    dtype: torch.dtype = torch.float32
+    position_dtype: torch.dtype = torch.int64
+    heads_first: bool = False
+
+
+@dataclass
+class Inputs:
+    qkv: Tensor
+    positions: Tensor
+    cos_sin: Tensor | None
+    slots: Tensor
+    cache: Tensor  # [2, blocks, block_size, kv_heads, head_size]
+    options: dict[str, object]
+
+    def run(self, module) -> tuple[Tensor, Tensor]:
+        """Queries, and what the cache then holds."""
+        cache = self.cache.clone(memory_format=torch.preserve_format)
+        q = module.qk_norm_rope_write(
+            self.qkv, self.positions, self.cos_sin, self.slots, cache[0], cache[1], **self.options
+        )
+        return q, cache
+
+
+def make(case: Case, device: torch.device) -> Inputs:
+    """Random inputs; slots are shuffled, two tokens have none, and what nobody writes is NaN."""
+    torch.manual_seed(0)
+    width = (case.heads + 2 * case.kv_heads) * case.head_size
+    positions = torch.randint(0, 50, (case.tokens,), dtype=case.position_dtype)
+    angles = torch.rand(50, case.rotary_size // 2) * 6
+    cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1).to(case.dtype).to(device)
+    num_blocks = 2 + -(-case.tokens // case.block_size)
+    cache = torch.full((2, num_blocks, case.block_size, case.kv_heads, case.head_size), NAN, dtype=case.dtype)
+    if case.heads_first:
+        cache = cache.transpose(2, 3).contiguous().transpose(2, 3)
+    slots = torch.randperm(num_blocks * case.block_size)[: case.tokens]
+    slots[case.tokens // 2 :: 3] = -1
+    weights = {"q_weight": torch.rand(case.head_size) + 0.5, "k_weight": torch.rand(case.head_size) - 1.5}
+    options: dict[str, object] = {"num_heads": case.heads, "num_kv_heads": case.kv_heads}
+    if case.normed:
+        options |= {name: weight.to(case.dtype).to(device) for name, weight in weights.items()} | {"eps": EPS}
+    return Inputs(
+        qkv=(2 * torch.randn(case.tokens, width + 8)).to(case.dtype).to(device)[:, :width],
+        positions=positions.to(device),
+        cos_sin=cos_sin if case.rotary_size else None,
+        slots=slots.to(device),
+        cache=cache.to(device),
+        options=options,
+    )
+
+
+@pytest.fixture(scope="session")
+def rotary(triton_runs: bool):
+    if not triton_runs:
+        pytest.skip("Triton was imported without its interpreter: these tests run in a process of their own")
+    from toolkit.kernels.triton import rotary
+
+    return rotary
+
+
+def check(rotary, case: Case, device: torch.device) -> None:
+    inputs = make(case, device)
+    expected_q, expected_cache = inputs.run(reference)
+    before = inputs.qkv.clone()
+    q, cache = inputs.run(rotary)
+    assert q.shape == (case.tokens, case.heads, case.head_size)
+    tolerance = {"rtol": TOLERANCE[case.dtype], "atol": TOLERANCE[case.dtype]}
+    torch.testing.assert_close(q, expected_q, **tolerance)
+    torch.testing.assert_close(cache, expected_cache, equal_nan=True, **tolerance)
+    torch.testing.assert_close(cache[1], expected_cache[1], equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(inputs.qkv, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rotary_size", [32, 16, 0])
+@pytest.mark.parametrize("normed", [True, False])
+def test_reference_agrees_with_the_layers(rotary_size, normed):
+    from toolkit.layers import RotaryEmbedding
+
+    case = Case(rotary_size=rotary_size, normed=normed)
+    inputs = make(case, torch.device("cpu"))
+    q, cache = inputs.run(reference)
+    heads = inputs.qkv.view(case.tokens, -1, case.head_size)
+    expected_q, k, v = heads[:, :4], heads[:, 4:6], heads[:, 6:]
+    if normed:
+        expected_q = F.rms_norm(expected_q, (32,), inputs.options["q_weight"], EPS)
+        k = F.rms_norm(k, (32,), inputs.options["k_weight"], EPS)
+    if rotary_size:
+        parameters = {"rope_theta": 1e4, "partial_rotary_factor": rotary_size / 32}
+        layer = RotaryEmbedding(SimpleNamespace(rope_parameters=parameters), 32, 50)
+        layer.cos_sin = inputs.cos_sin
+        cos, sin = layer.at(inputs.positions)
+        expected_q, k = layer(expected_q, cos, sin), layer(k, cos, sin)
+    torch.testing.assert_close(q, expected_q)
+    expected = inputs.cache.clone()
+    reference.write_kv(k, v, expected[0], expected[1], inputs.slots)
+    torch.testing.assert_close(cache, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(
+    ("head_size", "rotary_size"), [(32, 32), (64, 0), (80, 80), (80, 32), (96, 96), (128, 64), (256, 256)]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_of_any_size_rotated_in_whole_or_part(rotary, device, dtype, head_size, rotary_size, normed):
+    check(rotary, Case(head_size=head_size, rotary_size=rotary_size, normed=normed, dtype=dtype), device)
+
+
+@pytest.mark.parametrize("rotary_size", [32, 0])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (14, 2), (71, 1)])
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_every_way_of_grouping_heads(rotary, device, tokens, heads, kv_heads, rotary_size):
+    check(rotary, Case(heads=heads, kv_heads=kv_heads, rotary_size=rotary_size, tokens=tokens), device)
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize("block_size", [1, 7, 16])
+def test_every_layout_of_the_cache(rotary, device, block_size, heads_first):
+    check(rotary, Case(block_size=block_size, heads_first=heads_first, normed=True), device)
+
+
+def test_positions_may_be_int32(rotary, device):
+    check(rotary, Case(position_dtype=torch.int32), device)
+
+
+def test_many_tokens_share_a_program(rotary, device, monkeypatch):
+    monkeypatch.setattr(rotary, "PROGRAMS", 4)
+    check(rotary, Case(tokens=37, normed=True), device)
+    check(rotary, Case(tokens=37, heads=5, kv_heads=5, rotary_size=0), device)
+
+
+def test_no_tokens_are_no_work(rotary, device):
+    inputs = make(Case(), device)
+    empty = replace(inputs, qkv=inputs.qkv[:0], positions=inputs.positions[:0], slots=inputs.slots[:0])
+    q, cache = empty.run(rotary)
+    assert q.shape == (0, 4, 32)
+    assert cache.isnan().all()
+
+
+def test_queries_that_need_no_work_are_a_view(rotary, device):
+    inputs = make(Case(rotary_size=0), device)
+    q, _ = inputs.run(rotary)
+    assert q.data_ptr() == inputs.qkv.data_ptr()
+
+
+def test_what_the_kernel_cannot_do_is_an_error(rotary):
+    inputs = make(Case(), torch.device("cpu"))
+    with pytest.raises(ValueError, match="not 3"):
+        replace(inputs, options=inputs.options | {"num_heads": 3}).run(rotary)
+    with pytest.raises(ValueError, match="contiguous"):
+        replace(inputs, qkv=inputs.qkv.T.contiguous().T).run(rotary)

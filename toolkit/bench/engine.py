@@ -1,0 +1,231 @@
+"""`tk bench offline`, `latency` and `prefill`: the engine alone, in this process, without HTTP.
+
+Each command starts one engine. Each work is run once to warm up and then `repeats` times; a row's figures are those
+of its fastest run, and the row lists them all.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from toolkit.bench import workloads
+from toolkit.bench.files import check_writable
+from toolkit.bench.workloads import Work
+from toolkit.config import EngineConfig
+from toolkit.config.bench import EngineBenchConfig, LatencyConfig, OfflineConfig, PrefillConfig
+from toolkit.engine.llm import LLM
+from toolkit.errors import ConfigError
+from toolkit.sampling.params import SamplingParams
+
+Row = dict[str, Any]
+
+
+def run_offline(engine: EngineConfig, config: OfflineConfig) -> None:
+    """Output and total tokens per second of many requests of mixed lengths."""
+
+    def works(context: int, vocab_size: int) -> list[Work]:
+        return [
+            workloads.offline(
+                context,
+                vocab_size,
+                count=config.num_prompts,
+                shortest=config.min_len,
+                longest=config.max_len,
+            )
+        ]
+
+    _run(engine, config, works)
+
+
+def run_latency(engine: EngineConfig, config: LatencyConfig) -> None:
+    """Tokens per second and milliseconds per token at each batch size."""
+
+    def works(context: int, vocab_size: int) -> list[Work]:
+        lengths = {"input_len": config.input_len, "output_len": config.output_len}
+        return [workloads.latency(size, vocab_size, **lengths) for size in config.sizes]
+
+    _run(engine, config, works)
+
+
+def run_prefill(engine: EngineConfig, config: PrefillConfig) -> None:
+    """Prompt tokens per second."""
+
+    def works(context: int, vocab_size: int) -> list[Work]:
+        return [workloads.prefill(context, vocab_size, count=config.num_prompts, input_len=config.input_len)]
+
+    _run(engine, config, works)
+
+
+def _run(engine: EngineConfig, config: EngineBenchConfig, works: Callable[[int, int], list[Work]]) -> None:
+    """Starts the engine, measures each work and prints its rows as they come."""
+    say = _print_json if config.json else _print_line
+    bench = EngineBench(engine, config)
+    try:
+        say(bench.startup_row())
+        made = works(bench.llm.info.max_model_len, bench.llm.info.vocab_size)
+        for work in made:
+            bench.check(work)
+        for work in made:
+            say(bench.measure(work))
+        if config.profile is not None:
+            say(bench.profile(made[-1], Path(config.profile)))
+    finally:
+        bench.llm.shutdown()
+
+
+class EngineBench:
+    """One started engine, and the rows that are measured with it."""
+
+    def __init__(self, engine: EngineConfig, config: EngineBenchConfig) -> None:
+        """Raises ToolkitError when the engine cannot be started as configured."""
+        self.config = config
+        self.phases = {"imports": time.time() - psutil.Process().create_time()}
+        start = time.perf_counter()
+        kind: type[LLM] = LLM
+        if config.profile is not None:
+            from toolkit.bench.profile import ProfiledLLM
+
+            check_writable(Path(config.profile), "profile")  # now, not when all is measured
+            kind = ProfiledLLM
+        self.llm = kind.from_config(engine, report=self._report)
+        self.startup = self.phases["imports"] + time.perf_counter() - start
+        if config.profile is not None and not self.llm.info.device.startswith("cuda"):
+            raise ConfigError(
+                f"--profile needs a GPU; this engine runs on {self.llm.info.device}.", param="profile"
+            )
+        self._setup = self._describe(engine)
+
+    def _report(self, name: str, seconds: float) -> None:
+        self.phases[name] = seconds
+
+    def _describe(self, engine: EngineConfig) -> Row:
+        """What every row says of the engine."""
+        import torch
+
+        from toolkit import __version__
+
+        info = self.llm.info
+        return {
+            "model": engine.model.model or "tk-demo",
+            "dtype": info.dtype,
+            "device": torch.cuda.get_device_name() if info.device.startswith("cuda") else info.device,
+            "attention_backend": info.attention_backend,
+            "max_num_seqs": engine.scheduler.max_num_seqs,
+            "max_num_batched_tokens": info.max_num_batched_tokens,
+            "prefix_caching": engine.cache.enable_prefix_caching,
+            "temperature": self.config.temperature,
+            "tk": __version__,
+            "torch": torch.__version__,
+        }
+
+    def startup_row(self) -> Row:
+        """Seconds from the process's start to an engine that can take requests, and its parts."""
+        phases = {name: round(seconds, 3) for name, seconds in self.phases.items()}
+        return {"bench": "startup", **self._setup, "seconds": round(self.startup, 3), "phases_s": phases}
+
+    def check(self, work: Work) -> None:
+        """Raises ConfigError when a sequence of this work does not fit into the context."""
+        if work.longest > self.llm.info.max_model_len:
+            raise ConfigError(
+                f"The {work.name} benchmark has sequences of {work.longest} tokens, and the model's context has "
+                f"{self.llm.info.max_model_len}. Ask for shorter ones: tk bench {work.name} --help."
+            )
+
+    def measure(self, work: Work) -> Row:
+        """One work's row: `repeats` runs of it after one that is thrown away."""
+        self._time(work)
+        runs = [self._time(work) for _ in range(self.config.repeats)]
+        seconds, output_tokens = min(runs)
+        row = {
+            "bench": work.name,
+            **self._setup,
+            "requests": len(work.prompts),
+            "prompt_tokens": work.num_prompt_tokens,
+            "output_tokens": output_tokens,
+            "seconds": round(seconds, 4),
+            "all_seconds": [round(one, 4) for one, _ in runs],
+            "output_tokens_per_s": round(output_tokens / seconds, 1),
+            "total_tokens_per_s": round((work.num_prompt_tokens + output_tokens) / seconds, 1),
+        }
+        if work.name == "latency":
+            row["ms_per_token"] = round(seconds / max(work.output_lens) * 1e3, 4)
+        if work.name == "prefill":
+            row["prompt_tokens_per_s"] = round(work.num_prompt_tokens / seconds, 1)
+        return row
+
+    def profile(self, work: Work, path: Path) -> Row:
+        """Runs the work once more under the profiler and writes a trace; the row says how busy the GPU was."""
+        from toolkit.bench.profile import ProfiledLLM, profile_window
+
+        assert isinstance(self.llm, ProfiledLLM)
+        seconds, _ = self._time(work)
+        row = profile_window(self.llm, lambda: self._time(work), seconds, path)
+        return {"bench": "profile", **self._setup, "work": work.name, **row}
+
+    def _time(self, work: Work) -> tuple[float, int]:
+        """(seconds, output tokens) of one run."""
+        params = [
+            SamplingParams(temperature=self.config.temperature, max_tokens=n, ignore_eos=True)
+            for n in work.output_lens
+        ]
+        gc.collect()
+        start = time.perf_counter()
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in work.prompts], params, use_tqdm=False
+        )
+        seconds = time.perf_counter() - start
+        return seconds, sum(len(one.outputs[0].token_ids) for one in outputs)
+
+
+def _print_json(row: Row) -> None:
+    print(json.dumps(row), flush=True)
+
+
+def _print_line(row: Row) -> None:
+    print(_LINES.get(row["bench"], _work_line)(row), flush=True)
+
+
+def _startup_line(row: Row) -> str:
+    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in row["phases_s"].items())
+    return (
+        f"{row['model']}  {row['dtype']}  {row['device']}  {row['attention_backend']} attention  "
+        f"tk {row['tk']}  torch {row['torch']}\n{'start-up':<9} {row['seconds']:9.3f} s   ({phases})"
+    )
+
+
+def _work_line(row: Row) -> str:
+    parts = [f"{row['bench']:<9} {row['seconds']:9.3f} s   {row['requests']:>4} requests"]
+    if row["bench"] == "prefill":
+        parts.append(f"{row['prompt_tokens_per_s']:>11,.0f} prompt tok/s")
+    else:
+        parts.append(f"{row['output_tokens_per_s']:>11,.0f} output tok/s")
+    if row["bench"] == "latency":
+        parts.append(f"{row['ms_per_token']:.3f} ms/token")
+    else:
+        parts.append(f"{row['total_tokens_per_s']:,.0f} total tok/s")
+    return "   ".join([*parts, f"(runs: {_listed(row['all_seconds'])} s)"])
+
+
+def _profile_line(row: Row) -> str:
+    kernels = "".join(
+        f"\n  {one['share']:6.1%}  {one['count']:6d} x {one['mean_us']:8.1f} us  {one['name'][:90]}"
+        for one in row["kernels"]
+    )
+    return (
+        f"{'profile':<9} GPU busy {row['gpu_busy']:.1%} of {row['window_s'] * 1e3:.0f} ms "
+        f"({row['steps']} steps); trace in {row['trace']}{kernels}"
+    )
+
+
+def _listed(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:.3f}" for value in values)
+
+
+_LINES: dict[str, Callable[[Row], str]] = {"startup": _startup_line, "profile": _profile_line}

@@ -1,0 +1,179 @@
+"""Runs steps on a GPU: the common ones as CUDA graphs, from the inputs to the sampled tokens in the state."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from toolkit.attention import AttentionBackend
+from toolkit.models.registry import CausalLM
+from toolkit.sampling.sampler import add_biases, to_device
+from toolkit.scheduler import SchedulerOutput
+from toolkit.worker.batch_state import StepShape
+from toolkit.worker.cuda_state import CudaBatchState, StepInputs
+from toolkit.worker.kv_cache import KVCache
+from toolkit.worker.model_runner import ModelRunner, Sampled
+
+MIXED_TOKENS = (64, 128, 256, 512)
+"""Padded sizes of captured steps in which prompts and next tokens are mixed."""
+LONGEST_MIXED = 8192
+"""Context, in tokens, up to which those are used: they do not split a long context over programs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A captured step, and where it leaves what it computes."""
+
+    shape: StepShape
+    graph: torch.cuda.CUDAGraph
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+
+class CudaRunner(ModelRunner):
+    """Steps as captured graphs where one fits, else kernel by kernel.
+
+    A graph holds a whole step: inputs, model, sampler, state update. What few requests ask for (penalties, biases) is
+    done after it, by sampling those again from its logits.
+    """
+
+    state: CudaBatchState
+
+    def __init__(
+        self, model: CausalLM, backend: AttentionBackend, cache: KVCache, state: CudaBatchState
+    ) -> None:
+        from toolkit.kernels.triton import sampling
+
+        super().__init__(model, backend, cache, state)
+        self._kernels = sampling
+        num_rows = len(state.block_table) - 1
+        self._sampled = torch.empty(num_rows, dtype=torch.int32, device=self.device)
+        self._decode: list[Graph] = []
+        """By number of requests, rising; likewise `_mixed`, by number of tokens."""
+        self._mixed: list[Graph] = []
+        self._pool = torch.cuda.graph_pool_handle()
+
+    # ---- steps
+
+    def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor, Sampled]:
+        graph = self._graph_for(step)
+        self.state.send(step)
+        if graph is None:
+            hidden, logits = self._forward(_exact(step))
+        else:
+            graph.graph.replay()
+            hidden, logits = graph.hidden, graph.logits
+        return hidden, self._sampled_of(step, logits)
+
+    def _forward(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """(hidden states, logits [num_reqs, vocab]) of the step that was sent; samples its tokens."""
+        inputs = self.state.expanded(shape)
+        hidden = self.model(inputs.token_ids, inputs.batch)
+        last = hidden
+        if shape.max_query_len > 1:
+            last = hidden[(inputs.batch.query_start_loc[1:] - 1).clamp(min=0)]
+        logits = self.model.logits(last)
+        self._sample(logits, inputs)
+        return hidden, logits
+
+    def _sample(self, logits: torch.Tensor, inputs: StepInputs) -> None:
+        state = self.state
+        self._kernels.sample(
+            logits,
+            inputs.batch.rows,
+            inputs.sample_positions,
+            state.sampling.floats,
+            state.sampling.ints,
+            state.token_ids,
+            self._sampled[: len(logits)],
+        )
+
+    def _sampled_of(self, step: SchedulerOutput, logits: torch.Tensor) -> Sampled:
+        sampling = self.state.sampling
+        special = step.samples & (sampling.penalties[step.rows] | sampling.biases[step.rows])
+        if special.any():
+            self._sample_again(step, logits, np.flatnonzero(special))
+        tokens = self._sampled[: len(step.rows)]
+        which = np.flatnonzero(step.samples)
+        k = int(sampling.num_logprobs[step.rows[which]].max()) if len(which) else -1
+        if k < 0:
+            return Sampled(tokens, which)
+        index = self._on_device(which)
+        return Sampled(tokens, which, self._kernels.logprobs(logits[index], tokens[index], k))
+
+    def _sample_again(
+        self, step: SchedulerOutput, logits: torch.Tensor, which: npt.NDArray[np.int64]
+    ) -> None:
+        """Samples the requests that have penalties or biases, from changed logits."""
+        state, index = self.state, self._on_device(which)
+        rows, lengths = step.rows[which], (step.num_computed + step.num_tokens)[which]
+        rows_there, lengths_there = self._on_device(rows), self._on_device(lengths)
+        changed = logits[index].float()
+        add_biases(changed, state.sampling, rows, lengths)
+        parameters = (state.sampling.floats, state.sampling.ints, state.token_ids)
+        self._kernels.penalize(changed, rows_there, lengths_there, *parameters)
+        out = torch.empty(len(which), dtype=torch.int32, device=self.device)
+        self._kernels.sample(changed, rows_there, lengths_there, *parameters, out)
+        self._sampled[index] = out
+
+    def _on_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        return to_device(torch.from_numpy(array), self.device)
+
+    # ---- graphs
+
+    @torch.inference_mode()
+    def capture(self, shapes: Sequence[StepShape]) -> None:
+        """Captures a graph for each shape. The largest comes first: the others then fit into its memory."""
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for shape in shapes:
+                self.state.send(_EMPTY)
+                self._forward(shape)  # compiles what is not compiled yet
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                hidden, logits = self._forward(shape)
+                graph.capture_end()
+                kept = self._decode if shape.max_query_len == 1 else self._mixed
+                bisect.insort(kept, Graph(shape, graph, hidden, logits), key=lambda g: g.shape.num_tokens)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+
+    def _graph_for(self, step: SchedulerOutput) -> Graph | None:
+        """The smallest graph that the step fits into."""
+        total = step.total_tokens
+        decode = total == len(step.rows)
+        graphs = self._decode if decode else self._mixed
+        at = bisect.bisect_left(graphs, total, key=lambda g: g.shape.num_tokens)
+        if at == len(graphs):
+            return None
+        if not decode and int((step.num_computed + step.num_tokens).max()) > LONGEST_MIXED:
+            return None
+        return graphs[at]
+
+
+def graph_shapes(max_num_seqs: int, max_num_tokens: int, max_model_len: int) -> list[StepShape]:
+    """The steps worth capturing, the largest first: next tokens of any number of requests, and small mixed ones."""
+    most = min(max_num_seqs, max_num_tokens)
+    counts = {n for n in (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)) if n < most} | {min(most, 512)}
+    shapes = [StepShape(n, n, 1, max_model_len) for n in counts]
+    shapes += [
+        StepShape(tokens, min(tokens, max_num_seqs), tokens, min(max_model_len, LONGEST_MIXED))
+        for tokens in MIXED_TOKENS
+        if tokens <= max_num_tokens
+    ]
+    return sorted(shapes, key=lambda s: (s.num_tokens, s.max_query_len), reverse=True)
+
+
+def _exact(step: SchedulerOutput) -> StepShape:
+    context_lens = step.num_computed + step.num_tokens
+    return StepShape(step.total_tokens, len(step.rows), int(step.num_tokens.max()), int(context_lens.max()))
+
+
+_NONE = np.empty(0, np.int32)
+_EMPTY = SchedulerOutput(-1, _NONE, _NONE, _NONE, np.empty(0, np.bool_))

@@ -1,0 +1,125 @@
+"""The batch state on a GPU: what the host sends is small, never waits, and is expanded by kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from toolkit.attention import AttentionBatch
+from toolkit.scheduler import NewRow, SchedulerOutput
+from toolkit.worker.batch_state import BatchState, StepShape
+from toolkit.worker.staging import Staging
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step on the device. `sample_positions` [num_reqs] int32: where each request's next token goes; -1: none is
+    sampled.
+    """
+
+    token_ids: torch.Tensor
+    batch: AttentionBatch
+    sample_positions: torch.Tensor
+
+
+class CudaBatchState(BatchState):
+    """The state, and the buffers that every step's inputs are written into: they stay where they are, so that CUDA graphs
+    can read them. One row more than requests can have belongs to the padding.
+    """
+
+    def __init__(
+        self, num_rows: int, max_model_len: int, block_size: int, device: torch.device, max_tokens: int
+    ) -> None:
+        from toolkit.kernels.triton.inputs import copy_runs, expand_inputs
+
+        super().__init__(num_rows + 1, max_model_len, block_size, device)
+        self._copy_runs, self._expand = copy_runs, expand_inputs
+        self._staging = Staging(device)
+        self._num_reqs = num_rows
+        self._packed = torch.zeros(4 * num_rows + 1, dtype=torch.int32, device=device)
+        self._rows, self._query_start_loc, self._seq_lens, self._sample_positions = torch.split(
+            self._packed, [num_rows, num_rows + 1, num_rows, num_rows]
+        )
+        self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+
+    def apply(self, step: SchedulerOutput) -> None:
+        if step.new_rows:
+            self._place_all(step.new_rows)
+        if len(step.new_blocks):
+            added = step.new_blocks
+            ones = np.ones_like(added[:, 0])
+            runs = np.stack((added[:, 0], added[:, 1], np.arange(len(added), dtype=np.int32), ones), axis=1)
+            where, blocks = self._staging.send([runs, added[:, 2]])
+            self._copy_runs(self.block_table, where.view(-1, 4), blocks, 1)
+
+    def _place_all(self, new: list[NewRow]) -> None:
+        sampling = self.sampling
+        for one in new:
+            sampling.set(one.row, one.params, one.seed, one.num_prompt_tokens, one.eos_token_ids)
+        rows = np.array([one.row for one in new], np.int32)
+        token_runs, tokens = _runs(rows, [one.token_ids for one in new])
+        block_runs, blocks = _runs(rows, [one.blocks for one in new])
+        which, ints, floats, runs, tokens_there, block_runs_there, blocks_there = self._staging.send(
+            [
+                # An even number of 32-bit numbers, so that the 64-bit ones after them are aligned.
+                np.concatenate((rows, rows)),
+                sampling.host_ints[rows].view(np.int32),
+                sampling.host_floats[rows].view(np.int32),
+                token_runs,
+                tokens,
+                block_runs,
+                blocks,
+            ]
+        )
+        which = which[: len(rows)].to(torch.int64)
+        sampling.ints.index_copy_(0, which, ints.view(torch.int64).view(-1, 3))
+        sampling.floats.index_copy_(0, which, floats.view(torch.float32).view(-1, 6))
+        self._copy_runs(self.token_ids, runs.view(-1, 4), tokens_there, int(token_runs[:, 3].max()))
+        self._copy_runs(
+            self.block_table, block_runs_there.view(-1, 4), blocks_there, int(block_runs[:, 3].max())
+        )
+
+    def send(self, step: SchedulerOutput) -> None:
+        """Takes a step's numbers to the device, padded to any number of requests."""
+        n, room = len(step.rows), self._num_reqs
+        packed = np.empty(4 * room + 1, np.int32)
+        rows, starts, lens, samples = np.split(packed, (room, 2 * room + 1, 3 * room + 1))
+        rows[:n], rows[n:] = step.rows, room
+        starts[0] = 0
+        np.cumsum(step.num_tokens, out=starts[1 : n + 1])
+        starts[n + 1 :] = starts[n]
+        np.add(step.num_computed, step.num_tokens, out=lens[:n])
+        lens[n:] = 0
+        samples[:n] = np.where(step.samples, lens[:n], -1)
+        samples[n:] = -1
+        self._staging.send_into(self._packed, [packed])
+
+    def expanded(self, shape: StepShape) -> StepInputs:
+        """The inputs of the step that was sent last."""
+        n, tokens = shape.num_reqs, shape.num_tokens
+        rows, starts, lens = self._rows[:n], self._query_start_loc[: n + 1], self._seq_lens[:n]
+        out = (self._token_ids[:tokens], self._positions[:tokens], self._slots[:tokens])
+        self._expand(rows, starts, lens, self.token_ids, self.block_table, self.block_size, out)
+        batch = AttentionBatch(
+            positions=out[1],
+            slot_mapping=out[2],
+            query_start_loc=starts,
+            seq_lens=lens,
+            rows=rows,
+            block_table=self.block_table,
+            max_query_len=shape.max_query_len,
+            max_seq_len=shape.max_seq_len,
+        )
+        return StepInputs(out[0], batch, self._sample_positions[:n])
+
+
+def _runs(rows: np.ndarray, lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """(runs [n, 4], values) that put each list at the beginning of its row."""
+    lengths = np.array([len(one) for one in lists], np.int32)
+    begins = np.concatenate(([0], lengths.cumsum()[:-1])).astype(np.int32)
+    values = np.concatenate([np.array(one, np.int32) for one in lists])
+    return np.stack((rows, np.zeros_like(rows), begins, lengths), axis=1), values
