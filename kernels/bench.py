@@ -1,8 +1,9 @@
-"""Time the attention kernels against what this GPU can do: `python -m toolkit.kernels.bench [--tune]`.
+"""Time the kernels against what this GPU can do: `python -m toolkit.kernels.bench [--tune]`.
 
 Decode is bound by memory: its share is of the bandwidth of a large copy measured in the same run. Prefill is
 bound by arithmetic: its share is of a large bf16 matrix product. Kernels are timed as replays of a CUDA graph
-whose calls walk over as many KV caches as overflow the L2 cache, as the layers of a model do.
+whose calls walk over as many KV caches as overflow the L2 cache, as the layers of a model do. Products of few
+rows are timed the same way, each together with a norm of its input that it has to wait for.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from .triton import attention
+from .triton import activation, attention, linear, norm, rotary, sampling
 from .triton.attention import Batch, Logits, Tile
 
 DTYPE = torch.bfloat16
@@ -125,9 +128,34 @@ PREFILL_TILES = [
 ]
 MIXED = [Case("Qwen3-0.6B, 255 x 1 at 800 and 512 at 1024", ((1, 800),) * 255 + ((512, 1024),), 16, 8, 128)]
 
+SAMPLES = [  # rows, vocabulary, (temperature, top-k, top-p)
+    ("Qwen3, 256 plain", 256, 151_936, (0.6, 0, 1.0)),
+    ("Qwen3, 64 plain", 64, 151_936, (0.6, 0, 1.0)),
+    ("Qwen3, 1 plain", 1, 151_936, (0.6, 0, 1.0)),
+    ("Qwen3, 64 top-k 20, top-p 0.95", 64, 151_936, (0.6, 20, 0.95)),
+    ("Qwen3, 64 top-p 0.95", 64, 151_936, (0.6, 0, 0.95)),
+    ("gpt2, 256 plain", 256, 50_257, (0.6, 0, 1.0)),
+]
+
+PRODUCTS = [  # rows of the weight, columns, gated
+    ("Llama-3.1-8B, qkv", 6144, 4096, False),
+    ("Llama-3.1-8B, out", 4096, 4096, False),
+    ("Llama-3.1-8B, gate and up", 28672, 4096, True),
+    ("Llama-3.1-8B, down", 4096, 14336, False),
+    ("Llama-3.1-8B, head", 128_256, 4096, False),
+    ("Qwen3-0.6B, qkv", 4096, 1024, False),
+    ("Qwen3-0.6B, out", 1024, 2048, False),
+    ("Qwen3-0.6B, gate and up", 6144, 1024, True),
+    ("Qwen3-0.6B, down", 1024, 3072, False),
+    ("gpt2, qkv", 2304, 768, False),
+    ("gpt2, out", 768, 768, False),
+    ("gpt2, up", 3072, 768, False),
+    ("gpt2, down", 768, 3072, False),
+]
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time the attention kernels against this GPU's limits.")
+    parser = argparse.ArgumentParser(description="Time the kernels against this GPU's limits.")
     parser.add_argument(
         "--tune", action="store_true", help="try many tile shapes and print the best four of each"
     )
@@ -147,10 +175,25 @@ def main() -> None:
                     share = achieved(case.kv_bytes / seconds, bandwidth, "TB/s")
                 print(f"{kind:8s}{case.name:44s}{seconds * 1e6:8.1f} us {share}  {label}", flush=True)
             del batches
-    for num_tokens in (1, 256, 8192):
-        seconds, num_bytes = write_kv_time(num_tokens)
+    for name, n, vocab, parameters in SAMPLES:
+        seconds, num_bytes = sample_time(n, vocab, *parameters)
         share = achieved(num_bytes / seconds, bandwidth, "TB/s")
-        print(f"{'write':8s}{f'Llama-3.1-8B, {num_tokens} tokens':44s}{seconds * 1e6:8.1f} us {share}")
+        print(f"{'sample':8s}{name:44s}{seconds * 1e6:8.1f} us {share}")
+    for num_tokens in (1, 64, 8192):
+        for name, calls, num_bytes in layer_calls(num_tokens):
+            seconds = seconds_of(calls)
+            share = achieved(num_bytes / seconds, bandwidth, "TB/s")
+            print(f"{'layer':8s}{f'{name}, {num_tokens} tokens':44s}{seconds * 1e6:8.1f} us {share}")
+    for num_tokens in (1, 8):
+        for name, rows, columns, gated in PRODUCTS:
+            seconds, by_library = (
+                seconds_of(calls) for calls in product_calls(num_tokens, rows, columns, gated)
+            )
+            share = achieved(rows * columns * DTYPE.itemsize / seconds, bandwidth, "TB/s")
+            label = f"cuBLAS {by_library * 1e6:.1f} us"
+            print(
+                f"{'product':8s}{f'{name}, {num_tokens} tokens':44s}{seconds * 1e6:8.1f} us {share}  {label}"
+            )
 
 
 def achieved(rate: float, ceiling: float, unit: str) -> str:
@@ -237,17 +280,88 @@ def matmul_rate() -> float:
     return 2 * 8192**3 / elapsed(lambda: a @ b, 5)
 
 
-def write_kv_time(num_tokens: int) -> tuple[float, int]:
-    """Seconds and bytes moved to cache the keys and values of `num_tokens` tokens of Llama-3.1-8B."""
-    k, v = torch.randn(2, num_tokens, 8, 128, device="cuda", dtype=DTYPE)
-    cache = torch.empty(2, 4096, BLOCK_SIZE, 8, 128, device="cuda", dtype=DTYPE)
-    slots = torch.randperm(4096 * BLOCK_SIZE, device="cuda")[:num_tokens]
-    attention.write_kv(k, v, cache[0], cache[1], slots)
+def sample_time(n: int, vocab: int, temperature: float, top_k: int, top_p: float) -> tuple[float, int]:
+    """Seconds to sample a token for each of n rows of bf16 logits, and the bytes of these."""
+    num_bytes = n * vocab * DTYPE.itemsize
+    padded = -(-vocab // 64) * 64
+    copies = min(MAX_CACHES, max(2, COLD_BYTES // num_bytes))
+    logits = [(3 * torch.randn(n, padded, device="cuda")).to(DTYPE)[:, :vocab] for _ in range(copies)]
+    rows = torch.arange(n, dtype=torch.int32, device="cuda")
+    floats = torch.tensor([[temperature, top_p, 0.0, 1.0, 0.0, 0.0]] * n, device="cuda")
+    ints = torch.tensor([[top_k, seed, 0] for seed in range(n)], device="cuda")
+    token_ids = torch.zeros(n, n + 1, dtype=torch.int32, device="cuda")
+    out = torch.empty_like(rows)
+
+    def run() -> None:
+        for part in logits:
+            sampling.sample(part, rows, rows, floats, ints, token_ids, out)
+
+    run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        attention.write_kv(k, v, cache[0], cache[1], slots)
-    return elapsed(graph.replay, 50), 4 * k.numel() * k.element_size()
+        run()
+    return elapsed(graph.replay, 10) / copies, num_bytes
+
+
+def seconds_of(calls: list[Callable[[], object]]) -> float:
+    """Seconds of one of the calls, captured one after another."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return elapsed(graph.replay, 5) / len(calls)
+
+
+def layer_calls(num_tokens: int) -> Iterator[tuple[str, list[Callable[[], object]], int]]:
+    """(name, calls over different tensors, bytes of one call) of what lies between Llama-3.1-8B's products."""
+    hidden, inner, heads, kv_heads, head_size = 4096, 14336, 32, 8, 128
+    width = (heads + 2 * kv_heads) * head_size
+    row = num_tokens * DTYPE.itemsize
+    copies = max(2, min(16, COLD_BYTES // (row * width)))
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", dtype=DTYPE)
+
+    xs, residuals = ([random(num_tokens, hidden) for _ in range(copies)] for _ in range(2))
+    weight = random(hidden)
+    norms = [partial(norm.add_rms_norm, x, r, weight, 1e-5) for x, r in zip(xs, residuals, strict=True)]
+    yield "add and norm", [*norms], row * 4 * hidden
+    cache, cos_sin = random(2, 1024, BLOCK_SIZE, kv_heads, head_size), random(8192, 2, head_size // 2)
+    positions = torch.arange(num_tokens, dtype=torch.int32, device="cuda")
+    slots = torch.randperm(1024 * BLOCK_SIZE, device="cuda")[:num_tokens]
+    write = partial(rotary.qk_norm_rope_write, num_heads=heads, num_kv_heads=kv_heads)
+    qkvs = [random(num_tokens, width) for _ in range(copies)]
+    rotations = [partial(write, qkv, positions, cos_sin, slots, cache[0], cache[1]) for qkv in qkvs]
+    yield "rotate and write", [*rotations], row * 2 * width
+    gate_ups = [random(num_tokens, 2 * inner) for _ in range(copies)]
+    gates = [partial(activation.gated_activation, gate_up, "silu") for gate_up in gate_ups]
+    yield "gated activation", [*gates], row * 3 * inner
+
+
+def product_calls(
+    num_tokens: int, rows: int, columns: int, gated: bool
+) -> tuple[list[Callable[[], object]], list[Callable[[], object]]]:
+    """A norm and the product after it, over different weights: ours, and cuBLAS with what it needs beside."""
+    copies = min(MAX_CACHES, max(2, COLD_BYTES // (rows * columns * DTYPE.itemsize)))
+    weights = [torch.randn(rows, columns, device="cuda", dtype=DTYPE) / 64 for _ in range(copies)]
+    x, scale = (
+        torch.randn(num_tokens, columns, device="cuda", dtype=DTYPE),
+        torch.ones(columns, device="cuda"),
+    )
+    kind = "silu" if gated else None
+
+    def ours(weight: Tensor) -> None:
+        linear.linear(norm.add_rms_norm(x, None, scale, 1e-5)[0], weight, None, kind, gated)
+
+    def library(weight: Tensor) -> None:
+        y = F.linear(norm.add_rms_norm(x, None, scale, 1e-5)[0], weight)
+        if gated:
+            activation.gated_activation(y, "silu")
+
+    return [partial(ours, weight) for weight in weights], [partial(library, weight) for weight in weights]
 
 
 if __name__ == "__main__":

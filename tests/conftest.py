@@ -8,10 +8,25 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+# Without a GPU, Triton kernels run in Triton's interpreter, to be asked for before Triton is imported.
+if not torch.cuda.is_available() and "triton" not in sys.modules:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session")
+def triton_runs() -> bool:
+    """False where Triton was imported for a GPU that is not there; a process of its own is needed then."""
+    import triton.language as tl
+    from triton.runtime.jit import JITFunction
+
+    return torch.cuda.is_available() or not isinstance(tl.sum, JITFunction)
 
 
 @pytest.fixture(scope="session")

@@ -76,11 +76,11 @@ def _activation_kernel(
     x_ptr, out_ptr, size, KIND: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):
     """One chunk of one row."""
-    release(PDL)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     live = column < size
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)
+    release(PDL)
     x_row = x_ptr + row * (2 * size if GATED else size)
     y = apply(tl.load(x_row + column, mask=live).to(tl.float32), KIND)
     if GATED:

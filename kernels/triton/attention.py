@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .pdl import release, supported, wait
+
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
 LONG_CONTEXT = (
@@ -84,32 +86,6 @@ def paged_attention(
     else:
         prefill(batch, logits, singles=True)
     return out
-
-
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store `k` and `v` `[num_tokens, num_kv_heads, head_size]` in the cache `[num_blocks, block_size, ...]`.
-
-    slot_mapping: int64 `[num_tokens]`, `block * block_size + offset`; tokens with negative slots are skipped.
-    """
-    num_tokens, num_kv_heads, head_size = k.shape
-    width = num_kv_heads * head_size
-    chunk = min(1024, _power_of_two(width))
-    _write_kv_kernel[(num_tokens, -(-width // chunk))](
-        k,
-        v,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        BLOCK_SIZE=k_cache.shape[1],
-        HEAD_SIZE=head_size,
-        WIDTH=width,
-        CHUNK=chunk,
-        num_warps=4,
-    )
 
 
 class Batch(NamedTuple):
@@ -207,6 +183,7 @@ def decode(batch: Batch, logits: Logits, splits: int, tile: Tile | None = None) 
     """The requests with a single query, each over `splits` programs per KV head."""
     tile = tile or _decode_tile(batch)
     num_heads, head_size = batch.q.shape[1:]
+    pdl = supported(batch.q.device)
     parts = log_sums = batch.out
     if splits > 1:
         shape = (batch.num_reqs, num_heads, splits)
@@ -221,6 +198,8 @@ def decode(batch: Batch, logits: Logits, splits: int, tile: Tile | None = None) 
         ROWS=tile.rows,
         KEYS=tile.keys,
         SPLIT=splits > 1,
+        PDL=pdl,
+        launch_pdl=pdl,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -235,6 +214,8 @@ def decode(batch: Batch, logits: Logits, splits: int, tile: Tile | None = None) 
             HEAD_SIZE=head_size,
             HEAD_PAD=batch.head_pad,
             SPLITS_PAD=_power_of_two(splits),
+            PDL=pdl,
+            launch_pdl=pdl,
             num_warps=4,
         )
 
@@ -425,6 +406,7 @@ def _decode_kernel(
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     INDIRECT: tl.constexpr,
+    PDL: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SLIDING: tl.constexpr,
@@ -432,6 +414,8 @@ def _decode_kernel(
     SPLIT: tl.constexpr,
 ):
     """One (KV head, request, split): the heads of the group against their share of the keys."""
+    wait(PDL)
+    release(PDL)
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -503,8 +487,11 @@ def _merge_kernel(
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One (head, request): the parts of its splits, weighted by the softmax of their log-sums."""
+    wait(PDL)
+    release(PDL)
     head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     token = tl.load(query_start_ptr + request).to(tl.int64)
@@ -655,44 +642,3 @@ def _prefill_kernel(
     result = acc / tl.maximum(row_sum, 1e-30)[:, None]
     out_rows = (token * out_stride_token + head * out_stride_head)[:, None] + dim[None, :]
     tl.store(out_ptr + out_rows, result.to(out_ptr.dtype.element_ty), mask=stored)
-
-
-@triton.jit
-def _write_kv_kernel(
-    k_ptr,
-    v_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    slot_ptr,
-    k_stride_token,
-    k_stride_head,
-    v_stride_token,
-    v_stride_head,
-    k_cache_stride_block,
-    k_cache_stride_slot,
-    k_cache_stride_head,
-    v_cache_stride_block,
-    v_cache_stride_slot,
-    v_cache_stride_head,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """One chunk of one token's keys and values."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + token)
-    if slot < 0:
-        return
-    block = slot // BLOCK_SIZE
-    offset = slot % BLOCK_SIZE
-    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    head = column // HEAD_SIZE
-    dim = column % HEAD_SIZE
-    live = column < WIDTH
-    k = tl.load(k_ptr + token * k_stride_token + head * k_stride_head + dim, mask=live)
-    v = tl.load(v_ptr + token * v_stride_token + head * v_stride_head + dim, mask=live)
-    k_row = k_cache_ptr + block * k_cache_stride_block + offset * k_cache_stride_slot
-    v_row = v_cache_ptr + block * v_cache_stride_block + offset * v_cache_stride_slot
-    tl.store(k_row + head * k_cache_stride_head + dim, k, mask=live)
-    tl.store(v_row + head * v_cache_stride_head + dim, v, mask=live)

@@ -1,9 +1,10 @@
-"""Products of few rows with a weight: every decode step is mostly these, and they are bound by reading the weight.
+"""Products of few rows with a weight: every decode step is mostly these, and they are bound by reading the
+weight.
 
-Each program reads some rows of the weight from end to end, so no sum is split over programs and results do not
-depend on who comes first. One row of x is multiplied in registers (`_vector_kernel`); more are tiles for the tensor
-cores (`_dot_kernel`). Both ask for the first columns of their weight before they wait for the kernel
-that computes x.
+Each program reads some rows of the weight from end to end, so no sum is split over programs and results do
+not depend on who comes first. One row of x is multiplied in registers (`_vector_kernel`); more are a tile for
+the tensor cores (`_dot_kernel`). Where it pays, the first columns of the weight are asked for before the
+kernel waits for the one that computes x.
 """
 
 # mypy: allow-incomplete-defs
@@ -21,15 +22,14 @@ from torch import Tensor
 from .activation import apply, check_kind
 from .pdl import release, supported, wait
 
-MAX_TOKENS = 64
+MAX_TOKENS = 16
+"""Rows of x that a tile of the tensor cores holds."""
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Tile(NamedTuple):
     """The shape of one program."""
 
-    tokens: int
-    """Rows of x: 1 in registers, from 16 up on tensor cores."""
     rows: int
     """Rows of the weight."""
     columns: int
@@ -53,11 +53,12 @@ def linear(
 ) -> Tensor:
     """act(x Wᵀ + b) `[num_tokens, size]`, or act(gate) * up where W holds the rows of gate, then those of up.
 
-    x: `[num_tokens, in]`, num_tokens up to MAX_TOKENS; weight: `[size, in]`, gated: `[2 * size, in]`; bias: as many
-    as the weight's rows. All contiguous. Sums are in fp32, in an order that depends on the shapes alone.
+    x: `[num_tokens, in]`, num_tokens up to MAX_TOKENS; weight: `[size, in]`, gated: `[2 * size, in]`; bias:
+    as many as the weight's rows. All contiguous. Sums are in fp32, in an order that depends on the shapes
+    alone.
 
-    NOTE: on Hopper the kernel reads `weight` before the kernel ahead of it has ended (see `pdl`): that kernel must
-    not write the weight.
+    NOTE: on Hopper the kernel reads `weight` before the kernel ahead of it has ended (see `pdl`): that kernel
+    must not write the weight.
 
     Raises ValueError for more tokens, an unknown activation, or tensors that are not contiguous.
     """
@@ -71,7 +72,7 @@ def linear(
         raise ValueError("x and the weight must be contiguous")
     if out is None:
         out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
-    tile = tile or _tile(num_tokens, weight.shape[0], in_features, gated)
+    tile = tile or _tile(num_tokens, size, in_features, gated)
     pdl = supported(x.device)
     options = {
         "ROWS": tile.rows,
@@ -86,40 +87,43 @@ def linear(
     }
     grid = (-(-size // tile.rows),)
     tensors = (x, weight, weight if bias is None else bias, out)
-    if tile.tokens == 1:
+    if num_tokens == 1:
         _vector_kernel[grid](*tensors, size, in_features, **options)
     else:
         options |= {"PARTS": tile.parts, "STAGES": tile.stages, "FETCHED": tile.fetched if pdl else 0}
-        _dot_kernel[grid](*tensors, num_tokens, size, in_features, TOKENS=tile.tokens, **options)
+        _dot_kernel[grid](*tensors, num_tokens, size, in_features, TOKENS=MAX_TOKENS, **options)
     return out
 
 
-def fits(num_tokens: int, in_features: int, dtype: torch.dtype) -> bool:
-    """Whether `linear` is at least as fast as cuBLAS, as measured on an H200 for weights of 768 x 768 to 151936 x 4096."""
-    return num_tokens <= MAX_TOKENS and dtype != torch.float32 and in_features % 16 == 0
+def fits(num_tokens: int, weight: Tensor) -> bool:
+    """Whether `linear` is at least as fast as cuBLAS, as measured on an H200 within chains of kernels."""
+    return (
+        num_tokens <= MAX_TOKENS
+        and weight.dtype in (torch.bfloat16, torch.float16)
+        and weight.shape[1] % 16 == 0
+        and weight.is_contiguous()
+    )
 
 
-def _tile(num_tokens: int, weight_rows: int, in_features: int, gated: bool) -> Tile:
+def _tile(num_tokens: int, size: int, in_features: int, gated: bool) -> Tile:
     """The fastest shapes measured on an H200, as few as come near the best of each size.
 
-    Where a program's tiles fill the memory of a multiprocessor, it gets as few rows as make one wave of them.
+    For more than one token, what counts is that the programs fill the 132 multiprocessors in one wave, or in
+    many.
     """
     if num_tokens == 1:
-        return Tile(1, 4, 1024, 1, 2, 1, 0) if in_features <= 1024 else Tile(1, 2, 2048, 1, 4, 1, 0)
-    if num_tokens <= 16:
-        if gated:
-            return Tile(16, 16, 128, 1, 1, 4, 0)
-        if weight_rows >= 32768:
-            return Tile(16, 32, 128, 1, 1, 3, 0)
-        return Tile(16, 8, 128, 4, 4, 4, 512) if weight_rows <= 1024 else Tile(16, 16, 64, 2, 2, 6, 512)
+        return Tile(4, 1024, 1, 2, 1, 0) if in_features <= 1024 else Tile(2, 2048, 1, 4, 1, 0)
     if gated:
-        return Tile(64, 32, 64, 1, 4, 6, 0)
-    if num_tokens <= 32 and weight_rows <= 2048:
-        return Tile(32, 16, 128, 4, 4, 3, 512)
-    for rows in (16, 32, 64):
-        if weight_rows <= rows * 132:
-            return Tile(64, rows, 128, 1, 4, 6, 512 if rows == 16 else 0)
-    return Tile(64, 64, 64, 1, 4, 3, 0)
+        return Tile(8, 128, 1, 1, 4, 0)
+    if size >= 32768:
+        return Tile(32, 128, 1, 1, 3, 0)
+    if size > 2 * 132 * 16:
+        return Tile(16, 128, 1, 1, 6, 512)
+    if size < 1024:
+        return Tile(8, 64, 4, 4, 6, 512)
+    if in_features < 1024:
+        return Tile(8, 64, 2, 2, 4, 512)
+    return Tile(16, 128, 4, 4, 4, 512)
 
 
 @triton.jit
@@ -140,13 +144,12 @@ def _sums_by_eight(weight, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _finish(y, bias, BIASED: tl.constexpr, KIND: tl.constexpr):
-    """act(y + b) in fp32."""
+def _load_bias(pointers, BIASED: tl.constexpr, ROWS: tl.constexpr):
     if BIASED:
-        y += bias.to(tl.float32)
-    if KIND != "":
-        y = apply(y, KIND)
-    return y
+        bias = tl.load(pointers).to(tl.float32)
+    else:
+        bias = tl.zeros([ROWS], tl.float32)
+    return bias
 
 
 @triton.jit
@@ -165,7 +168,11 @@ def _vector_kernel(
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS outputs of the one token. Each tile of the weight is asked for while the one before is summed."""
+    """ROWS outputs of the one token. Each tile of the weight is asked for while the one before is summed.
+
+    Rows past the last one are the last one again.
+    """
+    release(PDL)
     row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), size - 1)
     column = tl.arange(0, COLUMNS)[None, :]
     rows = weight_ptr + (row.to(tl.int64) * in_features)[:, None]
@@ -175,6 +182,8 @@ def _vector_kernel(
         up_rows = rows + size.to(tl.int64) * in_features
         up = _load(up_rows + column, column < in_features, not EVEN)
         up_acc = tl.zeros([ROWS, COLUMNS // 8], tl.float32)
+        up_bias = _load_bias(bias_ptr + size + row, BIASED, ROWS)
+    bias = _load_bias(bias_ptr + row, BIASED, ROWS)
     wait(PDL)
     last = (tl.cdiv(in_features, COLUMNS) - 1) * COLUMNS
     for start in range(0, last, COLUMNS):
@@ -187,17 +196,16 @@ def _vector_kernel(
             up_after = _load(up_rows + after, after < in_features, not EVEN)
             up_acc += _sums_by_eight(up, x, ROWS, COLUMNS)
             up = up_after
-    release(PDL)
     column += last
     if EVEN:
         x = tl.load(x_ptr + column)
     else:
         x = tl.load(x_ptr + column, mask=column < in_features, other=0.0)
-    y = tl.sum(acc + _sums_by_eight(weight, x, ROWS, COLUMNS), 1)
-    y = _finish(y, tl.load(bias_ptr + row), BIASED, KIND)
+    y = tl.sum(acc + _sums_by_eight(weight, x, ROWS, COLUMNS), 1) + bias
+    if KIND != "":
+        y = apply(y, KIND)
     if GATED:
-        up_y = tl.sum(up_acc + _sums_by_eight(up, x, ROWS, COLUMNS), 1)
-        y *= _finish(up_y, tl.load(bias_ptr + size + row), BIASED, "")
+        y *= tl.sum(up_acc + _sums_by_eight(up, x, ROWS, COLUMNS), 1) + up_bias
     tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty))
 
 
@@ -217,7 +225,7 @@ def _fetch(rows, in_features, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _dot(x, weight, acc, PARTS: tl.constexpr):
-    """x @ weightᵀ + acc in fp32. The interpreter multiplies the bits of bf16 numbers, so it gets them widened."""
+    """x @ weightᵀ + acc in fp32. The interpreter multiplies bf16 numbers' bits, so it gets them widened."""
     if INTERPRETED:
         x = x.to(tl.float32)
         weight = weight.to(tl.float32)
@@ -249,8 +257,13 @@ def _dot_kernel(
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS outputs of every token. Tiles are `[tokens or rows, columns]`, of several parts `[parts, ..., columns]`."""
+    """ROWS outputs of every token. Tiles are `[tokens or rows, columns]`, of several parts `[parts, ...,
+    columns]`.
+
+    Rows past the last one are the last one again.
+    """
     STEP: tl.constexpr = PARTS * COLUMNS
+    release(PDL)
     row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), size - 1)
     token = tl.arange(0, TOKENS)
     rows = weight_ptr + row.to(tl.int64) * in_features
@@ -273,6 +286,9 @@ def _dot_kernel(
         in_x = (token < num_tokens)[None, :, None]
         acc = tl.zeros([PARTS, TOKENS, ROWS], tl.float32)
     up_acc = acc
+    bias = _load_bias(bias_ptr + row, BIASED, ROWS)
+    if GATED:
+        up_bias = _load_bias(bias_ptr + size + row, BIASED, ROWS)
     wait(PDL)
     for start in tl.range(0, in_features, STEP, num_stages=STAGES):
         at = start + column
@@ -284,12 +300,13 @@ def _dot_kernel(
         if GATED:
             up = _load(weight_rows + up_offset + at, at < in_features, not EVEN)
             up_acc = _dot(x, up, up_acc, PARTS)
-    release(PDL)
     if PARTS > 1:
         acc = tl.sum(acc, 0)
         up_acc = tl.sum(up_acc, 0)
-    y = _finish(acc, tl.load(bias_ptr + row)[None, :], BIASED, KIND)
+    y = acc + bias[None, :]
+    if KIND != "":
+        y = apply(y, KIND)
     if GATED:
-        y *= _finish(up_acc, tl.load(bias_ptr + size + row)[None, :], BIASED, "")
+        y *= up_acc + up_bias[None, :]
     out = out_ptr + (token * size)[:, None] + row[None, :]
     tl.store(out, y.to(out_ptr.dtype.element_ty), mask=(token < num_tokens)[:, None])

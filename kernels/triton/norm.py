@@ -1,4 +1,4 @@
-"""Normalization of rows, fused with the residual sum before it: one program for each row, one pass over it."""
+"""Normalization of rows, fused with the residual sum before it: one program a row, one pass over it."""
 
 # mypy: allow-incomplete-defs
 # Triton annotates the constexpr parameters of a kernel and no others.
@@ -21,8 +21,9 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual); Zhang & Sennrich, "Root Mean Square Layer Normalization", 2019.
 
-    x, residual: `[num_tokens, size]`, contiguous; weight: `[size]`. The sum is written into `residual`, rounded to
-    its dtype; statistics and the norm are taken of that, in fp32. Without a residual the sum is x itself.
+    x, residual: `[num_tokens, size]`, contiguous; weight: `[size]`. The sum is written into `residual`,
+    rounded to its dtype; statistics and the norm are taken of that, in fp32. Without a residual the sum is x
+    itself.
 
     Raises ValueError for rows longer than MAX_SIZE.
     """
@@ -80,7 +81,6 @@ def _add_norm_kernel(
     PDL: tl.constexpr,
 ):
     """One row."""
-    release(PDL)
     column = tl.arange(0, BLOCK)
     live = column < SIZE
     weight = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
@@ -88,6 +88,7 @@ def _add_norm_kernel(
         bias = tl.load(bias_ptr + column, mask=live, other=0.0).to(tl.float32)
     row = tl.program_id(0).to(tl.int64) * SIZE + column
     wait(PDL)
+    release(PDL)
     x = tl.load(x_ptr + row, mask=live, other=0.0)
     if ADDED:
         residual = tl.load(residual_ptr + row, mask=live, other=0.0)

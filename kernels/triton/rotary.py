@@ -34,14 +34,15 @@ def qk_norm_rope_write(
     """Norm and rotate queries and keys, store keys and values in the cache, return the queries.
 
     qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_size]`, rows q | k | v, each row contiguous;
-    positions: int32 or int64 `[num_tokens]`; cos_sin: `[max_model_len, 2, rotary_size / 2]`, contiguous: pairs
-    (i, i + rotary_size / 2) of the first `rotary_size` dimensions are rotated (Su et al., arXiv:2104.09864, in the
-    halves' order of GPT-NeoX), the rest pass; None rotates nothing. q_weight, k_weight: `[head_size]`, both or
-    none: RMS norm of each head before the rotation (Qwen3). slot_mapping, k_cache, v_cache: as in
-    `attention.write_kv`; tokens with negative slots are not stored, their queries are computed all the same.
+    positions: int32 or int64 `[num_tokens]`; cos_sin: `[max_model_len, 2, rotary_size / 2]`, contiguous:
+    pairs (i, i + rotary_size / 2) of the first `rotary_size` dimensions are rotated (Su et al.,
+    arXiv:2104.09864, in the halves' order of GPT-NeoX), the rest pass; None rotates nothing. q_weight,
+    k_weight: `[head_size]`, both or none: RMS norm of each head before the rotation (Qwen3). slot_mapping,
+    k_cache, v_cache: as in `toolkit.kernels.reference.write_kv`; tokens with negative slots are not stored,
+    their queries are computed all the same.
 
-    Everything is computed in fp32 and rounded once. Returns `[num_tokens, num_heads, head_size]`: a view of `qkv`
-    where there is nothing to compute. Raises ValueError for layouts that the kernel does not know.
+    Everything is computed in fp32 and rounded once. Returns `[num_tokens, num_heads, head_size]`: a view of
+    `qkv` where there is nothing to compute. Raises ValueError for layouts that the kernel does not know.
     """
     num_tokens = qkv.shape[0]
     block_size, _, head_size = k_cache.shape[1:]
@@ -158,8 +159,7 @@ def _qk_norm_rope_write_kernel(
     ROTATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS (token, head) pairs, from head FIRST up. A head is taken as two halves of what rotates and a rest."""
-    release(PDL)
+    """ROWS (token, head) pairs, from head FIRST up. A head is two halves of what rotates, and a rest."""
     HEADS: tl.constexpr = Q_HEADS + 2 * KV_HEADS - FIRST
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = (pair // HEADS).to(tl.int64)
@@ -172,6 +172,7 @@ def _qk_norm_rope_write_kernel(
     in_first = dim < HALF
     in_second = in_first & (HALF + dim < HEAD_SIZE)
     wait(PDL)
+    release(PDL)
 
     slot = tl.load(slot_ptr + token, mask=live, other=-1)
     source = qkv_ptr + (token * qkv_stride + head * HEAD_SIZE)[:, None]

@@ -11,11 +11,11 @@ then: a token is kept if what is likelier weighs less than top-p; if not, the dr
 tokens. What comes out is distributed as if the others had been masked before, and the first draw is kept with
 probability top-p (rejection sampling from a shrinking set; compare Ye et al., "FlashInfer", arXiv:2501.01005).
 
-A random choice depends on logits, parameters, seed and position of its own row alone: to the last bit, for every
-sum is taken in an order that the vocabulary's size fixes.
+A random choice depends on logits, parameters, seed and position of its own row alone: to the last bit, for no
+sum is taken in an order that depends on the batch.
 
 Nothing here waits for the GPU and grids come from host integers only, so a call can be captured in a CUDA graph
-and replayed with other rows.
+and replayed with other rows. Nothing is compiled anew for another number of rows.
 """
 
 # mypy: allow-incomplete-defs
@@ -66,6 +66,8 @@ def sample(
     the k-th; top-p is of what top-k and min-p leave. Where a logit is NaN or +inf, or all are -inf, `out` is -1 and
     token 0 is stored.
 
+    A vocabulary that is no multiple of ALIGNED is read faster from rows that are padded to one.
+
     Raises ValueError for logits whose last dimension is strided.
     """
     n, vocab = _shape(logits)
@@ -73,9 +75,9 @@ def sample(
         return
     num_blocks = -(-vocab // WIDTH)
     readable = _readable(logits)
-    blocks, warps = (
-        (BLOCKS, 4) if readable % ALIGNED == 0 else (BLOCKS // 2, 2)
-    )  # a warp for each narrow load
+    blocks, warps = BLOCKS, 4
+    if readable % ALIGNED:  # loads are narrow, and a row of a tile is spread over fewer warps
+        blocks, warps = BLOCKS // 2, 2
     statistics = torch.empty(3, n, num_blocks, dtype=torch.float32, device=logits.device)
     listed = torch.empty(n, num_blocks, dtype=torch.int32, device=logits.device)
     pdl = supported(logits.device)
@@ -138,14 +140,14 @@ def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor,
     """
     n, vocab = _shape(logits)
     k = min(k, vocab)
-    top_ids = logits.topk(k, dim=-1).indices if k and n else torch.empty(n, 0, dtype=torch.int64)
     tokens = torch.empty(n, 1 + k, dtype=torch.int32, device=logits.device)
     values = torch.empty(n, 1 + k, dtype=torch.float32, device=logits.device)
     rank = torch.empty(n, dtype=torch.int32, device=logits.device)
     if n == 0:
         return tokens, values, rank
     tokens[:, 0] = token_ids.clamp(min=0)
-    tokens[:, 1:] = top_ids
+    if k:
+        tokens[:, 1:] = logits.topk(k, dim=-1).indices
     num_chunks = -(-vocab // (BLOCKS * WIDTH))
     sums = torch.empty(2, n, num_chunks, dtype=torch.float32, device=logits.device)
     likelier = torch.empty(n, num_chunks, dtype=torch.int32, device=logits.device)
@@ -281,7 +283,7 @@ def _upper_middle(low, high):
 # The pass over the logits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_statistics"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
 def _statistics_kernel(
     logits_ptr,
     row_ptr,
@@ -324,7 +326,10 @@ def _statistics_kernel(
 # The choice: one program for each row
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_statistics"],
+    do_not_specialize_on_alignment=["row_ptr", "position_ptr", "out_ptr"],
+)
 def _choose_kernel(
     logits_ptr,
     row_ptr,
@@ -683,7 +688,7 @@ def _load_masses(mass_ptr, weighed):
 # Log-probabilities
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_stride", "num_sums"])
 def _log_sums_kernel(
     logits_ptr,
     token_ptr,
@@ -710,7 +715,7 @@ def _log_sums_kernel(
     tl.store(likelier_ptr + place, tl.sum((logits > own).to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_wanted", "num_sums"])
 def _logprobs_kernel(
     logits_ptr,
     token_ptr,
@@ -746,7 +751,7 @@ def _logprobs_kernel(
 # Penalties
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row_ptr", "length_ptr"])
 def _count_kernel(
     logits_ptr,
     count_ptr,
@@ -777,7 +782,7 @@ def _count_kernel(
     tl.atomic_or(place, IN_PROMPT, mask=known & in_prompt, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row_ptr", "length_ptr"])
 def _penalize_kernel(
     logits_ptr,
     count_ptr,

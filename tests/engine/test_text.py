@@ -75,7 +75,7 @@ def save(tokenizer: PreTrainedTokenizerFast, factory) -> tuple[PreTrainedTokeniz
 
 def pieces_of(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> list[str]:
     stream = TextStream(tokenizer, skip_special_tokens=skip)
-    return [*(stream.add([id]) for id in ids), stream.end()]
+    return [*(stream.add_one(id) for id in ids), stream.end()]
 
 
 class TestStreams:
@@ -88,6 +88,16 @@ class TestStreams:
         expected = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
         assert "".join(pieces_of(ours, ids, skip=skip)) == expected
         assert ours.decode(ids, skip_special_tokens=skip) == expected
+
+    @given(data=st.data(), skip=st.booleans())
+    @quick
+    def test_how_many_tokens_come_at_once_makes_no_difference(self, byte_level, data, skip):
+        theirs, ours = byte_level
+        groups = data.draw(st.lists(st.lists(st.integers(0, len(theirs) - 1), max_size=4), max_size=12))
+        stream = TextStream(ours, skip_special_tokens=skip)
+        pieces = [stream.add_one(group[0]) if len(group) == 1 else stream.add(group) for group in groups]
+        ids = [id for group in groups for id in group]
+        assert "".join(pieces) + stream.end() == ours.decode(ids, skip_special_tokens=skip)
 
     @given(text=st.text(max_size=30))
     @quick

@@ -173,14 +173,14 @@ def test_the_reference_draws_what_sorting_keeps(parameters, ties):
 # Triton: the same kernels compiled where there is a GPU, interpreted elsewhere
 
 
-@pytest.mark.parametrize("vocab", [1, 7, 100, 128, 129, 1000, 4096, 4100, 9000])
+@pytest.mark.parametrize("vocab", [1, 7, 255, 257, 1000, 4096, 9000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_plain_draws_from_vocabularies_of_any_size(sampling, device, dtype, vocab):
     parameters = [{"temperature": t} for t in (1.0, 0.3, 2.5, 0.0, 1e-9, 100.0)]
     check(sampling, step(random_logits(len(parameters), vocab, dtype, device), parameters))
 
 
-@pytest.mark.parametrize("vocab", [7, 1000, 4500])
+@pytest.mark.parametrize("vocab", [7, 4500])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_filter_beside_rows_without_one(sampling, device, dtype, vocab):
     parameters = [*FILTERS, {}, {"temperature": 0.0}, {"temperature": 0.0, "top_k": 3, "top_p": 0.5}]
@@ -214,9 +214,9 @@ def test_temperature_0_takes_the_first_of_the_greatest(sampling, device):
 
 @pytest.mark.parametrize("parameters", [{}, {"top_k": 20}, {"top_p": 0.99}, {"min_p": 0.001}], ids=str)
 def test_a_forbidden_token_is_never_drawn(sampling, device, parameters):
-    logits = torch.full((12, 900), -INF, device=device)
+    logits = torch.full((6, 900), -INF, device=device)
     logits[:, [3, 127, 500, 899]] = 1.0
-    tokens = check(sampling, step(logits, [parameters] * 12))
+    tokens = check(sampling, step(logits, [parameters] * 6))
     assert set(tokens.tolist()) <= {3, 127, 500, 899}
     assert len(set(tokens.tolist())) > 1
 

@@ -10,11 +10,21 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
 
 from toolkit.sampling.params import SamplingParams
-from toolkit.scheduler import FinishReason, ModelOutput, Request, RequestStatus, Scheduler, SchedulerOutput
+from toolkit.scheduler import (
+    FinishReason,
+    ModelOutput,
+    Request,
+    RequestStatus,
+    Scheduler,
+    SchedulerOutput,
+    StepResults,
+    rows,
+)
 
 VOCAB = 11
 EOS, STOP_TOKEN = 0, 1
@@ -125,6 +135,8 @@ class Plan:
     policy: str = "fcfs"
     caching: bool = True
     depth: int = 1
+    one_by_one: bool = False
+    """Whether running requests are scheduled in Python each, as when blocks lack."""
     arrivals: list[tuple[int, list[Request]]] = field(default_factory=list)
     """(turn of the loop, requests)."""
     aborts: list[tuple[int, str]] = field(default_factory=list)
@@ -154,21 +166,42 @@ class Outcome:
     trace: list[tuple] = field(default_factory=list)
     first_token: dict[str, int] = field(default_factory=dict)
     """Turn at which each request's first token was known."""
+    told: dict[int, list[int]] = field(default_factory=dict)
+    """By number: the tokens that `update` told of."""
+    num_together: int = 0
+    """Steps in which all that were told got a token and nothing else."""
     num_preemptions: int = 0
     num_swaps: int = 0
 
+    def take_in(self, results: StepResults) -> None:
+        plain = zip(results.numbers.tolist(), results.token_ids.tolist(), strict=True)
+        for number, token in plain:
+            self.told.setdefault(number, []).append(token)
+        for news in results.others:
+            if news.request.whole:
+                assert news.request.is_finished
+                self.told[news.request.number] = news.request.output_token_ids
+            elif news.token_id is not None:
+                self.told.setdefault(news.request.number, []).append(news.token_id)
+        self.num_together += bool(len(results.numbers) and not results.others)
+
 
 def make_scheduler(plan: Plan) -> Scheduler:
-    return Scheduler(
-        num_blocks=plan.num_blocks,
-        block_size=plan.block_size,
-        max_num_seqs=plan.max_num_seqs,
-        max_num_batched_tokens=plan.budget,
-        max_model_len=MAX_MODEL_LEN,
-        policy=plan.policy,
-        num_host_blocks=plan.num_host_blocks,
-        enable_prefix_caching=plan.caching,
-    )
+    """Rows keep few tokens, so that requests take theirs over several times."""
+    with mock.patch.object(rows, "LEAST_TAIL", 16):
+        scheduler = Scheduler(
+            num_blocks=plan.num_blocks,
+            block_size=plan.block_size,
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=plan.budget,
+            max_model_len=MAX_MODEL_LEN,
+            policy=plan.policy,
+            num_host_blocks=plan.num_host_blocks,
+            enable_prefix_caching=plan.caching,
+        )
+    if plan.one_by_one:
+        scheduler._schedule_together = lambda step: False
+    return scheduler
 
 
 def run(plan: Plan) -> Outcome:
@@ -176,6 +209,8 @@ def run(plan: Plan) -> Outcome:
     scheduler = make_scheduler(plan)
     device, outcome = Device(scheduler), Outcome(scheduler)
     steps: deque[tuple[SchedulerOutput, ModelOutput | str]] = deque()
+    for number, request in enumerate(plan.requests):
+        request.number = number
     arrivals = sorted(plan.arrivals, key=lambda arrival: arrival[0])
     work = sum(r.num_prompt_tokens + r.max_tokens for r in plan.requests)
     limit = 100 + 40 * work + max((turn for turn, _ in plan.arrivals + plan.aborts), default=0)
@@ -225,25 +260,28 @@ def run(plan: Plan) -> Outcome:
             device.rows.clear()
             scheduler.recover(step, out_of_memory=result == "memory")
         else:
-            scheduler.update(step, result)
+            outcome.take_in(scheduler.update(step, result))
             for request in plan.requests:
                 if request.num_known_tokens > request.num_prompt_tokens:
                     outcome.first_token.setdefault(request.id, turn)
         check_ownership(scheduler)
         outcome.num_preemptions += scheduler.take_stats().num_preemptions
     check_nothing_is_left(scheduler)
+    for request in plan.requests:
+        if not request.whole or request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert outcome.told.get(request.number, []) == request.output_token_ids
     return outcome
 
 
 def check_step(scheduler: Scheduler, step: SchedulerOutput, budget: int) -> None:
-    rows = step.rows.tolist()
+    scheduled = step.rows.tolist()
     assert step.total_tokens <= budget
-    assert len(set(rows)) == len(rows)
+    assert len(set(scheduled)) == len(scheduled)
     assert (step.num_tokens > 0).all()
-    assert len(rows) <= len(scheduler.running) <= scheduler.max_num_seqs
+    assert len(scheduled) <= len(scheduler.running) <= scheduler.max_num_seqs
     running = [request.row for request in scheduler.running]
     assert len(set(running)) == len(running)
-    assert set(rows) <= set(running)
+    assert set(scheduled) <= set(running)
     for copies in (step.swap_out, step.swap_in):
         assert len({target for _, target in copies}) == len(copies), "a block is copied to once"
 
@@ -259,8 +297,8 @@ def check_ownership(scheduler: Scheduler) -> None:
         assert len(set(request.blocks)) == len(request.blocks)
     on_host = [block for request in scheduler._requests.values() for block in request.host_blocks]
     assert sorted(on_host + scheduler.host_pool._free) == list(range(scheduler.host_pool.num_blocks))
-    rows = [request.row for request in scheduler.running] + scheduler._free_rows
-    assert sorted(rows) == list(range(len(rows)))
+    taken = [request.row for request in scheduler.running]
+    assert sorted(taken + scheduler._free_rows) == list(range(len(taken) + len(scheduler._free_rows)))
     for request in scheduler._requests.values():
         if request not in scheduler.running:
             assert not request.blocks
@@ -285,6 +323,7 @@ def make_request(
     salt: str = "",
     cacheable: bool = True,
     leader: Request | None = None,
+    whole: bool = False,
     **params: object,
 ) -> Request:
     return Request(
@@ -298,4 +337,5 @@ def make_request(
         cache_salt=salt,
         cacheable=cacheable,
         leader=leader,
+        whole=whole,
     )

@@ -219,3 +219,22 @@ def test_an_evicted_block_is_not_found_again():
     run(Plan(num_blocks=6, arrivals=[(i * 50, [r]) for i, r in enumerate(requests)]))
     assert requests[2].num_cached_tokens < 12
     assert requests[3].num_cached_tokens == 12
+
+
+def test_a_preempted_request_finds_what_it_had_generated():
+    """As far as nobody has taken its blocks meanwhile: the first ones are taken last."""
+    from tests.scheduler.simulation import Device, make_scheduler
+
+    scheduler = make_scheduler(Plan(num_blocks=14, budget=100))
+    device = Device(scheduler)
+    first, second = (make_request(f"{i}", [i] * 5, max_tokens=30, ignore_eos=True, seed=i) for i in (2, 3))
+    for request in (first, second):
+        scheduler.add(request)
+    resumed_at = []
+    while scheduler.num_unfinished:
+        step = scheduler.schedule()
+        resumed_at += [new.num_computed_tokens for new in step.new_rows if len(new.token_ids) > 5]
+        scheduler.update(step, device.execute(step))
+    assert second.num_preemptions > 0
+    assert max(resumed_at) > 5
+    assert second.output_token_ids == expected_answer(second)[0]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections import deque
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ from tests.scheduler.simulation import (
     make_request,
     run,
 )
-from toolkit.scheduler import FinishReason, Scheduler
+from toolkit.scheduler import FinishReason, ModelOutput, Scheduler
 
 thorough = settings(
     max_examples=120,
@@ -46,6 +48,7 @@ def groups(draw, index: int, caching: bool):
         "cacheable": caching or n > 1,
         "ignore_eos": draw(st.booleans()),
         "stop_token_ids": draw(st.sampled_from([None, [STOP_TOKEN]])),
+        "whole": draw(st.booleans()),
     }
     shape["min_tokens"] = draw(st.integers(0, min(3, shape["max_tokens"])))
     leader = make_request(f"{index}/0", prompt, seed=seed, **shape)
@@ -124,6 +127,59 @@ def test_failing_steps_lose_no_block_and_spoil_no_answer(plan):
 def test_the_same_script_gives_the_same_steps(plan):
     again = copy.deepcopy(plan)
     assert run(plan).trace == run(again).trace
+
+
+@given(plan=plans(failing=True))
+@thorough
+def test_scheduling_together_is_scheduling_one_by_one(plan):
+    """As long as nobody finds another's blocks, which those who are scheduled one by one can find sooner."""
+    plan.caching = False
+    plan.arrivals = [(turn, group[:1]) for turn, group in plan.arrivals]
+    for request in plan.requests:
+        request.cacheable = False
+    again = copy.deepcopy(plan)
+    again.one_by_one = True
+    assert run(plan).trace == run(again).trace
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("whole", [False, True])
+def test_in_steady_decode_nobody_is_told_of_singly(depth, whole):
+    """Of 28 tokens, the first comes alone, and the last."""
+    requests = [
+        make_request(f"{i}", [2 + i] * 8, max_tokens=28, ignore_eos=True, seed=i, whole=whole)
+        for i in range(4)
+    ]
+    outcome = run(Plan(depth=depth, num_blocks=60, budget=100, arrivals=[(0, requests)]))
+    assert outcome.num_together == (0 if whole else 26)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 48])
+def test_an_answer_can_be_read_at_any_time_and_only_at_the_end(block_size):
+    """Longer than what a row keeps."""
+    scheduler = Scheduler(
+        num_blocks=3000 // block_size,
+        block_size=block_size,
+        max_num_seqs=3,
+        max_num_batched_tokens=64,
+        max_model_len=1000,
+    )
+    watched, unwatched = (make_request(name, [2] * 5, max_tokens=900) for name in ("watched", "unwatched"))
+    expected: list[int] = []
+    for request in (watched, unwatched):
+        request.eos_token_ids = frozenset()
+        scheduler.add(request)
+    flying = deque()
+    while scheduler.num_unfinished or flying:
+        while len(flying) < 3 and (step := scheduler.schedule()) is not None:
+            count = int(step.samples.sum())
+            flying.append((step, ModelOutput(step.step, np.full(count, step.step % 997, np.int32))))
+        step, result = flying.popleft()
+        scheduler.update(step, result)
+        expected.append(step.step % 997)
+        assert watched.output_token_ids == expected
+    assert len(expected) == 900
+    assert unwatched.output_token_ids == expected
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -5,19 +5,17 @@ from __future__ import annotations
 import sys
 
 from toolkit import __version__
+from toolkit.api.front import Served
 from toolkit.config import ServerConfig
-from toolkit.engine.async_llm import AsyncLLM
 
 
-def ready_card(
-    engine: AsyncLLM, name: str, host: str, port: int, config: ServerConfig, seconds: float
-) -> None:
+def ready_card(served: Served, name: str, host: str, port: int, config: ServerConfig, seconds: float) -> None:
     """Prints it on stderr: model, device, KV capacity, URL, and a curl line that works."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.table import Table
 
-    info = engine.info
+    info = served.info
     shown_host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     url = f"http://{shown_host}:{port}"
     capacity = info.num_blocks * info.block_size
@@ -33,16 +31,15 @@ def ready_card(
     console.print(
         Panel(table, title=f"tk {__version__} ready in {seconds:.1f} s", title_align="left", expand=False)
     )
-    print(f"Try:\n{_curl(engine, url, config)}", file=sys.stderr, flush=True)
+    print(f"Try:\n{_curl(served, url, config)}", file=sys.stderr, flush=True)
 
 
-def _curl(engine: AsyncLLM, url: str, config: ServerConfig) -> str:
+def _curl(served: Served, url: str, config: ServerConfig) -> str:
     """A line to paste, without line breaks of its own."""
     key = " -H 'Authorization: Bearer '\"$TK_API_KEY\"" if config.api_key else ""
-    chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
-    if chat:
+    if served.has_chat_template:
         path, body = "chat/completions", '{"messages": [{"role": "user", "content": "What is a KV cache?"}]}'
-    elif engine.tokenizer is not None:
+    elif served.has_tokenizer:
         path, body = "completions", '{"prompt": "The sea is", "max_tokens": 32}'
     else:
         path, body = "completions", '{"prompt": [1, 2, 3], "max_tokens": 32}'

@@ -5,111 +5,78 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
-import uvicorn
 
 from toolkit.api.card import ready_card
+from toolkit.api.front import Front, OneProcess
+from toolkit.api.supervisor import Supervisor
 from toolkit.config import EngineConfig, ServerConfig
-from toolkit.engine.async_llm import AsyncLLM
-from toolkit.errors import ConfigError, EngineDeadError
-from toolkit.metrics import Metrics
+from toolkit.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 DEMO_NAME = "tk-demo"
 
 
-async def serve(engine_config: EngineConfig, config: ServerConfig) -> None:
+async def serve(engine: EngineConfig, config: ServerConfig) -> None:
     """Serves until a signal; then finishes what was accepted. Raises ToolkitError for what the user can mend,
     and EngineDeadError when the engine dies.
     """
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     started = time.perf_counter()
     with bind(config.host, config.port) as listener:
-        name = config.served_model_name or engine_config.model.model or DEMO_NAME
-        engine = AsyncLLM.from_config(
-            engine_config, metrics=Metrics(config.metrics_prefix, name), log_level=config.log_level
-        )
+        _allow_many_connections()
+        name = config.served_model_name or engine.model.model or DEMO_NAME
+        front = _make_front(engine, config, name)
         stop = _Signals()
-        starting = asyncio.create_task(engine.start(_report))
-        if not await stop.unless(starting):
-            starting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await starting
-            return
         try:
-            await _run(engine, name, config, listener, stop, started)
+            starting = asyncio.create_task(front.start(listener, _report))
+            if not await stop.unless(starting):
+                starting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await starting
+                return
+            host, port = listener.getsockname()[:2]
+            ready_card(starting.result(), name, host, port, config, time.perf_counter() - started)
+            await _until_over(front, config.shutdown_timeout, stop)
         finally:
-            await engine.shutdown()
+            await front.close()
 
 
-async def _run(
-    engine: AsyncLLM, name: str, config: ServerConfig, listener: socket.socket, stop: _Signals, started: float
-) -> None:
-    from toolkit.api.app import make_app
-    from toolkit.api.service import Service
+def _make_front(engine: EngineConfig, config: ServerConfig, name: str) -> Front:
+    if config.api_workers == 1:
+        return OneProcess(engine, config, name)
+    return Supervisor(engine, config, name)
 
-    gate = make_app(Service(engine, name), config.api_key)
-    # uvicorn waits for open connections without a limit of its own: `_drain` is the limit.
-    server = _Server(
-        uvicorn.Config(
-            gate,
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=75,
-            lifespan="off",
-            server_header=False,
+
+async def _until_over(front: Front, timeout: float, stop: _Signals) -> None:
+    """Serves until a signal or a failure, and ends in order. Raises the failure."""
+    failing = asyncio.create_task(front.failed.wait())
+    await asyncio.wait({failing, asyncio.create_task(stop.event.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    if not failing.done():
+        logger.info("shutting down: running requests have at most %g s to finish", timeout)
+        draining, hurrying = asyncio.create_task(front.drained()), asyncio.create_task(stop.second.wait())
+        await asyncio.wait(
+            {failing, draining, hurrying}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
         )
-    )
-    # Its connections inherit this: those that linger must not keep the next server from the port.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.005)
-    host, port = listener.getsockname()[:2]
-    ready_card(engine, name, host, port, config, time.perf_counter() - started)
-    dying = asyncio.create_task(_until_dead(engine))
-    stopping = asyncio.create_task(stop.event.wait())
-    await asyncio.wait({serving, dying, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    gate.draining = True
-    if stopping.done() and not dying.done():
-        logger.info(
-            "shutting down: %d requests to finish, at most %g s", gate.num_active, config.shutdown_timeout
-        )
-        await _drain(gate, config.shutdown_timeout, stop)
-    for task in (dying, stopping):
-        task.cancel()
-    engine.abort_all("The server is shutting down, and the time that running requests get is over.")
-    server.should_exit = True
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(serving, 10.0)
-    if isinstance(engine.dead, EngineDeadError):
-        raise engine.dead
+    await front.end("The server is shutting down, and the time that running requests get is over.")
+    if front.failure is not None:
+        raise front.failure
 
 
-async def _drain(gate: object, timeout: float, stop: _Signals) -> None:
-    """Waits until every accepted request is answered, the time is over, or a second signal comes."""
-    deadline = time.monotonic() + timeout
-    while getattr(gate, "num_active", 0) and time.monotonic() < deadline and stop.count < 2:
-        await asyncio.sleep(0.02)
-
-
-async def _until_dead(engine: AsyncLLM) -> None:
-    await engine.died.wait()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: ours drain first."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+def _allow_many_connections() -> None:
+    """As many open files as the system allows at all: each connection is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class _Signals:
@@ -117,16 +84,15 @@ class _Signals:
 
     def __init__(self) -> None:
         self.event = asyncio.Event()
-        self.count = 0
+        self.second = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._note)
 
     def _note(self) -> None:
-        self.count += 1
-        self.event.set()
+        (self.second if self.event.is_set() else self.event).set()
 
-    async def unless(self, task: asyncio.Task[None]) -> bool:
+    async def unless(self, task: asyncio.Task[Any]) -> bool:
         """Waits for a task; False when a signal came first. Raises what the task raised."""
         waiting = asyncio.create_task(self.event.wait())
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -50,4 +50,4 @@ async def version() -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
     service: Service = request.app.state.service
-    return Response(service.engine.metrics.expose(), media_type=CONTENT_TYPE)
+    return Response(await service.metrics(), media_type=CONTENT_TYPE)

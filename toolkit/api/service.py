@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,12 @@ class Service:
     engine: AsyncLLM
     model_name: str
     created: int = field(default_factory=lambda: int(time.time()))
+    expose: Callable[[], Awaitable[bytes]] | None = None
+    """Gathers the metrics of all of the server's processes, when there are several."""
+
+    async def metrics(self) -> bytes:
+        """The whole server's metrics in Prometheus' text format."""
+        return self.engine.metrics.expose() if self.expose is None else await self.expose()
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFoundError when a request asks for another model than the served one; none is the

@@ -96,7 +96,7 @@ class EngineBench:
             kind = ProfiledLLM
         self.llm = kind.from_config(engine, report=self._report)
         self.startup = self.phases["imports"] + time.perf_counter() - start
-        if config.profile is not None and not self.llm.info.device.startswith("cuda"):
+        if config.profile is not None and self.llm.info.device == "cpu":
             raise ConfigError(
                 f"--profile needs a GPU; this engine runs on {self.llm.info.device}.", param="profile"
             )
@@ -115,7 +115,7 @@ class EngineBench:
         return {
             "model": engine.model.model or "tk-demo",
             "dtype": info.dtype,
-            "device": torch.cuda.get_device_name() if info.device.startswith("cuda") else info.device,
+            "device": torch.cuda.get_device_name() if info.device != "cpu" else "cpu",
             "attention_backend": info.attention_backend,
             "max_num_seqs": engine.scheduler.max_num_seqs,
             "max_num_batched_tokens": info.max_num_batched_tokens,

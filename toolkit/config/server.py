@@ -23,6 +23,12 @@ class ServerConfig:
     shutdown_timeout: float = option(
         120.0, "Seconds that running requests get to finish after SIGTERM or Ctrl-C.", minimum=0.0
     )
+    api_workers: int = option(
+        1,
+        "Processes that answer requests: more than one where a single core cannot tokenize and stream for the GPU.",
+        minimum=1,
+        maximum=64,
+    )
     metrics_prefix: str = option("tk", "First part of every metric's name; vllm fits existing dashboards.")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "What the log tells of.")
 

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, Self
 
-from toolkit.config import EngineConfig
-from toolkit.engine.core_client import CoreClient
+from toolkit.config import EngineConfig, ModelConfig
+from toolkit.engine.core_client import CoreClient, CoreLink
 from toolkit.engine.input_processor import InputProcessor, Prompt
 from toolkit.engine.messages import (
     Abort,
@@ -123,11 +124,7 @@ class AsyncLLM:
 
     async def start(self, report: Report | None = None) -> None:
         """Finds the model, starts the core and waits for it. Raises ToolkitError for what the user can mend."""
-        model = self.config.model
-        folder = await asyncio.to_thread(locate, model.model, model.revision)
-        tokenizer_folder = folder
-        if model.tokenizer is not None:
-            tokenizer_folder = await asyncio.to_thread(locate_tokenizer, model.tokenizer)
+        folder, tokenizer_folder = await find_folders(self.config.model)
         core = CoreClient(self.config, folder, self._log_level)
         try:
             # What the core says of a broken folder comes first; then nobody asks what the tokenizer says.
@@ -142,14 +139,18 @@ class AsyncLLM:
             core.kill()
             raise
         self.attach(core, InputProcessor(folder, loaded, info))
-        self._reader = asyncio.create_task(self._read(), name="engine-outputs")
+        self.read()
 
-    def attach(self, core: CoreClient, inputs: InputProcessor) -> None:
+    def attach(self, core: CoreLink, inputs: InputProcessor) -> None:
         """Makes a core that is ready its own."""
         self._core = core
         self._inputs = inputs
         self.info, self.tokenizer = inputs.info, inputs.tokenizer
         self._outputs = OutputProcessor(inputs.tokenizer)
+
+    def read(self) -> None:
+        """From here on, what the core sends is taken in as it comes."""
+        self._reader = asyncio.create_task(self._read(), name="engine-outputs")
 
     async def submit(
         self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
@@ -167,6 +168,7 @@ class AsyncLLM:
             raise self.dead
         if request.id in self._streams:
             raise InvalidRequestError(f"There is a request {request.id!r} already.", param="request_id")
+        request.client = self._core.client
         stream = RequestStream(self, self._outputs.add(request, text), request)
         self._core.send(request)
         self._streams[request.id] = stream
@@ -215,7 +217,7 @@ class AsyncLLM:
         for _ in running:
             self.metrics.finished("abort")
         if self.dead is None:
-            self._core.send(Abort([sequence.number for sequence in running]))
+            self._core.send(Abort([sequence.number for sequence in running], self._core.client))
         return running
 
     def reset_prefix_cache(self) -> None:
@@ -241,14 +243,15 @@ class AsyncLLM:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            self.dead = (
-                error
-                if isinstance(error, EngineDeadError)
-                else EngineDeadError(f"The engine stopped: {error}")
-            )
-            logger.error("%s", self.dead, exc_info=None if error is self.dead else error)
-            self._fail_all(self.dead)
-            self.died.set()
+            dead = as_dead(error)
+            logger.error("%s", dead, exc_info=None if error is dead else error)
+            self.fail(dead)
+
+    def fail(self, error: EngineDeadError) -> None:
+        """The core has died: every request ends with this error, and so does every one that comes."""
+        self.dead = error
+        self._fail_all(error)
+        self.died.set()
 
     def abort_all(self, reason: str) -> None:
         """Ends every request with an error that says why."""
@@ -267,7 +270,8 @@ class AsyncLLM:
         """Gives what a step brought to the streams."""
         now = time.monotonic()
         if message.stats is not None:
-            self._observe_step(message.stats)
+            self.stats = message.stats
+            observe_step(self.metrics, message.stats)
         for number in message.scheduled:
             sequence = self._outputs.find(number)
             stream = self._streams.get(sequence.request.id) if sequence is not None else None
@@ -288,21 +292,7 @@ class AsyncLLM:
             if sequence.request.finished:
                 self._streams.pop(sequence.request.id, None)
         if done.ended:
-            self._core.send(Abort(done.ended))
-
-    def _observe_step(self, stats: EngineStats) -> None:
-        self.stats = stats
-        m = self.metrics
-        m.num_requests_running.set(stats.num_running)
-        m.num_requests_waiting.set(stats.num_waiting)
-        m.kv_cache_usage.set(stats.kv_cache_usage)
-        if stats.prefix_cache_queries:
-            m.prefix_cache_queries.inc(stats.prefix_cache_queries)
-            m.prefix_cache_hits.inc(stats.prefix_cache_hits)
-        if stats.num_preemptions:
-            m.num_preemptions.inc(stats.num_preemptions)
-        if stats.num_tokens:
-            m.iteration_tokens.observe(stats.num_tokens)
+            self._core.send(Abort(done.ended, self._core.client))
 
     def _observe_begin(self, sequence: SequenceState, now: float) -> None:
         m, stream = self.metrics, self._streams.get(sequence.request.id)
@@ -328,3 +318,32 @@ class AsyncLLM:
                 m.inference_time.observe(now - stream.scheduled)
                 m.prefill_time.observe(sequence.first_token - stream.scheduled)
                 m.decode_time.observe(now - sequence.first_token)
+
+
+async def find_folders(model: ModelConfig) -> tuple[Path, Path]:
+    """The folders of a model and of its tokenizer, fetched where need be. Raises ToolkitError for what the user can
+    mend.
+    """
+    folder = await asyncio.to_thread(locate, model.model, model.revision)
+    if model.tokenizer is None:
+        return folder, folder
+    return folder, await asyncio.to_thread(locate_tokenizer, model.tokenizer)
+
+
+def as_dead(error: Exception) -> EngineDeadError:
+    """What ended the core, as every request is told."""
+    return error if isinstance(error, EngineDeadError) else EngineDeadError(f"The engine stopped: {error}")
+
+
+def observe_step(metrics: Metrics, stats: EngineStats) -> None:
+    """Sets the gauges and adds the counts of a step."""
+    metrics.num_requests_running.set(stats.num_running)
+    metrics.num_requests_waiting.set(stats.num_waiting)
+    metrics.kv_cache_usage.set(stats.kv_cache_usage)
+    if stats.prefix_cache_queries:
+        metrics.prefix_cache_queries.inc(stats.prefix_cache_queries)
+        metrics.prefix_cache_hits.inc(stats.prefix_cache_hits)
+    if stats.num_preemptions:
+        metrics.num_preemptions.inc(stats.num_preemptions)
+    if stats.num_tokens:
+        metrics.iteration_tokens.observe(stats.num_tokens)

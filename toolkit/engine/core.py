@@ -87,6 +87,12 @@ class EngineCore:
         for number in abort.numbers:
             self.scheduler.abort(_sequence_id(abort.client, number))
 
+    def leave(self, client: int) -> None:
+        """Ends all sequences of a client that is gone for good."""
+        self.scheduler.abort_client(client)
+        if client in self._clients:
+            self._clients.remove(client)
+
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
 

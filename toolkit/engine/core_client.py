@@ -1,4 +1,4 @@
-"""The front end's side of a core process: starts it, talks to it, notices its end."""
+"""A front end's side of the core: the sockets between them, and the core's process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import zmq
 import toolkit.errors
 from toolkit.config import EngineConfig
 from toolkit.engine.messages import EngineOutputs, Failed, FromCore, Phase, Ready, Start, Stop, ToCore
-from toolkit.engine.sockets import Socket, descriptor, has_message, open_socket
+from toolkit.engine.sockets import address, descriptor, has_message, open_socket
 from toolkit.errors import EngineDeadError, ToolkitError
 from toolkit.worker import Report, WorkerInfo
 
@@ -25,22 +25,89 @@ STOP_TIMEOUT = 10.0
 """Seconds that the core gets to end after a Stop."""
 
 
-class CoreClient:
-    """Messages are MessagePack over ZMQ, on Unix sockets in a folder that only this user can open."""
+class CoreLink:
+    """One front end's messages to and from a core. They are MessagePack over ZMQ, on Unix sockets in a folder that
+    only this user can open.
+    """
+
+    client: int = 0
+    """Which of the core's front ends this is."""
+
+    def __init__(self, folder: str, client: int) -> None:
+        """`folder`: where the sockets are. What is sent before the core is there waits for it."""
+        self.client = client
+        self._context = zmq.Context()
+        self._to_core = open_socket(self._context, zmq.PUSH)
+        self._to_core.connect(address(folder, "in"))
+        self._from_core = open_socket(self._context, zmq.PULL)
+        self._from_core.bind(address(folder, f"out{client}"))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._arrived: asyncio.Future[None] | None = None
+        """What `receive` waits for."""
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromCore)
+
+    def listen(self) -> None:
+        """From here on the running loop hears of messages."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(descriptor(self._from_core), self._wake)
+
+    def send(self, message: ToCore) -> None:
+        """Queues a message; never blocks."""
+        self._to_core.send(self._encoder.encode(message))
+
+    async def receive(self) -> list[EngineOutputs | Phase | Ready]:
+        """The next messages: all that have come."""
+        while not (messages := self._received()):
+            await self._news()
+        return messages
+
+    async def stop(self) -> None:
+        """Closes the sockets."""
+        self.close()
+
+    def close(self) -> None:
+        """Closes the sockets; what has not been sent yet is dropped."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(descriptor(self._from_core))
+        self._loop = None
+        self._context.destroy(linger=0)
+
+    async def _news(self) -> None:
+        """Waits until something has come, or may have."""
+        self._arrived = asyncio.get_running_loop().create_future()
+        await self._arrived
+
+    def _wake(self) -> None:
+        """Something happened on the socket. To ask for its events also quiets its descriptor, whoever waits."""
+        if has_message(self._from_core):
+            self._end_wait()
+
+    def _end_wait(self) -> None:
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
+
+    def _received(self) -> list[EngineOutputs | Phase | Ready]:
+        """Everything that has come. ZMQ's descriptor tells of new messages only when none are left unread."""
+        messages: list[EngineOutputs | Phase | Ready] = []
+        while has_message(self._from_core):
+            message: FromCore = self._decoder.decode(self._from_core.recv())
+            if isinstance(message, Failed):
+                raise as_error(message) or EngineDeadError(f"The engine stopped: {message.message}")
+            messages.append(message)
+        return messages
+
+
+class CoreClient(CoreLink):
+    """The first front end: it starts the core's process, and notices its end."""
 
     def __init__(self, config: EngineConfig, folder: Path, log_level: str = "info") -> None:
         """Starts the process; `ready` waits for it."""
-        self._sockets = tempfile.mkdtemp(prefix="tk-")
-        self._context = zmq.Context()
-        self._to_core = self._bind(zmq.PUSH, "in")
-        self._from_core = self._bind(zmq.PULL, "out0")
-        self._arrived: asyncio.Future[None] | None = None
-        """What `receive` waits for."""
+        self.sockets = tempfile.mkdtemp(prefix="tk-")
+        super().__init__(self.sockets, 0)
         self._timer: asyncio.TimerHandle | None = None
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(FromCore)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "toolkit.engine.process", self._sockets],
+            [sys.executable, "-m", "toolkit.engine.process", self.sockets],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
@@ -53,8 +120,7 @@ class CoreClient:
     async def ready(self, report: Report) -> WorkerInfo:
         """Waits until requests can come. Raises the ToolkitError that start-up met, or EngineDeadError."""
         self._to_core.send(self._encoder.encode(self._start))
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(descriptor(self._from_core), self._wake)
+        self.listen()
         self._look()
         while True:
             for message in await self.receive():
@@ -62,10 +128,6 @@ class CoreClient:
                     report(message.name, message.seconds)
                 elif isinstance(message, Ready):
                     return message.info
-
-    def send(self, message: ToCore) -> None:
-        """Queues a message; never blocks."""
-        self._to_core.send(self._encoder.encode(message))
 
     async def receive(self) -> list[EngineOutputs | Phase | Ready]:
         """The next messages: all that have come. Raises what ended the core: a ToolkitError of start-up, else
@@ -78,42 +140,14 @@ class CoreClient:
             if messages:
                 return messages
             if code is not None and waited:
-                raise EngineDeadError(f"The engine's process ended without a word ({_how(code)}).")
-            self._arrived = self._loop.create_future()
-            await self._arrived
+                raise EngineDeadError(f"The engine's process ended without a word ({how_ended(code)}).")
+            await self._news()
             waited = True
-
-    def _wake(self) -> None:
-        """Something happened on the socket. To ask for its events also quiets its descriptor, whoever waits."""
-        if has_message(self._from_core):
-            self._end_wait()
 
     def _look(self) -> None:
         """Has `receive` look at the process now and then."""
         self._end_wait()
-        self._timer = self._loop.call_later(CHECK_INTERVAL, self._look)
-
-    def _end_wait(self) -> None:
-        if self._arrived is not None and not self._arrived.done():
-            self._arrived.set_result(None)
-
-    def _received(self) -> list[EngineOutputs | Phase | Ready]:
-        """Everything that has come. ZMQ's descriptor tells of new messages only when none are left unread."""
-        messages: list[EngineOutputs | Phase | Ready] = []
-        while has_message(self._from_core):
-            message: FromCore = self._decoder.decode(self._from_core.recv())
-            if isinstance(message, Failed):
-                kind = getattr(toolkit.errors, message.kind, None) if message.kind else None
-                if isinstance(kind, type) and issubclass(kind, ToolkitError):
-                    raise kind(message.message)
-                raise EngineDeadError(f"The engine stopped: {message.message}")
-            messages.append(message)
-        return messages
-
-    def _bind(self, kind: int, name: str) -> Socket:
-        socket = open_socket(self._context, kind)
-        socket.bind(f"ipc://{self._sockets}/{name}")
-        return socket
+        self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL, self._look)
 
     async def stop(self) -> None:
         """Ends the process: with a word, then by force."""
@@ -134,13 +168,18 @@ class CoreClient:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            if not self._loop.is_closed():
-                self._loop.remove_reader(descriptor(self._from_core))
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        self.close()
+        shutil.rmtree(self.sockets, ignore_errors=True)
 
 
-def _how(code: int) -> str:
+def as_error(failed: Failed) -> ToolkitError | None:
+    """The user's mistake that a process has told of; None when it was a bug."""
+    kind = getattr(toolkit.errors, failed.kind, None) if failed.kind else None
+    return kind(failed.message) if isinstance(kind, type) and issubclass(kind, ToolkitError) else None
+
+
+def how_ended(code: int) -> str:
+    """An ended process' exit code in words."""
     if code == -9:
         return "killed by SIGKILL: often the system was out of memory; dmesg tells"
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -37,7 +37,7 @@ class InputProcessor:
         text, token_ids = self._tokens(prompt)
         if not token_ids:
             raise InvalidRequestError("The prompt is empty.", param="prompt")
-        wrong = next((t for t in token_ids if not 0 <= t < self.info.vocab_size), None)
+        wrong = next((t for t in (min(token_ids), max(token_ids)) if not 0 <= t < self.info.vocab_size), None)
         if wrong is not None:
             raise InvalidRequestError(
                 f"The prompt has the token {wrong}, and the model's tokens are 0 to {self.info.vocab_size - 1}.",
@@ -147,6 +147,6 @@ _FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def _as_ids(ids: object) -> list[int]:
-    if not isinstance(ids, list) or not all(type(id) is int for id in ids):
+    if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
         raise InvalidRequestError("A prompt of token ids is a list of whole numbers.", param="prompt")
     return ids

@@ -36,6 +36,12 @@ class Abort(msgspec.Struct, tag="abort"):
     client: int = 0
 
 
+class Leave(msgspec.Struct, tag="leave"):
+    """A front end is gone: its sequences end, and what still comes of it is dropped."""
+
+    client: int
+
+
 class ResetPrefixCache(msgspec.Struct, tag="reset"):
     """Forget all cached content."""
 
@@ -129,5 +135,5 @@ class Start(msgspec.Struct):
     log_level: str
 
 
-ToCore = EngineRequest | Abort | ResetPrefixCache | Stop
+ToCore = EngineRequest | Abort | Leave | ResetPrefixCache | Stop
 FromCore = EngineOutputs | Phase | Ready | Failed

@@ -21,6 +21,7 @@ class AnswerText:
         self.stream = TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._min_tokens = params.min_tokens
         self._stops = params.stop_strings
+        self._heads = frozenset(stop[0] for stop in self._stops)
         self._include_stop = params.include_stop_str_in_output
         self._held = ""
         self._num_immune = 0
@@ -30,10 +31,12 @@ class AnswerText:
     def add(self, token_ids: list[int], ended: bool) -> tuple[str, str | None]:
         """(text that is certain, the stop string that was met). `ended`: these are the last tokens."""
         self._num_tokens += len(token_ids)
-        text = self._held + self.stream.add(token_ids)
+        text = self.stream.add_one(token_ids[0]) if len(token_ids) == 1 else self.stream.add(token_ids)
+        text = self._held + text
         if ended:
             text += self.stream.end()
-        if not self._stops:
+        if self._heads.isdisjoint(text):  # no stop string begins in it
+            self._held = ""
             return text, None
         if self._num_tokens < self._min_tokens:
             self._num_immune = len(text)

@@ -23,6 +23,7 @@ from toolkit.engine.messages import (
     EngineRequest,
     Failed,
     FromCore,
+    Leave,
     Phase,
     Ready,
     ResetPrefixCache,
@@ -30,7 +31,7 @@ from toolkit.engine.messages import (
     Stop,
     ToCore,
 )
-from toolkit.engine.sockets import Socket, has_message, open_socket
+from toolkit.engine.sockets import Socket, address, has_message, open_socket
 from toolkit.errors import ToolkitError
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,11 @@ class CoreProcess:
     def __init__(self, sockets: str) -> None:
         self._sockets = sockets
         self._context = zmq.Context()
-        self._inbox = self._connect(zmq.PULL, "in")
+        self._inbox = open_socket(self._context, zmq.PULL)
+        self._inbox.bind(address(sockets, "in"))
         self._outboxes: dict[int, Socket] = {}
+        self._gone: set[int] = set()
+        """Clients that have left: their last messages may come after the news of it."""
         self._decoder = msgspec.msgpack.Decoder(ToCore)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -104,6 +108,8 @@ class CoreProcess:
             elif isinstance(message, Abort):
                 self._core.abort(message)
                 self._send(EngineOutputs(stats=self._core.stats()))
+            elif isinstance(message, Leave):
+                self._forget(message.client)
             elif isinstance(message, ResetPrefixCache):
                 self._core.reset_prefix_cache()
             else:
@@ -112,6 +118,8 @@ class CoreProcess:
         return True
 
     def _add(self, request: EngineRequest) -> None:
+        if request.client in self._gone:
+            return
         try:
             self._core.add(request)
         except ValueError as error:
@@ -121,20 +129,27 @@ class CoreProcess:
             ]
             self._send(EngineOutputs(failed), request.client)
 
+    def _forget(self, client: int) -> None:
+        """Ends what a client that is gone has asked for."""
+        self._gone.add(client)
+        self._core.leave(client)
+        outbox = self._outboxes.pop(client, None)
+        if outbox is not None:
+            outbox.close(linger=0)
+        self._send(EngineOutputs(stats=self._core.stats()))
+
     def _send_all(self, messages: dict[int, EngineOutputs]) -> None:
         for client, message in messages.items():
             self._send(message, client)
 
     def _send(self, message: FromCore, client: int = 0) -> None:
+        if client in self._gone:
+            return
         outbox = self._outboxes.get(client)
         if outbox is None:
-            outbox = self._outboxes[client] = self._connect(zmq.PUSH, f"out{client}")
+            outbox = self._outboxes[client] = open_socket(self._context, zmq.PUSH)
+            outbox.connect(address(self._sockets, f"out{client}"))
         outbox.send(self._encoder.encode(message))
-
-    def _connect(self, kind: int, name: str) -> Socket:
-        socket = open_socket(self._context, kind)
-        socket.connect(f"ipc://{self._sockets}/{name}")
-        return socket
 
 
 def _root_cause(error: BaseException) -> str:

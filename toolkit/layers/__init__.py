@@ -2,7 +2,7 @@
 
 from toolkit.layers.activation import activation_kind
 from toolkit.layers.embedding import Embedding
-from toolkit.layers.linear import GatedLinear, Linear, MergedLinear
+from toolkit.layers.linear import GatedLinear, Linear, MergedLinear, OutputHead
 from toolkit.layers.norm import LayerNorm, RMSNorm
 from toolkit.layers.rotary import RotaryEmbedding
 from toolkit.layers.weights import Slot, Slots
@@ -13,6 +13,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "MergedLinear",
+    "OutputHead",
     "RMSNorm",
     "RotaryEmbedding",
     "Slot",

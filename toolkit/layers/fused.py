@@ -18,7 +18,7 @@ def fused(device: torch.device) -> SimpleNamespace | None:
     except ImportError:
         return None
     from toolkit.kernels.triton.activation import activation, gated_activation
-    from toolkit.kernels.triton.linear import linear
+    from toolkit.kernels.triton.linear import fits, linear
     from toolkit.kernels.triton.norm import add_layer_norm, add_rms_norm
 
     return SimpleNamespace(
@@ -27,5 +27,5 @@ def fused(device: torch.device) -> SimpleNamespace | None:
         add_layer_norm=add_layer_norm,
         add_rms_norm=add_rms_norm,
         linear=linear,
-        fits=lambda m, n, k, dtype, gated=False: m <= 16 and dtype != torch.float32,
+        fits=fits,
     )

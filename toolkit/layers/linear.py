@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from toolkit.layers.activation import FUNCTIONS
+from toolkit.layers.embedding import Embedding, padded_table
 from toolkit.layers.fused import fused
 from toolkit.layers.weights import Slot, Slots
 
@@ -31,22 +32,17 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
-    @classmethod
-    def sharing(cls, weight: nn.Parameter) -> Linear:
-        """A layer over a weight that another layer owns, such as an output head tied to the embedding."""
-        with torch.device("meta"):
-            layer = cls(weight.shape[1], weight.shape[0], bias=False)
-        layer.weight = weight
-        return layer
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kernels = fused(x.device)
         if kernels is None:
             y = self._product(x)
             return FUNCTIONS[self.activation](y) if self.activation else y
-        if kernels.fits(len(x), *self.weight.shape, x.dtype):
+        if kernels.fits(len(x), self.weight):
             fused_y: torch.Tensor = kernels.linear(x, self.weight, self.bias, self.activation)
             return fused_y
+        if self.activation == "gelu_tanh" and self.bias is not None and x.dtype != torch.float32:
+            # cuBLAS adds the bias and applies the tanh form of GELU while it has the sums in registers.
+            return torch._addmm_activation(self.bias, x, self.weight.T, use_gelu=True)
         y = self._product(x)
         return kernels.activation(y, self.activation) if self.activation else y
 
@@ -88,6 +84,27 @@ class MergedLinear(Linear):
         return slots
 
 
+class OutputHead(Linear):
+    """hidden to vocabulary. Rows of padding make every row of logits begin at an aligned address, which GPUs read and write
+    faster; what stands in them is never looked at.
+    """
+
+    def __init__(self, hidden: int, vocab_size: int, tied: Embedding | None = None) -> None:
+        """`tied`: the embedding whose table is also the weight."""
+        nn.Module.__init__(self)
+        self.vocab_size, self.activation, self.bias = vocab_size, None, None
+        self.weight = (
+            tied.table if tied else nn.Parameter(padded_table(vocab_size, hidden), requires_grad=False)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] to [n, vocab_size]."""
+        return super().forward(x)[:, : self.vocab_size]
+
+    def slots(self, name: str, *, transpose: bool = False) -> Slots:
+        return _slots(name, self.weight[: self.vocab_size], None, transpose=transpose)
+
+
 class GatedLinear(MergedLinear):
     """act(gate) · up of one input, both [num_tokens, out] (Shazeer, 2020); `weight` holds gate's rows, then up's."""
 
@@ -100,7 +117,7 @@ class GatedLinear(MergedLinear):
         if kernels is None:
             gate, up = self._product(x).chunk(2, dim=1)
             return FUNCTIONS[self.gate](gate) * up
-        if kernels.fits(len(x), *self.weight.shape, x.dtype, gated=True):
+        if kernels.fits(len(x), self.weight):
             y: torch.Tensor = kernels.linear(x, self.weight, self.bias, self.gate, gated=True)
         else:
             y = kernels.gated_activation(self._product(x), self.gate)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,21 +36,165 @@ class RotaryEmbedding(nn.Module):
 
 def inverse_frequencies(config: Any, head_size: int, max_model_len: int) -> tuple[torch.Tensor, float]:
     """(inverse frequencies [size / 2] in fp32, factor on cosines and sines) as the config's `rope_parameters`
-    say.
+    say. Raises CheckpointError when they cannot be used.
     """
-    parameters = config.rope_parameters
-    kind = parameters.get("rope_type", "default")
-    if kind == "default":
-        size = int(head_size * parameters.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
-        return 1.0 / parameters["rope_theta"] ** exponents, 1.0
-
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    if kind not in ROPE_INIT_FUNCTIONS:
-        known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
-        raise CheckpointError(f"The model's rope_type {kind!r} is not supported; these are: {known}.")
-    with torch.device("cpu"):
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=max_model_len)
+    kind = config.rope_parameters.get("rope_type", "default")
+    if kind not in SCALINGS:
+        raise CheckpointError(
+            f"The model's rope_type {kind!r} is not supported; these are: {', '.join(SCALINGS)}."
+        )
     device = torch.get_default_device()
-    return inv_freq.float().to(device), float(scaling)
+    try:
+        with torch.device("cpu"):
+            inv_freq, factor = SCALINGS[kind](Rope(config, config.rope_parameters, head_size, max_model_len))
+    except KeyError as error:
+        raise CheckpointError(f"The model's rope_parameters of type {kind!r} lack {error}.") from None
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        raise CheckpointError(
+            f"The model's rope_parameters of type {kind!r} cannot be used: {text}."
+        ) from None
+    if 2 * len(inv_freq) > head_size:
+        raise CheckpointError(
+            f"The model's heads are of size {head_size}, which is odd: there is no rotating them."
+        )
+    return inv_freq.to(device), factor
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """What a scaling is computed from. `config` is only asked for `max_position_embeddings`, and only by those scalings
+    whose parameters do not say it all.
+    """
+
+    config: Any
+    parameters: dict[str, Any]
+    head_size: int
+    max_model_len: int
+
+    @property
+    def base(self) -> float:
+        return float(self.parameters["rope_theta"])
+
+    @property
+    def size(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return int(self.head_size * self.parameters.get("partial_rotary_factor", 1.0))
+
+    @property
+    def trained_len(self) -> int:
+        """Of the model before its context was extended."""
+        return int(self.parameters["original_max_position_embeddings"])
+
+    @property
+    def extension(self) -> float:
+        """How many times longer the context has become: `factor`, or else the ratio of the lengths."""
+        factor = self.parameters.get("factor")
+        return float(self.config.max_position_embeddings / self.trained_len if factor is None else factor)
+
+    def wavelengths(self, base: float | None = None) -> torch.Tensor:
+        """[size / 2] positions for one radian: base^(2i / size)."""
+        exponents = torch.arange(0, self.size, 2, dtype=torch.float32) / self.size
+        lengths: torch.Tensor = (base or self.base) ** exponents
+        return lengths
+
+
+def _default(rope: Rope) -> tuple[torch.Tensor, float]:
+    return 1.0 / rope.wavelengths(), 1.0
+
+
+def _linear(rope: Rope) -> tuple[torch.Tensor, float]:
+    """Position interpolation (Chen et al., 2023): positions are divided by the factor."""
+    return 1.0 / rope.wavelengths() / rope.parameters["factor"], 1.0
+
+
+def _proportional(rope: Rope) -> tuple[torch.Tensor, float]:
+    """The first share of the pairs are rotated, by angles over the whole head's size; the others stand still."""
+    share = rope.parameters.get("partial_rotary_factor", 1.0)
+    num_rotated = int(share * rope.head_size // 2)
+    inv_freq = torch.zeros(rope.head_size // 2)
+    exponents = torch.arange(0, 2 * num_rotated, 2, dtype=torch.float32) / rope.head_size
+    inv_freq[:num_rotated] = 1.0 / rope.base**exponents
+    return inv_freq / rope.parameters.get("factor", 1.0), 1.0
+
+
+def _dynamic(rope: Rope) -> tuple[torch.Tensor, float]:
+    """Dynamic NTK scaling (section 3.3 of Peng et al., 2023): past the length trained for, the base grows with the
+    length.
+    """
+    factor, trained_len = rope.parameters["factor"], rope.config.max_position_embeddings
+    length = max(rope.max_model_len, trained_len)
+    growth = factor * length / trained_len - (factor - 1)
+    return 1.0 / rope.wavelengths(rope.base * growth ** (rope.size / (rope.size - 2))), 1.0
+
+
+def _yarn(rope: Rope) -> tuple[torch.Tensor, float]:
+    """YaRN (Peng et al., 2023): pairs that turn often within the trained length keep their frequency, those that turn
+    seldom are interpolated, with a ramp between; section 3.4 gives the factor on cosines and sines.
+    """
+    parameters, extension = rope.parameters, rope.extension
+    often, seldom = parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1
+
+    def pair_that_turns(times: float) -> float:
+        return rope.size * math.log(rope.trained_len / (times * 2 * math.pi)) / (2 * math.log(rope.base))
+
+    first, last = pair_that_turns(often), pair_that_turns(seldom)
+    if parameters.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.size - 1)
+    width = last - first or 0.001
+    interpolated = ((torch.arange(rope.size // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
+    wavelengths = rope.wavelengths()
+    inv_freq = interpolated / (extension * wavelengths) + (1 - interpolated) / wavelengths
+    return inv_freq, _yarn_attention_factor(parameters, extension)
+
+
+def _yarn_attention_factor(parameters: dict[str, Any], extension: float) -> float:
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(extension) + 1.0 if extension > 1 else 1.0
+
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
+
+
+def _longrope(rope: Rope) -> tuple[torch.Tensor, float]:
+    """LongRoPE (Ding et al., 2024): a searched-for factor for each pair, one set within the trained length and one beyond
+    it.
+    """
+    beyond = rope.max_model_len > rope.trained_len
+    factors = torch.tensor(rope.parameters["long_factor" if beyond else "short_factor"], dtype=torch.float32)
+    given = rope.parameters.get("attention_factor")
+    if given is not None:
+        attention_factor = float(given)
+    elif rope.extension <= 1.0:
+        attention_factor = 1.0
+    else:
+        attention_factor = math.sqrt(1 + math.log(rope.extension) / math.log(rope.trained_len))
+    return 1.0 / (factors * rope.wavelengths()), attention_factor
+
+
+def _llama3(rope: Rope) -> tuple[torch.Tensor, float]:
+    """Llama 3.1's (Grattafiori et al., 2024): low frequencies are divided by the factor, high ones kept, and those between
+    interpolated by how often they turn within the trained length.
+    """
+    parameters = rope.parameters
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    inv_freq = 1.0 / rope.wavelengths()
+    turns = rope.trained_len * inv_freq / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * inv_freq / parameters["factor"] + kept * inv_freq, 1.0
+
+
+SCALINGS: dict[str, Callable[[Rope], tuple[torch.Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+    "proportional": _proportional,
+}
+"""By `rope_type`: (inverse frequencies in fp32, factor on cosines and sines)."""

@@ -20,8 +20,14 @@ class Slot:
         """The shape the tensor has in the checkpoint."""
         return tuple(reversed(self.target.shape)) if self.transpose else tuple(self.target.shape)
 
+    def rows(self, first: int, count: int) -> Slot:
+        """The place of some rows of the checkpoint tensor."""
+        part = slice(first, first + count)
+        return Slot(self.target[:, part] if self.transpose else self.target[part], self.transpose)
+
     def fill(self, tensor: torch.Tensor) -> None:
-        """Copies a checkpoint tensor of `shape` into place, converting its type."""
+        """Copies a checkpoint tensor of `shape` into place; its type is converted on the target's device."""
+        tensor = tensor.to(self.target.device)
         self.target.copy_(tensor.T if self.transpose else tensor)
 
 

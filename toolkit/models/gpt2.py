@@ -9,7 +9,7 @@ from torch import nn
 
 from toolkit.attention import Attention, AttentionBatch, AttentionShape
 from toolkit.errors import CheckpointError
-from toolkit.layers import Embedding, LayerNorm, Linear, Slots, activation_kind
+from toolkit.layers import Embedding, LayerNorm, Linear, OutputHead, Slots, activation_kind
 from toolkit.models.registry import CausalLM
 
 
@@ -62,10 +62,7 @@ class GPT2(CausalLM):
         self.embed_positions = Embedding(config.n_positions, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         self.norm = LayerNorm(config.n_embd, config.layer_norm_epsilon)
-        if self.tied:
-            self.lm_head = Linear.sharing(self.embed.weight)
-        else:
-            self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = OutputHead(config.n_embd, config.vocab_size, self.embed if self.tied else None)
 
     @staticmethod
     def max_positions(config: Any) -> int:

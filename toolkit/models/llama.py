@@ -17,6 +17,7 @@ from toolkit.layers import (
     GatedLinear,
     Linear,
     MergedLinear,
+    OutputHead,
     RMSNorm,
     RotaryEmbedding,
     Slots,
@@ -131,10 +132,7 @@ class Llama(CausalLM):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.tied = config.tie_word_embeddings
-        if self.tied:
-            self.lm_head = Linear.sharing(self.embed.weight)
-        else:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = OutputHead(config.hidden_size, config.vocab_size, self.embed if self.tied else None)
 
     @staticmethod
     def shape(config: Any) -> Shape:

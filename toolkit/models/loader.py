@@ -1,9 +1,8 @@
-"""Builds a model and fills it from a checkpoint's files, tensor by tensor, without holding a second copy."""
+"""Reads a checkpoint's config, builds the model and fills it, without holding a second copy of the weights."""
 
 from __future__ import annotations
 
 import json
-import struct
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,19 +12,19 @@ from typing import Any
 import torch
 
 from toolkit.errors import CheckpointError, did_you_mean
-from toolkit.layers import Slots
+from toolkit.layers import Slot, Slots
+from toolkit.models.config import ArchitectureConfig, parse_config
 from toolkit.models.registry import SUPPORTED, CausalLM, resolve_architecture
+from toolkit.models.safetensors import read_header, read_into
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MAPPED_AT_ONCE = 2**24
-"""Bytes of a file that are read before it is mapped anew."""
 _PREFIXES = ("transformer.", "model.")
 _NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 """Buffers that old checkpoints carry along."""
 
 
-def load_config(folder: Path) -> Any:
-    """The model's Transformers config. Raises CheckpointError when it cannot be read or is of an unsupported
+def load_config(folder: Path) -> ArchitectureConfig:
+    """What the folder's config.json says. Raises CheckpointError when it cannot be read or is of an unsupported
     kind.
     """
     try:
@@ -37,13 +36,10 @@ def load_config(folder: Path) -> Any:
     if not set(raw.get("architectures") or []) & set(SUPPORTED):
         resolve_architecture(_Named(raw.get("architectures"), raw.get("model_type")), str(folder))
 
-    from transformers import AutoConfig
-
     try:
-        return AutoConfig.from_pretrained(folder)
-    except Exception as error:  # Transformers raises many kinds for a bad config; all mean the same here
-        text = " ".join(str(error).split())
-        raise CheckpointError(f"{folder / 'config.json'} cannot be used: {text}") from None
+        return parse_config(raw)
+    except ValueError as error:
+        raise CheckpointError(f"{folder / 'config.json'} cannot be used: {error}.") from None
 
 
 class _Named:
@@ -51,13 +47,13 @@ class _Named:
         self.architectures, self.model_type = architectures, model_type
 
 
-def choose_dtype(wanted: str, config: Any, device: torch.device) -> torch.dtype:
+def choose_dtype(wanted: str, config: ArchitectureConfig, device: torch.device) -> torch.dtype:
     """auto: float32 on a CPU; on a GPU the checkpoint's own 16-bit type, or bfloat16 when it has none."""
     if wanted != "auto":
         return DTYPES[wanted]
     if device.type == "cpu":
         return torch.float32
-    saved = getattr(config, "dtype", None)
+    saved = DTYPES.get(config.dtype or "")
     return saved if saved in (torch.bfloat16, torch.float16) else torch.bfloat16
 
 
@@ -78,30 +74,60 @@ def load_weights(model: CausalLM, folder: Path, load_format: str, seed: int = 0)
         if load_format == "dummy":
             fill_dummy(model, seed)
             return
-        slots = model.slots()
-        filled: set[str] = set()
-        for file, name, tensor in read_tensors(folder, load_format):
-            known = _known_name(name, slots)
-            if known is None:
-                if not name.endswith(_NOT_WEIGHTS) and name != "lm_head.weight":
-                    raise CheckpointError(
-                        f"{file} has a tensor {name} that {type(model).__name__} has no place for."
-                        f"{did_you_mean(name, slots)}"
-                    )
-                continue
-            slot = slots[known]
-            if tuple(tensor.shape) != slot.shape:
-                raise CheckpointError(
-                    f"{file}: {name} has the shape {list(tensor.shape)}, and config.json asks for {list(slot.shape)}."
-                )
-            slot.fill(tensor)
-            filled.add(known)
-    missing = [name for name in slots if name not in filled]
-    if missing:
-        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
-        raise CheckpointError(
-            f"The checkpoint in {folder} lacks {len(missing)} of {len(slots)} tensors: {shown}. Is a file of it missing?"
-        )
+        places = _Places(model)
+        files = _weight_files(folder, "model", "safetensors")
+        if files:
+            found = [
+                (tensor, slot)
+                for file in files
+                for tensor in read_header(file)
+                if (slot := places.find(file, tensor.name, tensor.shape)) is not None
+            ]
+            places.require_all(folder)
+            read_into(found)
+            return
+        for file in _pickled_files(folder, load_format):
+            for name, tensor in _read_pickled(file).items():
+                slot = places.find(file, name, tuple(tensor.shape))
+                if slot is not None:
+                    slot.fill(tensor)
+        places.require_all(folder)
+
+
+class _Places:
+    """Where a model's weights go, and which of them a checkpoint has."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model = type(model).__name__
+        self._slots = model.slots()
+        self._missing = dict.fromkeys(self._slots)
+
+    def find(self, file: Path, name: str, shape: tuple[int, ...]) -> Slot | None:
+        """A tensor's slot; None when it is not needed. Raises CheckpointError when it has no place or another shape."""
+        known = _known_name(name, self._slots)
+        if known is None:
+            if name.endswith(_NOT_WEIGHTS) or name == "lm_head.weight":
+                return None
+            raise CheckpointError(
+                f"{file} has a tensor {name} that {self._model} has no place for.{did_you_mean(name, self._slots)}"
+            )
+        slot = self._slots[known]
+        if shape != slot.shape:
+            raise CheckpointError(
+                f"{file}: {name} has the shape {list(shape)}, and config.json asks for {list(slot.shape)}."
+            )
+        self._missing.pop(known, None)
+        return slot
+
+    def require_all(self, folder: Path) -> None:
+        """Raises CheckpointError when the checkpoint lacks a tensor."""
+        missing = list(self._missing)
+        if missing:
+            shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+            raise CheckpointError(
+                f"The checkpoint in {folder} lacks {len(missing)} of {len(self._slots)} tensors: {shown}. "
+                f"Is a file of it missing?"
+            )
 
 
 def fill_dummy(model: CausalLM, seed: int) -> None:
@@ -112,21 +138,6 @@ def fill_dummy(model: CausalLM, seed: int) -> None:
             parameter.normal_(0.0, 0.02, generator=generator)
         elif name.endswith(".bias"):
             parameter.zero_()
-
-
-def read_tensors(folder: Path, load_format: str) -> Iterator[tuple[Path, str, torch.Tensor]]:
-    """(file, name, tensor) of the whole checkpoint, one tensor in memory at a time (files are memory-mapped)."""
-    files = _weight_files(folder, "model", "safetensors")
-    if files:
-        for file in files:
-            yield from _read_safetensors(file)
-        return
-    pickled = _weight_files(folder, "pytorch_model", "bin")
-    if load_format == "safetensors" or not pickled:
-        hint = " (it has pytorch_model.bin: --load-format auto reads that)" if pickled else ""
-        raise CheckpointError(f"{folder} has no weights: no *.safetensors file{hint}.")
-    for file in pickled:
-        yield from _read_pickled(file)
 
 
 def _weight_files(folder: Path, stem: str, suffix: str) -> list[Path]:
@@ -159,47 +170,16 @@ def _listed(index: Path) -> list[Path]:
     return files
 
 
-def _read_safetensors(file: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt", device="cpu") as handle:
-            names = list(handle.keys())
-        while names:
-            # Opened anew every so often: what was read of a mapped file counts as this process's memory.
-            with safe_open(file, framework="pt", device="cpu") as handle:
-                size = 0
-                while names and size < MAPPED_AT_ONCE:
-                    name = names.pop(0)
-                    tensor = handle.get_tensor(name)
-                    size += tensor.nbytes
-                    yield file, name, tensor
-                    del tensor
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} {_what_is_wrong(file)} ({error}). Fetch or copy it again.") from None
+def _pickled_files(folder: Path, load_format: str) -> list[Path]:
+    """Raises CheckpointError when there are none, or when they are not to be read."""
+    files = _weight_files(folder, "pytorch_model", "bin")
+    if load_format == "safetensors" or not files:
+        hint = " (it has pytorch_model.bin: --load-format auto reads that)" if files else ""
+        raise CheckpointError(f"{folder} has no weights: no *.safetensors file{hint}.")
+    return files
 
 
-def _what_is_wrong(file: Path) -> str:
-    """A safetensors file begins with its header's length and names its last byte: tell a short file from a
-    wrong one.
-    """
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            (header_size,) = struct.unpack("<Q", stream.read(8))
-            if header_size > size:
-                return f"is cut short or no safetensors file: it has {size} bytes"
-            header = json.loads(stream.read(header_size))
-        end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-        expected = 8 + header_size + end
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError):
-        return "is no valid safetensors file: its header cannot be read"
-    if size < expected:
-        return f"is cut short: it has {size} bytes of {expected}"
-    return "is no valid safetensors file"
-
-
-def _read_pickled(file: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
+def _read_pickled(file: Path) -> dict[str, torch.Tensor]:
     try:
         # Files from before PyTorch 1.6 are no zip archives, and cannot be memory-mapped.
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
@@ -211,8 +191,7 @@ def _read_pickled(file: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
         ) from None
     if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
         raise CheckpointError(f"{file} holds something else than tensors by their names.")
-    for name, tensor in tensors.items():
-        yield file, name, tensor
+    return tensors
 
 
 def _known_name(name: str, slots: Slots) -> str | None:

@@ -196,29 +196,21 @@ class Request:
             if first < end:
                 self._outputs += self._tail.take(np.arange(first, end), mode="wrap").tolist()
 
-    def settle_early(self) -> None:
-        """Does so long before the tail is full. To be called once for each block."""
-        if self._tail is not None and 2 * self._num_unsettled >= len(self._tail):
-            self.settle()
-
-    @property
-    def _num_unsettled(self) -> int:
-        return self.num_known_tokens - self.num_prompt_tokens - len(self._outputs)
-
-    def hashes(self, block_size: int) -> list[BlockHash]:
-        """The names of all full blocks of known tokens."""
+    def hashes(self, num_blocks: int, block_size: int) -> list[BlockHash]:
+        """The names of at least the first `num_blocks` blocks, which are full of known tokens."""
         hashes = self.block_hashes
-        for index in range(len(hashes), self.num_known_tokens // block_size):
-            tokens = self._tokens_in(index * block_size, (index + 1) * block_size)
-            hashes.append(hash_block(hashes[-1] if hashes else b"", tokens, self.cache_salt))
+        first = len(hashes) * block_size
+        if first < num_blocks * block_size:
+            size = 4 * block_size
+            tokens = self._tokens_in(first, num_blocks * block_size)
+            for at in range(0, len(tokens), size):
+                parent = hashes[-1] if hashes else b""
+                hashes.append(hash_block(parent, tokens[at : at + size], self.cache_salt))
         return hashes
 
     def _tokens_in(self, start: int, end: int) -> bytes:
-        """A block's tokens, int32 each."""
+        """The tokens at these positions, int32 each."""
         num_prompt = len(self.prompt_token_ids)
-        if self._tail is not None and start >= num_prompt + len(self._outputs):
-            at = start % len(self._tail)  # the tail holds whole blocks
-            return self._tail[at : at + end - start].tobytes()
         tokens = self.prompt_token_ids[start:end]
         if end > num_prompt:
             tokens = tokens + self.output_token_ids[max(0, start - num_prompt) : end - num_prompt]

@@ -32,6 +32,8 @@ class Rows:
     def __init__(self, num_rows: int, block_size: int) -> None:
         self.counts = np.zeros((NUM_COUNTS, num_rows), np.int32)
         self.computed, self.tokens, self.in_flight = self.counts
+        self.prompts = np.zeros(num_rows, np.int32)
+        """Tokens of the prompt."""
         self.capacity = np.zeros(num_rows, np.int32)
         """Tokens that the row's blocks hold."""
         self.limit = np.zeros(num_rows, np.int32)
@@ -49,13 +51,16 @@ class Rows:
         self.stops = np.full((num_rows, 0), NO_TOKEN, np.int32)
         """Tokens that end the request; as wide as the most that one has."""
         self._block_size = block_size
-        self.width = block_size * max(4, -(-LEAST_TAIL // block_size))
+        self.settle_every = max(2, -(-LEAST_TAIL // (2 * block_size)))
+        """Blocks after which a growing request takes its tokens over: when half of its tail is full."""
+        self.width = 2 * self.settle_every * block_size
         self.tails = np.zeros((num_rows, self.width), np.int32)
 
     def place(self, request: Request, row: int, step: int, max_model_len: int) -> None:
         """Gives a row to a request that has its blocks."""
         request.enter(row, self.counts[:, row], self.tails[row])
         self.capacity[row] = len(request.blocks) * self._block_size
+        self.prompts[row] = request.num_prompt_tokens
         self.limit[row] = request.length_limit(max_model_len)
         self.stops_from[row] = request.num_prompt_tokens + request.params.min_tokens
         self.taken_at[row] = step

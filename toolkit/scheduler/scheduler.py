@@ -188,6 +188,11 @@ class Scheduler:
             self._finish(request, FinishReason.ABORT)
         return request
 
+    def abort_client(self, client: int) -> None:
+        """Ends all requests of a client."""
+        for request in [request for request in self._requests.values() if request.client == client]:
+            self._finish(request, FinishReason.ABORT)
+
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
 
@@ -232,49 +237,58 @@ class Scheduler:
         """Gives the running requests their tokens and blocks; False, and nothing changed, when blocks lack.
 
         The same as one by one, in NumPy: Python is only for those that need a block or compute a prompt.
+        Blocks that decoding fills are not made findable here but when they are given up: nobody asks for them
+        sooner.
         """
         lineup, rows = self._current_lineup(), self._rows
         if not lineup.requests:
             return True
-        computed, known = rows.computed.take(lineup.rows), rows.tokens.take(lineup.rows)
-        num_tokens = known - computed
-        num_tokens *= known < rows.limit.take(lineup.rows)  # none when its last token is in flight
+        where = lineup.rows
+        computed, tokens = rows.computed.take(where), rows.tokens.take(where)
+        in_flight = rows.in_flight.take(where)
+        num_tokens = tokens - computed
+        num_tokens *= tokens < rows.limit.take(where)  # none when its last token is in flight
         total = int(np.add.reduce(num_tokens))
         if total > step.budget:
             before = num_tokens.cumsum() - num_tokens
             num_tokens = np.clip(step.budget - before, 0, num_tokens).astype(np.int32)
             total = step.budget
         end = computed + num_tokens
-        grows = end > rows.capacity.take(lineup.rows)
+        grows = end > rows.capacity.take(where)
         if np.count_nonzero(grows) and not self._grow_together(lineup, grows, end, step):
             return False
-        step.budget -= total
-        part = _Together(lineup.requests, lineup.rows, lineup.rows_int32, num_tokens, computed, end == known)
+        samples = end == tokens
+        rows.computed[where], rows.tokens[where], rows.in_flight[where] = (
+            end,
+            tokens + samples,
+            in_flight + samples,
+        )
+        part = _Together(lineup.requests, where, lineup.rows_int32, num_tokens, computed, samples)
         if np.count_nonzero(num_tokens) < len(num_tokens):
             part = _without_idle(part)
+        step.budget -= total
         step.together = part
-        rows.computed[part.rows] = part.num_computed + part.num_tokens
-        rows.tokens[part.rows] += part.samples
-        rows.in_flight[part.rows] += part.samples
         if lineup.wants_prompt_logprobs:
             step.prompt_logprobs += _wanting_prompt_logprobs(part)
-        grows |= num_tokens > 1
-        if np.count_nonzero(grows):
-            for index in np.flatnonzero(grows).tolist():
+        in_prompt = computed < rows.prompts.take(where)
+        if np.count_nonzero(in_prompt):
+            for index in np.flatnonzero(in_prompt).tolist():
                 self._remember(lineup.requests[index])
         return True
 
     def _grow_together(self, lineup: _Lineup, grows: BoolArray, end: IntArray, step: _Step) -> bool:
         """Gives blocks to those that grow to `end` tokens; False, and nothing changed, when there are too few."""
         which = np.flatnonzero(grows)
-        lacking = end.take(which) - self._rows.capacity.take(lineup.rows.take(which))
-        counts = (-(-lacking // self.block_size)).tolist()
-        blocks = self.pool.allocate(sum(counts))
+        rows = lineup.rows.take(which)
+        capacity = self._rows.capacity.take(rows)
+        counts = -(-(end.take(which) - capacity) // self.block_size)
+        blocks = self.pool.allocate(int(counts.sum()))
         if blocks is None:
             return False
+        self._rows.capacity[rows] = capacity + counts * self.block_size
         at = 0
-        for index, count in zip(which.tolist(), counts, strict=True):
-            self._grow(lineup.requests[index], blocks[at : at + count], step)
+        for index, row, count in zip(which.tolist(), rows.tolist(), counts.tolist(), strict=True):
+            self._grow(lineup.requests[index], row, blocks[at : at + count], step)
             at += count
         return True
 
@@ -304,20 +318,21 @@ class Scheduler:
             blocks = self.pool.allocate(max(0, need))
             if blocks is not None:
                 if blocks:
-                    self._grow(request, blocks, step)
+                    self._grow(request, request.row, blocks, step)
+                    self._rows.capacity[request.row] += len(blocks) * self.block_size
                 return True
             victim = self.running.pop()
             self._preempt(victim, step)
             if victim is request:
                 return False
 
-    def _grow(self, request: Request, blocks: list[int], step: _Step) -> None:
-        row = request.row
-        for index, block in enumerate(blocks, len(request.blocks)):
-            step.new_blocks += (row, index, block)
-        request.blocks += blocks
-        self._rows.capacity[row] = len(request.blocks) * self.block_size
-        request.settle_early()
+    def _grow(self, request: Request, row: int, blocks: list[int], step: _Step) -> None:
+        held = request.blocks
+        for block in blocks:
+            step.new_blocks += (row, len(held), block)
+            held.append(block)
+        if len(held) % self._rows.settle_every == 0:
+            request.settle()
 
     def _schedule_waiting(self, step: _Step) -> None:
         set_aside = []
@@ -398,7 +413,7 @@ class Scheduler:
         if not request.cacheable or request.wants_prompt_logprobs:
             return []
         most = (request.num_tokens - 1) // self.block_size
-        return self.pool.find(request.hashes(self.block_size)[:most])
+        return self.pool.find(request.hashes(most, self.block_size)[:most])
 
     def _take(self, request: Request, num_tokens: int, step: _Step) -> None:
         """Puts `num_tokens` of a request into the step."""
@@ -603,6 +618,7 @@ class Scheduler:
 
     def _preempt(self, request: Request, step: _Step, *, swap: bool = True) -> None:
         """Takes the blocks of a request that has just left `running`, and puts it back in line."""
+        self._remember(request)
         kept = self._blocks_for(request.num_computed_tokens)
         host_blocks = self.host_pool.allocate(kept) if swap and self.host_pool.num_blocks else None
         if host_blocks:
@@ -648,12 +664,11 @@ class Scheduler:
         Blocks of the step being scheduled count: a later reader's step runs after, or writes them in the same
         one before it reads.
         """
-        if not request.cacheable:
-            return
+        first = request.num_remembered_blocks
         full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size
-        if full > request.num_remembered_blocks:
-            hashes = request.hashes(self.block_size)
-            for index in range(request.num_remembered_blocks, full):
+        if first < full and request.cacheable:
+            hashes = request.hashes(full, self.block_size)
+            for index in range(first, full):
                 self.pool.remember(request.blocks[index], hashes[index])
             request.num_remembered_blocks = full
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,12 @@ from toolkit.worker.cuda_state import CudaBatchState, StepInputs
 from toolkit.worker.kv_cache import KVCache
 from toolkit.worker.model_runner import ModelRunner, Sampled
 
-MIXED_TOKENS = (64, 128, 256, 512)
+MIXED_TOKENS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 """Padded sizes of captured steps in which prompts and next tokens are mixed."""
+SMALL_MIXED = 512
+"""Up to this many tokens padding costs nothing; beyond, at most a quarter of a captured step may be padding."""
 LONGEST_MIXED = 8192
-"""Context, in tokens, up to which those are used: they do not split a long context over programs."""
+"""Context, in tokens, of a request with one token up to which those are used: they do not split it over programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class CudaRunner(ModelRunner):
         self._decode: list[Graph] = []
         """By number of requests, rising; likewise `_mixed`, by number of tokens."""
         self._mixed: list[Graph] = []
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
 
     # ---- steps
 
@@ -129,6 +132,7 @@ class CudaRunner(ModelRunner):
     @torch.inference_mode()
     def capture(self, shapes: Sequence[StepShape]) -> None:
         """Captures a graph for each shape. The largest comes first: the others then fit into its memory."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -152,8 +156,11 @@ class CudaRunner(ModelRunner):
         at = bisect.bisect_left(graphs, total, key=lambda g: g.shape.num_tokens)
         if at == len(graphs):
             return None
-        if not decode and int((step.num_computed + step.num_tokens).max()) > LONGEST_MIXED:
-            return None
+        if not decode:
+            if SMALL_MIXED < graphs[at].shape.num_tokens * 0.75 > total:
+                return None
+            if (step.num_computed[step.num_tokens == 1] >= LONGEST_MIXED).any():
+                return None
         return graphs[at]
 
 

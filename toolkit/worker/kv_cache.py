@@ -29,8 +29,6 @@ class KVCache:
         self.device = device
         self.blocks = _zeros((shape[0], 2, num_blocks, *shape[1:]), dtype, device)
         self.host_blocks = _zeros((shape[0], 2, num_host_blocks, *shape[1:]), dtype, torch.device("cpu"))
-        if device.type == "cuda" and num_host_blocks:
-            self.host_blocks = self.host_blocks.pin_memory()
 
     def bind(self, model: CausalLM, backend: AttentionBackend) -> None:
         """Gives each attention layer its part."""

@@ -127,14 +127,10 @@ class ModelRunner:
         prompts = {
             i: (start, [self._to_host(part) for part in lp]) for i, (start, lp) in prompt_logprobs.items()
         }
-        done: torch.cuda.Event | None = None
-        if self.device.type == "cuda":
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            done.record()
+        arrived = self._arrived()
 
         def finish() -> ModelOutput:
-            if done is not None:
-                done.synchronize()
+            arrived()
             return ModelOutput(
                 step.step,
                 tokens.numpy()[sampled.which].astype(np.int32),
@@ -143,6 +139,14 @@ class ModelRunner:
             )
 
         return PendingOutput(finish)
+
+    def _arrived(self) -> Callable[[], None]:
+        """What waits for the copies to the host that were started before."""
+        if self.device.type == "cpu":
+            return lambda: None
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        done.record()
+        return done.synchronize
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cpu":

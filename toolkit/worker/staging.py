@@ -17,8 +17,7 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._buffers = [_pinned(4096) for _ in range(SLOTS)]
-        self._copied = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]  # torch's
+        self._slots = [_Slot(device) for _ in range(SLOTS)]
         self._next = 0
 
     def send(self, arrays: Sequence[npt.NDArray[np.int32]]) -> list[torch.Tensor]:
@@ -31,19 +30,33 @@ class Staging:
     def send_into(self, target: torch.Tensor, arrays: Sequence[npt.NDArray[np.int32]]) -> None:
         """Fills `target`, int32, with the arrays one after another."""
         size = target.numel()
-        buffer = self._buffer(size)
-        np.concatenate([array.reshape(-1) for array in arrays], out=buffer.numpy()[:size])
-        target.copy_(buffer[:size], non_blocking=True)
-        self._copied[self._next].record()
+        slot = self._slots[self._next]
         self._next = (self._next + 1) % SLOTS
-
-    def _buffer(self, size: int) -> torch.Tensor:
-        """The next buffer, once its last copy is done; a larger one when it is too small."""
-        self._copied[self._next].synchronize()
-        if self._buffers[self._next].numel() < size:
-            self._buffers[self._next] = _pinned(1 << (size - 1).bit_length())
-        return self._buffers[self._next]
+        buffer = slot.take(size)
+        np.concatenate([array.reshape(-1) for array in arrays], out=buffer.numpy())
+        target.copy_(buffer, non_blocking=True)
+        slot.copied()
 
 
-def _pinned(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.int32, pin_memory=True)
+class _Slot:
+    """A buffer on the host, and when its last copy to the device is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._done = torch.cuda.Event() if self._pinned else None  # type: ignore[no-untyped-call]  # torch's
+        self._buffer = self._allocate(4096)
+
+    def take(self, size: int) -> torch.Tensor:
+        """The buffer's first `size` numbers, once they are free; a larger one when it is too small."""
+        if self._done is not None:
+            self._done.synchronize()
+        if self._buffer.numel() < size:
+            self._buffer = self._allocate(1 << (size - 1).bit_length())
+        return self._buffer[:size]
+
+    def copied(self) -> None:
+        if self._done is not None:
+            self._done.record()
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int32, pin_memory=self._pinned)

@@ -1,0 +1,212 @@
+"""Products of few rows: the reference against PyTorch, Triton against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from toolkit.kernels import reference
+from torch import Tensor
+
+NAN = float("nan")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative, in norm
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int
+    size: int
+    in_features: int
+    activation: str | None = None
+    gated: bool = False
+    biased: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+@pytest.fixture(scope="session")
+def linears(triton_runs: bool):
+    if not triton_runs:
+        pytest.skip("Triton was imported without its interpreter: these tests run in a process of their own")
+    from toolkit.kernels.triton import linear
+
+    return linear
+
+
+def make(case: Case, device: torch.device) -> dict[str, object]:
+    torch.manual_seed(0)
+    rows = case.size * (2 if case.gated else 1)
+    weight = torch.randn(rows, case.in_features, device=device) / case.in_features**0.5
+    return {
+        "x": torch.randn(case.tokens, case.in_features, device=device).to(case.dtype),
+        "weight": weight.to(case.dtype),
+        "bias": torch.randn(rows, device=device).to(case.dtype) if case.biased else None,
+        "activation": case.activation,
+        "gated": case.gated,
+    }
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    difference = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
+    assert difference < TOLERANCE[actual.dtype]  # NaN fails too
+
+
+def check(linears, case: Case, device: torch.device) -> None:
+    call = make(case, device)
+    out = torch.full((case.tokens, case.size), NAN, dtype=case.dtype, device=device)
+    assert linears.linear(**call, out=out) is out
+    assert_close(out, reference.linear(**call))
+
+
+def test_reference_agrees_with_pytorch():
+    call = make(Case(3, 8, 32, "silu", gated=True, biased=True), torch.device("cpu"))
+    gate, up = F.linear(call["x"], call["weight"], call["bias"]).chunk(2, dim=1)
+    assert_close(reference.linear(**call), F.silu(gate) * up)
+    call = make(Case(3, 8, 32, "gelu", biased=True), torch.device("cpu"))
+    assert_close(reference.linear(**call), F.gelu(F.linear(call["x"], call["weight"], call["bias"])))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 16])
+@pytest.mark.parametrize(("size", "in_features"), [(64, 768), (16, 2048), (1040, 1024), (33, 100), (1, 1)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sizes_and_dtypes(linears, device, dtype, size, in_features, tokens):
+    check(linears, Case(tokens, size, in_features, dtype=dtype), device)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("in_features", [256, 1100])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(
+    ("activation", "gated"),
+    [
+        ("silu", True),
+        (None, True),
+        ("gelu_tanh", True),
+        ("gelu_tanh", False),
+        ("gelu", False),
+        ("relu", False),
+    ],
+)
+def test_bias_activation_and_gate(linears, device, activation, gated, biased, in_features, tokens):
+    check(linears, Case(tokens, 20, in_features, activation, gated, biased), device)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("size", [1000, 2304, 6000, 40_000])
+def test_every_tile_that_a_size_leads_to_covers_it(linears, device, size, gated):
+    """Few columns keep the interpreter fast; the rows decide the tile."""
+    for in_features in (512, 1040):
+        tile = linears._tile(2, size, in_features, gated)
+        call = make(Case(2, 2 * tile.rows + 3, in_features, gated=gated), device)
+        assert_close(linears.linear(**call, tile=tile), reference.linear(**call))
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_nothing_beyond_the_tensors_is_read_into_the_result(linears, device, tokens):
+    """Neighbours of x and of the weight are NaN."""
+    call = make(Case(tokens, 21, 300, "silu", gated=True), device)
+    expected = reference.linear(**call)
+    for name in ("x", "weight"):
+        rows, columns = call[name].shape
+        wide = torch.full((rows + 8, columns), NAN, device=device)
+        wide[4:-4] = call[name]
+        call[name] = wide[4:-4]
+    assert_close(linears.linear(**call), expected)
+
+
+def test_rows_do_not_see_each_other(linears, device):
+    call = make(Case(8, 40, 256), device)
+    together = linears.linear(**call)
+    call["x"] = call["x"].clone()
+    call["x"][3:] = NAN
+    assert torch.equal(linears.linear(**call)[:3], together[:3])
+
+
+def test_no_rows_are_no_work(linears, device):
+    assert linears.linear(**make(Case(0, 8, 64), device)).shape == (0, 8)
+
+
+def test_fits_knows_what_the_kernel_is_made_for(linears):
+    weight = torch.empty(64, 128, dtype=torch.bfloat16)
+    assert linears.fits(1, weight)
+    assert linears.fits(linears.MAX_TOKENS, weight)
+    assert not linears.fits(linears.MAX_TOKENS + 1, weight)
+    assert not linears.fits(1, weight.float())
+    assert not linears.fits(1, weight[:, :100])
+    assert not linears.fits(1, weight[:, :64])
+
+
+def test_what_the_kernel_cannot_do_is_an_error(linears):
+    call = make(Case(2, 8, 64), torch.device("cpu"))
+    with pytest.raises(ValueError, match="more than 16"):
+        linears.linear(torch.ones(17, 64), call["weight"])
+    with pytest.raises(ValueError, match="'tanh' is not one of"):
+        linears.linear(**call | {"activation": "tanh"})
+    with pytest.raises(ValueError, match="contiguous"):
+        linears.linear(**call | {"weight": torch.ones(64, 8).T})
+
+
+# Real sizes, compiled
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(0, 6144, 4096, dtype=torch.bfloat16),
+        Case(0, 4096, 14336, dtype=torch.bfloat16),
+        Case(0, 14336, 4096, "silu", gated=True, dtype=torch.bfloat16),
+        Case(0, 151936, 1024, dtype=torch.bfloat16),
+        Case(0, 2304, 768, biased=True, dtype=torch.float16),
+        Case(0, 3072, 768, "gelu_tanh", biased=True, dtype=torch.float16),
+        Case(0, 768, 3072, biased=True, dtype=torch.float16),
+        Case(0, 50257, 768, dtype=torch.float16),
+    ],
+    ids=str,
+)
+def test_real_sizes(linears, device, case, tokens):
+    check(linears, Case(tokens, *list(case.__dict__.values())[1:]), device)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_a_captured_chain_waits_for_what_it_reads(linears, device, tokens):
+    """Norms and products one after another in a graph: each starts before the one ahead has ended."""
+    from toolkit.kernels.triton.norm import add_rms_norm
+
+    torch.manual_seed(0)
+    weights = (torch.randn(24, 1024, 1024, device=device) / 32).bfloat16()
+    scale = torch.ones(1024, device=device, dtype=torch.bfloat16)
+    first = torch.randn(tokens, 1024, device=device, dtype=torch.bfloat16)
+
+    def chain(product) -> Tensor:
+        x, residual = first.clone(), None
+        for weight in weights:
+            x, residual = add_rms_norm(x, residual, scale, 1e-5)
+            x = product(product(x, weight), weight)
+        return x
+
+    chain(linears.linear)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = chain(linears.linear)
+    for _ in range(50):
+        first.normal_()
+        results = []
+        for _ in range(2):
+            actual.fill_(NAN)
+            graph.replay()
+            results.append(actual.clone())
+        assert torch.equal(*results)
+    expected = chain(reference.linear)
+    assert (actual.double() - expected.double()).norm() / expected.double().norm() < 0.05

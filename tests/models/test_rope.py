@@ -1,0 +1,108 @@
+"""Every rope scaling, over many parameters, against Transformers' own formulas."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from toolkit.errors import CheckpointError
+from toolkit.layers.rotary import SCALINGS, inverse_frequencies
+from toolkit.models.config import parse_config
+
+
+def every(**choices: list) -> list[dict]:
+    """Each combination; a choice of None leaves the key out."""
+    combinations = (
+        dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())
+    )
+    return [{key: value for key, value in c.items() if value is not None} for c in combinations]
+
+
+HALF = 32
+PARAMETERS: dict[str, list[dict]] = {
+    "linear": every(factor=[1.0, 2, 7.5], rope_theta=[1e4, 5e5], partial_rotary_factor=[None, 0.25]),
+    "dynamic": every(factor=[1.0, 2, 7.5], rope_theta=[1e4, 5e5], partial_rotary_factor=[None, 0.5]),
+    "proportional": every(factor=[None, 4.0], rope_theta=[1e4, 1e6], partial_rotary_factor=[None, 0.25, 0.3, 0.0]),
+    "yarn": [
+        *every(factor=[1.0, 2.0, 40], rope_theta=[1e4, 1e6], partial_rotary_factor=[None, 0.5]),
+        *every(
+            factor=[4.0], rope_theta=[1e4], beta_fast=[None, 16, 64.0], beta_slow=[None, 2], truncate=[None, True, False]
+        ),
+        *every(factor=[4.0], rope_theta=[1e4], attention_factor=[None, 1.0, 1.7], mscale=[0, 0.7], mscale_all_dim=[1.2]),
+        *every(factor=[40.0], rope_theta=[1e4], mscale=[None, 0.7, 1.0], mscale_all_dim=[None, 1.2, 1.0]),
+        {"factor": None, "rope_theta": 1e4, "original_max_position_embeddings": 300},
+        {"factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 8},
+    ],
+    "longrope": every(
+        factor=[None, 1.0, 4.0],
+        rope_theta=[1e4],
+        attention_factor=[None, 1.3],
+        short_factor=[[1.0 + i / 9 for i in range(HALF)]],
+        long_factor=[[2.0 + i * i / 9 for i in range(HALF)]],
+    ),
+    "llama3": every(
+        factor=[2.0, 8, 32.0], low_freq_factor=[1.0, 2], high_freq_factor=[4.0, 8.0], rope_theta=[1e4, 5e5]
+    ),
+}  # fmt: skip
+CASES = [(kind, parameters) for kind, several in PARAMETERS.items() for parameters in several]
+
+
+@pytest.mark.parametrize(("kind", "parameters"), CASES, ids=lambda value: json.dumps(value)[:70])
+@pytest.mark.parametrize(("trained", "extended"), [(1024, 4096), (4096, 4096), (2048, 2048 * 3)])
+def test_the_frequencies_are_transformers(kind, parameters, trained, extended):
+    if kind in ("yarn", "longrope", "llama3"):
+        parameters = {"original_max_position_embeddings": trained} | parameters
+    raw = {
+        "hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1, "max_position_embeddings": extended,
+        "rope_parameters": {"rope_type": kind, **parameters},
+    }  # fmt: skip
+    ours = parse_config(raw | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    theirs = LlamaConfig(**raw)
+    for length in (64, trained, trained + 1, extended):
+        expected, expected_factor = ROPE_INIT_FUNCTIONS[kind](theirs, torch.device("cpu"), seq_len=length)
+        inv_freq, factor = inverse_frequencies(ours, 64, length)
+        torch.testing.assert_close(inv_freq, expected, rtol=1e-6, atol=0)
+        assert inv_freq.dtype == torch.float32
+        assert factor == pytest.approx(expected_factor, rel=1e-12)
+
+
+def test_without_a_scaling_they_are_the_papers():
+    inv_freq, factor = inverse_frequencies(SimpleNamespace(rope_parameters={"rope_theta": 1e4}), 8, 100)
+    torch.testing.assert_close(inv_freq, torch.tensor([1.0, 0.1, 0.01, 0.001]))
+    assert factor == 1.0
+
+
+def test_every_scaling_is_tried():
+    assert set(SCALINGS) == set(PARAMETERS) | {"default"} == set(ROPE_INIT_FUNCTIONS) | {"default"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"rope_type": "linear"}, "lack 'factor'"),
+        ({"rope_type": "linear", "factor": "8"}, "cannot be used"),
+        ({"rope_type": "linear", "factor": None}, "cannot be used"),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "lack 'high_freq_factor'"),
+        ({"rope_type": "yarn", "factor": 8.0}, "lack 'original_max_position_embeddings'"),
+        ({"rope_type": "spiral"}, "'spiral' is not supported; these are: default, linear"),
+        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0, 2.0, 3.0], "factor": 1.0,
+          "original_max_position_embeddings": 10}, "cannot be used"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_them_is_told(parameters, words):
+    config = SimpleNamespace(rope_parameters={"rope_theta": 1e4} | parameters, max_position_embeddings=1000)
+    with pytest.raises(CheckpointError) as caught:
+        inverse_frequencies(config, 32, 1000)
+    assert words in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_heads_of_odd_size_cannot_be_rotated():
+    with pytest.raises(CheckpointError, match="size 33"):
+        inverse_frequencies(SimpleNamespace(rope_parameters={"rope_theta": 1e4}), 33, 100)

@@ -1,0 +1,96 @@
+"""Everything at once: requests come and go, share prefixes, are preempted and aborted, with every kind of sampling, and
+each gives what it gives when it runs alone, step by step, through the reference attention in fp32.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.checkpoints import VOCAB
+from toolkit import LLM, SamplingParams
+
+KINDS: list[dict] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.3},
+    {"temperature": 0.9, "seed": 3},
+    {"temperature": 0.7, "seed": 4, "top_k": 7},
+    {"temperature": 1.3, "seed": 5, "min_p": 0.05},
+    {"temperature": 0.8, "seed": 6, "top_p": 0.8},
+    {"temperature": 1.0, "seed": 7, "n": 3},
+    {"temperature": 0.6, "seed": 8, "frequency_penalty": 0.5, "logit_bias": {3: 2.0}},
+    {"temperature": 0.0, "min_tokens": 5, "stop_token_ids": [17]},
+]
+SETTINGS: dict[str, dict] = {
+    "roomy": {"max_num_seqs": 12},
+    "preempting": {"max_num_seqs": 12, "num_gpu_blocks_override": 60, "swap_space": 0.0},
+    "swapping": {"max_num_seqs": 12, "num_gpu_blocks_override": 60, "swap_space": 0.01},
+    "chunked": {"max_num_seqs": 5, "max_num_batched_tokens": 13},
+    "eager": {"max_num_seqs": 12, "enforce_eager": True},
+}
+
+
+def random_request(rng: random.Random, shared: list[int]) -> tuple[list[int], SamplingParams]:
+    prompt = (shared if rng.random() < 0.4 else []) + [
+        rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))
+    ]
+    return prompt, SamplingParams(max_tokens=rng.randint(5, 24), ignore_eos=True, **rng.choice(KINDS))
+
+
+def together(llm: LLM, requests: list, rng: random.Random) -> list[dict[int, list[int]]]:
+    """Each request's tokens by answer. They start at different times; every fifth is left after a few tokens."""
+    waiting, running = list(enumerate(requests)), {}
+    found: list[dict[int, list[int]]] = [{} for _ in requests]
+    while waiting or running:
+        if waiting and (not running or rng.random() < 0.3):
+            index, (prompt, params) = waiting.pop()
+            running[index] = llm.stream({"prompt_token_ids": prompt}, params)
+        index = rng.choice(list(running))
+        delta = next(running[index], None)
+        if delta is None:
+            del running[index]
+            continue
+        found[index].setdefault(delta.index, []).extend(delta.token_ids)
+        if index % 5 == 0 and len(found[index][delta.index]) > 3:
+            running.pop(index).close()
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_what_a_request_gives_does_not_depend_on_what_else_runs(checkpoint, name, setting, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    rng = random.Random(f"{name} {setting}")
+    shared = [rng.randrange(VOCAB) for _ in range(20)]
+    requests = [random_request(rng, shared) for _ in range(25)]
+    common = {"device": device, "dtype": "float32", "kv_cache_memory": 0.05, "block_size": 4}
+    alone = LLM(
+        str(checkpoint(name)),
+        attention_backend="torch",
+        async_scheduling=False,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        **common,
+    )
+    expected = [
+        alone.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs
+        for prompt, params in requests
+    ]
+    alone.shutdown()
+    llm = LLM(str(checkpoint(name)), async_scheduling=True, **common, **SETTINGS[setting])
+    found = together(llm, requests, rng)
+    assert llm._core.scheduler.num_unfinished == 0
+    assert llm._core.scheduler.pool.usage == 0
+    for index, answers in enumerate(expected):
+        for answer in answers:
+            ours = found[index].get(answer.index, [])
+            theirs = list(answer.token_ids)
+            assert ours == theirs[: len(ours)] if index % 5 == 0 else ours == theirs, (
+                index,
+                requests[index][1],
+            )

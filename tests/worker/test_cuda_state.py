@@ -1,0 +1,148 @@
+"""The GPU's batch state and runner, on the CPU through Triton's interpreter: equal to the plain ones."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from toolkit import LLM, SamplingParams
+from toolkit.sampling.params import SamplingParams as Params
+from toolkit.scheduler import NewRow, SchedulerOutput
+from toolkit.worker.batch_state import BatchState, StepShape
+
+ROWS, LENGTH, BLOCK = 7, 100, 4
+
+
+@pytest.fixture
+def cuda_state(triton_runs: bool):
+    if not triton_runs:
+        pytest.skip("Triton was imported without its interpreter")
+    from toolkit.worker.cuda_state import CudaBatchState
+
+    return CudaBatchState(ROWS, LENGTH, BLOCK, torch.device("cpu"), 512)
+
+
+def random_steps(rng: random.Random, count: int) -> list[SchedulerOutput]:
+    """Requests come, grow by some tokens at a time, and leave their rows to others."""
+    lengths: dict[int, int] = {}
+    computed: dict[int, int] = {}
+    steps = []
+    for number in range(count):
+        new_rows, new_blocks = [], []
+        for row in rng.sample(range(ROWS), rng.randint(0, 2)):
+            length = rng.randint(1, 60)
+            tokens = [rng.randrange(1000) for _ in range(length)]
+            blocks = [rng.randrange(500) for _ in range(-(-length // BLOCK))]
+            params = Params(temperature=rng.random(), top_k=rng.randrange(9), seed=rng.randrange(9))
+            seed = rng.getrandbits(63)
+            new_rows.append(
+                NewRow(
+                    row=row,
+                    token_ids=tokens,
+                    num_prompt_tokens=length,
+                    num_computed_tokens=0,
+                    blocks=blocks,
+                    params=params,
+                    seed=-seed,
+                    eos_token_ids=[],
+                )
+            )
+            lengths[row], computed[row] = length, 0
+        rows = [row for row in lengths if computed[row] < LENGTH - 8 and rng.random() < 0.8]
+        counts, starts = [], []
+        for row in rows:
+            behind = lengths[row] - computed[row]
+            counts.append(min(behind, rng.randint(1, 30)) if behind else 1)
+            starts.append(computed[row])
+            have, need = -(-lengths[row] // BLOCK), -(-(computed[row] + counts[-1]) // BLOCK)
+            new_blocks += [(row, index, rng.randrange(500)) for index in range(have, need)]
+            computed[row] += counts[-1]
+            lengths[row] = max(lengths[row], computed[row])
+        steps.append(
+            SchedulerOutput(
+                step=number,
+                rows=np.array(rows, np.int32),
+                num_tokens=np.array(counts, np.int32),
+                num_computed=np.array(starts, np.int32),
+                samples=np.array([rng.random() < 0.7 for _ in rows], np.bool_),
+                new_rows=new_rows,
+                new_blocks=np.array(new_blocks, np.int32).reshape(-1, 3),
+            )
+        )
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_inputs_equal_those_of_the_plain_state(cuda_state, seed):
+    rng = random.Random(seed)
+    plain = BatchState(ROWS, LENGTH, BLOCK, torch.device("cpu"))
+    for step in random_steps(rng, 25):
+        plain.apply(step)
+        cuda_state.apply(step)
+        assert torch.equal(cuda_state.token_ids[:ROWS], plain.token_ids)
+        assert torch.equal(cuda_state.block_table[:ROWS], plain.block_table)
+        assert torch.equal(cuda_state.sampling.ints[:ROWS], plain.sampling.ints)
+        assert torch.equal(cuda_state.sampling.floats[:ROWS], plain.sampling.floats)
+        if not len(step.rows):
+            continue
+        token_ids, batch = plain.inputs(step)
+        n, total = len(step.rows), step.total_tokens
+        padded = StepShape(total + rng.randint(0, 9), min(n + 2, ROWS), total, LENGTH)
+        cuda_state.send(step)
+        inputs = cuda_state.expanded(padded)
+        ours = inputs.batch
+        assert torch.equal(inputs.token_ids[:total], token_ids)
+        assert torch.equal(ours.positions[:total], batch.positions.int())
+        assert torch.equal(ours.slot_mapping[:total], batch.slot_mapping)
+        assert (ours.slot_mapping[total:] == -1).all()
+        assert torch.equal(ours.query_start_loc[: n + 1], batch.query_start_loc)
+        assert torch.equal(ours.seq_lens[:n], batch.seq_lens)
+        assert (ours.seq_lens[n:] == 0).all()
+        assert torch.equal(ours.rows[:n], batch.rows)
+        wanted = np.where(step.samples, step.num_computed + step.num_tokens, -1)
+        assert inputs.sample_positions[:n].tolist() == wanted.tolist()
+        assert (inputs.sample_positions[n:] == -1).all()
+
+
+PARAMS = {
+    "greedy": {"temperature": 0.0},
+    "log-probabilities": {"temperature": 0.0, "logprobs": 3},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    "biases": {"temperature": 0.0, "logit_bias": {5: 4.0, 9: -3.0}},
+    "seeded": {"temperature": 0.8, "seed": 11},
+    "seeded top-k": {"temperature": 0.8, "seed": 12, "top_k": 5},
+}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_the_gpu_runner_samples_what_the_plain_runner_does(checkpoint, triton_runs, monkeypatch, name):
+    """Model and attention are the plain ones in both; inputs, sampling and state are the kernels' in one of them."""
+    if not triton_runs:
+        pytest.skip("Triton was imported without its interpreter")
+    rng = random.Random(name)
+    prompts = [[rng.randrange(90) for _ in range(n)] for n in (3, 17, 30, 1, 8, 21)]
+    params = [SamplingParams(max_tokens=6, ignore_eos=True, **p) for p in PARAMS.values()]
+
+    def answers() -> list:
+        settings = {"max_num_seqs": 5, "block_size": 4, "max_num_batched_tokens": 40}
+        llm = LLM(str(checkpoint(name)), device="cpu", attention_backend="torch", **settings)
+        runner = llm._core.executor._worker.runner
+        found = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        llm.shutdown()
+        return [type(runner).__name__, *(result.outputs[0] for result in found)]
+
+    plain = answers()
+    monkeypatch.setattr("toolkit.worker.worker.fused", lambda device: True)
+    ours = answers()
+    assert (plain[0], ours[0]) == ("ModelRunner", "CudaRunner")
+    for a, b in zip(plain[1:], ours[1:], strict=True):
+        assert list(a.token_ids) == list(b.token_ids)
+    (theirs,) = (a.logprobs for a in plain[1:] if a.logprobs)
+    (mine,) = (b.logprobs for b in ours[1:] if b.logprobs)
+    for a, b in zip(theirs, mine, strict=True):
+        assert list(a) == list(b)
+        assert next(iter(a.values())).rank == next(iter(b.values())).rank
+        assert [x.logprob for x in a.values()] == pytest.approx([x.logprob for x in b.values()], abs=1e-4)

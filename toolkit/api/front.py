@@ -1,0 +1,99 @@
+"""What serves between start-up and the end: the interface, and one process that does it alone."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass
+from typing import Protocol
+
+from toolkit.api.http_server import HTTPServer
+from toolkit.api.service import Service
+from toolkit.config import EngineConfig, ServerConfig
+from toolkit.engine.async_llm import AsyncLLM
+from toolkit.errors import ToolkitError
+from toolkit.metrics import Metrics
+from toolkit.worker import Report, WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What start-up found out."""
+
+    info: WorkerInfo
+    has_tokenizer: bool
+    has_chat_template: bool
+
+
+class Front(Protocol):
+    """Answers HTTP requests with an engine core's help."""
+
+    failed: asyncio.Event
+    """Set when it cannot go on."""
+
+    @property
+    def failure(self) -> ToolkitError | None:
+        """Why it cannot."""
+        ...
+
+    async def start(self, listener: socket.socket, report: Report) -> Served:
+        """Loads the model and serves on a bound socket. Raises ToolkitError for what the user can mend."""
+        ...
+
+    async def drained(self) -> None:
+        """Refuses new work, and waits until all that was accepted is answered."""
+        ...
+
+    async def end(self, reason: str) -> None:
+        """Ends what still runs with an error that says why, and closes the connections."""
+        ...
+
+    async def close(self) -> None:
+        """Ends all processes, however far start-up has come."""
+        ...
+
+
+class OneProcess:
+    """A Front in this process; the core alone has one of its own."""
+
+    def __init__(self, engine: EngineConfig, server: ServerConfig, name: str) -> None:
+        """`name`: the model's, in the API."""
+        self._config, self._name = server, name
+        self._engine = AsyncLLM.from_config(
+            engine, metrics=Metrics(server.metrics_prefix, name), log_level=server.log_level
+        )
+        self.failed = self._engine.died
+        self._http: HTTPServer | None = None
+        self._has_core = False
+
+    @property
+    def failure(self) -> ToolkitError | None:
+        """What the core died of."""
+        return self._engine.dead
+
+    async def start(self, listener: socket.socket, report: Report) -> Served:
+        """Loads the model and serves."""
+        await self._engine.start(report)
+        self._has_core = True
+        self._http = HTTPServer(Service(self._engine, self._name), self._config.api_key)
+        await self._http.start(listener)
+        tokenizer = self._engine.tokenizer
+        return Served(
+            self._engine.info, tokenizer is not None, tokenizer is not None and tokenizer.has_chat_template
+        )
+
+    async def drained(self) -> None:
+        """Refuses new work, and waits until all that was accepted is answered."""
+        assert self._http is not None
+        await self._http.drained()
+
+    async def end(self, reason: str) -> None:
+        """Ends what still runs."""
+        self._engine.abort_all(reason)
+        assert self._http is not None
+        await self._http.end()
+
+    async def close(self) -> None:
+        """Ends the core."""
+        if self._has_core:
+            await self._engine.shutdown()
