@@ -2,7 +2,8 @@
 
 The KV cache of a layer is two tensors `[num_blocks, block_size, num_kv_heads, head_size]`. A request owns the
 blocks listed in its row of the block table; its token at position p lies in block `row[p // block_size]` at
-offset `p % block_size`. The queries of all requests of a step are packed one after another.
+offset `p % block_size`. The queries of all requests of a step are packed one after another. The cache is of the
+queries' dtype or of FP8.
 """
 
 from __future__ import annotations
@@ -12,6 +13,12 @@ from itertools import count
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+"""The greatest number of e4m3 (Micikevicius et al., "FP8 formats for deep learning", arXiv:2209.05433)."""
+FP8_MIN_GREATEST = 2.0**-100
+"""Rows of zeros have a scale too, and its inverse is finite."""
 
 
 def paged_attention(
@@ -64,7 +71,7 @@ def paged_attention(
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store `k` and `v` `[num_tokens, num_kv_heads, head_size]` in the cache, in place.
+    """Store `k` and `v` `[num_tokens, num_kv_heads, head_size]` in the cache, in place and in its dtype.
 
     slot_mapping: int64 `[num_tokens]`, `block * block_size + offset`; tokens with negative slots are skipped.
     """
@@ -72,8 +79,18 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     block, offset = slots // block_size, slots % block_size
-    k_cache[block, offset] = k[kept]
-    v_cache[block, offset] = v[kept]
+    for x, cache in ((k, k_cache), (v, v_cache)):
+        _bits(cache)[block, offset] = _bits(rounded(x[kept], cache.dtype))
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in another dtype: the nearest there is, for FP8 the greatest where x is beyond it; NaN stays NaN."""
+    return x.float().clamp(-FP8_MAX, FP8_MAX).to(FP8) if dtype == FP8 else x.to(dtype)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """FP8 as bytes: not every device copies it by index."""
+    return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -133,7 +150,7 @@ def qk_norm_rope_write(
     if cos_sin is not None:
         cos, sin = cos_sin[positions.long()].unbind(1)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    write_kv(k.to(qkv.dtype), heads[:, -num_kv_heads:], k_cache, v_cache, slot_mapping)
+    write_kv(k, heads[:, -num_kv_heads:], k_cache, v_cache, slot_mapping)
     return q.to(qkv.dtype)
 
 
@@ -158,6 +175,26 @@ def linear(
         y = (_activation(gate, activation) if activation else gate) * up
     elif activation:
         y = _activation(y, activation)
+    return y.to(x.dtype)
+
+
+def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows in FP8, fp32 scales `[rows, 1]`) of `[rows, size]`: row ~ FP8 * scale, each row's greatest at FP8_MAX."""
+    x = x.float()
+    greatest = x.abs().amax(-1, keepdim=True).clamp(min=FP8_MIN_GREATEST)
+    return rounded(x * (FP8_MAX / greatest), FP8), greatest / FP8_MAX
+
+
+def linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """`linear` with a weight in FP8 and fp32 scales `[weight's rows]`."""
+    y = linear(x.float(), weight.float() * scale[:, None], bias, activation, gated)
     return y.to(x.dtype)
 
 

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fp8 import FP8
 from .pdl import release, supported, wait
 
 LOG2_E = 1.4426950408889634
@@ -63,7 +64,8 @@ def paged_attention(
     q: `[num_tokens, num_heads, head_size]`; k_cache, v_cache: `[num_blocks, block_size, num_kv_heads,
     head_size]`; query_start_loc: int32 `[num_reqs + 1]`; seq_lens: int32 `[num_reqs]`; block_table: int32
     `[num_reqs, max_blocks]`, or any rows of which int32 `rows` `[num_reqs]` names one for each request. q, the caches
-    (alike) and out may be strided in all but their last dimension.
+    (alike) and out may be strided in all but their last dimension. q and out share a dtype; the caches have the same,
+    or FP8: then 16-bit queries are multiplied as fp16, in which every e4m3 number is exact.
     The rest is as in `toolkit.kernels.reference.paged_attention`.
 
     `max_query_len` and `max_seq_len` bound the lengths from above; they shape the launch, not the result. A
@@ -120,9 +122,10 @@ class Batch(NamedTuple):
         return max(16, _power_of_two(self.q.shape[2]))
 
     def check(self) -> None:
-        dtypes = {self.q.dtype, self.k_cache.dtype, self.v_cache.dtype, self.out.dtype}
-        if len(dtypes) > 1:
-            raise ValueError(f"q, the KV cache and out must share one dtype, not {dtypes}")
+        cached = self.k_cache.dtype
+        dtypes = {self.q.dtype, cached, self.v_cache.dtype, self.out.dtype}
+        if self.v_cache.dtype != cached or len(dtypes - {FP8} if cached == FP8 else dtypes) > 1:
+            raise ValueError(f"q, the KV cache (unless it is in FP8) and out must share one dtype, not {dtypes}")
         if self.q.shape[1] % self.num_kv_heads:
             raise ValueError(f"{self.q.shape[1]} heads cannot share {self.num_kv_heads} KV heads evenly")
         if any(x.stride(-1) != 1 for x in (self.q, self.k_cache, self.v_cache, self.out)):
@@ -262,7 +265,7 @@ def _num_multiprocessors(device: torch.device) -> int:
 def _decode_tile(batch: Batch) -> Tile:
     """The fastest shapes measured on an H200; see `--tune` of `toolkit.kernels.bench`."""
     rows = max(16, _power_of_two(batch.group))
-    row_bytes = batch.head_pad * batch.q.element_size()
+    row_bytes = batch.head_pad * batch.k_cache.element_size()
     keys = min(64, max(16, 8192 // row_bytes))
     return Tile(rows, keys, warps=2 if rows == 16 else 4, stages=3 if row_bytes <= 128 else 4)
 
@@ -301,6 +304,16 @@ def _load_rows(pointers, live, in_head, MASKED: tl.constexpr, PADDED: tl.constex
     else:
         rows = tl.load(pointers)
     return rows
+
+
+@triton.jit
+def _like_cache(q, k_ptr):
+    """Queries in the type that products are of. Hopper turns two e4m3 numbers into fp16 by one instruction, and into
+    bf16 by five.
+    """
+    if k_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    return q
 
 
 @triton.jit
@@ -355,7 +368,7 @@ def _attend(
         slot = position.to(tl.uint32) % BLOCK_SIZE
         rows = (block.to(tl.int64) * kv_stride_block + slot * kv_stride_slot)[:, None] + dim[None, :]
 
-        k = _load_rows(k_ptr + rows, live, in_head, MASKED, HEAD_PAD != HEAD_SIZE)
+        k = _load_rows(k_ptr + rows, live, in_head, MASKED, HEAD_PAD != HEAD_SIZE).to(q.dtype)
         x = _dot(q, tl.trans(k), None)
         if CAPPED:
             x = 2 * tl.sigmoid(x * inner_scale) - 1
@@ -371,8 +384,8 @@ def _attend(
         row_sum = row_sum * decay + tl.sum(weight, 1)
         row_max = new_max
 
-        v = _load_rows(v_ptr + rows, live, in_head, MASKED, HEAD_PAD != HEAD_SIZE)
-        acc = _dot(weight.to(v.dtype), v, acc * decay[:, None])
+        v = _load_rows(v_ptr + rows, live, in_head, MASKED, HEAD_PAD != HEAD_SIZE).to(q.dtype)
+        acc = _dot(weight.to(q.dtype), v, acc * decay[:, None])
         block = block_ahead
     return acc, row_max, row_sum
 
@@ -438,7 +451,7 @@ def _decode_kernel(
     head = kv_head * GROUP + row
     stored = (row < GROUP)[:, None] & (dim < HEAD_SIZE)[None, :]
     q_rows = q_ptr + token * q_stride_token + (head * q_stride_head)[:, None] + dim[None, :]
-    q = tl.load(q_rows, mask=stored, other=0.0)
+    q = _like_cache(tl.load(q_rows, mask=stored, other=0.0), k_ptr)
 
     acc, row_max, row_sum = _attend(
         q,
@@ -575,7 +588,7 @@ def _prefill_kernel(
     stored = ((query < query_len) & (row < TOKENS * GROUP))[:, None] & (dim < HEAD_SIZE)[None, :]
     token = (query_start + query).to(tl.int64)
     q_rows = (token * q_stride_token + head * q_stride_head)[:, None] + dim[None, :]
-    q = tl.load(q_ptr + q_rows, mask=stored, other=0.0)
+    q = _like_cache(tl.load(q_ptr + q_rows, mask=stored, other=0.0), k_ptr)
 
     last_key = context + query
     first_key = last_key - window + 1

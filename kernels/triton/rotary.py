@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fp8 import FP8, to_fp8
 from .pdl import release, supported, wait
 
 TILE = 2048
@@ -38,8 +39,9 @@ def qk_norm_rope_write(
     pairs (i, i + rotary_size / 2) of the first `rotary_size` dimensions are rotated (Su et al.,
     arXiv:2104.09864, in the halves' order of GPT-NeoX), the rest pass; None rotates nothing. q_weight,
     k_weight: `[head_size]`, both or none: RMS norm of each head before the rotation (Qwen3). slot_mapping,
-    k_cache, v_cache: as in `toolkit.kernels.reference.write_kv`; tokens with negative slots are not stored,
-    their queries are computed all the same.
+    k_cache, v_cache: as in `toolkit.kernels.reference.write_kv`, of qkv's dtype or FP8, where what is beyond
+    its range becomes the greatest number there is; tokens with negative slots are not stored, their queries are
+    computed all the same.
 
     Everything is computed in fp32 and rounded once. Returns `[num_tokens, num_heads, head_size]`: a view of
     `qkv` where there is nothing to compute. Raises ValueError for layouts that the kernel does not know.
@@ -47,6 +49,8 @@ def qk_norm_rope_write(
     num_tokens = qkv.shape[0]
     block_size, _, head_size = k_cache.shape[1:]
     normed, rotated = q_weight is not None, cos_sin is not None
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (qkv.dtype, FP8):
+        raise ValueError(f"the caches must be of {qkv.dtype} or {FP8}, not {k_cache.dtype} and {v_cache.dtype}")
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or qkv.stride(1) != 1:
         raise ValueError("rows and heads must be contiguous, and the caches must have the same strides")
     if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * head_size:
@@ -123,10 +127,14 @@ def _store_part(
     is_v,
 ):
     """Some dimensions of each row's head, to where that head belongs."""
-    part = part.to(k_cache_ptr.dtype.element_ty)
-    tl.store(q_ptr + q_row[:, None] + dim[None, :], part, mask=is_q[:, None] & in_part[None, :])
-    tl.store(k_cache_ptr + cache_row[:, None] + dim[None, :], part, mask=is_k[:, None] & in_part[None, :])
-    tl.store(v_cache_ptr + cache_row[:, None] + dim[None, :], part, mask=is_v[:, None] & in_part[None, :])
+    query = part.to(q_ptr.dtype.element_ty)
+    if k_cache_ptr.dtype.element_ty == tl.float8e4nv:
+        cached = to_fp8(part)
+    else:
+        cached = query
+    tl.store(q_ptr + q_row[:, None] + dim[None, :], query, mask=is_q[:, None] & in_part[None, :])
+    tl.store(k_cache_ptr + cache_row[:, None] + dim[None, :], cached, mask=is_k[:, None] & in_part[None, :])
+    tl.store(v_cache_ptr + cache_row[:, None] + dim[None, :], cached, mask=is_v[:, None] & in_part[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -78,12 +78,21 @@ class Server(Process):
         except BaseException:
             self.stop()
             raise
-        self.core = next(c for c in psutil.Process(self.popen.pid).children() if c.is_running())
+        [self.core] = self.children("toolkit.engine.process")
         self.http = httpx.Client(base_url=self.url, timeout=60.0)
 
     @property
     def pid(self) -> int:
         return self.popen.pid
+
+    def children(self, module: str) -> list[psutil.Process]:
+        """Its processes that run a module."""
+        return [c for c in psutil.Process(self.popen.pid).children() if module in c.cmdline()]
+
+    @property
+    def workers(self) -> list[psutil.Process]:
+        """The processes that answer requests for it."""
+        return self.children("toolkit.api.worker")
 
     @property
     def curl(self) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from tests.api.serving import Client, Process, Server, gone, put_under_load, until
 
@@ -16,12 +17,18 @@ LONG = 600
 ENDLESS = 8000
 
 
+one_process_and_several = pytest.mark.parametrize("num_workers", [1, 2])
+
+
 def post(server: Server) -> httpx.Response:
     return server.http.post("/v1/completions", json={"prompt": [9], "max_tokens": 1})
 
 
-def test_a_signal_lets_running_requests_finish_and_refuses_new_ones(start: Callable[..., Server]) -> None:
-    server = start()
+@one_process_and_several
+def test_a_signal_lets_running_requests_finish_and_refuses_new_ones(
+    start: Callable[..., Server], num_workers: int
+) -> None:
+    server = start("--api-workers", str(num_workers))
     clients = put_under_load(server, LONG)
     server.signal(signal.SIGTERM)
     refused = until(lambda: (answer := post(server)).status_code == 503 and answer)
@@ -50,8 +57,9 @@ def check_cut_off(server: Server, clients: list[Client]) -> None:
     assert "Traceback" not in server.stderr
 
 
-def test_a_second_ctrl_c_ends_what_runs_with_an_error(start: Callable[..., Server]) -> None:
-    server = start()
+@one_process_and_several
+def test_a_second_ctrl_c_ends_what_runs_with_an_error(start: Callable[..., Server], num_workers: int) -> None:
+    server = start("--api-workers", str(num_workers))
     clients = put_under_load(server, ENDLESS)
     server.signal(signal.SIGINT)
     until(lambda: post(server).status_code == 503)
@@ -60,9 +68,12 @@ def test_a_second_ctrl_c_ends_what_runs_with_an_error(start: Callable[..., Serve
     check_cut_off(server, clients)
 
 
-def test_after_the_time_for_it_what_runs_ends_with_an_error(start: Callable[..., Server]) -> None:
+@one_process_and_several
+def test_after_the_time_for_it_what_runs_ends_with_an_error(
+    start: Callable[..., Server], num_workers: int
+) -> None:
     """One client has stopped reading: it does not hold up the end."""
-    server = start("--shutdown-timeout", "0.3")
+    server = start("--shutdown-timeout", "0.3", "--api-workers", str(num_workers))
     body = {"prompt": [5], "max_tokens": ENDLESS, "ignore_eos": True, "stream": True, "logprobs": 20}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
         chunks = answer.iter_raw()
@@ -72,23 +83,31 @@ def test_after_the_time_for_it_what_runs_ends_with_an_error(start: Callable[...,
         check_cut_off(server, clients)
 
 
-def test_a_signal_during_start_up_ends_both_processes(bare_model: Path, tmp_path: Path) -> None:
-    process = Process("serve", str(bare_model), "--port", "0", cwd=tmp_path)
+@pytest.mark.parametrize(("num_workers", "num_children"), [(1, 1), (2, 3)])
+def test_a_signal_during_start_up_ends_all_processes(
+    bare_model: Path, tmp_path: Path, num_workers: int, num_children: int
+) -> None:
+    process = Process(
+        "serve", str(bare_model), "--port", "0", "--api-workers", str(num_workers), cwd=tmp_path
+    )
     try:
-        [core] = until(psutil.Process(process.popen.pid).children)
+        find = psutil.Process(process.popen.pid).children
+        until(lambda: len(find()) == num_children)
+        children = find()
         process.popen.send_signal(signal.SIGTERM)
         process.wait()
-        assert gone(core)
+        assert all(gone(child) for child in children)
         assert "Traceback" not in process.stderr
         assert "ready" not in process.stderr
     finally:
         process.stop()
 
 
+@one_process_and_several
 def test_when_the_core_is_killed_every_client_gets_an_error_and_the_server_says_why(
-    start: Callable[..., Server],
+    start: Callable[..., Server], num_workers: int
 ) -> None:
-    server = start()
+    server = start("--api-workers", str(num_workers))
     clients = put_under_load(server, ENDLESS)
     server.core.kill()
     for client in clients:
@@ -102,11 +121,15 @@ def test_when_the_core_is_killed_every_client_gets_an_error_and_the_server_says_
     assert "Traceback" not in server.stderr
 
 
-def test_when_the_server_is_killed_the_core_ends_too(start: Callable[..., Server]) -> None:
-    server = start()
+@one_process_and_several
+def test_when_the_server_is_killed_all_its_processes_end(
+    start: Callable[..., Server], num_workers: int
+) -> None:
+    server = start("--api-workers", str(num_workers))
     clients = put_under_load(server, ENDLESS)
+    others = [server.core, *server.workers]
     server.signal(signal.SIGKILL)
-    until(lambda: gone(server.core))
+    until(lambda: all(gone(process) for process in others))
     for client in clients:
         client.finish()
         assert client.broken is not None

@@ -1,0 +1,320 @@
+"""FP8 (e4m3): rounding to it, quantizing rows, and products of few rows with weights kept in it.
+
+Products of few rows are bound by reading the weight, so there the weight alone is in FP8, with a scale for each of
+its rows, and x stays in 16 bits; the structure is that of `linear`. For many rows, x too is quantized, row by row
+(`quantize`), and the tensor cores multiply FP8 numbers.
+"""
+
+# mypy: allow-incomplete-defs
+# Triton annotates the constexpr parameters of a kernel and no others.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .activation import apply, check_kind
+from .linear import Tile, _load, _load_bias, _sums_by_eight
+from .pdl import release, supported, wait
+
+FP8 = torch.float8_e4m3fn
+MAX = tl.constexpr(448.0)
+MIN_GREATEST = tl.constexpr(2.0**-100)
+"""Rows of zeros have a scale too, and its inverse is finite."""
+MAX_TOKENS = 64
+"""Rows of x that one program takes; with more, each program's share of the weight is read several times."""
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(FP8 `[num_tokens, size]`, fp32 scales `[num_tokens, 1]`) of x: row ~ FP8 * scale, each row's greatest at 448.
+
+    x: `[num_tokens, size]`, contiguous; each row is read once. Raises ValueError when x is not contiguous.
+    """
+    if not x.is_contiguous():
+        raise ValueError("x must be contiguous")
+    num_tokens, size = x.shape
+    out = torch.empty(x.shape, dtype=FP8, device=x.device)
+    scale = torch.empty((num_tokens, 1), dtype=torch.float32, device=x.device)
+    size_pad = _power_of_two(size)
+    pdl = supported(x.device)
+    _quantize_kernel[(num_tokens,)](
+        x,
+        out,
+        scale,
+        size,
+        SIZE_PAD=size_pad,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=max(1, min(16, size_pad // 512)),
+    )
+    return out, scale
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """act(x (W * scale)ᵀ + b) `[num_tokens, size]`, or act(gate) * up where W holds the rows of gate, then up's.
+
+    x: `[num_tokens, in]`, not FP8; weight: FP8 `[size, in]`, gated: `[2 * size, in]`; scale (fp32) and bias: as
+    many as the weight's rows. All contiguous. Sums are in fp32, in an order that depends on the shapes alone.
+
+    NOTE: on Hopper the kernel reads `weight` before the kernel ahead of it has ended, as `linear.linear` does.
+
+    Raises ValueError for an unknown activation, a weight that is not FP8, or tensors that are not contiguous.
+    """
+    num_tokens, in_features = x.shape
+    size = weight.shape[0] // 2 if gated else weight.shape[0]
+    if activation is not None:
+        check_kind(activation)
+    if weight.dtype != FP8:
+        raise ValueError(f"the weight must be {FP8}, not {weight.dtype}")
+    if not x.is_contiguous() or not weight.is_contiguous():
+        raise ValueError("x and the weight must be contiguous")
+    if out is None:
+        out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
+    if not num_tokens:
+        return out
+    tile = tile or _tile(num_tokens, size, in_features, gated)
+    pdl = supported(x.device)
+    tensors = (x, weight, scale, weight if bias is None else bias, out)
+    options = {
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "EVEN": in_features % (tile.columns * tile.parts) == 0,
+        "BIASED": bias is not None,
+        "KIND": activation or "",
+        "GATED": gated,
+        "PDL": pdl,
+        "launch_pdl": pdl,
+        "num_warps": tile.warps,
+    }
+    programs = -(-size // tile.rows)
+    if num_tokens == 1:
+        _vector_kernel[(programs,)](*tensors, size, in_features, **options)
+    else:
+        tokens = min(MAX_TOKENS, max(16, _power_of_two(num_tokens)))
+        options |= {"PARTS": tile.parts, "STAGES": tile.stages, "FETCHED": tile.fetched if pdl else 0}
+        grid = (programs, -(-num_tokens // tokens))
+        _dot_kernel[grid](*tensors, num_tokens, size, in_features, TOKENS=tokens, **options)
+    return out
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _tile(num_tokens: int, size: int, in_features: int, gated: bool) -> Tile:
+    """The shapes of `linear` with as many bytes of the weight in flight, so twice the columns."""
+    if num_tokens == 1:
+        return Tile(8, 1024, 1, 2, 1, 0) if in_features <= 1024 else Tile(4, 2048, 1, 4, 1, 0)
+    if num_tokens > 16:
+        return Tile(32, 128, 1, 4, 4, 0)
+    if gated:
+        return Tile(8, 256, 1, 1, 4, 0)
+    if size > 2 * 132 * 16:
+        return Tile(16, 256, 1, 1, 6, 1024)
+    if size < 1024 or in_features < 1024:
+        return Tile(8, 128, 4, 4, 4, 1024)
+    return Tile(16, 256, 4, 4, 4, 1024)
+
+
+@triton.jit
+def to_fp8(x):
+    """fp32 to the nearest e4m3, ties to even, what is beyond its range to the greatest; NaN stays NaN."""
+    x = tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
+    if INTERPRETED:
+        # The interpreter cuts and forgets carries, but numbers of few enough digits pass unchanged. Adding 1.5 * 2^20
+        # times a number's power of two, and taking it away, leaves 3 digits behind the leading one.
+        exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 127 - 6)
+        magic = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
+        x = (x + magic) - magic
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def _quantize_kernel(x_ptr, out_ptr, scale_ptr, size, SIZE_PAD: tl.constexpr, PDL: tl.constexpr):
+    """One row, held in registers."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE_PAD)
+    wait(PDL)
+    release(PDL)
+    x = tl.load(x_ptr + row * size + column, mask=column < size, other=0.0).to(tl.float32)
+    greatest = tl.maximum(tl.max(tl.abs(x), 0), MIN_GREATEST)
+    tl.store(out_ptr + row * size + column, to_fp8(x * tl.div_rn(MAX, greatest)), mask=column < size)
+    tl.store(scale_ptr + row, tl.div_rn(greatest, MAX))
+
+
+@triton.jit
+def _vector_kernel(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    size,
+    in_features,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIASED: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS outputs of the one token. Each tile of the weight is asked for while the one before is summed.
+
+    Rows past the last one are the last one again.
+    """
+    release(PDL)
+    row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), size - 1)
+    column = tl.arange(0, COLUMNS)[None, :]
+    rows = weight_ptr + (row.to(tl.int64) * in_features)[:, None]
+    weight = _load(rows + column, column < in_features, not EVEN)
+    acc = tl.zeros([ROWS, COLUMNS // 8], tl.float32)
+    if GATED:
+        up_rows = rows + size.to(tl.int64) * in_features
+        up = _load(up_rows + column, column < in_features, not EVEN)
+        up_acc = tl.zeros([ROWS, COLUMNS // 8], tl.float32)
+        up_scale = tl.load(scale_ptr + size + row)
+        up_bias = _load_bias(bias_ptr + size + row, BIASED, ROWS)
+    scale = tl.load(scale_ptr + row)
+    bias = _load_bias(bias_ptr + row, BIASED, ROWS)
+    wait(PDL)
+    last = (tl.cdiv(in_features, COLUMNS) - 1) * COLUMNS
+    for start in range(0, last, COLUMNS):
+        x = tl.load(x_ptr + start + column)
+        after = start + COLUMNS + column
+        weight_after = _load(rows + after, after < in_features, not EVEN)
+        acc += _sums_by_eight(weight, x, ROWS, COLUMNS)
+        weight = weight_after
+        if GATED:
+            up_after = _load(up_rows + after, after < in_features, not EVEN)
+            up_acc += _sums_by_eight(up, x, ROWS, COLUMNS)
+            up = up_after
+    column += last
+    if EVEN:
+        x = tl.load(x_ptr + column)
+    else:
+        x = tl.load(x_ptr + column, mask=column < in_features, other=0.0)
+    y = tl.sum(acc + _sums_by_eight(weight, x, ROWS, COLUMNS), 1) * scale + bias
+    if KIND != "":
+        y = apply(y, KIND)
+    if GATED:
+        y *= tl.sum(up_acc + _sums_by_eight(up, x, ROWS, COLUMNS), 1) * up_scale + up_bias
+    tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _fetch(rows, in_features, COLUMNS: tl.constexpr):
+    """Ask for the first columns of rows, one element of every 128 bytes, into the L2 cache."""
+    column = tl.minimum(tl.arange(0, COLUMNS // 128) * 128, in_features - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [(rows[:, None] + column[None, :]).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _dot(x, weight, acc, PARTS: tl.constexpr):
+    """x @ weightᵀ + acc in fp32, of x's type. The interpreter multiplies bf16 numbers' bits, so it gets them widened."""
+    if INTERPRETED:
+        x = x.to(tl.float32)
+    weight = weight.to(x.dtype)
+    if PARTS == 1:
+        weight = tl.trans(weight)
+    else:
+        weight = tl.trans(weight, 0, 2, 1)
+    return tl.dot(x, weight, acc, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _dot_kernel(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    num_tokens,
+    size,
+    in_features,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    FETCHED: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIASED: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS outputs of TOKENS tokens. Tiles are `[tokens or rows, columns]`, of several parts `[parts, ...,
+    columns]`.
+
+    Rows past the last one are the last one again.
+    """
+    STEP: tl.constexpr = PARTS * COLUMNS
+    release(PDL)
+    row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), size - 1)
+    token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    rows = weight_ptr + row.to(tl.int64) * in_features
+    up_offset = size.to(tl.int64) * in_features
+    if FETCHED:
+        _fetch(rows, in_features, FETCHED)
+        if GATED:
+            _fetch(rows + up_offset, in_features, FETCHED)
+    if PARTS == 1:
+        column = tl.arange(0, COLUMNS)[None, :]
+        weight_rows = rows[:, None]
+        x_rows = x_ptr + (token * in_features)[:, None]
+        in_x = (token < num_tokens)[:, None]
+        acc = tl.zeros([TOKENS, ROWS], tl.float32)
+    else:
+        part = tl.arange(0, PARTS)[:, None, None]
+        column = part * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
+        weight_rows = rows[None, :, None]
+        x_rows = x_ptr + (token * in_features)[None, :, None]
+        in_x = (token < num_tokens)[None, :, None]
+        acc = tl.zeros([PARTS, TOKENS, ROWS], tl.float32)
+    up_acc = acc
+    scale = tl.load(scale_ptr + row)
+    bias = _load_bias(bias_ptr + row, BIASED, ROWS)
+    if GATED:
+        up_scale = tl.load(scale_ptr + size + row)
+        up_bias = _load_bias(bias_ptr + size + row, BIASED, ROWS)
+    wait(PDL)
+    for start in tl.range(0, in_features, STEP, num_stages=STAGES):
+        at = start + column
+        if EVEN:
+            x = tl.load(x_rows + at, mask=in_x, other=0.0)
+        else:
+            x = tl.load(x_rows + at, mask=in_x & (at < in_features), other=0.0)
+        acc = _dot(x, _load(weight_rows + at, at < in_features, not EVEN), acc, PARTS)
+        if GATED:
+            up = _load(weight_rows + up_offset + at, at < in_features, not EVEN)
+            up_acc = _dot(x, up, up_acc, PARTS)
+    if PARTS > 1:
+        acc = tl.sum(acc, 0)
+        up_acc = tl.sum(up_acc, 0)
+    y = acc * scale[None, :] + bias[None, :]
+    if KIND != "":
+        y = apply(y, KIND)
+    if GATED:
+        y *= up_acc * up_scale[None, :] + up_bias[None, :]
+    out = out_ptr + (token * size)[:, None] + row[None, :]
+    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=(token < num_tokens)[:, None])
