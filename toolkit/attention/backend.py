@@ -113,6 +113,7 @@ class AttentionBackend(abc.ABC):
 
 BACKENDS = {
     "triton": "toolkit.attention.triton:TritonBackend",
+    "flash": "toolkit.attention.flash:FlashBackend",
     "cpu": "toolkit.attention.cpu:CPUBackend",
     "torch": "toolkit.attention.torch:TorchBackend",
 }

@@ -49,7 +49,7 @@ class DeviceConfig:
     """Where the model runs."""
 
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: the first GPU, else the CPU.")
-    attention_backend: Literal["auto", "torch", "cpu", "triton"] = option(
+    attention_backend: Literal["auto", "torch", "cpu", "triton", "flash"] = option(
         "auto", "Which attention runs; auto chooses for the device, and a log line says which and why."
     )
     enforce_eager: bool = option(False, "Run every step kernel by kernel, without CUDA graphs.")

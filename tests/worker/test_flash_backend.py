@@ -1,0 +1,135 @@
+"""The flash backend hands flash-attn what its documentation asks for. A stand-in, written from that documentation, computes
+with plain loops over pages; with flash-attn and a GPU the real one does.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from toolkit.attention import AttentionBatch, AttentionShape, choose_backend
+from toolkit.attention import flash as flash_module
+from toolkit.attention.flash import FlashBackend
+from toolkit.attention.torch import TorchBackend
+from toolkit.errors import ConfigError
+
+HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 16, 8
+LENS = ((5, 12), (1, 30), (20, 20), (3, 9))  # (queries, context)
+
+
+def attend_by_pages(q, k, v, starts, lengths, table, *, scale, window, cap):
+    """Causal attention, the last query at the last key; `window[0]` keys before each query's own are seen."""
+    out = torch.zeros_like(q)
+    for request in range(len(lengths)):
+        keys = torch.cat([k[page] for page in table[request].tolist()])[: lengths[request]]
+        values = torch.cat([v[page] for page in table[request].tolist()])[: lengths[request]]
+        for token in range(starts[request], starts[request + 1]):
+            last = lengths[request] - (starts[request + 1] - token)
+            first = 0 if window[0] in (None, -1) else max(0, last - window[0])
+            for head in range(q.shape[1]):
+                group = head // (q.shape[1] // k.shape[2])
+                logits = (keys[first : last + 1, group] @ q[token, head]) * scale
+                if cap:
+                    logits = cap * torch.tanh(logits / cap)
+                out[token, head] = logits.softmax(0) @ values[first : last + 1, group]
+    return out
+
+
+def flash_4(
+    q, k, v, *, cu_seqlens_q, seqused_k, page_table, softmax_scale, causal, window_size, softcap, **bounds
+):
+    assert causal
+    assert set(bounds) == {"max_seqlen_q", "max_seqlen_k"}
+    lengths = seqused_k.tolist()
+    return attend_by_pages(
+        q,
+        k,
+        v,
+        cu_seqlens_q.tolist(),
+        lengths,
+        page_table,
+        scale=softmax_scale,
+        window=window_size,
+        cap=softcap,
+    ), None
+
+
+def flash_2(
+    q, k, v, *, cu_seqlens_q, cu_seqlens_k, block_table, softmax_scale, causal, window_size, softcap, **bounds
+):
+    assert causal
+    assert set(bounds) == {"max_seqlen_q", "max_seqlen_k"}
+    lengths = cu_seqlens_k.diff().tolist()
+    return attend_by_pages(
+        q,
+        k,
+        v,
+        cu_seqlens_q.tolist(),
+        lengths,
+        block_table,
+        scale=softmax_scale,
+        window=window_size,
+        cap=softcap,
+    )
+
+
+def a_step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch]:
+    torch.manual_seed(0)
+    counts = torch.tensor([0] + [queries for queries, _ in LENS])
+    most = max(context for _, context in LENS)
+    batch = AttentionBatch(
+        positions=torch.empty(0),
+        slot_mapping=torch.empty(0),
+        query_start_loc=counts.cumsum(0).int(),
+        seq_lens=torch.tensor([context for _, context in LENS], dtype=torch.int32),
+        rows=torch.tensor([4, 0, 2, 5], dtype=torch.int32),
+        block_table=torch.randperm(60).int().view(6, 10),
+        max_query_len=20,
+        max_seq_len=most,
+    )
+    caches = torch.randn(2, 60, BLOCK, KV_HEADS, SIZE)
+    return torch.randn(int(counts.sum()), HEADS, SIZE), caches[0], caches[1], batch
+
+
+@pytest.mark.parametrize("shape_options", [{}, {"sliding_window": 7}, {"soft_cap": 2.0}])
+@pytest.mark.parametrize("cute", [True, False], ids=["flash-attn-4", "flash-attn 2"])
+def test_prompts_go_to_flash_attn_with_their_pages(monkeypatch, cute, shape_options):
+    package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
+    package.flash_attn_varlen_func, interface.flash_attn_varlen_func = flash_2, flash_4
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", interface)
+    monkeypatch.setattr(flash_module, "_prefers_cute", lambda device: cute)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    q, k, v, batch = a_step()
+    shape = AttentionShape(HEADS, KV_HEADS, SIZE, SIZE**-0.5, **shape_options)
+    expected = TorchBackend().attend(q, k, v, batch, shape)
+    torch.testing.assert_close(FlashBackend().attend(q, k, v, batch, shape), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_gpu_it_is_passed_over_and_says_why_when_asked_for():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    cpu = torch.device("cpu")
+    backend, why = choose_backend("auto", cpu, torch.float32, 64, 16)
+    assert backend.name == "cpu"
+    assert "flash: needs an NVIDIA GPU" in why
+    with pytest.raises(ConfigError, match="flash: needs an NVIDIA GPU"):
+        choose_backend("flash", cpu, torch.float32, 64, 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape_options", [{}, {"sliding_window": 7}, {"soft_cap": 2.0}])
+def test_the_real_one_agrees_with_the_reference(shape_options):
+    device = torch.device("cuda", 0)
+    if (problem := FlashBackend.unfit(device, torch.bfloat16, SIZE, BLOCK)) is not None:
+        pytest.skip(problem)
+    q, k, v, batch = a_step()
+    q, k, v = (x.to(device, torch.bfloat16) for x in (q, k, v))
+    for name in ("query_start_loc", "seq_lens", "rows", "block_table"):
+        setattr(batch, name, getattr(batch, name).to(device))
+    shape = AttentionShape(HEADS, KV_HEADS, SIZE, SIZE**-0.5, **shape_options)
+    ours, expected = (backend.attend(q, k, v, batch, shape) for backend in (FlashBackend(), TorchBackend()))
+    torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
