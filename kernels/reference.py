@@ -182,7 +182,8 @@ def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """(rows in FP8, fp32 scales `[rows, 1]`) of `[rows, size]`: row ~ FP8 * scale, each row's greatest at FP8_MAX."""
     x = x.float()
     greatest = x.abs().amax(-1, keepdim=True).clamp(min=FP8_MIN_GREATEST)
-    return rounded(x * (FP8_MAX / greatest), FP8), greatest / FP8_MAX
+    most = torch.full_like(greatest, FP8_MAX)  # dividing by a number, or a number, PyTorch would round twice
+    return rounded(x * (most / greatest), FP8), greatest / most
 
 
 def linear_fp8(

@@ -16,15 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import apply, check_kind
-from .linear import Tile, _load, _load_bias, _sums_by_eight
+from .linear import Tile, _load, _load_bias
 from .pdl import release, supported, wait
 
 FP8 = torch.float8_e4m3fn
 MAX = tl.constexpr(448.0)
 MIN_GREATEST = tl.constexpr(2.0**-100)
 """Rows of zeros have a scale too, and its inverse is finite."""
-MAX_TOKENS = 64
-"""Rows of x that one program takes; with more, each program's share of the weight is read several times."""
+TOKENS = 16
+"""Rows of x that a program takes. More are done in runs of so many, each of which reads the weight anew."""
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -99,13 +99,12 @@ def linear(
         "num_warps": tile.warps,
     }
     programs = -(-size // tile.rows)
-    if num_tokens == 1:
+    if num_tokens == 1 and in_features % 16 == 0:
         _vector_kernel[(programs,)](*tensors, size, in_features, **options)
     else:
-        tokens = min(MAX_TOKENS, max(16, _power_of_two(num_tokens)))
         options |= {"PARTS": tile.parts, "STAGES": tile.stages, "FETCHED": tile.fetched if pdl else 0}
-        grid = (programs, -(-num_tokens // tokens))
-        _dot_kernel[grid](*tensors, num_tokens, size, in_features, TOKENS=tokens, **options)
+        grid = (programs, -(-num_tokens // TOKENS))
+        _dot_kernel[grid](*tensors, num_tokens, size, in_features, TOKENS=TOKENS, **options)
     return out
 
 
@@ -114,18 +113,16 @@ def _power_of_two(n: int) -> int:
 
 
 def _tile(num_tokens: int, size: int, in_features: int, gated: bool) -> Tile:
-    """The shapes of `linear` with as many bytes of the weight in flight, so twice the columns."""
+    """From the shapes measured for `linear` on an H200: as many bytes of the weight on their way, and no more of x
+    for each of them. Not measured themselves.
+    """
     if num_tokens == 1:
         return Tile(8, 1024, 1, 2, 1, 0) if in_features <= 1024 else Tile(4, 2048, 1, 4, 1, 0)
-    if num_tokens > 16:
-        return Tile(32, 128, 1, 4, 4, 0)
     if gated:
-        return Tile(8, 256, 1, 1, 4, 0)
-    if size > 2 * 132 * 16:
-        return Tile(16, 256, 1, 1, 6, 1024)
-    if size < 1024 or in_features < 1024:
+        return Tile(16, 128, 1, 1, 4, 0)
+    if min(size, in_features) < 1024:
         return Tile(8, 128, 4, 4, 4, 1024)
-    return Tile(16, 256, 4, 4, 4, 1024)
+    return Tile(16 if num_tokens <= 8 else 32, 128, 4, 4, 4, 1024)
 
 
 @triton.jit
@@ -155,6 +152,51 @@ def _quantize_kernel(x_ptr, out_ptr, scale_ptr, size, SIZE_PAD: tl.constexpr, PD
 
 
 @triton.jit
+def _unpacked(words):
+    """The four e4m3 numbers of each int32, the lowest bits' first, in fp32.
+
+    Left to itself the compiler takes bytes apart and puts them together again, at two instructions for each.
+    """
+    if INTERPRETED:
+        a = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        b = ((words >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        c = ((words >> 16) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        d = ((words >> 24) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high, a, b, c, d;
+            .reg .b32 ab, cd;
+            mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e4m3x2 ab, low;
+            cvt.rn.f16x2.e4m3x2 cd, high;
+            mov.b32 {a, b}, ab;
+            mov.b32 {c, d}, cd;
+            cvt.f32.f16 $0, a;
+            cvt.f32.f16 $1, b;
+            cvt.f32.f16 $2, c;
+            cvt.f32.f16 $3, d;
+            }""",
+            "=f,=f,=f,=f,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    return a, b, c, d
+
+
+@triton.jit
+def _sums_by_four(words, x, COLUMNS: tl.constexpr):
+    """The products of a tile of the weight, four numbers in each of `[rows, columns / 4]`, with x `[1, columns]`."""
+    even, odd = tl.split(tl.reshape(x.to(tl.float32), [1, COLUMNS // 4, 2, 2]))
+    x_a, x_c = tl.split(even)
+    x_b, x_d = tl.split(odd)
+    a, b, c, d = _unpacked(words)
+    return a * x_a + b * x_b + c * x_c + d * x_d
+
+
+@triton.jit
 def _vector_kernel(
     x_ptr,
     weight_ptr,
@@ -175,42 +217,46 @@ def _vector_kernel(
 
     Rows past the last one are the last one again.
     """
+    WORDS: tl.constexpr = COLUMNS // 4
     release(PDL)
     row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), size - 1)
-    column = tl.arange(0, COLUMNS)[None, :]
-    rows = weight_ptr + (row.to(tl.int64) * in_features)[:, None]
-    weight = _load(rows + column, column < in_features, not EVEN)
-    acc = tl.zeros([ROWS, COLUMNS // 8], tl.float32)
+    num_words = in_features // 4
+    # Threads load as many numbers of the weight as of x, 8, so that what they multiply is theirs already.
+    word = tl.max_contiguous(tl.arange(0, WORDS)[None, :], [1, 2])
+    rows = weight_ptr.to(tl.pointer_type(tl.int32)) + (row.to(tl.int64) * num_words)[:, None]
+    weight = _load(rows + word, word < num_words, not EVEN)
+    acc = tl.zeros([ROWS, WORDS], tl.float32)
     if GATED:
-        up_rows = rows + size.to(tl.int64) * in_features
-        up = _load(up_rows + column, column < in_features, not EVEN)
-        up_acc = tl.zeros([ROWS, COLUMNS // 8], tl.float32)
+        up_rows = rows + size.to(tl.int64) * num_words
+        up = _load(up_rows + word, word < num_words, not EVEN)
+        up_acc = tl.zeros([ROWS, WORDS], tl.float32)
         up_scale = tl.load(scale_ptr + size + row)
         up_bias = _load_bias(bias_ptr + size + row, BIASED, ROWS)
     scale = tl.load(scale_ptr + row)
     bias = _load_bias(bias_ptr + row, BIASED, ROWS)
     wait(PDL)
     last = (tl.cdiv(in_features, COLUMNS) - 1) * COLUMNS
+    column = tl.arange(0, COLUMNS)[None, :]
     for start in range(0, last, COLUMNS):
         x = tl.load(x_ptr + start + column)
-        after = start + COLUMNS + column
-        weight_after = _load(rows + after, after < in_features, not EVEN)
-        acc += _sums_by_eight(weight, x, ROWS, COLUMNS)
+        after = (start + COLUMNS) // 4 + word
+        weight_after = _load(rows + after, after < num_words, not EVEN)
+        acc += _sums_by_four(weight, x, COLUMNS)
         weight = weight_after
         if GATED:
-            up_after = _load(up_rows + after, after < in_features, not EVEN)
-            up_acc += _sums_by_eight(up, x, ROWS, COLUMNS)
+            up_after = _load(up_rows + after, after < num_words, not EVEN)
+            up_acc += _sums_by_four(up, x, COLUMNS)
             up = up_after
     column += last
     if EVEN:
         x = tl.load(x_ptr + column)
     else:
         x = tl.load(x_ptr + column, mask=column < in_features, other=0.0)
-    y = tl.sum(acc + _sums_by_eight(weight, x, ROWS, COLUMNS), 1) * scale + bias
+    y = tl.sum(acc + _sums_by_four(weight, x, COLUMNS), 1) * scale + bias
     if KIND != "":
         y = apply(y, KIND)
     if GATED:
-        y *= tl.sum(up_acc + _sums_by_eight(up, x, ROWS, COLUMNS), 1) * up_scale + up_bias
+        y *= tl.sum(up_acc + _sums_by_four(up, x, COLUMNS), 1) * up_scale + up_bias
     tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty))
 
 

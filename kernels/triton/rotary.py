@@ -50,7 +50,9 @@ def qk_norm_rope_write(
     block_size, _, head_size = k_cache.shape[1:]
     normed, rotated = q_weight is not None, cos_sin is not None
     if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (qkv.dtype, FP8):
-        raise ValueError(f"the caches must be of {qkv.dtype} or {FP8}, not {k_cache.dtype} and {v_cache.dtype}")
+        raise ValueError(
+            f"the caches must be of {qkv.dtype} or {FP8}, not {k_cache.dtype} and {v_cache.dtype}"
+        )
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or qkv.stride(1) != 1:
         raise ValueError("rows and heads must be contiguous, and the caches must have the same strides")
     if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * head_size:

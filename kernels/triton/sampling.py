@@ -36,13 +36,10 @@ BLOCKS = 16
 """Blocks of one program of a pass over the vocabulary."""
 ALIGNED = 16
 """Numbers of which a row's start and end must be multiples for the widest loads."""
-HISTORY = 1024
-"""Tokens of one program of a pass over a row's tokens."""
 TRAILING_ZEROS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Low bits that are 0 in a number of this type when it is widened to fp32."""
 NOT_SAMPLED = tl.constexpr(-2)
 NOT_FINITE = tl.constexpr(-1)
-IN_PROMPT = tl.constexpr(1 << 30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -70,7 +67,7 @@ def sample(
 
     Raises ValueError for logits whose last dimension is strided.
     """
-    n, vocab = _shape(logits)
+    n, vocab = check_shape(logits)
     if n == 0:
         return
     num_blocks = -(-vocab // WIDTH)
@@ -120,7 +117,7 @@ def sample(
         n * num_blocks,
         PADDED=readable != vocab,
         TRAILING_ZEROS=TRAILING_ZEROS[logits.dtype],
-        NUM_BLOCKS_PAD=_power_of_two(num_blocks),
+        NUM_BLOCKS_PAD=power_of_two(num_blocks),
         BLOCKS=BLOCKS,
         WIDTH=WIDTH,
         PDL=pdl,
@@ -129,97 +126,8 @@ def sample(
     )
 
 
-def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens int32 `[n, 1 + k]`, their log-probabilities fp32 `[n, 1 + k]`, the first one's rank int32 `[n]`).
-
-    logits: `[n, vocab]`, fp32, fp16 or bf16, rows may be strided; token_ids: `[n]`, reported first (token 0 where
-    it is negative), then the k likeliest. All values come from one formula in one kernel, so that those of one token
-    are equal to the last bit wherever it appears. A rank is one more than the number of likelier tokens.
-
-    Raises ValueError for logits whose last dimension is strided.
-    """
-    n, vocab = _shape(logits)
-    k = min(k, vocab)
-    tokens = torch.empty(n, 1 + k, dtype=torch.int32, device=logits.device)
-    values = torch.empty(n, 1 + k, dtype=torch.float32, device=logits.device)
-    rank = torch.empty(n, dtype=torch.int32, device=logits.device)
-    if n == 0:
-        return tokens, values, rank
-    tokens[:, 0] = token_ids.clamp(min=0)
-    if k:
-        tokens[:, 1:] = logits.topk(k, dim=-1).indices
-    num_chunks = -(-vocab // (BLOCKS * WIDTH))
-    sums = torch.empty(2, n, num_chunks, dtype=torch.float32, device=logits.device)
-    likelier = torch.empty(n, num_chunks, dtype=torch.int32, device=logits.device)
-    _log_sums_kernel[(num_chunks, n)](
-        logits,
-        tokens,
-        sums,
-        likelier,
-        logits.stride(0),
-        tokens.stride(0),
-        vocab,
-        n * num_chunks,
-        CHUNK=BLOCKS * WIDTH,
-        num_warps=4,
-    )
-    _logprobs_kernel[(n,)](
-        logits,
-        tokens,
-        sums,
-        likelier,
-        values,
-        rank,
-        logits.stride(0),
-        1 + k,
-        num_chunks,
-        n * num_chunks,
-        WANTED_PAD=_power_of_two(1 + k),
-        NUM_CHUNKS_PAD=_power_of_two(num_chunks),
-        num_warps=1,
-    )
-    return tokens, values, rank
-
-
-def penalize(
-    logits: Tensor, rows: Tensor, lengths: Tensor, floats: Tensor, ints: Tensor, token_ids: Tensor
-) -> None:
-    """Repetition (Keskar et al., 2019) over prompt and output, presence and frequency over the output, in place.
-
-    logits: fp32 `[n, vocab]`, rows may be strided; rows, lengths: int32 `[n]`, which row of the state each is and how
-    many tokens it has; floats: fp32 `[num_rows, 6]`, last repetition, presence and frequency penalty; ints: int64
-    `[num_rows, 3]`, last the number of prompt tokens; token_ids: int32 `[num_rows, max_len]`. Rows whose penalties
-    change nothing, and tokens outside the vocabulary, are passed over.
-
-    Raises ValueError for logits of another type, or with a strided last dimension.
-    """
-    n, vocab = _shape(logits)
-    if logits.dtype != torch.float32:
-        raise ValueError(f"penalties are taken off fp32 logits, not {logits.dtype}")
-    if n == 0:
-        return
-    counts = torch.zeros(n, vocab, dtype=torch.int32, device=logits.device)
-    grid = (-(-token_ids.shape[1] // HISTORY), n)
-    for kernel in (_count_kernel, _penalize_kernel):
-        kernel[grid](
-            logits,
-            counts,
-            rows,
-            lengths,
-            floats,
-            ints,
-            token_ids,
-            logits.stride(0),
-            floats.stride(0),
-            ints.stride(0),
-            token_ids.stride(0),
-            vocab,
-            HISTORY=HISTORY,
-            num_warps=4,
-        )
-
-
-def _shape(logits: Tensor) -> tuple[int, int]:
+def check_shape(logits: Tensor) -> tuple[int, int]:
+    """(n, vocab). Raises ValueError where the last dimension is strided."""
     if logits.stride(1) != 1 and logits.shape[1] > 1:
         raise ValueError("the last dimension of the logits must be contiguous")
     return logits.shape[0], logits.shape[1]
@@ -236,7 +144,7 @@ def _readable(logits: Tensor) -> int:
     return padded if aligned and logits.stride(0) >= padded else vocab
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     """The least power of two from n up."""
     return 1 << (n - 1).bit_length()
 
@@ -683,140 +591,3 @@ def _weigh(
 def _load_masses(mass_ptr, weighed):
     size: tl.constexpr = weighed.shape[0]
     return tl.load(mass_ptr + tl.arange(0, size), mask=weighed, other=0.0)
-
-
-# Log-probabilities
-
-
-@triton.jit(do_not_specialize=["token_stride", "num_sums"])
-def _log_sums_kernel(
-    logits_ptr,
-    token_ptr,
-    sum_ptr,
-    likelier_ptr,
-    logits_stride,
-    token_stride,
-    vocab,
-    num_sums,
-    CHUNK: tl.constexpr,
-):
-    """Greatest logit, sum of weights, and how many logits are above the reported token's, of one chunk of a row."""
-    chunk = tl.program_id(0)
-    entry = tl.program_id(1).to(tl.int64)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    logits_ptr += entry * logits_stride
-    logits = tl.load(logits_ptr + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
-    own = tl.load(logits_ptr + tl.load(token_ptr + entry * token_stride)).to(tl.float32)
-    greatest = tl.maximum(tl.max(logits, 0), -3e38)
-    total = tl.sum(tl.exp2((logits - greatest) * LOG2_E), 0)
-    place = entry * tl.num_programs(0) + chunk
-    tl.store(sum_ptr + place, greatest)
-    tl.store(sum_ptr + num_sums + place, total)
-    tl.store(likelier_ptr + place, tl.sum((logits > own).to(tl.int32), 0))
-
-
-@triton.jit(do_not_specialize=["num_wanted", "num_sums"])
-def _logprobs_kernel(
-    logits_ptr,
-    token_ptr,
-    sum_ptr,
-    likelier_ptr,
-    value_ptr,
-    rank_ptr,
-    logits_stride,
-    num_wanted,
-    num_chunks,
-    num_sums,
-    WANTED_PAD: tl.constexpr,
-    NUM_CHUNKS_PAD: tl.constexpr,
-):
-    """The wanted tokens of one row: (logit - greatest) - log(sum of weights)."""
-    entry = tl.program_id(0).to(tl.int64)
-    chunk = tl.arange(0, NUM_CHUNKS_PAD)
-    place = entry * num_chunks + chunk
-    live = chunk < num_chunks
-    greatest = tl.load(sum_ptr + place, mask=live, other=-float("inf"))
-    sums = tl.load(sum_ptr + num_sums + place, mask=live, other=0.0)
-    likelier = tl.load(likelier_ptr + place, mask=live, other=0)
-    best = tl.max(greatest, 0)
-    log_sum = tl.log(tl.sum(sums * tl.exp2((greatest - best) * LOG2_E), 0))
-    index = tl.arange(0, WANTED_PAD)
-    wanted = index < num_wanted
-    token = tl.load(token_ptr + entry * num_wanted + index, mask=wanted, other=0)
-    logits = tl.load(logits_ptr + entry * logits_stride + token, mask=wanted, other=0.0).to(tl.float32)
-    tl.store(value_ptr + entry * num_wanted + index, (logits - best) - log_sum, mask=wanted)
-    tl.store(rank_ptr + entry, tl.sum(likelier, 0) + 1)
-
-
-# Penalties
-
-
-@triton.jit(do_not_specialize_on_alignment=["row_ptr", "length_ptr"])
-def _count_kernel(
-    logits_ptr,
-    count_ptr,
-    row_ptr,
-    length_ptr,
-    float_ptr,
-    int_ptr,
-    token_ptr,
-    logits_stride,
-    float_stride,
-    int_stride,
-    token_stride,
-    vocab,
-    HISTORY: tl.constexpr,
-):
-    """Counts the output tokens among HISTORY tokens of one row, and marks the prompt's."""
-    entry = tl.program_id(1).to(tl.int64)
-    length = tl.load(length_ptr + entry)
-    position = tl.program_id(0) * HISTORY + tl.arange(0, HISTORY)
-    if tl.program_id(0) * HISTORY >= length:
-        return
-    row = tl.load(row_ptr + entry).to(tl.int64)
-    token = tl.load(token_ptr + row * token_stride + position, mask=position < length, other=-1)
-    known = (token >= 0) & (token < vocab)
-    in_prompt = position < tl.load(int_ptr + row * int_stride + 2)
-    place = count_ptr + entry * vocab + token
-    tl.atomic_add(place, 1, mask=known & (in_prompt == 0), sem="relaxed")
-    tl.atomic_or(place, IN_PROMPT, mask=known & in_prompt, sem="relaxed")
-
-
-@triton.jit(do_not_specialize_on_alignment=["row_ptr", "length_ptr"])
-def _penalize_kernel(
-    logits_ptr,
-    count_ptr,
-    row_ptr,
-    length_ptr,
-    float_ptr,
-    int_ptr,
-    token_ptr,
-    logits_stride,
-    float_stride,
-    int_stride,
-    token_stride,
-    vocab,
-    HISTORY: tl.constexpr,
-):
-    """The same tokens again: who takes a token's count away, once, changes its logit."""
-    entry = tl.program_id(1).to(tl.int64)
-    length = tl.load(length_ptr + entry)
-    position = tl.program_id(0) * HISTORY + tl.arange(0, HISTORY)
-    if tl.program_id(0) * HISTORY >= length:
-        return
-    row = tl.load(row_ptr + entry).to(tl.int64)
-    repetition = tl.load(float_ptr + row * float_stride + 3)
-    presence = tl.load(float_ptr + row * float_stride + 4)
-    frequency = tl.load(float_ptr + row * float_stride + 5)
-    if (repetition == 1) & (presence == 0) & (frequency == 0):
-        return
-    token = tl.load(token_ptr + row * token_stride + position, mask=position < length, other=-1)
-    known = (token >= 0) & (token < vocab)
-    count = tl.atomic_xchg(count_ptr + entry * vocab + token, 0, mask=known, sem="relaxed")
-    mine = known & (count != 0)
-    place = logits_ptr + entry * logits_stride + token
-    logits = tl.load(place, mask=mine, other=0.0)
-    count &= IN_PROMPT - 1
-    logits = tl.where(logits > 0, logits / repetition, logits * repetition)
-    logits -= frequency * count + tl.where(count > 0, presence, 0.0)
-    tl.store(place, logits, mask=mine)

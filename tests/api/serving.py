@@ -87,7 +87,7 @@ class Server(Process):
 
     def children(self, module: str) -> list[psutil.Process]:
         """Its processes that run a module."""
-        return [c for c in psutil.Process(self.popen.pid).children() if module in c.cmdline()]
+        return [c for c in psutil.Process(self.popen.pid).children() if module in command(c)]
 
     @property
     def workers(self) -> list[psutil.Process]:
@@ -140,6 +140,14 @@ def until(condition: Callable[[], object], timeout: float = WAIT) -> object:
         assert time.monotonic() < deadline, f"{condition} did not become true in {timeout} s"
         time.sleep(0.02)
     return value
+
+
+def command(process: psutil.Process) -> list[str]:
+    """How a process was started; nothing when it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def gone(process: psutil.Process) -> bool:

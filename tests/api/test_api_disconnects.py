@@ -6,6 +6,8 @@ import asyncio
 import json
 import socket
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -18,6 +20,21 @@ from tests.api.serving import Server, until
 ENDLESS = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True}
 """A request that runs for many seconds when nobody ends it: longer than `until` waits here."""
 SOON = 5.0
+
+
+@pytest.fixture(scope="module", params=["one process", "two workers"])
+def server(
+    request: pytest.FixtureRequest, server: Server, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """The shared server, and one like it with two API workers."""
+    if request.param == "one process":
+        yield server
+        return
+    flags = ["--served-model-name", "tiny", "--num-gpu-blocks-override", "4096", "--api-workers", "2"]
+    two = Server(str(model), *flags, cwd=tmp_path_factory.mktemp("two"))
+    yield two
+    assert two.http.get("/health").status_code == 200
+    two.stop()
 
 
 def num_running(server: Server) -> float:

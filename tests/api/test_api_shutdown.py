@@ -127,9 +127,11 @@ def test_when_the_server_is_killed_all_its_processes_end(
 ) -> None:
     server = start("--api-workers", str(num_workers))
     clients = put_under_load(server, ENDLESS)
-    others = [server.core, *server.workers]
+    others, sockets = [server.core, *server.workers], Path(server.core.cmdline()[-1])
+    assert sockets.is_dir()
     server.signal(signal.SIGKILL)
     until(lambda: all(gone(process) for process in others))
+    assert not sockets.exists()
     for client in clients:
         client.finish()
         assert client.broken is not None

@@ -121,7 +121,9 @@ def test_metrics_are_the_whole_server_s_whichever_worker_tells_them(
 def test_gauges_are_not_added_up(several: Server, connections: list[httpx.Client]) -> None:
     body = {"prompt": [3] * 64, "max_tokens": ENDLESS, "ignore_eos": True, "stream": True}
     with connections[0].stream("POST", "/v1/completions", json=body) as answer:
-        next(answer.iter_raw())
+        chunks = answer.iter_raw()
+        next(chunks)  # and keeps the connection
+        until(lambda: several.metric("tk:num_requests_running") > 0)
         for client in connections[1:]:
             assert counted(client.get("/metrics").text, "tk:num_requests_running") == 1
     until(several.is_idle)
@@ -147,6 +149,7 @@ def test_the_requests_of_a_worker_that_dies_end_and_another_takes_its_place(
     assert server.metric("tk:generation_tokens_total") >= tokens
     until(lambda: len(set(answering(server))) == 2)
     server.signal(signal.SIGINT)
+    until(lambda: server.http.post("/v1/completions", json={"prompt": [1]}).status_code == 503)
     server.signal(signal.SIGINT)
     assert server.wait() == 0
     assert Counter(c.broken is None for c in clients) == {True: 3, False: 3}

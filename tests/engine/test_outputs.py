@@ -94,6 +94,17 @@ class TestClients:
         assert len(run(core)[0][7]) == 12 - 1
         assert core.scheduler.pool.usage == 0.0
 
+    def test_one_that_leaves_takes_its_sequences_with_it_and_no_others(self):
+        core = make_core()
+        for request in (request_of(0), request_of(0, client=3, n=2), request_of(2, client=3), request_of(5)):
+            core.add(request)
+        core.step()
+        core.leave(3)
+        told = run(core)
+        assert told.keys() == {0}
+        assert [len(tokens) for tokens in told[0].values()] == [12 - 1] * 2
+        assert core.scheduler.pool.usage == 0.0
+
     def test_the_first_has_the_counts_and_all_are_told_who_began(self):
         core = make_core()
         core.add(request_of(0, client=1))

@@ -17,6 +17,7 @@ from toolkit.kernels import reference
 from torch import Tensor
 
 NAN = float("nan")
+FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative, in norm
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -32,6 +33,7 @@ class Case:
     head_size: int = 32
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+    cached: torch.dtype | None = None  # None: dtype
     window: int = 0
     cap: float = 0.0
     seed: int = 0
@@ -73,19 +75,20 @@ def make(case: Case) -> Inputs:
     torch.manual_seed(case.seed)
     blocks_of = [math.ceil(context / case.block_size) for _, context in case.lens]
     num_blocks = sum(blocks_of) + 1
-    cache = torch.full((num_blocks, 2, case.block_size, case.kv_heads, case.head_size), NAN, dtype=case.dtype)
+    cached = case.cached or case.dtype
+    cache = torch.full((num_blocks, 2, case.block_size, case.kv_heads, case.head_size), NAN, dtype=cached)
     numbers = (1 + torch.randperm(num_blocks - 1)).split(blocks_of)  # block 0 belongs to nobody
     table = torch.zeros(len(case.lens), max(blocks_of) + 1, dtype=torch.int32)
     keys, values = [], []
     for request, (queries, context) in enumerate(case.lens):
         table[request, : blocks_of[request]] = numbers[request]
-        kv = torch.randn(2, context, case.kv_heads, case.head_size).to(case.dtype)
+        kv = torch.randn(2, context, case.kv_heads, case.head_size).to(cached)
         first_seen = max(0, context - queries - case.window + 1) if case.window else 0
         for position in range(first_seen, context):
             block = numbers[request][position // case.block_size]
             cache[block, :, position % case.block_size] = kv[:, position]
-        keys.append(kv[0])
-        values.append(kv[1])
+        keys.append(kv[0].to(case.dtype))
+        values.append(kv[1].to(case.dtype))
     counts = torch.tensor([0] + [queries for queries, _ in case.lens])
     width = (case.heads + 2 * case.kv_heads) * case.head_size
     qkv = torch.randn(int(counts.sum()), width).to(case.dtype).to(case.device)
@@ -112,10 +115,20 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 # The reference
 
 
+@pytest.mark.parametrize("cached", [None, FP8], ids=str)
 @pytest.mark.parametrize("window", [0, 1, 4, 100])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
-def test_reference_agrees_with_pytorch_on_unpaged_data(heads: int, kv_heads: int, window: int):
-    case = Case(((1, 9), (3, 20), (6, 6)), heads=heads, kv_heads=kv_heads, block_size=7, window=window)
+def test_reference_agrees_with_pytorch_on_unpaged_data(
+    heads: int, kv_heads: int, window: int, cached: torch.dtype | None
+):
+    case = Case(
+        ((1, 9), (3, 20), (6, 6)),
+        heads=heads,
+        kv_heads=kv_heads,
+        block_size=7,
+        window=window,
+        cached=cached,
+    )
     inputs = make(case)
     expected = []
     for request, (queries, context) in enumerate(case.lens):
@@ -168,6 +181,24 @@ MIXED = ((1, 20), (5, 37), (6, 6), (1, 1))  # a decode, a chunk after a prefix, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_every_head_size_and_dtype(triton_attention, device, dtype, head_size, lens):
     check(triton_attention, Case(lens, dtype=dtype, head_size=head_size), device)
+
+
+@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("head_size", [32, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_caches_in_fp8(triton_attention, device, dtype, head_size, lens):
+    check(triton_attention, Case(lens, dtype=dtype, cached=FP8, head_size=head_size), device)
+    check(
+        triton_attention, Case(lens, dtype=dtype, cached=FP8, head_size=head_size, window=5, cap=2.0), device
+    )
+
+
+def test_fp8_caches_take_queries_that_fp16_cannot_hold(triton_attention, device):
+    case = replace(Case(DECODE, dtype=torch.bfloat16, cached=FP8), device=device)
+    inputs = make(case)
+    inputs.q[0, 0, 0] = 1e30
+    out = triton_attention.paged_attention(*inputs.arguments, **case.bounds, **case.options)
+    assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
@@ -325,6 +356,9 @@ def test_what_the_kernels_cannot_do_is_an_error(triton_attention):
     call = {"max_query_len": 1, "max_seq_len": 64, "scale": 1.0}
     with pytest.raises(ValueError, match="share one dtype"):
         triton_attention.paged_attention(*replace(inputs, q=inputs.q.half()).arguments, **call)
+    half_fp8 = replace(inputs, v_cache=inputs.v_cache.to(FP8))
+    with pytest.raises(ValueError, match="share one dtype"):
+        triton_attention.paged_attention(*half_fp8.arguments, **call)
     with pytest.raises(ValueError, match="evenly"):
         triton_attention.paged_attention(*replace(inputs, q=inputs.q[:, :3]).arguments, **call)
     with pytest.raises(ValueError, match="contiguous"):
@@ -351,17 +385,18 @@ def test_splits_fill_the_gpu_and_no_more(triton_attention, monkeypatch):
 # Writing the cache
 
 
+@pytest.mark.parametrize("cached", [None, FP8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("block_size", "kv_heads", "head_size"), [(16, 2, 32), (7, 3, 80), (1, 1, 256), (4, 8, 160)]
 )
 @pytest.mark.parametrize("layout", ["slots first", "heads first"])
-def test_write_kv_fills_the_named_slots_alone(device, layout, block_size, kv_heads, head_size, dtype):
+def test_write_kv_fills_the_named_slots_alone(device, layout, block_size, kv_heads, head_size, dtype, cached):
     torch.manual_seed(0)
     tokens = 9
     qkv = torch.randn(tokens, 4, kv_heads, head_size, device=device).to(dtype)
     k, v = qkv[:, 1], qkv[:, 2]
-    cache = torch.full((2, 12, block_size, kv_heads, head_size), NAN, dtype=dtype, device=device)
+    cache = torch.full((2, 12, block_size, kv_heads, head_size), NAN, dtype=cached or dtype, device=device)
     if layout == "heads first":
         cache = cache.transpose(2, 3).contiguous().transpose(2, 3)
     slots = torch.randperm(12 * block_size, device=device)[:tokens]
@@ -372,7 +407,8 @@ def test_write_kv_fills_the_named_slots_alone(device, layout, block_size, kv_hea
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
             expected[0, slot], expected[1, slot] = k[token], v[token]
-    torch.testing.assert_close(cache.flatten(1, 2), expected, rtol=0, atol=0, equal_nan=True)
+    expected = expected.to(cache.dtype).float()
+    torch.testing.assert_close(cache.flatten(1, 2).float(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_triton_tests_run_in_a_process_of_their_own_when_they_cannot_here(triton_runs):
@@ -389,6 +425,7 @@ def test_triton_tests_run_in_a_process_of_their_own_when_they_cannot_here(triton
 
 @gpu
 @needs_gpu
+@pytest.mark.parametrize("cached", [None, FP8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "case",
@@ -405,8 +442,8 @@ def test_triton_tests_run_in_a_process_of_their_own_when_they_cannot_here(triton
     ],
     ids=str,
 )
-def test_real_sizes(triton_attention, device, case, dtype):
-    check(triton_attention, replace(case, dtype=dtype), device)
+def test_real_sizes(triton_attention, device, case, dtype, cached):
+    check(triton_attention, replace(case, dtype=dtype, cached=cached), device)
 
 
 @gpu

@@ -13,6 +13,7 @@ from torch import Tensor
 NAN = float("nan")
 EPS = 1e-6
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
@@ -26,6 +27,7 @@ class Case:
     tokens: int = 5
     block_size: int = 4
     dtype: torch.dtype = torch.float32
+    cached: torch.dtype | None = None  # None: dtype
     position_dtype: torch.dtype = torch.int64
     heads_first: bool = False
 
@@ -56,7 +58,8 @@ def make(case: Case, device: torch.device) -> Inputs:
     angles = torch.rand(50, case.rotary_size // 2) * 6
     cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1).to(case.dtype).to(device)
     num_blocks = 2 + -(-case.tokens // case.block_size)
-    cache = torch.full((2, num_blocks, case.block_size, case.kv_heads, case.head_size), NAN, dtype=case.dtype)
+    cache = torch.full((2, num_blocks, case.block_size, case.kv_heads, case.head_size), NAN)
+    cache = cache.to(case.cached or case.dtype)
     if case.heads_first:
         cache = cache.transpose(2, 3).contiguous().transpose(2, 3)
     slots = torch.randperm(num_blocks * case.block_size)[: case.tokens]
@@ -92,6 +95,12 @@ def check(rotary, case: Case, device: torch.device) -> None:
     assert q.shape == (case.tokens, case.heads, case.head_size)
     tolerance = {"rtol": TOLERANCE[case.dtype], "atol": TOLERANCE[case.dtype]}
     torch.testing.assert_close(q, expected_q, **tolerance)
+    assert cache.dtype == (case.cached or case.dtype)
+    cache, expected_cache = cache.float(), expected_cache.float()
+    if case.cached == FP8:
+        # Two ways to the same number may end on two sides of the middle of two e4m3 numbers.
+        assert ((cache != expected_cache) & ~cache.isnan()).float().mean() < 0.02
+        tolerance = {"rtol": 1 / 8, "atol": 2.0**-9}
     torch.testing.assert_close(cache, expected_cache, equal_nan=True, **tolerance)
     torch.testing.assert_close(cache[1], expected_cache[1], equal_nan=True, rtol=0, atol=0)
     torch.testing.assert_close(inputs.qkv, before, rtol=0, atol=0)
@@ -144,6 +153,28 @@ def test_every_layout_of_the_cache(rotary, device, block_size, heads_first):
     check(rotary, Case(block_size=block_size, heads_first=heads_first, normed=True), device)
 
 
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("head_size", "rotary_size"), [(32, 32), (64, 0), (80, 32), (128, 128)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_caches_in_fp8(rotary, device, dtype, head_size, rotary_size, normed):
+    check(
+        rotary,
+        Case(head_size=head_size, rotary_size=rotary_size, normed=normed, dtype=dtype, cached=FP8),
+        device,
+    )
+
+
+def test_what_is_beyond_fp8_becomes_its_greatest_number(rotary, device):
+    inputs = make(Case(dtype=torch.bfloat16, cached=FP8), device)
+    inputs.qkv.mul_(1e4)
+    q, cache = inputs.run(rotary)
+    written = cache.float()[~cache.float().isnan()]
+    assert len(written) == 2 * 2 * 32 * int((inputs.slots >= 0).sum())
+    assert written.abs().max() == 448
+    assert (written.abs() == 448).float().mean() > 0.9
+    assert q.abs().max() > 1e4
+
+
 def test_positions_may_be_int32(rotary, device):
     check(rotary, Case(position_dtype=torch.int32), device)
 
@@ -172,5 +203,7 @@ def test_what_the_kernel_cannot_do_is_an_error(rotary):
     inputs = make(Case(), torch.device("cpu"))
     with pytest.raises(ValueError, match="not 3"):
         replace(inputs, options=inputs.options | {"num_heads": 3}).run(rotary)
+    with pytest.raises(ValueError, match="must be of"):
+        replace(inputs, cache=inputs.cache.half()).run(rotary)
     with pytest.raises(ValueError, match="contiguous"):
         replace(inputs, qkv=inputs.qkv.T.contiguous().T).run(rotary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,9 +43,11 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 def sampling(triton_runs: bool):
     if not triton_runs:
         pytest.skip("Triton was imported without its interpreter: these tests run in a process of their own")
-    from toolkit.kernels.triton import sampling
+    from toolkit.kernels.triton.logprobs import logprobs
+    from toolkit.kernels.triton.penalties import penalize
+    from toolkit.kernels.triton.sampling import sample
 
-    return sampling
+    return SimpleNamespace(sample=sample, logprobs=logprobs, penalize=penalize)
 
 
 @dataclass

@@ -31,6 +31,7 @@ class HTTPServer:
             timeout_keep_alive=KEEP_ALIVE,
             lifespan="off",
             server_header=False,
+            proxy_headers=False,  # nothing here asks who the client is
         )
         self._server = _Server(self._config)
         self._joining: set[asyncio.Task[object]] = set()
@@ -43,6 +44,8 @@ class HTTPServer:
         self._serving = asyncio.create_task(self._server.serve(sockets=list(listeners)))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.005)
+        if self._serving.done():
+            self._serving.result()
 
     def serve(self, connection: socket.socket) -> None:
         """Takes over a connection that somebody else has accepted."""
@@ -57,11 +60,6 @@ class HTTPServer:
         joining = asyncio.ensure_future(loop.connect_accepted_socket(protocol, connection))
         self._joining.add(joining)
         joining.add_done_callback(self._joining.discard)
-
-    @property
-    def ended(self) -> asyncio.Task[None]:
-        """Done when the server is, which it should be after `end` alone."""
-        return self._serving
 
     async def drained(self) -> None:
         """Refuses new work, and waits until all that was accepted is answered."""

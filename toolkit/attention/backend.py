@@ -71,12 +71,15 @@ class HeadTransform:
 class AttentionBackend(abc.ABC):
     """Writes keys and values into the cache and attends over it.
 
-    Caches: [num_blocks, block_size, num_kv_heads, head_size].
+    Caches: [num_blocks, block_size, num_kv_heads, head_size], of the queries' type or FP8 (e4m3): then keys and values
+    are the nearest that there are, the greatest for what is beyond, and products are of the queries' precision.
     """
 
     name: ClassVar[str]
     capturable: ClassVar[bool] = False
     """Whether CUDA graphs of it serve other lengths than those it was captured with."""
+    takes_fp8: ClassVar[bool] = True
+    """Whether the caches may be in FP8."""
 
     @classmethod
     @abc.abstractmethod
@@ -121,7 +124,13 @@ BACKENDS = {
 
 
 def choose_backend(
-    wanted: str, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
+    wanted: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    block_size: int,
+    *,
+    fp8_cache: bool = False,
 ) -> tuple[AttentionBackend, str]:
     """(the backend, why it was chosen). Raises ConfigError when the one asked for does not fit, saying why."""
     reasons: list[str] = []
@@ -129,6 +138,8 @@ def choose_backend(
         module, _, attribute = BACKENDS[name].partition(":")
         backend: type[AttentionBackend] = getattr(import_module(module), attribute)
         problem = backend.unfit(device, dtype, head_size, block_size)
+        if fp8_cache and not backend.takes_fp8:
+            problem = "takes no --kv-cache-dtype fp8"
         if problem is None:
             why = "asked for" if wanted != "auto" else f"the first that fits {device.type}"
             return backend(), "; ".join([why, *reasons])

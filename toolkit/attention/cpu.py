@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionShape, HeadTransform
 from toolkit.attention.heads import split_heads
+from toolkit.kernels import reference
 
 
 @dataclass(slots=True)
@@ -50,8 +51,11 @@ class CPUBackend(AttentionBackend):
         transform: HeadTransform,
     ) -> torch.Tensor:
         query, key, value = split_heads(qkv, batch, shape, transform)
-        k_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, key)
-        v_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, value)
+        if k_cache.dtype == key.dtype:
+            k_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, key)
+            v_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, value)
+        else:
+            reference.write_kv(key, value, k_cache, v_cache, batch.slot_mapping)
         return query
 
     def attend(
@@ -67,8 +71,8 @@ class CPUBackend(AttentionBackend):
         plan = batch.plan.get(shape.sliding_window)
         if plan is None:
             plan = batch.plan[shape.sliding_window] = _plan(batch, k_cache.shape[1], shape.sliding_window)
-        keys = k_cache.flatten(0, 1).index_select(0, plan.slots)
-        values = v_cache.flatten(0, 1).index_select(0, plan.slots)
+        keys = k_cache.flatten(0, 1).index_select(0, plan.slots).to(query.dtype)
+        values = v_cache.flatten(0, 1).index_select(0, plan.slots).to(query.dtype)
         out = torch.empty(query.shape, dtype=query.dtype)
         group = shape.num_heads // shape.num_kv_heads
         for part in plan.parts:

@@ -21,6 +21,7 @@ class FlashBackend(TritonBackend):
     """
 
     name = "flash"
+    takes_fp8 = False
 
     def __init__(self) -> None:
         super().__init__()

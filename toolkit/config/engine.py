@@ -38,6 +38,11 @@ class ModelConfig:
         "auto",
         "auto: safetensors, else PyTorch files read without running code in them. dummy: random weights.",
     )
+    quantization: Literal["fp8"] | None = option(
+        None,
+        "Type that the weights of linear layers are kept in. fp8: half of 16 bits, rounded while the model is loaded. "
+        "Default: the type of the activations.",
+    )
     seed: int = option(0, "Seeds every random choice for which a request names no seed.", minimum=0)
 
     def __post_init__(self) -> None:
@@ -74,6 +79,9 @@ class CacheConfig:
     )
     kv_cache_memory: float | None = option(
         None, "KV cache size in GiB, instead of measuring what is free.", minimum=0.0, maximum=MOST_GIB
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = option(
+        "auto", "Type of the KV cache. auto: the activations'. fp8: half of 16 bits, so twice the tokens."
     )
     num_gpu_blocks_override: int | None = option(
         None, "KV cache size in blocks, whatever memory there is (for tests).", minimum=1

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -158,12 +159,15 @@ def _root_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _end_with_parent() -> None:
-    """Ends the process when the front end's end of our standard input closes, however it died."""
+def _end_with_parent(sockets: str) -> None:
+    """Ends the process when the front end's end of our standard input closes, however it died, and cleans up for
+    it.
+    """
 
     def wait() -> None:
         while os.read(0, 1024):
             pass
+        shutil.rmtree(sockets, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True, name="parent-watch").start()
@@ -173,7 +177,7 @@ def main() -> None:
     # The front end drains on these and then sends Stop; the core must go on until then.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _end_with_parent()
+    _end_with_parent(sys.argv[1])
     CoreProcess(sys.argv[1]).run()
 
 

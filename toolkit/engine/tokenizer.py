@@ -9,62 +9,54 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit.engine.chat_template import ChatTemplates
+from toolkit.engine.tokenizer_files import read_tokenizer
 from toolkit.errors import CheckpointError, InvalidRequestError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_NO_SPACE_BEFORE = re.compile(r"[.?!,]|n't|'(?:m|s|ve|re)")
 
 
 class Tokenizer:
-    """A Transformers tokenizer, with the bytes of each token, so that text can be streamed without decoding
-    it again.
+    """A model's tokenizer and chat template, with the bytes of each token, so that text can be streamed without
+    decoding it again. Ids are those that Transformers gives (`tokenizer_files` says where they are not).
     """
 
     def __init__(self, folder: Path) -> None:
         """Raises CheckpointError when the folder has no tokenizer that can be read."""
-        from transformers import AutoTokenizer
-
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        except Exception as error:  # Transformers raises many kinds; all mean the same here
+            self._files = read_tokenizer(folder)
+        except Exception as error:  # the libraries raise many kinds; all mean the same here
             text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CheckpointError(f"The tokenizer in {folder} cannot be used: {text}") from None
-        added = getattr(self._tokenizer, "added_tokens_decoder", {})
-        self._added: dict[int, str] = {id: token.content for id, token in added.items()}
-        # Llama 3's <|start_header_id|> and others are marked as special and not named as one.
-        self._special = {
-            *self._tokenizer.all_special_ids,
-            *(id for id, token in added.items() if token.special),
-        }
-        self._byte_level = "ByteLevel" in _decoder_kinds(self._tokenizer)
+        self._templates = ChatTemplates(self._files.templates, self._files.special_tokens)
+        self._byte_level = "ByteLevel" in json.dumps(self._files.decoder)
         self._byte_of = _byte_of_character() if self._byte_level else {}
+        self._word_pieces = self._files.decoder if self._files.decoder.get("type") == "WordPiece" else None
         self._all = _Spellings(self._spell)
-        self._visible = _Spellings(lambda id: b"" if id in self._special else self._all[id])
+        self._visible = _Spellings(lambda id: b"" if id in self._files.special_ids else self._all[id])
         self._texts = {skip: _Texts(self.spellings(skip)) for skip in (True, False)}
 
     @property
     def eos_token_id(self) -> int | None:
-        id: int | None = self._tokenizer.eos_token_id
-        return id
+        return self._files.eos_token_id
 
     @property
     def size(self) -> int:
-        return len(self._tokenizer)
+        return self._files.size
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(getattr(self._tokenizer, "chat_template", None))
+        return bool(self._templates)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Raises InvalidRequestError for text that is no Unicode."""
         try:
-            ids: list[int] = self._tokenizer.encode(
-                text, add_special_tokens=add_special_tokens, verbose=False
-            )
-        except UnicodeEncodeError:
+            return self._files.encode(text, add_special_tokens)
+        except (TypeError, UnicodeEncodeError):  # both say that a str could not be taken as UTF-8
             raise InvalidRequestError(
                 "The prompt has half a UTF-16 pair, which is no character.", param="prompt"
             ) from None
-        return ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens, as it would have been streamed."""
@@ -72,7 +64,7 @@ class Tokenizer:
         return stream.add(token_ids) + stream.end()
 
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """The prompt of a conversation, by the model's chat template (run in Transformers' Jinja sandbox).
+        """The prompt of a conversation, by the model's chat template (`ChatTemplates.render` has the options).
 
         Raises InvalidRequestError when there is no template, or when the template refuses the messages.
         """
@@ -85,17 +77,14 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, **{"add_generation_prompt": True, **options}
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            return self._templates.render(messages, **options)
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             raise InvalidRequestError(
                 f"The model's chat template refuses these messages: {error}", param="messages"
             ) from None
-        return text
 
     def is_special(self, token_id: int) -> bool:
-        return token_id in self._special
+        return token_id in self._files.special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to the text, in UTF-8; a part of a character can be a token."""
@@ -117,12 +106,14 @@ class Tokenizer:
             return ""
 
     def _spell(self, token_id: int) -> bytes:
-        added = self._added.get(token_id)
-        if added is not None:
-            return added.encode()
-        if not 0 <= token_id < self.size:
+        text = self._files.added.get(token_id)
+        token = text if text is not None or token_id < 0 else self._files.token(token_id)
+        if token is None:
             return b""  # the model's vocabulary is padded beyond the tokenizer's
-        token: str = self._tokenizer.convert_ids_to_tokens(token_id)
+        if self._word_pieces is not None:
+            return _word_piece(token, self._word_pieces).encode()
+        if text is not None:
+            return text.encode()
         if self._byte_level:
             return bytes(self._byte_of[c] for c in token if c in self._byte_of)
         as_byte = _BYTE_TOKEN.fullmatch(token)
@@ -209,11 +200,15 @@ def eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
     return sorted(set(found))
 
 
-def _decoder_kinds(tokenizer: Any) -> str:
-    """The description of the tokenizer's decoder, in which its kinds can be found by name."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    decoder = getattr(backend, "decoder", None)
-    return "" if decoder is None else bytes(decoder.__getstate__()).decode()
+def _word_piece(token: str, decoder: dict[str, Any]) -> str:
+    """A word begins with a space, and a piece within one with a prefix; `cleanup` takes the space before punctuation
+    and English endings away.
+    """
+    if token.startswith(decoder["prefix"]):
+        return token.removeprefix(decoder["prefix"])
+    if decoder["cleanup"] and _NO_SPACE_BEFORE.match(token):
+        return token
+    return f" {token}"
 
 
 def _byte_of_character() -> dict[str, int]:

@@ -5,7 +5,7 @@ from toolkit.layers.embedding import Embedding
 from toolkit.layers.linear import GatedLinear, Linear, MergedLinear, OutputHead
 from toolkit.layers.norm import LayerNorm, RMSNorm
 from toolkit.layers.rotary import RotaryEmbedding
-from toolkit.layers.weights import Slot, Slots
+from toolkit.layers.weights import QuantizedSlot, Slot, Slots
 
 __all__ = [
     "Embedding",
@@ -14,6 +14,7 @@ __all__ = [
     "Linear",
     "MergedLinear",
     "OutputHead",
+    "QuantizedSlot",
     "RMSNorm",
     "RotaryEmbedding",
     "Slot",

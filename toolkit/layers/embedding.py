@@ -9,11 +9,11 @@ from torch import nn
 from toolkit.layers.weights import Slot, Slots
 
 ALIGNMENT = 64
-"""Rows that a table's number of rows is rounded up to a multiple of."""
+"""On a GPU a table's number of rows is rounded up to a multiple of this."""
 
 
 class Embedding(nn.Module):
-    """Rows of a table [size, hidden], by index. `table` has rows of padding after them (see OutputHead)."""
+    """Rows of a table [size, hidden], by index. `table` may have rows of padding after them (see OutputHead)."""
 
     def __init__(self, size: int, hidden: int) -> None:
         super().__init__()
@@ -33,5 +33,7 @@ class Embedding(nn.Module):
 
 
 def padded_table(size: int, hidden: int) -> torch.Tensor:
-    """A table for `size` rows, not filled."""
-    return torch.empty(-(-size // ALIGNMENT) * ALIGNMENT, hidden)
+    """A table for `size` rows, not filled; with padding on a GPU."""
+    if torch.get_default_device().type == "cuda":
+        size = -(-size // ALIGNMENT) * ALIGNMENT
+    return torch.empty(size, hidden)

@@ -11,7 +11,8 @@ from torch import nn
 from toolkit.layers.activation import FUNCTIONS
 from toolkit.layers.embedding import Embedding, padded_table
 from toolkit.layers.fused import fused
-from toolkit.layers.weights import Slot, Slots
+from toolkit.layers.weights import QuantizedSlot, Slot, Slots
+from toolkit.quantization import fp8, new_weight
 
 PACKED_ROWS = 16
 """Rows of the products that a packed layout is made for; it serves any number."""
@@ -22,6 +23,8 @@ class Linear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    scale: torch.Tensor | None = None
+    """Of each row of the weight, fp32 [out], where it is in FP8 (`toolkit.quantization`)."""
     packed: torch.Tensor | None = None
 
     def __init__(
@@ -29,10 +32,13 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        weight, self.scale = new_weight(out_features, in_features)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is not None:
+            return fp8.linear(x, self.weight, self.scale, self.bias, self.activation)
         kernels = fused(x.device)
         if kernels is None:
             y = self._product(x)
@@ -63,7 +69,18 @@ class Linear(nn.Module):
 
     def slots(self, name: str, *, transpose: bool = False) -> Slots:
         """The layer's tensors under the checkpoint's name for it."""
-        return _slots(name, self.weight, self.bias, transpose=transpose)
+        return self._slots(name, slice(None), transpose=transpose)
+
+    def _slots(self, name: str, rows: slice, *, transpose: bool = False) -> Slots:
+        """The tensors of some rows of the weight."""
+        weight = self.weight[rows]
+        if self.scale is None:
+            slots = {f"{name}.weight": Slot(weight, transpose)}
+        else:
+            slots = {f"{name}.weight": QuantizedSlot(weight, transpose, scale=self.scale[rows])}
+        if self.bias is not None:
+            slots[f"{name}.bias"] = Slot(self.bias[rows])
+        return slots
 
 
 class MergedLinear(Linear):
@@ -78,8 +95,7 @@ class MergedLinear(Linear):
         slots: Slots = {}
         start = 0
         for name, size in zip(names, self.out_features, strict=True):
-            part = slice(start, start + size)
-            slots |= _slots(name, self.weight[part], self.bias[part] if self.bias is not None else None)
+            slots |= self._slots(name, slice(start, start + size))
             start += size
         return slots
 
@@ -97,12 +113,19 @@ class OutputHead(Linear):
             tied.table if tied else nn.Parameter(padded_table(vocab_size, hidden), requires_grad=False)
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] to [n, vocab_size]."""
-        return super().forward(x)[:, : self.vocab_size]
+    def forward(self, x: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
+        """[n, hidden] to [n, vocab_size]; on a GPU a view of `buffer` [n, rows of the weight], where one is given."""
+        kernels = fused(x.device)
+        if buffer is None or kernels is None:
+            logits = super().forward(x)
+        elif kernels.fits(len(x), self.weight):
+            logits = kernels.linear(x, self.weight, out=buffer)
+        else:
+            logits = torch.mm(x, self.weight.T, out=buffer)
+        return logits[:, : self.vocab_size]
 
     def slots(self, name: str, *, transpose: bool = False) -> Slots:
-        return _slots(name, self.weight[: self.vocab_size], None, transpose=transpose)
+        return self._slots(name, slice(self.vocab_size), transpose=transpose)
 
 
 class GatedLinear(MergedLinear):
@@ -113,6 +136,8 @@ class GatedLinear(MergedLinear):
         self.gate = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is not None:
+            return fp8.linear(x, self.weight, self.scale, self.bias, self.gate, gated=True)
         kernels = fused(x.device)
         if kernels is None:
             gate, up = self._product(x).chunk(2, dim=1)
@@ -131,10 +156,3 @@ def can_pack(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
-
-
-def _slots(name: str, weight: torch.Tensor, bias: torch.Tensor | None, *, transpose: bool = False) -> Slots:
-    slots = {f"{name}.weight": Slot(weight, transpose)}
-    if bias is not None:
-        slots[f"{name}.bias"] = Slot(bias)
-    return slots

@@ -1,5 +1,6 @@
-"""What a model's config.json says: its types checked, its old spellings read, and what it leaves out filled in with the
-defaults that Transformers has for that kind of model. Reading it without Transformers saves seconds at every start.
+"""What a model's config.json says: its types checked, its old spellings read, and what it leaves out filled in
+with the defaults that Transformers has for that kind of model. Reading it without Transformers saves seconds at
+every start.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class GPT2Config(ArchitectureConfig, kw_only=True):
     max_position_embeddings: Size | None = None
     num_attention_heads: Size | None = None
     num_hidden_layers: Size | None = None
-    """The names that other kinds have for n_embd, n_positions, n_head and n_layer; where they are given, they count."""
+    """The names that other kinds have for n_embd, n_positions, n_head and n_layer; they win where both are given."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from toolkit.errors import CheckpointError, did_you_mean
-from toolkit.layers import Slot, Slots
+from toolkit.layers import QuantizedSlot, Slot, Slots
 from toolkit.models.config import ArchitectureConfig, parse_config
 from toolkit.models.registry import SUPPORTED, CausalLM, resolve_architecture
 from toolkit.models.safetensors import read_header, read_into
+from toolkit.quantization import fp8, quantized
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PREFIXES = ("transformer.", "model.")
@@ -58,10 +59,16 @@ def choose_dtype(wanted: str, config: ArchitectureConfig, device: torch.device) 
 
 
 def build_model(
-    config: Any, folder: Path, *, device: torch.device, dtype: torch.dtype, max_model_len: int
+    config: Any,
+    folder: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_model_len: int,
+    quantization: str | None = None,
 ) -> CausalLM:
-    """The model with its parameters made and not filled."""
-    with device, _default_dtype(dtype), torch.inference_mode():
+    """The model with its parameters made and not filled; `quantization`: of its linear layers' weights."""
+    with device, _default_dtype(dtype), quantized(quantization), torch.inference_mode():
         model = resolve_architecture(config, str(folder))(config, max_model_len)
     return model.eval()
 
@@ -134,10 +141,14 @@ def fill_dummy(model: CausalLM, seed: int) -> None:
     """Random weights, the same for the same seed on the same kind of device; norms stay as they are."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
+        if parameter.dim() > 1 and parameter.dtype != fp8.DTYPE:
             parameter.normal_(0.0, 0.02, generator=generator)
         elif name.endswith(".bias"):
             parameter.zero_()
+    for slot in model.slots().values():
+        if isinstance(slot, QuantizedSlot):
+            weight = torch.empty(slot.shape, device=slot.target.device)
+            slot.fill(weight.normal_(0.0, 0.02, generator=generator))
 
 
 def _weight_files(folder: Path, stem: str, suffix: str) -> list[Path]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from toolkit.attention import Attention, AttentionBatch
 from toolkit.errors import CheckpointError
-from toolkit.layers import Linear, Slots
+from toolkit.layers import Linear, OutputHead, Slots
 
 SUPPORTED = {
     "GPT2LMHeadModel": "toolkit.models.gpt2:GPT2",
@@ -29,11 +29,11 @@ class CausalLM(nn.Module, abc.ABC):
     """
 
     vocab_size: int
-    lm_head: Linear
+    lm_head: OutputHead
     """hidden to vocab_size; it may share the embedding's weight."""
 
     def __init__(self, config: Any, max_model_len: int) -> None:
-        """`config`: the checkpoint's Transformers config; positions up to `max_model_len` can be run."""
+        """`config`: what config.json says (`toolkit.models.config`); positions up to `max_model_len` can be run."""
         super().__init__()
 
     @staticmethod
@@ -51,9 +51,9 @@ class CausalLM(nn.Module, abc.ABC):
     def slots(self) -> Slots:
         """Where each tensor of a checkpoint goes."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] to [n, vocab_size]."""
-        logits: torch.Tensor = self.lm_head(hidden)
+    def logits(self, hidden: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
+        """[n, hidden] to [n, vocab_size]; on a GPU in `buffer`, where one is given."""
+        logits: torch.Tensor = self.lm_head(hidden, buffer)
         return logits
 
     def pack_weights(self) -> None:

@@ -132,11 +132,16 @@ def read_header(file: Path) -> list[StoredTensor]:
 
 
 def read_into(tensors: Sequence[tuple[StoredTensor, Slot]]) -> None:
-    """Reads each tensor into its slot, of the same shape."""
-    if any(slot.target.is_cuda for _, slot in tensors):
-        read_buffered(tensors, pinned=True)
-    else:
-        read_mapped(tensors)
+    """Reads each tensor into its slot, of the same shape. Raises CheckpointError when that fails."""
+    try:
+        if any(slot.target.is_cuda for _, slot in tensors):
+            read_buffered(tensors, pinned=True)
+        else:
+            read_mapped(tensors)
+    except OSError as error:
+        raise CheckpointError(
+            f"The weights in {tensors[0][0].file.parent} cannot be read: {error}."
+        ) from None
 
 
 def read_mapped(tensors: Sequence[tuple[StoredTensor, Slot]]) -> None:
@@ -159,7 +164,7 @@ def read_buffered(tensors: Sequence[tuple[StoredTensor, Slot]], *, pinned: bool)
     """For a GPU: threads read into a few buffers, pinned so that the device copies from them directly, and this thread
     starts the copies. One thread reads a file that is in memory at a fraction of the speed of the bus.
     """
-    size = max([PIECE, *(tensor.row_bytes for tensor, _ in tensors)])
+    size = max([PIECE, *(tensor.num_bytes if slot.whole else tensor.row_bytes for tensor, slot in tensors)])
     pending: deque[tuple[Future[torch.Tensor], Slot, torch.Tensor]] = deque()
 
     def finish_one() -> torch.Tensor:
@@ -181,7 +186,7 @@ def read_buffered(tensors: Sequence[tuple[StoredTensor, Slot]], *, pinned: bool)
 def _pieces(tensors: Sequence[tuple[StoredTensor, Slot]], size: int) -> Iterator[tuple[_Piece, Slot]]:
     """The tensors in runs of rows of at most `size` bytes, or of one row, with the places of those rows."""
     for tensor, slot in tensors:
-        step = max(1, size // max(1, tensor.row_bytes))
+        step = tensor.shape[0] if slot.whole else max(1, size // max(1, tensor.row_bytes))
         for first in range(0, tensor.shape[0], step):
             count = min(step, tensor.shape[0] - first)
             yield _Piece(tensor, first, count), slot.rows(first, count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,6 @@ class Graph:
 
     shape: StepShape
     graph: torch.cuda.CUDAGraph
-    hidden: torch.Tensor
     logits: torch.Tensor
 
 
@@ -50,11 +50,15 @@ class CudaRunner(ModelRunner):
     def __init__(
         self, model: CausalLM, backend: AttentionBackend, cache: KVCache, state: CudaBatchState
     ) -> None:
-        from toolkit.kernels.triton import sampling
+        from toolkit.kernels.triton.logprobs import logprobs
+        from toolkit.kernels.triton.penalties import penalize
+        from toolkit.kernels.triton.sampling import sample
 
         super().__init__(model, backend, cache, state)
-        self._kernels = sampling
+        self._kernels = SimpleNamespace(sample=sample, logprobs=logprobs, penalize=penalize)
         num_rows = len(state.block_table) - 1
+        head = model.lm_head.weight
+        self._logits = torch.empty(num_rows, head.shape[0], dtype=head.dtype, device=self.device)
         self._sampled = torch.empty(num_rows, dtype=torch.int32, device=self.device)
         self._decode: list[Graph] = []
         """By number of requests, rising; likewise `_mixed`, by number of tokens."""
@@ -63,15 +67,14 @@ class CudaRunner(ModelRunner):
 
     # ---- steps
 
-    def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor, Sampled]:
+    def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor | None, Sampled]:
         graph = self._graph_for(step)
         self.state.send(step)
         if graph is None:
             hidden, logits = self._forward(_exact(step))
-        else:
-            graph.graph.replay()
-            hidden, logits = graph.hidden, graph.logits
-        return hidden, self._sampled_of(step, logits)
+            return hidden, self._sampled_of(step, logits)
+        graph.graph.replay()
+        return None, self._sampled_of(step, graph.logits)
 
     def _forward(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
         """(hidden states, logits [num_reqs, vocab]) of the step that was sent; samples its tokens."""
@@ -80,7 +83,7 @@ class CudaRunner(ModelRunner):
         last = hidden
         if shape.max_query_len > 1:
             last = hidden[(inputs.batch.query_start_loc[1:] - 1).clamp(min=0)]
-        logits = self.model.logits(last)
+        logits = self.model.logits(last, self._logits[: shape.num_reqs])
         self._sample(logits, inputs)
         return hidden, logits
 
@@ -141,10 +144,10 @@ class CudaRunner(ModelRunner):
                 self._forward(shape)  # compiles what is not compiled yet
                 graph = torch.cuda.CUDAGraph()
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
-                hidden, logits = self._forward(shape)
+                logits = self._forward(shape)[1]
                 graph.capture_end()
                 kept = self._decode if shape.max_query_len == 1 else self._mixed
-                bisect.insort(kept, Graph(shape, graph, hidden, logits), key=lambda g: g.shape.num_tokens)
+                bisect.insort(kept, Graph(shape, graph, logits), key=lambda g: g.shape.num_tokens)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
 
@@ -154,7 +157,9 @@ class CudaRunner(ModelRunner):
         decode = total == len(step.rows)
         graphs = self._decode if decode else self._mixed
         at = bisect.bisect_left(graphs, total, key=lambda g: g.shape.num_tokens)
-        if at == len(graphs):
+        if (
+            at == len(graphs) or step.prompt_logprobs
+        ):  # those need the hidden states, which graphs do not keep
             return None
         if not decode:
             if SMALL_MIXED < graphs[at].shape.num_tokens * 0.75 > total:

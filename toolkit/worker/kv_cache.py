@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from toolkit.attention import AttentionBackend
+from toolkit.errors import ConfigError
 from toolkit.models.registry import CausalLM
+from toolkit.quantization import fp8
 
 
 class KVCache:
@@ -26,14 +28,16 @@ class KVCache:
         device: torch.device,
     ) -> None:
         shape = block_shape(model, block_size)
-        self.device = device
-        self.blocks = _zeros((shape[0], 2, num_blocks, *shape[1:]), dtype, device)
-        self.host_blocks = _zeros((shape[0], 2, num_host_blocks, *shape[1:]), dtype, torch.device("cpu"))
+        self.device, self.dtype = device, dtype
+        # FP8 lies here as bytes: not every device copies it by index.
+        stored = torch.uint8 if dtype == fp8.DTYPE else dtype
+        self.blocks = _zeros((shape[0], 2, num_blocks, *shape[1:]), stored, device)
+        self.host_blocks = _zeros((shape[0], 2, num_host_blocks, *shape[1:]), stored, torch.device("cpu"))
 
     def bind(self, model: CausalLM, backend: AttentionBackend) -> None:
         """Gives each attention layer its part."""
         for layer, (keys, values) in zip(model.attention_layers(), self.blocks, strict=True):
-            layer.bind(backend, keys, values)
+            layer.bind(backend, keys.view(self.dtype), values.view(self.dtype))
 
     def copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(block, host block) pairs, device to host, in the order of the device's work."""
@@ -50,6 +54,18 @@ class KVCache:
     def _indices(self, pairs: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         source, target = torch.tensor(pairs, dtype=torch.int64).unbind(1)
         return source, target
+
+
+def choose_cache_dtype(wanted: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The cache's type for activations in `dtype`. Raises ConfigError for fp8 on a GPU without FP8 arithmetic."""
+    if wanted == "auto":
+        return dtype
+    if device.type == "cuda" and not fp8.has_arithmetic(device):
+        raise ConfigError(
+            "--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or later.",
+            param="kv_cache_dtype",
+        )
+    return fp8.DTYPE
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -61,15 +61,17 @@ class ModelRunner:
         if not len(step.rows):
             return PendingOutput(lambda: ModelOutput(step.step, np.empty(0, np.int32)))
         hidden, sampled = self._run(step)
-        prompt_logprobs = self._prompt_logprobs(step, hidden) if step.prompt_logprobs else {}
+        prompt_logprobs = {} if hidden is None else self._prompt_logprobs(step, hidden)
         return self._deliver(step, sampled, prompt_logprobs)
 
     def capture(self, shapes: Sequence[StepShape]) -> None:
         """Makes a CUDA graph of each shape of step; raises RuntimeError where there are none."""
         raise RuntimeError("CUDA graphs need an NVIDIA GPU and Triton")
 
-    def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor, Sampled]:
-        """(hidden states [num_tokens, hidden], what was sampled); the tokens are written into the state, too."""
+    def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor | None, Sampled]:
+        """(hidden states [num_tokens, hidden], what was sampled); the tokens are written into the state, too. The hidden
+        states may be left out of steps without `prompt_logprobs`.
+        """
         token_ids, batch = self.state.inputs(step)
         hidden = self.model(token_ids, batch)
         which = np.flatnonzero(step.samples)

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-SLOTS = 4
-"""Buffers in turn. Two steps may be under way, and the host is filling the next one's."""
+SLOTS = 8
+"""Buffers in turn: up to three for each of two steps, one of which may still wait for its turn on the device."""
 
 
 class Staging:

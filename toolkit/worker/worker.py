@@ -16,12 +16,13 @@ from toolkit.errors import ConfigError, OutOfMemoryError
 from toolkit.layers.fused import fused
 from toolkit.models.loader import build_model, choose_dtype, load_config, load_weights
 from toolkit.models.registry import CausalLM, resolve_architecture
+from toolkit.quantization import require
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.worker import memory
 from toolkit.worker.batch_state import BatchState, StepShape
 from toolkit.worker.info import Report, WorkerInfo
-from toolkit.worker.kv_cache import KVCache, block_bytes
+from toolkit.worker.kv_cache import KVCache, block_bytes, choose_cache_dtype
 from toolkit.worker.model_runner import ModelRunner, PendingOutput
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Worker:
             model_config = load_config(self.folder)
             dtype = choose_dtype(self.config.model.dtype, model_config, device)
             max_model_len = self._max_model_len(model_config)
+            require(self.config.model.quantization, device, dtype)
         model = self._load(model_config, device, dtype, max_model_len, phases)
         with phases("KV cache"):
             self._make_cache(model, device, dtype, max_model_len)
@@ -79,15 +81,22 @@ class Worker:
         max_model_len: int,
         phases: _Phases,
     ) -> CausalLM:
+        def build(device: torch.device, max_model_len: int) -> CausalLM:
+            return build_model(
+                model_config,
+                self.folder,
+                device=device,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                quantization=self.config.model.quantization,
+            )
+
         with phases("weights"):
-            sketch = build_model(
-                model_config, self.folder, device=torch.device("meta"), dtype=dtype, max_model_len=1
-            )
-            self._num_parameters = sum(p.numel() for p in sketch.parameters())
-            memory.require_weights_fit(self._num_parameters * dtype.itemsize, device, dtype)
-            model = build_model(
-                model_config, self.folder, device=device, dtype=dtype, max_model_len=max_model_len
-            )
+            sketch = build(torch.device("meta"), 1)
+            self._num_parameters = sum(slot.target.numel() for slot in sketch.slots().values())
+            self._weight_bytes = sum(p.nbytes for p in sketch.parameters())
+            memory.require_weights_fit(self._weight_bytes, device, dtype)
+            model = build(device, max_model_len)
             load_weights(model, self.folder, self.config.model.load_format, self.config.model.seed)
             if device.type == "cpu":
                 model.pack_weights()
@@ -99,11 +108,17 @@ class Worker:
         config = self.config
         block_size = config.cache.block_size
         num_heads = model.attention_layers()[0].shape
+        cache_dtype = choose_cache_dtype(config.cache.kv_cache_dtype, dtype, device)
         backend, why = choose_backend(
-            config.device.attention_backend, device, dtype, num_heads.head_size, block_size
+            config.device.attention_backend,
+            device,
+            dtype,
+            num_heads.head_size,
+            block_size,
+            fp8_cache=cache_dtype == torch.float8_e4m3fn,
         )
         logger.info("attention backend %s (%s)", backend.name, why)
-        per_block = block_bytes(model, block_size, dtype)
+        per_block = block_bytes(model, block_size, cache_dtype)
         budget = config.scheduler.max_num_batched_tokens or (8192 if device.type == "cuda" else 2048)
         num_rows = config.scheduler.max_num_seqs
 
@@ -113,7 +128,7 @@ class Worker:
                 num_blocks=num_blocks,
                 num_host_blocks=num_host_blocks,
                 block_size=block_size,
-                dtype=dtype,
+                dtype=cache_dtype,
                 device=device,
             )
             if not fused(device):
@@ -192,7 +207,7 @@ class Worker:
             num_host_blocks=num_host_blocks,
             block_size=self.config.cache.block_size,
             num_parameters=self._num_parameters,
-            weight_bytes=self._num_parameters * dtype.itemsize,
+            weight_bytes=self._weight_bytes,
             cache_bytes=num_blocks * per_block,
             async_scheduling=device.type == "cuda" if wanted is None else wanted,
         )

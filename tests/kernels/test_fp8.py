@@ -1,0 +1,238 @@
+"""FP8: the reference against the list of all e4m3 numbers, Triton against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from toolkit.kernels import reference
+from torch import Tensor
+
+NAN = float("nan")
+INFINITY = float("inf")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative, in norm
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.fixture(scope="session")
+def fp8(triton_runs: bool):
+    if not triton_runs:
+        pytest.skip("Triton was imported without its interpreter: these tests run in a process of their own")
+    from toolkit.kernels.triton import fp8
+
+    return fp8
+
+
+def numbers() -> Tensor:
+    """All finite e4m3 numbers in order, by the format's definition: 4 bits of exponent with bias 7, 3 of mantissa."""
+    below = [m / 8 * 2.0**-6 for m in range(8)]
+    normal = [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)]
+    positive = (below + normal)[:-1]  # the last one is NaN
+    return torch.tensor([-x for x in reversed(positive[1:])] + positive, dtype=torch.float64)
+
+
+def nearest(x: Tensor) -> Tensor:
+    """The nearest e4m3 number, of two as near the one whose last bit is 0; beyond all of them the last."""
+    table = numbers()
+    distance = (x.double()[:, None] - table).abs()
+    near = distance == distance.min(1, keepdim=True).values
+    even = (torch.arange(len(table)) - len(table) // 2) % 2 == 0
+    return table[(near * (1 + even.int())).argmax(1)]
+
+
+def values(device: torch.device | str = "cpu") -> Tensor:
+    """Every e4m3 number, every middle of two, and numbers of all sizes within and beyond the range."""
+    torch.manual_seed(0)
+    table = numbers()
+    middles = (table[1:] + table[:-1]) / 2
+    spread = torch.randn(3000) * torch.exp2(torch.linspace(-14, 12, 3000))
+    return torch.cat((table, middles, spread)).float().to(device)
+
+
+def test_the_reference_rounds_to_the_nearest_number_and_saturates():
+    x = values()
+    torch.testing.assert_close(reference.rounded(x, reference.FP8).double(), nearest(x), rtol=0, atol=0)
+    ends = reference.rounded(torch.tensor([INFINITY, -INFINITY, NAN]), reference.FP8).float()
+    torch.testing.assert_close(ends, torch.tensor([448.0, -448.0, NAN]), equal_nan=True)
+
+
+def test_the_reference_scales_each_rows_greatest_to_the_greatest_number():
+    x = torch.tensor([[1.0, -7.0, 3.5], [0.0, 0.0, 0.0], [1e-6, 0.0, 2e-6]])
+    rows, scale = reference.quantize_fp8(x)
+    assert rows[0].tolist() == [64.0, -448.0, 224.0]
+    assert scale[0].item() == 7 / 448
+    assert rows[1].tolist() == [0.0, 0.0, 0.0]
+    torch.testing.assert_close(rows.float() * scale, x)
+
+
+def test_the_reference_product_is_pytorchs_with_the_scaled_weight():
+    torch.manual_seed(0)
+    weight, scale = reference.quantize_fp8(torch.randn(6, 20))
+    x, bias = torch.randn(3, 20), torch.randn(6)
+    wide = weight.float() * scale
+    y = F.linear(x, wide, bias)
+    scale = scale[:, 0]
+    torch.testing.assert_close(reference.linear_fp8(x, weight, scale, bias, "gelu"), F.gelu(y))
+    gate, up = y.chunk(2, dim=1)
+    torch.testing.assert_close(
+        reference.linear_fp8(x, weight, scale, bias, "silu", gated=True), F.silu(gate) * up
+    )
+
+
+# Triton: the same kernels compiled where there is a GPU, interpreted elsewhere
+
+
+def test_the_kernel_rounds_to_the_nearest_number(fp8, device):
+    """The first column makes the scale 1, so that the others are rounded as they are."""
+    x = values(device).clamp(-448, 448)
+    rows, scale = fp8.quantize(torch.stack((torch.full_like(x, 448), x), dim=1))
+    assert (scale == 1).all()
+    torch.testing.assert_close(rows[:, 1].double().cpu(), nearest(x.cpu()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [1, 100, 768, 4096])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantized_rows(fp8, device, dtype, size):
+    torch.manual_seed(0)
+    x = (torch.randn(9, size) * torch.exp2(torch.arange(9) - 6.0)[:, None]).to(dtype).to(device)
+    x[4] = 0
+    rows, scale = fp8.quantize(x)
+    expected_rows, expected_scale = reference.quantize_fp8(x)
+    assert (rows.dtype, scale.shape) == (torch.float8_e4m3fn, (9, 1))
+    torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0)
+    torch.testing.assert_close(rows.float(), expected_rows.float(), rtol=0, atol=0)
+    error = (rows.float() * scale - x.float()).abs()
+    assert (error <= x.float().abs() / 16 + scale / 1024 * 1.001).all()
+
+
+def test_rows_that_are_not_finite_stay_so(fp8, device):
+    x = torch.ones(3, 64, device=device)
+    x[0, 5], x[1, 6] = NAN, INFINITY
+    rows, scale = fp8.quantize(x)
+    if device.type == "cuda":  # the interpreter knows no NaN of this type
+        assert (rows.float() * scale).isfinite().all(1).tolist() == [False, False, True]
+    assert scale.isfinite().flatten().tolist()[1:] == [False, True]
+
+
+def test_no_rows_are_no_work(fp8, device):
+    rows, scale = fp8.quantize(torch.empty(0, 64, device=device))
+    assert (rows.shape, scale.shape) == ((0, 64), (0, 1))
+    weight, scale = reference.quantize_fp8(torch.ones(8, 64, device=device))
+    assert fp8.linear(torch.empty(0, 64, device=device), weight, scale[:, 0]).shape == (0, 8)
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int
+    size: int
+    in_features: int
+    activation: str | None = None
+    gated: bool = False
+    biased: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+def make(case: Case, device: torch.device) -> dict[str, object]:
+    torch.manual_seed(0)
+    rows = case.size * (2 if case.gated else 1)
+    spread = torch.exp2(torch.linspace(-3, 3, rows))[:, None]  # rows of all sizes: their scales matter
+    weight, scale = reference.quantize_fp8(torch.randn(rows, case.in_features) * spread)
+    return {
+        "x": (torch.randn(case.tokens, case.in_features) / case.in_features**0.5).to(case.dtype).to(device),
+        "weight": weight.to(device),
+        "scale": scale[:, 0].contiguous().to(device),
+        "bias": torch.randn(rows).to(case.dtype).to(device) if case.biased else None,
+        "activation": case.activation,
+        "gated": case.gated,
+    }
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    difference = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
+    assert difference < TOLERANCE[actual.dtype]  # NaN fails too
+
+
+def check(fp8, case: Case, device: torch.device) -> None:
+    call = make(case, device)
+    out = torch.full((case.tokens, case.size), NAN, dtype=case.dtype, device=device)
+    assert fp8.linear(**call, out=out) is out
+    assert_close(out, reference.linear_fp8(**call))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 37])
+@pytest.mark.parametrize(("size", "in_features"), [(64, 768), (1040, 1024), (33, 100), (1, 1), (48, 2100)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_of_any_size_and_dtype(fp8, device, dtype, size, in_features, tokens):
+    check(fp8, Case(tokens, size, in_features, dtype=dtype), device)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize("in_features", [256, 1100])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(
+    ("activation", "gated"), [("silu", True), (None, True), ("gelu_tanh", False), ("gelu", False)]
+)
+def test_bias_activation_and_gate(fp8, device, activation, gated, biased, in_features, tokens):
+    check(fp8, Case(tokens, 20, in_features, activation, gated, biased), device)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [1, 2, 12])
+@pytest.mark.parametrize("size", [768, 6000])
+def test_every_tile_that_a_size_leads_to_covers_it(fp8, device, size, tokens, gated):
+    """Few rows keep the interpreter fast."""
+    for in_features in (512, 1040):
+        tile = fp8._tile(tokens, size, in_features, gated)
+        call = make(Case(tokens, 2 * tile.rows + 3, in_features, gated=gated), device)
+        assert_close(fp8.linear(**call, tile=tile), reference.linear_fp8(**call))
+
+
+def test_what_the_kernels_cannot_do_is_an_error(fp8):
+    call = make(Case(2, 16, 32), torch.device("cpu"))
+    with pytest.raises(ValueError, match="must be torch"):
+        fp8.linear(**call | {"weight": call["weight"].float()})
+    with pytest.raises(ValueError, match="contiguous"):
+        fp8.linear(**call | {"x": call["x"].T.contiguous().T})
+    with pytest.raises(ValueError, match="not one of"):
+        fp8.linear(**call | {"activation": "swish"})
+    with pytest.raises(ValueError, match="contiguous"):
+        fp8.quantize(call["x"].T)
+
+
+# Real sizes, compiled
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("tokens", [1, 5, 8, 16, 50])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("size", "in_features", "activation", "gated"),
+    [
+        (6144, 4096, None, False),
+        (4096, 14336, None, False),
+        (14336, 4096, "silu", True),
+        (3072, 768, "gelu_tanh", False),
+        (768, 3072, None, False),
+        (3072, 1024, "silu", True),
+    ],
+)
+def test_products_of_real_sizes(fp8, device, size, in_features, activation, gated, dtype, tokens):
+    check(fp8, Case(tokens, size, in_features, activation, gated, biased=not gated, dtype=dtype), device)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("size", [768, 14336, 28672])
+def test_rows_of_real_sizes(fp8, device, size):
+    x = torch.randn(2000, size, dtype=torch.bfloat16, device=device)
+    rows, scale = fp8.quantize(x)
+    expected_rows, expected_scale = reference.quantize_fp8(x)
+    torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0)
+    torch.testing.assert_close(rows.float(), expected_rows.float(), rtol=0, atol=0)
