@@ -310,8 +310,8 @@ def _load_rows(pointers, live, in_head, MASKED: tl.constexpr, PADDED: tl.constex
 
 @triton.jit
 def _like_cache(q, k_ptr):
-    """Queries in the type that products are of. Hopper turns two e4m3 numbers into fp16 by one instruction, and into
-    bf16 by five.
+    """Queries in the type that products are of. A GPU turns two e4m3 numbers into fp16 by one instruction, and into
+    bf16 by four.
     """
     if k_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
         q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)

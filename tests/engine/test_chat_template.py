@@ -168,11 +168,10 @@ ODD = """  {% for message in messages %}
   {% endfor %}{% set x = [1] + [2] %}{{ x }} {{ x * 2 }} {{ 'a' ~ undefined_thing ~ none ~ true ~ 1.5 }}
 {%- generation -%}{% set inner = 'here' %}{{ inner }}{%- endgeneration -%}{{ inner | default('not there') }}
 {%- for a in [[1, [2, [3]]]] recursive %}{% if a is iterable %}{{ loop(a) }}{% else %}{{ a }}{% endif %}{% endfor %}
-{%- for x in [] %}never{% else %}nothing{% endfor %}{% call(x) wrap() %}<{{ x }}>{% endcall %}
-{%- macro wrap() %}{{ caller(1) ~ caller('&') }}{% endmacro %}{{ documents }} {{ pad_token }} {{ my_token }}
+{%- for x in [] %}never{% else %}nothing{% endfor %}
+{%- macro wrap() %}{{ caller(1) ~ caller('&') }}{% endmacro %}
+{% call(x) wrap() %}<{{ x }}>{% endcall %} {{ documents }} {{ pad_token }} {{ my_token }}
 """
-ODD = ODD.replace("{% call", "{% macro wrap() %}{{ caller(1) ~ caller('&') }}{% endmacro %}{% call", 1)
-
 TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "mistral": MISTRAL, "gemma": GEMMA, "odd": ODD}
 TOOLS = [
     {

@@ -180,7 +180,7 @@ class TestUnusable:
 
 
 def test_the_core_starts_without_transformers(checkpoint):
-    """Importing it takes seconds; the front end does that meanwhile, for the tokenizer."""
+    """Importing it takes seconds."""
     code = (
         "import sys\n"
         "from pathlib import Path\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +12,8 @@ import torch.nn.functional as F
 from toolkit.kernels import reference
 
 from tests.quantization.accuracy import compare
-from toolkit import LLM
-from toolkit.errors import ConfigError
+from toolkit import LLM, SamplingParams
+from toolkit.errors import CheckpointError, ConfigError
 from toolkit.layers import Linear, OutputHead, QuantizedSlot
 from toolkit.models import safetensors
 from toolkit.models.loader import build_model, load_config, load_weights
@@ -84,6 +86,14 @@ def test_dummy_weights_are_quantized_too(checkpoint):
 def test_without_a_gpu_that_computes_in_fp8_it_is_an_error(checkpoint, dtype):
     with pytest.raises(ConfigError, match="needs an NVIDIA GPU of compute capability"):
         LLM(str(checkpoint("gpt2")), device="cpu", dtype=dtype, quantization="fp8")
+
+
+def test_checkpoints_that_are_quantized_already_are_refused(checkpoint, tmp_path):
+    config = json.loads((checkpoint("llama3-gqa") / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"quantized \(compressed-tensors\).*--quantization fp8"):
+        load_config(tmp_path)
 
 
 def test_activations_must_have_16_bits(monkeypatch):
@@ -216,5 +226,11 @@ def test_sizes_that_pytorchs_product_does_not_take_run_on_a_gpu(checkpoint, name
     llm = LLM(
         str(checkpoint(name)), dtype="bfloat16", quantization="fp8", kv_cache_memory=0.05, max_num_seqs=4
     )
-    outputs = llm.generate([{"prompt_token_ids": list(range(50))}] * 3, use_tqdm=False)
-    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) >= 1
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+    for result in llm.generate(
+        [{"prompt_token_ids": list(range(n))} for n in (3, 20, 50)], params, use_tqdm=False
+    ):
+        answer = result.outputs[0]
+        assert len(answer.token_ids) == 8
+        for position, token in zip(answer.logprobs, answer.token_ids, strict=True):
+            assert math.isfinite(position[token].logprob)

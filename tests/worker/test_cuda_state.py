@@ -146,3 +146,43 @@ def test_the_gpu_runner_samples_what_the_plain_runner_does(checkpoint, triton_ru
         assert list(a) == list(b)
         assert next(iter(a.values())).rank == next(iter(b.values())).rank
         assert [x.logprob for x in a.values()] == pytest.approx([x.logprob for x in b.values()], abs=1e-4)
+
+
+def a_step(counts: list[int], computed: list[int], **more) -> SchedulerOutput:
+    n = len(counts)
+    return SchedulerOutput(
+        step=0,
+        rows=np.arange(n, dtype=np.int32),
+        num_tokens=np.array(counts, np.int32),
+        num_computed=np.array(computed, np.int32),
+        samples=np.ones(n, np.bool_),
+        **more,
+    )
+
+
+def test_a_step_takes_the_smallest_graph_that_serves_it():
+    from toolkit.worker.cuda_runner import CudaRunner, Graph, graph_shapes
+
+    runner = CudaRunner.__new__(CudaRunner)
+    graphs = [Graph(shape, None, None) for shape in reversed(graph_shapes(100, 2048, 32768))]
+    runner._decode = [g for g in graphs if g.shape.max_query_len == 1]
+    runner._mixed = [g for g in graphs if g.shape.max_query_len > 1]
+
+    def chosen(*args, **more) -> tuple[int, int] | None:
+        graph = runner._graph_for(a_step(*args, **more))
+        return (graph.shape.num_tokens, graph.shape.max_query_len) if graph else None
+
+    assert chosen([1], [5]) == (1, 1)
+    assert chosen([1] * 3, [20_000] * 3) == (4, 1)
+    assert chosen([1] * 97, [9] * 97) == (100, 1)
+    assert chosen([2], [9]) == (64, 64)
+    assert chosen([300, 1, 1], [0, 8000, 4]) == (512, 512)
+    assert chosen([300, 1], [0, 8192]) is None, "a long context that the captured step would not split"
+    assert chosen([300, 20], [20_000, 9]) == (512, 512), "long prompts are no trouble"
+    assert chosen([1100], [0]) is None, "padding to 1536 would cost more than it gives"
+    assert chosen([1153], [0]) == (1536, 1536)
+    assert chosen([2000], [0], prompt_logprobs=[0]) is None
+    assert chosen([2049], [0]) is None
+    for shape in graph_shapes(100, 2048, 32768):
+        assert shape.num_reqs <= 100
+        assert shape.num_reqs <= shape.num_tokens

@@ -2,7 +2,8 @@
 
 Templates come with checkpoints and are not trusted: they run in Jinja's sandbox, for at most SECONDS, and make at
 most CHARACTERS. The time is looked at in every turn of a loop and every call of a macro, and what grows by joining or
-repeating is measured before it is made, so that the bound holds in the thread that renders, and nothing is left running.
+repeating is measured before it is made, so that the bound holds in the thread that renders, and nothing is left
+running. What a single filter or method makes of its arguments is not measured.
 """
 
 from __future__ import annotations

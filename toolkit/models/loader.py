@@ -34,6 +34,12 @@ def load_config(folder: Path) -> ArchitectureConfig:
             raise ValueError("it holds no object")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / 'config.json'} cannot be read: {error}") from None
+    if quantization := raw.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise CheckpointError(
+            f"The weights in {folder} are quantized ({method}), and tk reads none that are. Take the model they were made "
+            f"from: --quantization fp8 rounds it while it is loaded."
+        )
     if not set(raw.get("architectures") or []) & set(SUPPORTED):
         resolve_architecture(_Named(raw.get("architectures"), raw.get("model_type")), str(folder))
 

@@ -24,7 +24,9 @@ from toolkit.worker.model_runner import ModelRunner, Sampled
 MIXED_TOKENS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 """Padded sizes of captured steps in which prompts and next tokens are mixed."""
 SMALL_MIXED = 512
-"""Up to this many tokens padding costs nothing; beyond, at most a quarter of a captured step may be padding."""
+"""Up to this many tokens padding costs next to nothing."""
+MOSTLY = 0.75
+"""How much of a larger captured step must be tokens for it to be better than a step without a graph."""
 LONGEST_MIXED = 8192
 """Context, in tokens, of a request with one token up to which those are used: they do not split it over programs."""
 
@@ -157,15 +159,15 @@ class CudaRunner(ModelRunner):
         decode = total == len(step.rows)
         graphs = self._decode if decode else self._mixed
         at = bisect.bisect_left(graphs, total, key=lambda g: g.shape.num_tokens)
-        if (
-            at == len(graphs) or step.prompt_logprobs
-        ):  # those need the hidden states, which graphs do not keep
+        if at == len(graphs):
             return None
-        if not decode:
-            if SMALL_MIXED < graphs[at].shape.num_tokens * 0.75 > total:
-                return None
-            if (step.num_computed[step.num_tokens == 1] >= LONGEST_MIXED).any():
-                return None
+        if step.prompt_logprobs:  # these need the hidden states, which graphs do not keep
+            return None
+        padded = graphs[at].shape.num_tokens
+        if not decode and padded > SMALL_MIXED and total < MOSTLY * padded:
+            return None
+        if not decode and (step.num_computed[step.num_tokens == 1] >= LONGEST_MIXED).any():
+            return None
         return graphs[at]
 
 
@@ -175,7 +177,7 @@ def graph_shapes(max_num_seqs: int, max_num_tokens: int, max_model_len: int) -> 
     counts = {n for n in (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)) if n < most} | {min(most, 512)}
     shapes = [StepShape(n, n, 1, max_model_len) for n in counts]
     shapes += [
-        StepShape(tokens, min(tokens, max_num_seqs), tokens, min(max_model_len, LONGEST_MIXED))
+        StepShape(tokens, min(tokens, max_num_seqs), tokens, max_model_len)
         for tokens in MIXED_TOKENS
         if tokens <= max_num_tokens
     ]
