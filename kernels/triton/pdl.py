@@ -1,11 +1,11 @@
 """Programmatic dependent launch: a kernel starts while the one before it still runs (Hopper and later).
 
 A kernel launched with `launch_pdl=True` may start as soon as every program of its predecessor has called
-`release`, or has ended. Until its own `wait` returns, nothing that any earlier kernel of the stream writes
-may be read, and nothing that one reads may be written; what never changes, such as weights, may be fetched.
-The order holds over any number of kernels only because every kernel launched so waits in every program: its
-end then implies the end of all before it. In a CUDA graph this hides the launch, about a microsecond for each
-kernel.
+`release`, or has ended. Until its own `wait` returns, nothing that any earlier kernel of the stream writes may be
+read, and nothing that one reads may be written; what never changes, such as weights, may be fetched. The order
+holds over any number of kernels only because every kernel launched so waits in every program: its end then
+implies the end of all before it. A `wait` stands before loops, never in one: the compiler may move a loop's loads up.
+In a CUDA graph this hides the launch, about a microsecond for each kernel.
 
 Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """

@@ -183,6 +183,8 @@ def test_a_step_takes_the_smallest_graph_that_serves_it():
     assert chosen([1153], [0]) == (1536, 1536)
     assert chosen([2000], [0], prompt_logprobs=[0]) is None
     assert chosen([2049], [0]) is None
+    assert max(s.num_tokens for s in graph_shapes(1, 8192, 1000)) == 1024, "no step is larger"
+    assert max(s.num_tokens for s in graph_shapes(1500, 1400, 1000) if s.max_query_len == 1) == 1400
     for shape in graph_shapes(100, 2048, 32768):
         assert shape.num_reqs <= 100
         assert shape.num_reqs <= shape.num_tokens

@@ -66,6 +66,8 @@ class CudaRunner(ModelRunner):
         """By number of requests, rising; likewise `_mixed`, by number of tokens."""
         self._mixed: list[Graph] = []
         self._pool: Any = None
+        self._side: torch.cuda.Stream | None = None
+        """Where graphs are captured: one stream, since memory that one stream used serves no other."""
 
     # ---- steps
 
@@ -138,7 +140,7 @@ class CudaRunner(ModelRunner):
     def capture(self, shapes: Sequence[StepShape]) -> None:
         """Captures a graph for each shape. The largest comes first: the others then fit into its memory."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
+        side = self._side = self._side or torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for shape in shapes:
@@ -152,6 +154,7 @@ class CudaRunner(ModelRunner):
                 bisect.insort(kept, Graph(shape, graph, logits), key=lambda g: g.shape.num_tokens)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what the steps before the captures took on this stream
 
     def _graph_for(self, step: SchedulerOutput) -> Graph | None:
         """The smallest graph that the step fits into."""
@@ -174,11 +177,14 @@ class CudaRunner(ModelRunner):
 def graph_shapes(max_num_seqs: int, max_num_tokens: int, max_model_len: int) -> list[StepShape]:
     """The steps worth capturing, the largest first: next tokens of any number of requests, and small mixed ones."""
     most = min(max_num_seqs, max_num_tokens)
-    counts = {n for n in (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)) if n < most} | {min(most, 512)}
+    sizes = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(576, most, 64))
+    counts = {n for n in sizes if n < most} | {most}
+    most_tokens = min(max_num_tokens, max_num_seqs * max_model_len)
+    useful = bisect.bisect_left(MIXED_TOKENS, most_tokens) + 1
     shapes = [StepShape(n, n, 1, max_model_len) for n in counts]
     shapes += [
         StepShape(tokens, min(tokens, max_num_seqs), tokens, max_model_len)
-        for tokens in MIXED_TOKENS
+        for tokens in MIXED_TOKENS[:useful]
         if tokens <= max_num_tokens
     ]
     return sorted(shapes, key=lambda s: (s.num_tokens, s.max_query_len), reverse=True)

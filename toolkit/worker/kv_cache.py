@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from toolkit.attention import AttentionBackend
 from toolkit.errors import ConfigError
 from toolkit.models.registry import CausalLM
 from toolkit.quantization import fp8
+
+SWAP_PIECE = 2**26
+"""Bytes that are copied between device and host at once."""
 
 
 class KVCache:
@@ -41,19 +44,22 @@ class KVCache:
 
     def copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(block, host block) pairs, device to host, in the order of the device's work."""
-        if pairs:
-            source, target = self._indices(pairs)
+        for source, target in self._pieces(pairs):
             self.host_blocks[:, :, target] = self.blocks[:, :, source.to(self.device)].cpu()
 
     def copy_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(host block, block) pairs, host to device."""
-        if pairs:
-            source, target = self._indices(pairs)
+        for source, target in self._pieces(pairs):
             self.blocks[:, :, target.to(self.device)] = self.host_blocks[:, :, source].to(self.device)
 
-    def _indices(self, pairs: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        source, target = torch.tensor(pairs, dtype=torch.int64).unbind(1)
-        return source, target
+    def _pieces(self, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(sources, targets) int64, a few at a time: they are gathered on the device, when it is full."""
+        if not pairs:
+            return
+        at_once = max(1, SWAP_PIECE // self.blocks[:, :, 0].nbytes)
+        for some in torch.split(torch.tensor(pairs, dtype=torch.int64), at_once):
+            source, target = some.unbind(1)
+            yield source, target
 
 
 def choose_cache_dtype(wanted: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -101,11 +101,16 @@ def require_one_request_fits(num_blocks: int, block_size: int, max_model_len: in
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether a step failed because memory was full, on the GPU or on the host."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "DefaultCPUAllocator: can't allocate memory" in text or ("CUDA" in text and "out of memory" in text)
     )
 
 
 def is_fatal(error: Exception) -> bool:
     """Whether the device can run no further step: CUDA errors other than full memory stick."""
-    return not is_out_of_memory(error) and "CUDA error" in str(error)
+    return not is_out_of_memory(error) and any(
+        said in str(error) for said in ("CUDA error", "Triton Error [CUDA]")
+    )

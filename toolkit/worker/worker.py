@@ -28,6 +28,12 @@ from toolkit.worker.model_runner import ModelRunner, PendingOutput
 logger = logging.getLogger(__name__)
 
 
+_RANDOM = SamplingParams(temperature=1.0)
+
+SAMPLING_BYTES = 10
+"""For each logit, at most: a copy in fp32, counts of tokens, and a copy in the model's type."""
+
+
 class Worker:
     """Everything on one device."""
 
@@ -147,7 +153,7 @@ class Worker:
 
         room = int(memory.available(device) * memory.CPU_SHARE)
         if device.type == "cuda" and config.cache.num_gpu_blocks_override is None:
-            probe_blocks = num_rows + -(-budget // block_size)
+            probe_blocks = 1  # what lies in the blocks does not matter here
             self.runner = runner(probe_blocks, 0, max_model_len)
             self.info = self._info(
                 model, backend.name, dtype, device, max_model_len, budget, probe_blocks, 0, per_block
@@ -213,13 +219,16 @@ class Worker:
         )
 
     def _measure_peak(self, num_tokens: int) -> int:
-        """Bytes in use at the worst moment of the largest step, those outside PyTorch included."""
+        """Bytes in use at the worst moment of the largest step, those outside PyTorch included, and those of requests with
+        penalties.
+        """
         torch.cuda.reset_peak_memory_stats()
         self._run_largest_step(num_tokens)
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()
-        return int(torch.cuda.max_memory_allocated() + max(0, outside))
+        sampling = self.config.scheduler.max_num_seqs * self.info.vocab_size * SAMPLING_BYTES
+        return int(torch.cuda.max_memory_allocated() + max(0, outside) + sampling)
 
     def _measure_graphs(self) -> int:
         """Bytes that the CUDA graphs will take: the largest with all its activations, of which the others then use the
@@ -237,6 +246,7 @@ class Worker:
         many requests and of one, after contexts long and short (attention splits long ones)."""
         rows = self.config.scheduler.max_num_seqs
         self._run_largest_step(self.info.max_num_batched_tokens)
+        self._run_step(1, 1, params=SamplingParams(temperature=1.0, repetition_penalty=1.1, logprobs=1))
         for num_requests in (min(rows, self.info.max_num_batched_tokens), 1):
             for context in (min(self.info.max_model_len - 1, 1023), 0):
                 self._run_step(num_requests, 1, context)
@@ -246,7 +256,9 @@ class Worker:
         num_requests = min(self.config.scheduler.max_num_seqs, num_tokens)
         self._run_step(num_requests, min(num_tokens // num_requests, self.info.max_model_len))
 
-    def _run_step(self, num_requests: int, each: int, context: int = 0) -> None:
+    def _run_step(
+        self, num_requests: int, each: int, context: int = 0, params: SamplingParams = _RANDOM
+    ) -> None:
         """A step of requests with `each` random tokens after `context` tokens, each sampling one. Its results mean
         nothing."""
         blocks_each = -(-(context + each) // self.info.block_size)
@@ -267,7 +279,7 @@ class Worker:
                     blocks=[
                         i % self.info.num_blocks for i in range(row * blocks_each, (row + 1) * blocks_each)
                     ],
-                    params=SamplingParams(temperature=1.0),
+                    params=params,
                     seed=0,
                     eos_token_ids=[],
                 )

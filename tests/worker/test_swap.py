@@ -1,0 +1,45 @@
+"""Blocks that go to the host and come back are what they were, however many pieces they travel in."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from toolkit import LLM
+from toolkit.worker import kv_cache
+from toolkit.worker.memory import is_fatal, is_out_of_memory
+
+
+@pytest.mark.parametrize("piece", [1, 10_000, 2**26])
+def test_swapped_blocks_come_back_unchanged(checkpoint, monkeypatch, piece):
+    monkeypatch.setattr(kv_cache, "SWAP_PIECE", piece)
+    llm = LLM(
+        str(checkpoint("gpt2")), device="cpu", num_gpu_blocks_override=60, block_size=4, swap_space=0.01
+    )
+    cache = llm._core.executor._worker.runner.cache
+    cache.blocks.copy_(torch.randn_like(cache.blocks))
+    before = cache.blocks.clone()
+    blocks = random.Random(piece).sample(range(60), 30)
+    cache.copy_out(list(zip(blocks, range(30), strict=True)))
+    cache.blocks.zero_()
+    cache.copy_in(list(zip(range(30), reversed(blocks), strict=True)))
+    cache.copy_in([])
+    assert torch.equal(cache.blocks[:, :, list(reversed(blocks))], before[:, :, blocks])
+    assert cache.blocks.abs().sum(dim=(0, 1, 3, 4, 5)).count_nonzero() == 30
+
+
+def test_errors_of_the_driver_are_told_apart_by_their_words():
+    full = [
+        RuntimeError("CUDA error: out of memory"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried"),
+        MemoryError(),
+    ]
+    broken = [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    ]
+    assert all(is_out_of_memory(error) and not is_fatal(error) for error in full)
+    assert all(is_fatal(error) and not is_out_of_memory(error) for error in broken)
+    assert not is_fatal(ValueError("a bad step"))
