@@ -8,6 +8,7 @@ chosen: from the error that Transformers itself makes in that type.
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -131,6 +132,19 @@ def test_memory_is_profiled_and_one_full_request_is_required(checkpoint):
     llm.shutdown()
     with pytest.raises(OutOfMemoryError, match="max-model-len"):
         LLM(folder, kv_cache_memory=1e-5, max_num_seqs=8)
+
+
+def test_cuda_graphs_leave_nearly_all_memory_to_the_cache(checkpoint):
+    """Their memory is counted once, however many there are."""
+    sizes = []
+    for eager in (True, False):
+        llm = LLM(str(checkpoint("gpt2")), gpu_memory_utilization=0.2, max_num_seqs=64, enforce_eager=eager)
+        sizes.append(llm.info.cache_bytes)
+        llm.shutdown()
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+    assert 0 <= sizes[0] - sizes[1] < 2**29
 
 
 def test_a_step_that_runs_out_of_memory_is_done_in_smaller_ones(checkpoint, monkeypatch):

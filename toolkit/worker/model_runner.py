@@ -61,7 +61,10 @@ class ModelRunner:
         if not len(step.rows):
             return PendingOutput(lambda: ModelOutput(step.step, np.empty(0, np.int32)))
         hidden, sampled = self._run(step)
-        prompt_logprobs = {} if hidden is None else self._prompt_logprobs(step, hidden)
+        prompt_logprobs = {}
+        if step.prompt_logprobs:
+            assert hidden is not None, "a step with prompt log-probabilities keeps its hidden states"
+            prompt_logprobs = self._prompt_logprobs(step, hidden)
         return self._deliver(step, sampled, prompt_logprobs)
 
     def capture(self, shapes: Sequence[StepShape]) -> None:
