@@ -184,8 +184,10 @@ def main() -> None:
             seconds = seconds_of(calls)
             share = achieved(num_bytes / seconds, bandwidth, "TB/s")
             print(f"{'layer':8s}{f'{name}, {num_tokens} tokens':44s}{seconds * 1e6:8.1f} us {share}")
-    for num_tokens in (1, 8):
+    for num_tokens in (1, 8, 64):
         for name, rows, columns, gated in PRODUCTS:
+            if num_tokens > linear.FEW_TOKENS and rows > linear.MOST_ROWS:
+                continue
             seconds, by_library = (
                 seconds_of(calls) for calls in product_calls(num_tokens, rows, columns, gated)
             )

@@ -71,6 +71,9 @@ def paged_attention(
     `max_query_len` and `max_seq_len` bound the lengths from above; they shape the launch, not the result. A
     request without queries (padding) is skipped; rows of `out` past the last request are left as they are.
 
+    NOTE: on Hopper the kernels read everything but q and the cache before the kernel ahead of them has ended (see
+    `pdl`): it must be older.
+
     Raises ValueError for dtypes that differ, heads that do not group evenly, a strided last dimension, and
     caches of K and V that are strided differently.
     """
@@ -273,9 +276,11 @@ def _decode_tile(batch: Batch) -> Tile:
 
 
 def _prefill_tile(batch: Batch) -> Tile:
-    """64 rows leave room for two programs on a multiprocessor: one computes while the other waits."""
-    rows = max(64, _power_of_two(batch.group))
+    """Shapes that leave room for two programs on a multiprocessor: one computes while the other waits."""
     row_bytes = batch.head_pad * batch.q.element_size()
+    if row_bytes == 256 and batch.group <= 128:
+        return Tile(128, 32, warps=4, stages=3)
+    rows = max(64, _power_of_two(batch.group))
     return Tile(rows, keys=min(64, max(16, 16384 // row_bytes)), warps=4, stages=3)
 
 
@@ -454,15 +459,15 @@ def _decode_kernel(
     SPLIT: tl.constexpr,
 ):
     """One (KV head, request, split): the heads of the group against their share of the keys."""
-    wait(PDL)
-    release(PDL)
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     token = tl.load(query_start_ptr + request).to(tl.int64)
+    single = tl.load(query_start_ptr + request + 1) - token == 1
     seq_len = tl.load(seq_len_ptr + request)
-    if tl.load(query_start_ptr + request + 1) - token != 1:
-        return
+    table_ptr = _table_of(request, table_ptr, row_ptr, table_stride, INDIRECT)
+    k_ptr += kv_head.to(tl.int64) * kv_stride_head
+    v_ptr += kv_head.to(tl.int64) * kv_stride_head
 
     begin = tl.zeros_like(seq_len)
     if SLIDING:
@@ -472,6 +477,10 @@ def _decode_kernel(
         share = tl.cdiv(tl.cdiv(seq_len - begin, KEYS), splits) * KEYS
         begin += split * share
         end = tl.minimum(end, begin + share)
+    wait(PDL)
+    release(PDL)
+    if not single:
+        return
 
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, HEAD_PAD)
@@ -489,9 +498,9 @@ def _decode_kernel(
         end,
         row,
         tl.zeros([ROWS], tl.int32) + (end - 1),
-        k_ptr + kv_head.to(tl.int64) * kv_stride_head,
-        v_ptr + kv_head.to(tl.int64) * kv_stride_head,
-        _table_of(request, table_ptr, row_ptr, table_stride, INDIRECT),
+        k_ptr,
+        v_ptr,
+        table_ptr,
         kv_stride_block,
         kv_stride_slot,
         inner_scale,
@@ -530,12 +539,13 @@ def _merge_kernel(
     PDL: tl.constexpr,
 ):
     """One (head, request): the parts of its splits, weighted by the softmax of their log-sums."""
-    wait(PDL)
-    release(PDL)
     head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     token = tl.load(query_start_ptr + request).to(tl.int64)
-    if tl.load(query_start_ptr + request + 1) - token != 1:
+    single = tl.load(query_start_ptr + request + 1) - token == 1
+    wait(PDL)
+    release(PDL)
+    if not single:
         return
     split = tl.arange(0, SPLITS_PAD)
     dim = tl.arange(0, HEAD_PAD)

@@ -232,7 +232,7 @@ def _vector_kernel(
     weight = _load(rows + word, word < num_words, not EVEN)
     acc = tl.zeros([ROWS, WORDS], tl.float32)
     if GATED:
-        up_rows = rows + size.to(tl.int64) * num_words
+        up_rows = rows + tl.cast(size, tl.int64) * num_words
         up = _load(up_rows + word, word < num_words, not EVEN)
         up_acc = tl.zeros([ROWS, WORDS], tl.float32)
         up_scale = tl.load(scale_ptr + size + row)
@@ -354,7 +354,7 @@ def _dot_kernel(
     row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), size - 1)
     token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     rows = weight_ptr + row.to(tl.int64) * in_features
-    up_offset = size.to(tl.int64) * in_features
+    up_offset = tl.cast(size, tl.int64) * in_features
     if FETCHED:
         _fetch(rows, in_features, FETCHED)
         if GATED:

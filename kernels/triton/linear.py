@@ -1,10 +1,10 @@
 """Products of few rows with a weight: every decode step is mostly these, and they are bound by reading the
 weight.
 
-Each program reads some rows of the weight from end to end, so no sum is split over programs and results do
-not depend on who comes first. One row of x is multiplied in registers (`_vector_kernel`); more are a tile for
-the tensor cores (`_dot_kernel`). Where it pays, the first columns of the weight are asked for before the
-kernel waits for the one that computes x.
+Each program reads some rows of the weight from end to end. One row of x is multiplied in registers
+(`_vector_kernel`); up to 16 are a tile for the tensor cores (`_dot_kernel`); for more see `matmul`. Where it pays,
+the first columns of the weight are asked for before the kernel waits for the one that computes x. Results do not
+depend on which program comes first.
 """
 
 # mypy: allow-incomplete-defs
@@ -19,11 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import matmul
 from .activation import apply, check_kind
-from .pdl import release, supported, wait
+from .pdl import fetch, release, supported, wait
 
-MAX_TOKENS = 16
-"""Rows of x that a tile of the tensor cores holds."""
+FEW_TOKENS = 16
+"""Rows of x that `_dot_kernel` takes."""
+MAX_TOKENS = matmul.TOKENS
+MOST_ROWS = 32768
+"""Of a weight, for more tokens than FEW_TOKENS: with more, such as an output head's, cuBLAS is as fast."""
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -53,14 +57,14 @@ def linear(
 ) -> Tensor:
     """act(x Wᵀ + b) `[num_tokens, size]`, or act(gate) * up where W holds the rows of gate, then those of up.
 
-    x: `[num_tokens, in]`, num_tokens up to MAX_TOKENS; weight: `[size, in]`, gated: `[2 * size, in]`; bias:
-    as many as the weight's rows. All contiguous. Sums are in fp32, in an order that depends on the shapes
-    alone.
+    x: `[num_tokens, in]`, num_tokens up to MAX_TOKENS, above FEW_TOKENS for `in` a multiple of 128; weight: `[size, in]`,
+    gated: `[2 * size, in]`; bias: as many as the weight's rows. All contiguous. Sums are in fp32, in an order that
+    depends on the shapes alone.
 
     NOTE: on Hopper the kernel reads `weight` before the kernel ahead of it has ended (see `pdl`): that kernel
     must not write the weight.
 
-    Raises ValueError for more tokens, an unknown activation, or tensors that are not contiguous.
+    Raises ValueError for more tokens, other columns, an unknown activation, or tensors that are not contiguous.
     """
     num_tokens, in_features = x.shape
     size = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -68,10 +72,16 @@ def linear(
         check_kind(activation)
     if num_tokens > MAX_TOKENS:
         raise ValueError(f"{num_tokens} rows are more than {MAX_TOKENS}")
+    if num_tokens > FEW_TOKENS and in_features % matmul.COLUMNS:
+        raise ValueError(
+            f"for {num_tokens} rows the columns, {in_features}, must be a multiple of {matmul.COLUMNS}"
+        )
     if not x.is_contiguous() or not weight.is_contiguous():
         raise ValueError("x and the weight must be contiguous")
     if out is None:
         out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
+    if num_tokens > FEW_TOKENS and tile is None:
+        return matmul.matmul(x, weight, bias, activation, gated, out)
     tile = tile or _tile(num_tokens, size, in_features, gated)
     pdl = supported(x.device)
     options = {
@@ -91,18 +101,18 @@ def linear(
         _vector_kernel[grid](*tensors, size, in_features, **options)
     else:
         options |= {"PARTS": tile.parts, "STAGES": tile.stages, "FETCHED": tile.fetched if pdl else 0}
-        _dot_kernel[grid](*tensors, num_tokens, size, in_features, TOKENS=MAX_TOKENS, **options)
+        _dot_kernel[grid](*tensors, num_tokens, size, in_features, TOKENS=FEW_TOKENS, **options)
     return out
 
 
 def fits(num_tokens: int, weight: Tensor) -> bool:
     """Whether `linear` is at least as fast as cuBLAS, as measured on an H200 within chains of kernels."""
-    return (
-        num_tokens <= MAX_TOKENS
-        and weight.dtype in (torch.bfloat16, torch.float16)
-        and weight.shape[1] % 16 == 0
-        and weight.is_contiguous()
-    )
+    if weight.dtype not in (torch.bfloat16, torch.float16) or not weight.is_contiguous():
+        return False
+    rows, columns = weight.shape
+    if num_tokens <= FEW_TOKENS:
+        return columns % 16 == 0
+    return num_tokens <= MAX_TOKENS and columns % matmul.COLUMNS == 0 and rows <= MOST_ROWS
 
 
 def _tile(num_tokens: int, size: int, in_features: int, gated: bool) -> Tile:
@@ -179,7 +189,7 @@ def _vector_kernel(
     weight = _load(rows + column, column < in_features, not EVEN)
     acc = tl.zeros([ROWS, COLUMNS // 8], tl.float32)
     if GATED:
-        up_rows = rows + size.to(tl.int64) * in_features
+        up_rows = rows + tl.cast(size, tl.int64) * in_features
         up = _load(up_rows + column, column < in_features, not EVEN)
         up_acc = tl.zeros([ROWS, COLUMNS // 8], tl.float32)
         up_bias = _load_bias(bias_ptr + size + row, BIASED, ROWS)
@@ -211,16 +221,9 @@ def _vector_kernel(
 
 @triton.jit
 def _fetch(rows, in_features, COLUMNS: tl.constexpr):
-    """Ask for the first columns of rows, at least one element of every 128 bytes, into the L2 cache."""
+    """Ask for the first columns of rows, an element of every 128 bytes."""
     column = tl.minimum(tl.arange(0, COLUMNS // 64) * 64, in_features - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [(rows[:, None] + column[None, :]).to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    fetch(rows[:, None] + column[None, :])
 
 
 @triton.jit
@@ -267,7 +270,7 @@ def _dot_kernel(
     row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), size - 1)
     token = tl.arange(0, TOKENS)
     rows = weight_ptr + row.to(tl.int64) * in_features
-    up_offset = size.to(tl.int64) * in_features
+    up_offset = tl.cast(size, tl.int64) * in_features
     if FETCHED:
         _fetch(rows, in_features, FETCHED)
         if GATED:

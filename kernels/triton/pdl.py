@@ -4,7 +4,9 @@ A kernel launched with `launch_pdl=True` may start as soon as every program of i
 `release`, or has ended. Until its own `wait` returns, nothing that any earlier kernel of the stream writes may be
 read, and nothing that one reads may be written; what never changes, such as weights, may be fetched. The order
 holds over any number of kernels only because every kernel launched so waits in every program: its end then
-implies the end of all before it. A `wait` stands before loops, never in one: the compiler may move a loop's loads up.
+implies the end of all before it. So what was written two kernels ago may be read before `wait` if the kernel ahead
+releases after its own `wait`, and what was written three ago if that is a product, which follows such a kernel. A
+`wait` stands before loops, never in one: the compiler may move a loop's loads up.
 In a CUDA graph this hides the launch, about a microsecond for each kernel.
 
 Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".
@@ -45,3 +47,16 @@ def wait(PDL: tl.constexpr):
     """Until the kernels before this one have ended and their writes are visible."""
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def fetch(pointers):
+    """Ask for the 128 bytes around each address, into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

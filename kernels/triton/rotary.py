@@ -43,6 +43,9 @@ def qk_norm_rope_write(
     its range becomes the greatest number there is; tokens with negative slots are not stored, their queries are
     computed all the same.
 
+    NOTE: on Hopper the kernel reads positions and slots before the kernel ahead of it has ended (see `pdl`): they
+    must be older.
+
     Everything is computed in fp32 and rounded once. Returns `[num_tokens, num_heads, head_size]`: a view of
     `qkv` where there is nothing to compute. Raises ValueError for layouts that the kernel does not know.
     """
@@ -181,10 +184,17 @@ def _qk_norm_rope_write_kernel(
     dim = tl.arange(0, HALF_PAD)
     in_first = dim < HALF
     in_second = in_first & (HALF + dim < HEAD_SIZE)
+    slot = tl.load(slot_ptr + token, mask=live, other=-1)
+    if ROTATED:
+        is_rotated = is_q | is_k
+        position = tl.load(position_ptr + token, mask=is_rotated, other=0).to(tl.int64)
+        angle = cos_sin_ptr + (position * (2 * HALF))[:, None] + dim[None, :]
+        rotates = is_rotated[:, None] & in_first[None, :]
+        cos = tl.load(angle, mask=rotates, other=1.0).to(tl.float32)
+        sin = tl.load(angle + HALF, mask=rotates, other=0.0).to(tl.float32)
     wait(PDL)
     release(PDL)
 
-    slot = tl.load(slot_ptr + token, mask=live, other=-1)
     source = qkv_ptr + (token * qkv_stride + head * HEAD_SIZE)[:, None]
     first = tl.load(source + dim[None, :], mask=live[:, None] & in_first[None, :], other=0.0).to(tl.float32)
     second = tl.load(source + HALF + dim[None, :], mask=live[:, None] & in_second[None, :], other=0.0)
@@ -208,12 +218,6 @@ def _qk_norm_rope_write_kernel(
             weight = _head_weight(q_weight_ptr, k_weight_ptr, rest_dim, in_rest, is_q)
             rest = tl.where(is_normed, rest * scale * weight, rest)
     if ROTATED:
-        is_rotated = is_q | is_k
-        position = tl.load(position_ptr + token, mask=is_rotated, other=0).to(tl.int64)
-        angle = cos_sin_ptr + (position * (2 * HALF))[:, None] + dim[None, :]
-        rotates = is_rotated[:, None] & in_first[None, :]
-        cos = tl.load(angle, mask=rotates, other=1.0).to(tl.float32)
-        sin = tl.load(angle + HALF, mask=rotates, other=0.0).to(tl.float32)
         first, second = first * cos - second * sin, second * cos + first * sin
 
     q_row = (token * Q_HEADS + head) * HEAD_SIZE

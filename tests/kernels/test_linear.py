@@ -79,7 +79,31 @@ def test_sizes_and_dtypes(linears, device, dtype, size, in_features, tokens):
     check(linears, Case(tokens, size, in_features, dtype=dtype), device)
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tokens", [17, 40, 64])
+@pytest.mark.parametrize(("size", "in_features"), [(64, 128), (100, 768), (1, 2048)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_more_rows(linears, device, dtype, size, in_features, tokens):
+    check(linears, Case(tokens, size, in_features, dtype=dtype), device)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3])
+@pytest.mark.parametrize("rows", [16, 32, 64])
+@pytest.mark.parametrize("gated", [True, False])
+def test_programs_that_share_a_tile_add_up(linears, device, gated, rows, splits):
+    """Twice, since the programs of a tile count themselves and must leave the count as they found it."""
+    call = make(Case(20, 70, 640, "silu", gated=gated, biased=True), device)
+    for _ in range(2):
+        out = torch.full((20, 70), NAN, device=device)
+        linears.matmul.matmul(**call, out=out, tile=linears.matmul.Tile(rows, splits, 2))
+        assert_close(out, reference.linear(**call))
+
+
+def test_more_rows_come_in_whole_columns(linears, device):
+    with pytest.raises(ValueError, match="multiple of 128"):
+        linears.linear(**make(Case(17, 8, 100), device))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20])
 @pytest.mark.parametrize("in_features", [256, 1100])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize(
@@ -94,6 +118,8 @@ def test_sizes_and_dtypes(linears, device, dtype, size, in_features, tokens):
     ],
 )
 def test_bias_activation_and_gate(linears, device, activation, gated, biased, in_features, tokens):
+    if tokens > linears.FEW_TOKENS:
+        in_features = -(-in_features // 128) * 128
     check(linears, Case(tokens, 20, in_features, activation, gated, biased), device)
 
 
@@ -138,14 +164,16 @@ def test_fits_knows_what_the_kernel_is_made_for(linears):
     assert linears.fits(linears.MAX_TOKENS, weight)
     assert not linears.fits(linears.MAX_TOKENS + 1, weight)
     assert not linears.fits(1, weight.float())
+    assert linears.fits(16, torch.empty(64, 80, dtype=torch.float16))
+    assert not linears.fits(17, torch.empty(64, 80, dtype=torch.float16))
     assert not linears.fits(1, weight[:, :100])
     assert not linears.fits(1, weight[:, :64])
 
 
 def test_what_the_kernel_cannot_do_is_an_error(linears):
     call = make(Case(2, 8, 64), torch.device("cpu"))
-    with pytest.raises(ValueError, match="more than 16"):
-        linears.linear(torch.ones(17, 64), call["weight"])
+    with pytest.raises(ValueError, match="more than 64"):
+        linears.linear(torch.ones(65, 64), call["weight"])
     with pytest.raises(ValueError, match="'tanh' is not one of"):
         linears.linear(**call | {"activation": "tanh"})
     with pytest.raises(ValueError, match="contiguous"):
@@ -157,7 +185,7 @@ def test_what_the_kernel_cannot_do_is_an_error(linears):
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("tokens", [1, 2, 8, 16])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 17, 64])
 @pytest.mark.parametrize(
     "case",
     [
@@ -178,7 +206,7 @@ def test_real_sizes(linears, device, case, tokens):
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("tokens", [1, 8, 64])
 def test_a_captured_chain_waits_for_what_it_reads(linears, device, tokens):
     """Norms and products one after another in a graph: each starts before the one ahead has ended."""
     from toolkit.kernels.triton.norm import add_rms_norm

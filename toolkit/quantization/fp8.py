@@ -83,19 +83,15 @@ def product(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """(x · x_scale) (W · scale)ᵀ + b in `dtype`. x: FP8 [num_tokens, in]; x_scale: fp32 [num_tokens, 1]."""
-    # Not every GPU's kernel can write fp16.
-    in_bf16 = dtype == torch.bfloat16
+    # Not every GPU's kernel can write fp16, or add a bias for every number of rows.
     y = torch._scaled_mm(
         x,
         weight.T,
         scale_a=x_scale,
         scale_b=scale[None],
-        bias=bias if in_bf16 else None,
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
-    if in_bf16:
-        return y
     return y.to(dtype) if bias is None else torch.add(y, bias).to(dtype)
 
 
