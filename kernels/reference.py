@@ -294,3 +294,15 @@ def penalize(
             logit = logit / repetition if logit > 0 else logit * repetition
             number = output.count(token)
             logits[entry, token] = logit - frequency * number - presence * (number > 0)
+
+
+def mask_logits(logits: Tensor, index: Tensor, masks: Tensor) -> None:
+    """-inf in place where bit t % 32 of word t // 32 is not set, and past the last word, token by token.
+
+    logits: `[n, vocab]`; index: `[m]`, which of them; masks: int32 `[m, words]`.
+    """
+    for entry, words in zip(index.tolist(), masks.tolist(), strict=True):
+        for token in range(logits.shape[1]):
+            word = words[token // 32] if token // 32 < len(words) else 0
+            if not word >> token % 32 & 1:
+                logits[entry, token] = -torch.inf

@@ -9,6 +9,8 @@ ROOT = Path(__file__).parents[1] / "toolkit"
 
 ROOMS = {
     "errors": set(),
+    "logs": set(),
+    "pooling": set(),
     "config": set(),
     "metrics": set(),
     "demo": set(),
@@ -19,7 +21,7 @@ ROOMS = {
     "layers": {"attention", "quantization", "kernels"},
     "models": {"layers", "attention", "quantization", "demo"},
     "worker": {"models", "layers", "attention", "quantization", "sampling", "scheduler", "kernels"},
-    "executor": {"worker", "scheduler"},
+    "executor": {"worker", "scheduler", "sampling"},
     "engine": {"executor", "scheduler", "worker", "models", "sampling"},
     "api": {"engine", "sampling", "worker"},
     "bench": {"engine", "executor", "worker", "scheduler", "sampling", "demo"},
@@ -27,10 +29,10 @@ ROOMS = {
     "top": {"bench"},
     "cli": {"api", "engine", "bench", "chat", "top", "sampling", "models"},
 }
-"""What each room may import of ours, besides the three that everybody may: config, errors, metrics."""
+"""What each room may import of ours, besides what everybody may: config, errors, logs, metrics, pooling."""
 
-EVERYBODY = {"config", "errors", "metrics"}
-LIGHT = {"config", "cli", "errors", "scheduler", "demo"}
+EVERYBODY = {"config", "errors", "logs", "metrics", "pooling"}
+LIGHT = {"config", "pooling", "cli", "errors", "scheduler", "demo"}
 HEAVY = {"torch", "transformers", "textual", "fastapi", "aiohttp", "uvicorn", "tokenizers"}
 
 

@@ -9,9 +9,11 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "EngineConfig",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "ToolkitError",
     "__version__",
 ]
@@ -19,9 +21,11 @@ __all__ = [
 _HOME = {
     "LLM": "toolkit.engine.llm",
     "AsyncLLM": "toolkit.engine.async_llm",
+    "BeamSearchParams": "toolkit.sampling.params",
     "EngineConfig": "toolkit.config",
     "RequestOutput": "toolkit.engine.outputs",
     "SamplingParams": "toolkit.sampling.params",
+    "StructuredOutputsParams": "toolkit.sampling.structured",
     "ToolkitError": "toolkit.errors",
 }
 
@@ -31,7 +35,8 @@ if TYPE_CHECKING:
     from toolkit.engine.llm import LLM
     from toolkit.engine.outputs import RequestOutput
     from toolkit.errors import ToolkitError
-    from toolkit.sampling.params import SamplingParams
+    from toolkit.sampling.params import BeamSearchParams, SamplingParams
+    from toolkit.sampling.structured import StructuredOutputsParams
 
 
 def __getattr__(name: str) -> Any:

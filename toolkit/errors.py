@@ -14,6 +14,8 @@ class ToolkitError(Exception):
 
     status = 500
     type = "internal_error"
+    retry_after: int | None = None
+    """Seconds after which the same request may succeed."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -57,9 +59,10 @@ class OutOfMemoryError(ToolkitError):
 
 
 class ServerUnavailableError(ToolkitError):
-    """The server is draining or its queue is full; the request was not accepted."""
+    """The server is draining or its engine does not work; the request was not carried out."""
 
     status = 503
+    retry_after = 5
     type = "service_unavailable_error"
 
 
@@ -71,6 +74,16 @@ class EngineError(ToolkitError):
 
 class EngineDeadError(EngineError):
     """The engine core's process ended; the message carries the root cause."""
+
+    status = 503
+    retry_after = 5
+
+
+class RequestTimeoutError(EngineError):
+    """The request took longer than the server lets any."""
+
+    status = 504
+    type = "timeout_error"
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:

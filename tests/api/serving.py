@@ -128,7 +128,9 @@ class Server(Process):
     def _await_card(self) -> str:
         def found() -> re.Match[str] | None:
             assert self.popen.poll() is None, f"the server did not start:\n{self.stderr}"
-            return re.search(r"^curl (http://\S+)/v1/.*\n", self.stderr, re.MULTILINE)
+            return re.search(
+                r"^curl (?:--unix-socket \S+ )?(https?://\S+)/v1/.*\n", self.stderr, re.MULTILINE
+            )
 
         return until(found, START_TIMEOUT)[1]
 

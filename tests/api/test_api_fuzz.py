@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import httpx
 from hypothesis import HealthCheck, given, settings
@@ -66,33 +67,82 @@ message = st.fixed_dictionaries(
         "content": st.text(max_size=9) | anything,
     }
 )
-completion = st.fixed_dictionaries(
-    {"prompt": prompts, "max_tokens": small | anything},
-    optional=sampling | {"logprobs": st.integers(0, 100) | anything, "echo": anything, "best_of": anything},
-)
-chat = st.fixed_dictionaries(
-    {"messages": st.lists(message, max_size=3) | anything, "max_tokens": small | anything},
-    optional=sampling
-    | {
-        "logprobs": st.booleans() | anything,
-        "top_logprobs": st.integers(0, 20) | anything,
-        "chat_template_kwargs": anything,
-        "continue_final_message": anything,
-        "max_completion_tokens": small | anything,
-    },
-)
-request = st.tuples(st.just("/v1/completions"), completion | anything) | st.tuples(
-    st.just("/v1/chat/completions"), chat | anything
-)
+messages = st.lists(message, min_size=1, max_size=3) | anything
 
 
-def check(answer: httpx.Response) -> None:
+def body(required: dict[str, Any], optional: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """An object with a few of many options: with all of them nearly none would be right."""
+    some = st.lists(st.sampled_from(sorted(optional)), max_size=4, unique=True)
+    made = some.flatmap(
+        lambda names: st.fixed_dictionaries(required | {name: optional[name] for name in names})
+    )
+    return made | made | made | anything
+
+
+ROUTES = {
+    "/v1/completions": body(
+        {"prompt": prompts, "max_tokens": small},
+        sampling
+        | {
+            "max_tokens": anything,
+            "logprobs": st.integers(0, 100) | anything,
+            "echo": st.booleans() | anything,
+            "best_of": small | anything,
+            "allowed_token_ids": st.lists(st.integers(0, 261), max_size=3) | anything,
+            "bad_words": st.lists(st.text(max_size=3), max_size=3) | anything,
+            "truncate_prompt_tokens": st.integers(-1, 9) | anything,
+            "return_token_ids": st.booleans() | anything,
+            "spaces_between_special_tokens": st.booleans() | anything,
+            "use_beam_search": st.booleans() | anything,
+            "length_penalty": st.floats(-3, 3) | anything,
+        },
+    ),
+    "/v1/chat/completions": body(
+        {"messages": messages, "max_tokens": small},
+        sampling
+        | {
+            "max_tokens": anything,
+            "logprobs": st.booleans() | anything,
+            "top_logprobs": st.integers(0, 20) | anything,
+            "chat_template": st.text(max_size=9) | anything,
+            "chat_template_kwargs": anything,
+            "continue_final_message": anything,
+            "echo": st.booleans() | anything,
+            "max_completion_tokens": small | anything,
+            "return_token_ids": st.booleans() | anything,
+        },
+    ),
+    "/v1/responses": body(
+        {"input": st.text(max_size=9) | messages, "max_output_tokens": small},
+        dict.fromkeys(
+            ("instructions", "temperature", "text", "truncation", "store", "tools", "stream"), anything
+        ),
+    ),
+    "/v1/messages": body(
+        {"messages": messages, "max_tokens": small},
+        dict.fromkeys(("system", "temperature", "top_k", "stop_sequences", "tools", "stream"), anything),
+    ),
+    "/tokenize": body(
+        {"prompt": st.text(max_size=20) | anything}, {"messages": messages, "return_token_strs": anything}
+    ),
+    "/detokenize": body(
+        {"tokens": st.lists(st.integers(0, 261), max_size=9) | anything}, {"model": anything}
+    ),
+}
+request = st.one_of([st.tuples(st.just(path), made) for path, made in ROUTES.items()])
+
+
+def check(path: str, answer: httpx.Response) -> None:
+    of_openai = path in ("/v1/completions", "/v1/chat/completions")
     if answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream"):
-        *events, done, end = answer.content.split(b"\n\n")
-        assert (done, end) == (b"data: [DONE]", b"")
-        assert all("choices" in json.loads(event.removeprefix(b"data: ")) for event in events)
+        *events, end = answer.content.split(b"\n\n")
+        assert end == b""
+        if of_openai:
+            assert events.pop() == b"data: [DONE]"
+        told = [json.loads(event[event.index(b"data: ") + 6 :]) for event in events]
+        assert all("choices" in one if of_openai else "type" in one for one in told)
     elif answer.status_code == 200:
-        assert answer.json()["choices"]
+        assert answer.json()["choices"] if of_openai else answer.json()
     else:
         assert 400 <= answer.status_code < 500, answer.text
         error = answer.json()["error"]
@@ -121,10 +171,10 @@ def test_every_request_is_answered_in_shape(server: Server, reference: Reference
             path, content=content, headers={"Content-Type": "application/json"}, timeout=30
         )
         statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
-        check(answer)
+        check(path, answer)
 
     one()
-    assert statuses[200] >= 20
+    assert statuses[200] >= 40
     assert statuses[400] >= 100
     until(server.is_idle)
     good = {"prompt": "after all that", "max_tokens": 8, "temperature": 0, "ignore_eos": True}

@@ -104,24 +104,6 @@ def test_a_signal_during_start_up_ends_all_processes(
 
 
 @one_process_and_several
-def test_when_the_core_is_killed_every_client_gets_an_error_and_the_server_says_why(
-    start: Callable[..., Server], num_workers: int
-) -> None:
-    server = start("--api-workers", str(num_workers))
-    clients = put_under_load(server, ENDLESS)
-    server.core.kill()
-    for client in clients:
-        client.finish()
-        assert client.broken is None
-        assert "SIGKILL" in client.error
-        assert client.num_tokens is None
-    assert [c.status for c in clients] == [500, 200, 200, 200]
-    assert server.wait() not in (0, None)
-    assert "SIGKILL" in server.stderr.splitlines()[-1]
-    assert "Traceback" not in server.stderr
-
-
-@one_process_and_several
 def test_when_the_server_is_killed_all_its_processes_end(
     start: Callable[..., Server], num_workers: int
 ) -> None:

@@ -19,7 +19,7 @@ import pytest
 from tests import checkpoints
 from tests.api.conftest import CONTEXT, SMALL, SMALL_TOKENS, Reference
 from tests.api.serving import Process, Server, free_port, gone, until
-from toolkit.api.lifecycle import bind
+from toolkit.api.listener import bind
 from toolkit.errors import ConfigError
 
 KEY = "k e'y"
@@ -187,7 +187,9 @@ def test_a_mistake_at_start_is_one_message_and_exit_code_2(
     for part in FAILURES[name].says:
         assert part in message
     told = [
-        line for line in process.lines if not re.match(r" +(config|weights|KV cache) +[\d.]+ s$|INFO ", line)
+        line
+        for line in process.lines
+        if not re.match(r' +(config|weights|KV cache) +[\d.]+ s$|{"time"', line)
     ]
     assert told == [message], "nothing but the phases before it, and no traceback"
 

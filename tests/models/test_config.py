@@ -23,7 +23,11 @@ HEADS = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "bert": "BertModel",
+    "roberta": "RobertaModel",
+    "xlm-roberta": "XLMRobertaForSequenceClassification",
 }
+ENCODERS = ("bert", "roberta", "xlm-roberta")
 READ = {
     "gpt2": (
         "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function",
@@ -39,6 +43,11 @@ READ = {
 READ["mistral"] = (*READ["llama"][:-2], "sliding_window")
 READ["qwen2"] = (*READ["mistral"], "layer_types")
 READ["qwen3"] = (*READ["qwen2"], "attention_bias")
+for kind in ENCODERS:
+    READ[kind] = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
+        "max_position_embeddings", "type_vocab_size", "layer_norm_eps", "pad_token_id", "is_decoder", "num_labels",
+    )  # fmt: skip
 """By kind: what the models read, besides the size of a head, which need not be an attribute."""
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
@@ -91,6 +100,15 @@ WINDOWS: list[dict] = [
     {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0, "num_hidden_layers": 5},
     {"use_sliding_window": True, "num_hidden_layers": 40},
 ]
+ENCODER: list[dict] = [
+    {},
+    {"hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 99, "num_hidden_layers": 3, "vocab_size": 300},
+    {"max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 3, "layer_norm_eps": 1e-5, "hidden_act": "relu"},
+    {"is_decoder": True},
+    {"id2label": {"0": "LABEL_0"}},
+    {"id2label": {"0": "a", "1": "b", "2": "c"}},
+    {"num_labels": 5},
+]  # fmt: skip
 LAYER_TYPES: list[dict] = [
     {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     {"num_hidden_layers": 2, "layer_types": ["attention", "full_attention"], "use_sliding_window": True},
@@ -110,6 +128,7 @@ VARIANTS: list[tuple[str, dict]] = [
     ),
     *(("mistral", keys) for keys in WINDOWS[:2]),
     *((kind, keys) for kind in ("qwen2", "qwen3") for keys in WINDOWS + LAYER_TYPES),
+    *((kind, keys) for kind in ENCODERS for keys in ENCODER),
     ("mistral", LAYER_TYPES[0] | {"sliding_window": 128}),
     *((kind, keys) for kind in HEADS for keys in DTYPES),
 ]
@@ -123,7 +142,7 @@ def write(folder: Path, kind: str, keys: dict) -> Path:
 
 def same(folder: Path, kind: str) -> None:
     ours, theirs = load_config(folder), AutoConfig.from_pretrained(folder)
-    if kind != "gpt2":
+    if kind not in ("gpt2", *ENCODERS):
         theirs.standardize_rope_params()  # what its own scalings do before they read them
         size = theirs.hidden_size // theirs.num_attention_heads
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or size)

@@ -34,9 +34,7 @@ def test_logits_equal_transformers(case, monkeypatch):
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
         expected = checkpoints.logits(model, prompt)
-        ours = torch.cat(
-            [*seen[1:], seen[0]]
-        )  # the last position is sampled first, then come the prompt's others
+        ours = torch.cat(seen)  # the prompt's positions in order; the last is the one that is sampled
         assert ours.shape == expected.shape
         assert (ours - expected).norm() / expected.norm() < 1e-4
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))

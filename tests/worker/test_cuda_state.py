@@ -112,6 +112,11 @@ PARAMS = {
     "log-probabilities": {"temperature": 0.0, "logprobs": 3},
     "penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
     "biases": {"temperature": 0.0, "logit_bias": {5: 4.0, 9: -3.0}},
+    "forbidden": {
+        "temperature": 0.0,
+        "allowed_token_ids": [3, 8, 70],
+        "bad_words_token_ids": [[3, 3], [8, 8], [70, 70]],
+    },
     "seeded": {"temperature": 0.8, "seed": 11},
     "seeded top-k": {"temperature": 0.8, "seed": 12, "top_k": 5},
 }
@@ -123,7 +128,7 @@ def test_the_gpu_runner_samples_what_the_plain_runner_does(checkpoint, triton_ru
     if not triton_runs:
         pytest.skip("Triton was imported without its interpreter")
     rng = random.Random(name)
-    prompts = [[rng.randrange(90) for _ in range(n)] for n in (3, 17, 30, 1, 8, 21)]
+    prompts = [[rng.randrange(90) for _ in range(n)] for n in (3, 17, 30, 1, 8, 21, 12)]
     params = [SamplingParams(max_tokens=6, ignore_eos=True, **p) for p in PARAMS.values()]
 
     def answers() -> list:

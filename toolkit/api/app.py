@@ -8,13 +8,25 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from toolkit import __version__
-from toolkit.api import chat, completions, models
+from toolkit.api import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    messages,
+    models,
+    operation,
+    responses,
+    score,
+    tokens,
+)
+from toolkit.api.docs import describe
 from toolkit.api.errors import error_response, validation_error
 from toolkit.api.gate import Gate
 from toolkit.api.service import Service
 from toolkit.api.streaming import ClientDisconnectedError
+from toolkit.api.tracing import Tracer
 from toolkit.errors import ToolkitError
-from toolkit.metrics import HTTPMetrics
 
 
 class RouteError(ToolkitError):
@@ -23,14 +35,17 @@ class RouteError(ToolkitError):
     type = "invalid_request_error"
 
 
-def make_app(service: Service, api_key: str | None = None) -> Gate:
+def make_app(service: Service, tracer: Tracer | None = None) -> Gate:
     """The server's application: the routes behind the gate."""
     app = FastAPI(
         title="tk", version=__version__, summary="An OpenAI-compatible server over tk's own engine."
     )
     app.state.service = service
-    for module in (completions, chat, models):
+    for module in (
+        completions, chat, responses, messages, embeddings, score, tokens, models, health, operation,
+    ):  # fmt: skip
         app.include_router(module.router)
+    describe(app)
 
     @app.exception_handler(ToolkitError)
     async def mistake(request: Request, error: ToolkitError) -> Response:
@@ -58,4 +73,5 @@ def make_app(service: Service, api_key: str | None = None) -> Gate:
     async def bug(request: Request, error: Exception) -> Response:
         return error_response(error)  # and Starlette raises it again, for the gate to log
 
-    return Gate(app, api_key, HTTPMetrics(service.engine.metrics.registry))
+    gate = app.state.gate = Gate(app, service, tracer)
+    return gate

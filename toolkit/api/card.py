@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import socket
 import sys
 
 from toolkit import __version__
@@ -9,24 +11,30 @@ from toolkit.api.front import Served
 from toolkit.config import ServerConfig
 
 
-def ready_card(served: Served, name: str, host: str, port: int, config: ServerConfig, seconds: float) -> None:
+def ready_card(
+    served: Served, name: str, listener: socket.socket, config: ServerConfig, seconds: float
+) -> None:
     """Prints it on stderr: model, device, KV capacity, URL, and a curl line that works."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.table import Table
 
     info = served.info
-    shown_host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url = f"http://{shown_host}:{port}"
-    capacity = info.num_blocks * info.block_size
+    url = _url(listener, config)
     table = Table.grid(padding=(0, 2))
     table.add_row("model", f"{name} ({_count(info.num_parameters)} parameters, {info.dtype})")
     table.add_row("device", f"{info.device}, attention: {info.attention_backend}")
-    table.add_row(
-        "KV cache",
-        f"{capacity:,} tokens: {capacity / info.max_model_len:.1f} requests of the full {info.max_model_len:,}",
-    )
+    if info.chunks_prompts:
+        capacity = info.num_blocks * info.block_size
+        table.add_row(
+            "KV cache",
+            f"{capacity:,} tokens: {capacity / info.max_model_len:.1f} requests of the full {info.max_model_len:,}",
+        )
+    if info.pooling is not None:
+        table.add_row("answers", f"{', '.join(info.tasks)}: texts of up to {info.max_model_len:,} tokens")
     table.add_row("URL", f"[bold]{url}[/]  (OpenAI API at {url}/v1, docs at {url}/docs)")
+    if config.uds is not None:
+        table.add_row("socket", config.uds)
     console = Console(stderr=True, highlight=False)
     console.print(
         Panel(table, title=f"tk {__version__} ready in {seconds:.1f} s", title_align="left", expand=False)
@@ -34,16 +42,31 @@ def ready_card(served: Served, name: str, host: str, port: int, config: ServerCo
     print(f"Try:\n{_curl(served, url, config)}", file=sys.stderr, flush=True)
 
 
+def _url(listener: socket.socket, config: ServerConfig) -> str:
+    scheme = "http" if config.ssl_certfile is None else "https"
+    if config.uds is not None:
+        return f"{scheme}://localhost"
+    host, port = listener.getsockname()[:2]
+    shown_host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"{scheme}://{shown_host}:{port}"
+
+
 def _curl(served: Served, url: str, config: ServerConfig) -> str:
     """A line to paste, without line breaks of its own."""
     key = " -H 'Authorization: Bearer '\"$TK_API_KEY\"" if config.api_key else ""
-    if served.has_chat_template:
+    task = None if served.info.generates or served.info.pooling is None else served.info.pooling.task
+    if task == "embed":
+        path, body = "embeddings", '{"input": "The sea is calm."}'
+    elif task == "score":
+        path, body = "score", '{"text_1": "What is the sea like?", "text_2": "The sea is calm."}'
+    elif served.has_chat_template:
         path, body = "chat/completions", '{"messages": [{"role": "user", "content": "What is a KV cache?"}]}'
     elif served.has_tokenizer:
         path, body = "completions", '{"prompt": "The sea is", "max_tokens": 32}'
     else:
         path, body = "completions", '{"prompt": [1, 2, 3], "max_tokens": 32}'
-    return f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{body}'"
+    reach = f"--unix-socket {shlex.quote(config.uds)} " if config.uds is not None else ""
+    return f"curl {reach}{url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{body}'"
 
 
 def _count(number: int) -> str:

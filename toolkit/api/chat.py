@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -11,6 +10,9 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from toolkit.api.answers import AnswerPlan
+from toolkit.api.docs import answers
+from toolkit.api.fields import Route
 from toolkit.api.schemas import (
     AssistantMessage,
     ChatChoice,
@@ -23,76 +25,87 @@ from toolkit.api.schemas import (
     TokenLogprob,
     TopLogprob,
 )
-from toolkit.api.service import Group, Service, prompt_logprobs_json, start
+from toolkit.api.service import Group, prompt_logprobs_json, service_for
 from toolkit.api.streaming import DONE, HOLE, EventStream, EventTemplate, event, while_connected
+from toolkit.api.talk import begin
 from toolkit.engine.outputs import PositionLogprobs
 from toolkit.engine.tokenizer import Tokenizer
 
-router = APIRouter(tags=["OpenAI"])
-LONG_CONVERSATION = 20_000
-"""Characters above which a conversation is rendered and tokenized in a thread."""
+router = APIRouter(tags=["OpenAI"], route_class=Route)
+_NOTHING = ChatDelta()
 
 
-@router.post("/v1/chat/completions", response_model=None)
+@router.post("/v1/chat/completions", response_model=None, responses=answers(ChatCompletion, stream=True))
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answers a conversation."""
-    service: Service = request.app.state.service
-    service.check_model(body.model)
-    params = body.params(service.engine.default_sampling)
-    messages, options = body.conversation(), body.template_options()
-    if sum(len(m["content"]) for m in messages) > LONG_CONVERSATION:
-        prompt = await asyncio.to_thread(lambda: service.engine.chat_prompt(messages, **options))
-    else:
-        prompt = service.engine.chat_prompt(messages, **options)
+    service = service_for(request, body)
     request_id = f"chatcmpl-{request.state.request_id}"
-    group = await start(service, [prompt], params, request_id=request_id, priority=body.priority)
+    talk = await begin(service, body, request_id)
+    group, tokenizer, plan, top = talk.group, talk.tokenizer, talk.plan, talk.params.logprobs or 0
     head = {"id": request_id, "created": int(time.time()), "model": service.model_name}
-    tokenizer = service.engine.tokenizer
-    assert tokenizer is not None, "without a tokenizer there is no chat prompt"
     if body.stream:
-        usage = body.stream_options is not None and body.stream_options.include_usage
         head["object"] = "chat.completion.chunk"
-        return EventStream(_events(group, head, tokenizer, params.logprobs or 0, usage), group.close)
+        events = _events(group, head, tokenizer, top, body, plan)
+        return EventStream(events, group.close, service.config.sse_keep_alive)
     try:
         head["object"] = "chat.completion"
-        done = await while_connected(request, _collect(group, head, tokenizer, params.logprobs or 0))
+        done = await while_connected(request, _collect(group, head, tokenizer, top, body, plan))
     finally:
         group.close()
     return Response(msgspec.json.encode(done), media_type="application/json")
 
 
 async def _events(
-    group: Group, head: dict[str, Any], tokenizer: Tokenizer, top: int, include_usage: bool
+    group: Group, head: dict[str, Any], tokenizer: Tokenizer, top: int, body: ChatRequest, plan: AnswerPlan
 ) -> AsyncGenerator[bytes, None]:
-    usage = None if include_usage else msgspec.UNSET
+    usage = None if body.tells_usage else msgspec.UNSET
+    keeps_telling = body.keeps_telling_usage
 
     def chunk(choice: ChatChunkChoice) -> ChatChunk:
-        return ChatChunk(**head, choices=[choice], usage=usage)
+        return ChatChunk(**head, choices=[choice], usage=group.usage() if keeps_telling else usage)
 
     plain = [EventTemplate(chunk(ChatChunkChoice(i, ChatDelta(content=HOLE)))) for i in range(group.n)]
-    yield b"".join(event(chunk(ChatChunkChoice(i, ChatDelta("assistant", "")))) for i in range(group.n))
+    special = body.return_token_ids or keeps_telling
+    parsers = [plan.parser() for _ in range(group.n)] if plan.splits else None
+    begin = [chunk(ChatChunkChoice(i, ChatDelta("assistant", ""))) for i in range(group.n)]
+    if body.return_token_ids:
+        begin[0].prompt_token_ids = group.streams[0].state.prompt_token_ids
+    yield b"".join(map(event, begin))
+    if body.echoed:
+        yield b"".join(plain[i].event(body.echoed) for i in range(group.n))
     async for index, delta in group.deltas():
-        if delta.logprobs:
-            part = ChatChunkChoice(index, ChatDelta(content=delta.text))
-            part.logprobs = ChatLogprobs([_logprob(p, tokenizer, top) for p in delta.logprobs])
+        told, reason = _NOTHING, delta.finish_reason
+        if parsers is not None:
+            told = parsers[index].add(delta.text, ended=reason is not None)
+            reason = None if reason is None else parsers[index].finish_reason(reason)
+        if delta.logprobs or (special and delta.token_ids) or told != _NOTHING:
+            part = ChatChunkChoice(index, ChatDelta(content=delta.text) if parsers is None else told)
+            if delta.logprobs:
+                part.logprobs = ChatLogprobs([_logprob(p, tokenizer, top) for p in delta.logprobs])
+            if body.return_token_ids:
+                part.token_ids = delta.token_ids
             yield event(chunk(part))
-        elif delta.text:
+        elif delta.text and parsers is None:
             yield plain[index].event(delta.text)
-        if delta.finish_reason is not None:
-            yield event(chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=delta.finish_reason)))
-    if include_usage:
+        if reason is not None:
+            yield event(chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=reason)))
+    if body.tells_usage:
         yield event(ChatChunk(**head, choices=[], usage=group.usage())) + DONE
     else:
         yield DONE
 
 
-async def _collect(group: Group, head: dict[str, Any], tokenizer: Tokenizer, top: int) -> ChatCompletion:
+async def _collect(
+    group: Group, head: dict[str, Any], tokenizer: Tokenizer, top: int, body: ChatRequest, plan: AnswerPlan
+) -> ChatCompletion:
     choices = [ChatChoice(i, AssistantMessage("assistant", "")) for i in range(group.n)]
     texts: list[list[str]] = [[] for _ in choices]
+    token_ids: list[list[int]] = [[] for _ in choices]
     prompt_logprobs: list[dict[str, Any] | None] = []
     async for index, delta in group.deltas():
         choice = choices[index]
         texts[index].append(delta.text)
+        token_ids[index] += delta.token_ids
         if delta.logprobs is not None:
             choice.logprobs = choice.logprobs or ChatLogprobs([])
             choice.logprobs.content += [_logprob(p, tokenizer, top) for p in delta.logprobs]
@@ -101,10 +114,18 @@ async def _collect(group: Group, head: dict[str, Any], tokenizer: Tokenizer, top
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
     for choice, parts in zip(choices, texts, strict=True):
-        choice.message.content = "".join(parts)
+        parser = plan.parser()
+        choice.message = parser.message("".join(parts))
+        choice.finish_reason = parser.finish_reason(choice.finish_reason or "abort")
+        if body.echoed:
+            choice.message.content = body.echoed + (choice.message.content or "")
     done = ChatCompletion(**head, choices=choices, usage=group.usage())
     if prompt_logprobs:
         done.prompt_logprobs = prompt_logprobs
+    if body.return_token_ids:
+        done.prompt_token_ids = group.streams[0].state.prompt_token_ids
+        for choice, tokens in zip(choices, token_ids, strict=True):
+            choice.token_ids = tokens
     return done
 
 

@@ -50,8 +50,19 @@ class End(msgspec.Struct, tag="end"):
     reason: str
 
 
+class Paused(msgspec.Struct, tag="paused"):
+    """The core has died, and another is being started."""
+
+
+class Revived(msgspec.Struct, tag="revived"):
+    """Another core is ready: go on with it."""
+
+    sockets: str
+    info: WorkerInfo
+
+
 class Dead(msgspec.Struct, tag="dead"):
-    """The core has died."""
+    """The core has died for good."""
 
     message: str
 
@@ -87,7 +98,7 @@ class Drained(msgspec.Struct, tag="drained"):
     """Everything that the worker had taken in is answered."""
 
 
-ToWorker = Setup | Begin | Drain | End | Dead | Count | Exposition
+ToWorker = Setup | Begin | Drain | End | Paused | Revived | Dead | Count | Exposition
 FromWorker = Serving | Failed | Counted | Expose | Drained
 
 _HEAD = struct.Struct("<I")

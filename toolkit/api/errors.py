@@ -22,25 +22,29 @@ class ErrorBody(msgspec.Struct):
     error: ErrorDetail
 
 
-def error_body(error: Exception) -> bytes:
-    """The JSON of an error. A bug's text stays in the log."""
+def error_detail(error: Exception) -> ErrorDetail:
+    """What a client is told of an error. A bug's text stays in the log."""
     if isinstance(error, ToolkitError):
-        detail = ErrorDetail(error.message, error.type, error.param, error.code)
-    else:
-        detail = ErrorDetail("The server met an error of its own; its log has the details.", "internal_error")
-    return msgspec.json.encode(ErrorBody(detail))
+        return ErrorDetail(error.message, error.type, error.param, error.code)
+    return ErrorDetail("The server met an error of its own; its log has the details.", "internal_error")
+
+
+def error_body(error: Exception) -> bytes:
+    """The JSON of an error."""
+    return msgspec.json.encode(ErrorBody(error_detail(error)))
 
 
 def error_response(error: Exception) -> Response:
     status = error.status if isinstance(error, ToolkitError) else 500
-    headers = {"Retry-After": "5"} if status == 503 else None
+    retry_after = getattr(error, "retry_after", None)
+    headers = {"Retry-After": str(retry_after)} if retry_after is not None else None
     return Response(error_body(error), status, headers, "application/json")
 
 
 def validation_error(errors: Sequence[Any]) -> InvalidRequestError:
     """One readable sentence from pydantic's findings; of a union's several, the first."""
     first = errors[0]
-    location = first.get("loc") or ()
+    location = [part for part in first.get("loc") or () if not str(part).startswith("(")]
     # A union's branch stands in the location too: the parameter's name is what comes first, with its index.
     path = [str(part) for part in location if part != "body"][:1] + [
         str(p) for p in location[2:] if isinstance(p, int)

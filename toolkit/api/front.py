@@ -11,7 +11,9 @@ from toolkit.api.http_server import HTTPServer
 from toolkit.api.service import Service
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.engine.async_llm import AsyncLLM
+from toolkit.engine.messages import EngineStats
 from toolkit.errors import ToolkitError
+from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
 from toolkit.worker import Report, WorkerInfo
 
@@ -30,10 +32,22 @@ class Front(Protocol):
 
     failed: asyncio.Event
     """Set when it cannot go on."""
+    metrics: Metrics
+    """What is counted here, of the core's steps above all."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the core's last step told."""
+        ...
 
     @property
     def failure(self) -> ToolkitError | None:
         """Why it cannot."""
+        ...
+
+    @property
+    def num_active(self) -> int:
+        """Requests for work that are not answered in full."""
         ...
 
     async def start(self, listener: socket.socket, report: Report) -> Served:
@@ -60,22 +74,36 @@ class OneProcess:
         """`name`: the model's, in the API."""
         self._config, self._name = server, name
         self._engine = AsyncLLM.from_config(
-            engine, metrics=Metrics(server.metrics_prefix, name), log_level=server.log_level
+            engine,
+            metrics=Metrics(server.metrics_prefix, name),
+            log=LogStyle.of(server.log_level, server.log_format),
         )
         self.failed = self._engine.died
+        self.metrics = self._engine.metrics
         self._http: HTTPServer | None = None
         self._has_core = False
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the core's last step told."""
+        return self._engine.stats
 
     @property
     def failure(self) -> ToolkitError | None:
         """What the core died of."""
         return self._engine.dead
 
+    @property
+    def num_active(self) -> int:
+        """Requests for work that are not answered in full."""
+        return self._http.gate.num_active if self._http is not None else 0
+
     async def start(self, listener: socket.socket, report: Report) -> Served:
         """Loads the model and serves."""
         await self._engine.start(report)
         self._has_core = True
-        self._http = HTTPServer(Service(self._engine, self._name), self._config.api_key)
+        service = Service(self._engine, self._name, config=self._config)
+        self._http = HTTPServer(service)
         await self._http.start(listener)
         tokenizer = self._engine.tokenizer
         return Served(

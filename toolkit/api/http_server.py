@@ -5,12 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from toolkit.api.app import make_app
+from toolkit.api.connection import Connection
 from toolkit.api.service import Service
+from toolkit.api.tracing import Tracer
+from toolkit.config import ServerConfig
+from toolkit.errors import ConfigError
 
 CLOSE_TIMEOUT = 10.0
 """Seconds that open connections get to take in the end of their answers."""
@@ -21,18 +28,29 @@ KEEP_ALIVE = 75
 class HTTPServer:
     """Serves connections: those of a listening socket, and those that it is given."""
 
-    def __init__(self, service: Service, api_key: str | None) -> None:
-        self.gate = make_app(service, api_key)
+    def __init__(self, service: Service) -> None:
+        config = service.config
+        self._engine, self._request_timeout = service.engine, config.request_timeout
+        endpoint = config.otlp_traces_endpoint
+        self._tracer = Tracer(endpoint, service.model_name) if endpoint else None
+        self.gate = make_app(service, self._tracer)
         # uvicorn waits for open connections without a limit of its own: whoever drains has one.
         self._config = uvicorn.Config(
-            self.gate,
-            log_level="warning",
-            access_log=False,
+            _with_cors(self.gate, config),
+            http=Connection,
+            ws="none",
+            log_config=None,
+            log_level=config.uvicorn_log_level,
+            access_log=not config.disable_uvicorn_access_log,
             timeout_keep_alive=KEEP_ALIVE,
             lifespan="off",
             server_header=False,
-            proxy_headers=False,  # nothing here asks who the client is
+            proxy_headers=bool(config.forwarded_allow_ips),
+            forwarded_allow_ips=list(config.forwarded_allow_ips),
+            root_path=config.root_path,
         )
+        self._config.load()
+        self._config.ssl = tls(config)
         self._server = _Server(self._config)
         self._joining: set[asyncio.Task[object]] = set()
 
@@ -46,6 +64,7 @@ class HTTPServer:
             await asyncio.sleep(0.005)
         if self._serving.done():
             self._serving.result()
+        self._expire()
 
     def serve(self, connection: socket.socket) -> None:
         """Takes over a connection that somebody else has accepted."""
@@ -57,9 +76,23 @@ class HTTPServer:
             )
             return made
 
-        joining = asyncio.ensure_future(loop.connect_accepted_socket(protocol, connection))
+        joining = asyncio.ensure_future(
+            loop.connect_accepted_socket(protocol, connection, ssl=self._config.ssl)
+        )
         self._joining.add(joining)
-        joining.add_done_callback(self._joining.discard)
+        joining.add_done_callback(self._joined)
+
+    def _joined(self, joining: asyncio.Task[object]) -> None:
+        self._joining.discard(joining)
+        if not joining.cancelled():
+            joining.exception()  # a client that did not get through the TLS handshake: its affair
+
+    def _expire(self) -> None:
+        """Ends requests that take too long, now and again."""
+        if self._request_timeout is not None:
+            self._engine.expire(self._request_timeout)
+            interval = min(1.0, self._request_timeout / 4)
+            self._expiring = asyncio.get_running_loop().call_later(interval, self._expire)
 
     async def drained(self) -> None:
         """Refuses new work, and waits until all that was accepted is answered."""
@@ -73,6 +106,46 @@ class HTTPServer:
         self._server.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._serving, CLOSE_TIMEOUT)
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
+
+
+def tls(config: ServerConfig) -> ssl.SSLContext | None:
+    """The server's side of TLS, None without. Raises ConfigError for files that cannot be used."""
+    if config.ssl_certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"--ssl-certfile {config.ssl_certfile} with --ssl-keyfile {config.ssl_keyfile} cannot be used: {error}.",
+            param="ssl_certfile",
+        ) from None
+    if config.ssl_ca_certs is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_verify_locations(config.ssl_ca_certs)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"--ssl-ca-certs {config.ssl_ca_certs} cannot be used: {error}.", param="ssl_ca_certs"
+            ) from None
+    return context
+
+
+def _with_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
+    """Answers browsers' preflights, where pages of other origins are let in."""
+    if not config.allowed_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=config.allowed_origins,
+        allow_methods=config.allowed_methods,
+        allow_headers=config.allowed_headers,
+        allow_credentials=config.allow_credentials,
+        expose_headers=["X-Request-Id", "Retry-After"],
+    )
 
 
 class _Server(uvicorn.Server):

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
+import math
+import os
 import resource
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
-
-import psutil
 
 from toolkit.api.card import ready_card
 from toolkit.api.front import Front, OneProcess
+from toolkit.api.http_server import tls
+from toolkit.api.listener import listen
+from toolkit.api.stats import describe, tell_stats
 from toolkit.api.supervisor import Supervisor
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.errors import ConfigError
+from toolkit.logs import LogStyle
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +35,11 @@ async def serve(engine: EngineConfig, config: ServerConfig) -> None:
     """Serves until a signal; then finishes what was accepted. Raises ToolkitError for what the user can mend,
     and EngineDeadError when the engine dies.
     """
-    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    LogStyle.of(config.log_level, config.log_format).apply()
     started = time.perf_counter()
-    with bind(config.host, config.port) as listener:
+    config = _with_keys_of_file(config)
+    tls(config)  # what is wrong with its files is told before a model is loaded
+    with listen(config) as listener:
         _allow_many_connections()
         name = config.served_model_name or engine.model.model or DEMO_NAME
         front = _make_front(engine, config, name)
@@ -44,9 +51,12 @@ async def serve(engine: EngineConfig, config: ServerConfig) -> None:
                 with contextlib.suppress(asyncio.CancelledError):
                     await starting
                 return
-            host, port = listener.getsockname()[:2]
-            ready_card(starting.result(), name, host, port, config, time.perf_counter() - started)
+            ready_card(starting.result(), name, listener, config, time.perf_counter() - started)
+            describe(front, engine, starting.result().info)
+            telling = asyncio.create_task(tell_stats(front, log=not config.disable_log_stats))
+            _notify("READY=1")
             await _until_over(front, config.shutdown_timeout, stop)
+            telling.cancel()
         finally:
             await front.close()
 
@@ -62,14 +72,55 @@ async def _until_over(front: Front, timeout: float, stop: _Signals) -> None:
     failing = asyncio.create_task(front.failed.wait())
     await asyncio.wait({failing, asyncio.create_task(stop.event.wait())}, return_when=asyncio.FIRST_COMPLETED)
     if not failing.done():
-        logger.info("shutting down: running requests have at most %g s to finish", timeout)
+        _notify("STOPPING=1")
         draining, hurrying = asyncio.create_task(front.drained()), asyncio.create_task(stop.second.wait())
+        counting = asyncio.create_task(_count_down(front, timeout))
         await asyncio.wait(
             {failing, draining, hurrying}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
         )
+        counting.cancel()
     await front.end("The server is shutting down, and the time that running requests get is over.")
     if front.failure is not None:
         raise front.failure
+
+
+async def _count_down(front: Front, timeout: float) -> None:
+    """Says how many requests are left and how long they have: often enough on a terminal, now and then in a log."""
+    deadline = time.monotonic() + timeout
+    interval = 1.0 if sys.stderr.isatty() else 10.0
+    while True:
+        left = max(0, math.ceil(deadline - time.monotonic()))
+        logger.info(
+            "shutting down: %d open requests have %d s to finish; another signal ends them at once",
+            front.num_active,
+            left,
+        )
+        await asyncio.sleep(interval)
+
+
+def _with_keys_of_file(config: ServerConfig) -> ServerConfig:
+    """The keys of --api-key-file beside the others. Raises ConfigError for a file without any."""
+    if config.api_key_file is None:
+        return config
+    try:
+        lines = [line.strip() for line in Path(config.api_key_file).read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--api-key-file {config.api_key_file} cannot be read: {error}.", param="api_key_file"
+        ) from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"--api-key-file {config.api_key_file} has no key.", param="api_key_file")
+    return dataclasses.replace(config, api_key=(*config.api_key, *keys))
+
+
+def _notify(state: str) -> None:
+    """Tells systemd, when it wants to know (sd_notify(3)): a datagram to the socket that it names."""
+    path = os.environ.get("NOTIFY_SOCKET")
+    if path:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.connect("\0" + path[1:] if path.startswith("@") else path)
+            sender.send(state.encode())
 
 
 def _allow_many_connections() -> None:
@@ -101,47 +152,6 @@ class _Signals:
             task.result()
             return True
         return False
-
-
-@contextlib.contextmanager
-def bind(host: str, port: int) -> Iterator[socket.socket]:
-    """A bound socket, closed at the end. Raises ConfigError naming the process that has the port."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"--host {host}: {error.strerror}.", param="host") from None
-    listener = socket.socket(family, kind)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:
-        listener.bind(address)
-        # Until it listens, another server could bind beside it, and fail when both have loaded their models.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-    except OSError as error:
-        listener.close()
-        if isinstance(error, PermissionError):
-            raise ConfigError(
-                f"Port {port} is not for ordinary users: use --port 1024 or above.", param="port"
-            ) from None
-        raise ConfigError(
-            f"{host}:{port} cannot be listened on: {(error.strerror or str(error)).lower()}{_holder(port)}. "
-            "Use --port for another; 0 takes a free one.",
-            param="port",
-        ) from None
-    try:
-        yield listener
-    finally:
-        listener.close()
-
-
-def _holder(port: int) -> str:
-    """Which process listens on a port, as far as the system tells."""
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
-                command = " ".join(psutil.Process(connection.pid).cmdline())[:80]
-                return f", by process {connection.pid} ({command})"
-    return ""
 
 
 def _report(phase: str, seconds: float) -> None:

@@ -11,12 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from starlette.requests import Request
+
+from toolkit.api.fields import Body, check_fields
 from toolkit.api.schemas import PromptTokensDetails, Usage
+from toolkit.config import ServerConfig
 from toolkit.engine.async_llm import AsyncLLM, RequestStream
 from toolkit.engine.input_processor import Prompt
 from toolkit.engine.outputs import Delta, PositionLogprobs
-from toolkit.errors import ModelNotFoundError
+from toolkit.errors import InvalidRequestError, ModelNotFoundError
 from toolkit.sampling.params import SamplingParams
+
+MAX_ANSWERS = 4096
+"""Of one request, over all its prompts."""
 
 
 @dataclass(slots=True)
@@ -28,6 +35,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     expose: Callable[[], Awaitable[bytes]] | None = None
     """Gathers the metrics of all of the server's processes, when there are several."""
+    config: ServerConfig = field(default_factory=ServerConfig)
 
     async def metrics(self) -> bytes:
         """The whole server's metrics in Prometheus' text format."""
@@ -46,6 +54,16 @@ class Service:
             )
 
 
+def service_for(request: Request, body: Body) -> Service:
+    """The service that a request is for. Raises ModelNotFoundError when it asks for another model, and, when the
+    server is strict, InvalidRequestError for a field that it does not know.
+    """
+    service: Service = request.app.state.service
+    check_fields(request, body, strict=service.config.strict)
+    service.check_model(getattr(body, "model", None))
+    return service
+
+
 @dataclass(slots=True)
 class Group:
     """The streams of one HTTP request: one for each of its prompts. Choice = prompt index · n + answer index."""
@@ -53,6 +71,8 @@ class Group:
     streams: Sequence[RequestStream]
     n: int
     num_tokens: int = 0
+    tells_tokens: bool = True
+    """Whether the generated tokens are the client's, and counted as such."""
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """(choice, what is new of it), as they come from any of the prompts. Raises EngineError."""
@@ -68,7 +88,8 @@ class Group:
     def usage(self) -> Usage:
         prompt = sum(len(stream.state.prompt_token_ids) for stream in self.streams)
         cached = sum(stream.state.num_cached_tokens for stream in self.streams)
-        return Usage(prompt, self.num_tokens, prompt + self.num_tokens, PromptTokensDetails(cached))
+        output = self.num_tokens if self.tells_tokens else 0
+        return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
 
     def close(self) -> None:
         """Ends what is still running."""
@@ -83,6 +104,11 @@ async def start(
 
     The engine's names end in something that nobody else has: two clients may send one X-Request-Id.
     """
+    if len(prompts) * params.n > MAX_ANSWERS:
+        raise InvalidRequestError(
+            f"A request has {MAX_ANSWERS} answers at most; {len(prompts)} prompts of {params.n} are more.",
+            param="n",
+        )
     name = f"{request_id}-{uuid.uuid4().hex[:8]}"
     streams: list[RequestStream] = []
     try:

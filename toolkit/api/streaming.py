@@ -16,6 +16,8 @@ from toolkit.api.errors import error_body
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients pass over."""
 SERVER_SEND = "tk.send"
 """Key of a scope: the server's own `send`, below every layer of the application. Those look at the beginning of an answer
 and pass its body on, at a cost for each token.
@@ -48,25 +50,46 @@ class EventTemplate:
 
 class EventStream(Response):
     """Sends what a generator yields as it comes. When the client goes, the generator is closed at once,
-    wherever it waits.
+    wherever it waits. Where nothing has come for `keep_alive` seconds (0: however long), a comment is sent.
 
-    An error after the first byte is sent as an event with OpenAI's error body, and ends the stream. `end` is
-    called in the end, come what may: a generator that was never begun has no `finally` of its own.
+    An error after the first byte is sent as `error_event` makes it, and ends the stream. `end` is called in the end,
+    come what may: a generator that was never begun has no `finally` of its own.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        end: Callable[[], None],
+        keep_alive: float = 0.0,
+        error_event: Callable[[Exception], bytes] = lambda error: (
+            b"data: " + error_body(error) + b"\n\n" + DONE
+        ),
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._end = end
+        self._keep_alive = keep_alive or None
+        self._error_event = error_event
+        self._sending = False
+        self._silent = True
+        """Whether nothing has been sent since it was last looked at, so that a comment is due."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send_all(send, scope.get(SERVER_SEND, send)))
+        send_body = scope.get(SERVER_SEND, send)
+        sending = asyncio.ensure_future(self._send_all(send, send_body))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+            while not (
+                await asyncio.wait(
+                    {sending, gone}, timeout=self._keep_alive, return_when=asyncio.FIRST_COMPLETED
+                )
+            )[0]:
+                if self._silent and not self._sending:
+                    await send_body({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+                self._silent = True
         finally:
             gone.cancel()
             if not sending.done():
@@ -85,11 +108,15 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             try:
                 async for chunk in events:
+                    self._sending, self._silent = True, False
                     await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
+                    self._sending = False
+                self._sending = True
             except (OSError, asyncio.CancelledError):
                 raise
             except Exception as error:
-                chunk = b"data: " + error_body(error) + b"\n\n"
+                self._sending = True
+                chunk = self._error_event(error)
                 await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
         await send_body({"type": "http.response.body", "body": b"", "more_body": False})
 

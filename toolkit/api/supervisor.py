@@ -24,15 +24,20 @@ from toolkit.api.control import (
     Expose,
     Exposition,
     FromWorker,
+    Paused,
+    Revived,
     Serving,
     Setup,
+    ToWorker,
 )
 from toolkit.api.front import Served
 from toolkit.config import EngineConfig, ServerConfig
-from toolkit.engine.async_llm import as_dead, find_folders, observe_step
+from toolkit.engine.async_llm import find_folders, observe_step
 from toolkit.engine.core_client import CoreClient, as_error, how_ended
-from toolkit.engine.messages import EngineOutputs, Failed, Leave
-from toolkit.errors import ToolkitError
+from toolkit.engine.messages import EngineOutputs, EngineStats, Failed, Leave
+from toolkit.engine.revival import Reviver
+from toolkit.errors import EngineDeadError, ToolkitError
+from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
 from toolkit.metrics.merge import Family, exposed, merged, snapshot
 from toolkit.worker import Report, WorkerInfo
@@ -85,7 +90,8 @@ class Supervisor:
         self.failure: ToolkitError | None = None
         self._engine, self._config, self._name = engine, server, name
         self._created = int(time.time())
-        self._metrics = Metrics(server.metrics_prefix, name)
+        self.metrics = Metrics(server.metrics_prefix, name)
+        self.stats = EngineStats()
         self._workers: list[_Worker] = []
         self._num_clients = 1
         self._restarts: deque[float] = deque()
@@ -103,15 +109,25 @@ class Supervisor:
         """A connection that no worker could take yet."""
         self._retry: asyncio.TimerHandle | None = None
 
+    @property
+    def num_active(self) -> int:
+        """Sequences that the core has, as of its last step."""
+        return self.stats.num_running + self.stats.num_waiting
+
     async def start(self, listener: socket.socket, report: Report) -> Served:
         """Starts the workers and, while they import, the core; returns when all of them serve."""
         for _ in range(self._config.api_workers):
             await self._spawn()
         self._folders = await find_folders(self._engine.model)
-        self._core = CoreClient(self._engine, self._folders[0], self._config.log_level)
+        self._core = CoreClient(
+            self._engine, self._folders[0], LogStyle.of(self._config.log_level, self._config.log_format)
+        )
         for worker in self._workers:
             self._set_up(worker)
         self._info = await self._core.ready(report)
+        self._reviver = Reviver(
+            self._engine, self._folders[0], LogStyle.of(self._config.log_level, self._config.log_format)
+        )
         self._run(self._read_core())
         for worker in self._workers:
             worker.channel.send(Begin(self._info))
@@ -210,7 +226,7 @@ class Supervisor:
                 self._fail(as_error(message) or WorkerDiedError(message.message))
             elif isinstance(message, Counted):
                 worker.families = message.families
-                _tell(worker.asked.popleft())
+                _wake(worker.asked.popleft())
             elif isinstance(message, Expose):
                 self._run(self._expose(worker))
             else:
@@ -221,7 +237,7 @@ class Supervisor:
         await worker.channel.close()
         self._workers.remove(worker)
         for asker in worker.asked:
-            _tell(asker)
+            _wake(asker)
         if not self._ending:
             await self._replace(worker, how_ended(code))
 
@@ -319,21 +335,31 @@ class Supervisor:
     # ---- the core and the metrics
 
     async def _read_core(self) -> None:
-        """Takes in the steps' figures; tells the workers when the core has died."""
+        """Takes in the steps' figures; when the core has died, starts another, with which the workers go on."""
         assert self._core is not None
-        try:
-            while True:
-                for message in await self._core.receive():
-                    if isinstance(message, EngineOutputs) and message.stats is not None:
-                        observe_step(self._metrics, message.stats)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            dead = as_dead(error)
-            logger.error("%s", dead, exc_info=None if error is dead else error)
-            for worker in self._workers:
-                worker.channel.send(Dead(dead.message))
-            self._fail(dead)
+        while True:
+            try:
+                while True:
+                    for message in await self._core.receive():
+                        if isinstance(message, EngineOutputs) and message.stats is not None:
+                            self.stats = message.stats
+                            observe_step(self.metrics, message.stats)
+            except Exception as cause:
+                self._tell(Paused())
+                try:
+                    core, self._info = await self._reviver.another(cause)
+                except EngineDeadError as error:
+                    self._tell(Dead(error.message))
+                    self._fail(error)
+                    return
+                self._core.kill()
+                self._core = core
+                self.metrics.restarted()
+                self._tell(Revived(core.sockets, self._info))
+
+    def _tell(self, message: ToWorker) -> None:
+        for worker in self._workers:
+            worker.channel.send(message)
 
     async def _expose(self, asker: _Worker) -> None:
         """Answers a worker that wants the whole server's metrics."""
@@ -344,7 +370,7 @@ class Supervisor:
                 counting.append(worker.asked[-1])
                 worker.channel.send(Count())
         await asyncio.wait(counting, timeout=COUNT_TIMEOUT)
-        taken = [snapshot(self._metrics.registry), self._departed, *(w.families for w in self._workers)]
+        taken = [snapshot(self.metrics.registry), self._departed, *(w.families for w in self._workers)]
         asker.channel.send(Exposition(exposed(merged(taken))))
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
@@ -354,6 +380,6 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
 
 
-def _tell(asker: asyncio.Future[None]) -> None:
+def _wake(asker: asyncio.Future[None]) -> None:
     if not asker.done():
         asker.set_result(None)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import socket
@@ -26,6 +25,8 @@ from toolkit.api.control import (
     End,
     Expose,
     Exposition,
+    Paused,
+    Revived,
     Serving,
     Setup,
     ToWorker,
@@ -38,6 +39,7 @@ from toolkit.engine.input_processor import InputProcessor
 from toolkit.engine.messages import Failed
 from toolkit.engine.tokenizer import load_tokenizer
 from toolkit.errors import EngineDeadError, ToolkitError
+from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
 from toolkit.metrics.merge import snapshot
 
@@ -66,20 +68,20 @@ class Worker:
     async def _start(self) -> None:
         setup = await self._next()
         assert isinstance(setup, Setup)
-        logging.basicConfig(
-            level=setup.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
-        )
-        tokenizer = await asyncio.to_thread(load_tokenizer, Path(setup.tokenizer_folder))
+        LogStyle.of(setup.server.log_level, setup.server.log_format).apply()
+        template = setup.engine.model.chat_template
+        tokenizer = await asyncio.to_thread(load_tokenizer, Path(setup.tokenizer_folder), template)
         begin = await self._next()
         assert isinstance(begin, Begin)
         metrics = Metrics(setup.server.metrics_prefix, setup.name)
         self._engine = AsyncLLM.from_config(setup.engine, metrics=metrics)
+        self._client = setup.client
         link = CoreLink(setup.sockets, setup.client)
         link.listen()
         self._engine.attach(link, InputProcessor(Path(setup.folder), tokenizer, begin.info))
         self._engine.read()
-        service = Service(self._engine, setup.name, setup.created, self._expose)
-        self._http = HTTPServer(service, setup.server.api_key)
+        service = Service(self._engine, setup.name, setup.created, self._expose, setup.server)
+        self._http = HTTPServer(service)
         await self._http.start()
         asyncio.get_running_loop().add_reader(self._connections, self._take_connections)
         has_template = tokenizer is not None and tokenizer.has_chat_template
@@ -94,6 +96,13 @@ class Worker:
                 self._give(message.text)
             elif isinstance(message, Drain):
                 self._draining = asyncio.create_task(self._drain())
+            elif isinstance(message, Paused):
+                self._engine.pause()
+            elif isinstance(message, Revived):
+                link = CoreLink(message.sockets, self._client)
+                link.listen()
+                self._engine.resume(link, message.info)
+                self._engine.read()
             elif isinstance(message, Dead):
                 self._http.gate.draining = True
                 self._engine.fail(EngineDeadError(message.message))

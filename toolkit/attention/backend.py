@@ -34,6 +34,9 @@ class AttentionBatch:
     block_table: torch.Tensor
     max_query_len: int
     max_seq_len: int
+    wanted: torch.Tensor | None = None
+    """The tokens whose last hidden states are asked for, int64; None: all. The last layer spares the others what comes
+    after attention."""
     query_lens: npt.NDArray[np.int32] | None = None
     context_lens: npt.NDArray[np.int32] | None = None
     plan: dict[Hashable, Any] = field(default_factory=dict)

@@ -26,6 +26,7 @@ from toolkit.engine.llm import LLM
 from toolkit.engine.messages import EngineOutputs, EngineRequest, ToCore
 from toolkit.engine.tokenizer import load_tokenizer
 from toolkit.executor import Executor, Pending
+from toolkit.sampling.grammar import Masks
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import ModelOutput, SchedulerOutput
 from toolkit.worker import WorkerInfo
@@ -87,6 +88,9 @@ class _Known:
 
     def result(self) -> ModelOutput:
         return self._output
+
+    def constrain(self, masks: Masks) -> None:
+        pass
 
 
 class _Direct(CoreClient):

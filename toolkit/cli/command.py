@@ -67,6 +67,8 @@ def _runner(function: Callable[..., None], configs: Sequence[type]) -> Callable[
     def run(**flags: Any) -> None:
         with readable_errors():
             for row in rows:
+                if row.type is tuple and not flags.get(row.name):
+                    flags[row.name] = None  # Typer's word for a flag that can be repeated and was not given
                 if row.argument and flags.get(f"{row.name}_argument") is not None:
                     flags[row.name] = flags[f"{row.name}_argument"]
             settings = resolve(rows, flags)
@@ -111,7 +113,9 @@ def _parameters(row: Option) -> list[inspect.Parameter]:
     kind = inspect.Parameter.KEYWORD_ONLY
     flags = [f"{row.flag}/--no-{row.flag[2:]}"] if row.type is bool else [row.flag, *row.aliases]
     metavar = row.metavar or ("|".join(str(c) for c in row.choices) or None)
-    kind_of_value: Any = row.type
+    if row.type is tuple:
+        metavar = "<str>"
+    kind_of_value: Any = list[str] if row.type is tuple else row.type
     hint: Any = Annotated[
         kind_of_value | None,
         typer.Option(*flags, help=row.help + _default(row), show_default=False, metavar=metavar),
@@ -127,7 +131,9 @@ def _parameters(row: Option) -> list[inspect.Parameter]:
 
 def _default(row: Option) -> str:
     """What the help says of a setting's default; a None explains itself in the setting's own text."""
-    if row.default is None:
+    if row.default in (None, (), ""):
         return ""
+    if row.type is tuple:
+        return f" [{', '.join(row.default)}]"
     shown = {True: "on", False: "off"}[row.default] if row.type is bool else row.default
     return f" [{shown}]"

@@ -26,6 +26,9 @@ class ModelConfig:
     )
     revision: str | None = option(None, "Branch, tag or commit of the model on the hub.")
     tokenizer: str | None = option(None, "Folder or hub name of the tokenizer, when it is not the model's.")
+    chat_template: str | None = option(
+        None, "A file with the chat template, or the template itself. Default: the tokenizer's own."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Type of weights and activations. auto: the checkpoint's on a GPU, float32 on a CPU."
     )
@@ -42,6 +45,11 @@ class ModelConfig:
         None,
         "Type that the weights of linear layers are kept in. fp8: half of 16 bits, rounded while the model is loaded. "
         "Default: the type of the activations.",
+    )
+    pooling: Literal["last", "mean", "cls"] | None = option(
+        None,
+        "Whose hidden state is a text's embedding: the last token's, the mean of all, or the first token's. Has a "
+        "model that generates answer /v1/embeddings, too. Default: what the model's folder says.",
     )
     seed: int = option(0, "Seeds every random choice for which a request names no seed.", minimum=0)
 

@@ -68,6 +68,8 @@ class Option:
         """
         if value is None and (self.optional or self.default is None):
             return None
+        if self.type is tuple:
+            return self._check_several(value)
         if self.type is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, self.type) or (isinstance(value, bool) and self.type is not bool):
@@ -84,8 +86,17 @@ class Option:
             raise ConfigError(f"{self.flag} is at most {self.maximum}; it got {value!r}.", param=self.name)
         return value
 
+    def _check_several(self, value: Any) -> tuple[str, ...]:
+        """One text, or a list of them."""
+        several = (value,) if isinstance(value, str) else value
+        if not isinstance(several, list | tuple) or not all(isinstance(one, str) and one for one in several):
+            raise ConfigError(f"{self.flag} takes text, or several; it got {value!r}.", param=self.name)
+        return tuple(several)
+
     def parse(self, text: str, source: str) -> Any:
         """The value that `text` (from a variable or a flag) stands for. Raises ConfigError naming `source`."""
+        if self.type is tuple:
+            return self.check([part.strip() for part in text.split(",") if part.strip()])
         if self.type is bool:
             lowered = text.strip().lower()
             if lowered in ("1", "true", "yes", "on"):
@@ -145,6 +156,8 @@ def _unwrap(hint: Any) -> tuple[type, bool, tuple[Any, ...]]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         inner = [arg for arg in typing.get_args(hint) if arg is not type(None)]
         optional, hint = True, inner[0]
+    if typing.get_origin(hint) is tuple:  # of any number of texts
+        return tuple, optional, ()
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         return type(choices[0]), optional, choices

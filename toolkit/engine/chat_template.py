@@ -18,6 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.errors import ConfigError
+
 if TYPE_CHECKING:
     import jinja2
 
@@ -46,6 +48,16 @@ class ChatTemplates:
 
     def __bool__(self) -> bool:
         return bool(self._templates)
+
+    @property
+    def text(self) -> str:
+        """All of them."""
+        return "\n".join(self._templates.values())
+
+    @property
+    def source(self) -> str | None:
+        """The usual template; None when there is none."""
+        return self._templates.get("default")
 
     def render(
         self,
@@ -125,6 +137,31 @@ def named_templates(found: Any) -> dict[str, str]:
     if not all(isinstance(template, str) for template in templates.values()):
         raise TypeError("a chat template is a text")
     return templates
+
+
+def given_template(given: str) -> str:
+    """The template that `--chat-template` names or is: what has a brace in it is no file's name. Raises ConfigError when
+    it cannot be read or is no template.
+    """
+    from jinja2 import TemplateSyntaxError
+
+    source = given
+    if "{" not in given:
+        try:
+            source = Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"--chat-template is a file or a template, and {given!r} cannot be read: {error}",
+                param="chat_template",
+            ) from None
+    try:
+        _compile(source)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"The template that --chat-template gives has a mistake in line {error.lineno}: {error.message}",
+            param="chat_template",
+        ) from None
+    return source
 
 
 # ---- what a template is given

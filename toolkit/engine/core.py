@@ -6,9 +6,10 @@ import logging
 import random
 import time
 from collections import deque
-from concurrent.futures import Future
+from collections.abc import Callable
 
 from toolkit.config import EngineConfig
+from toolkit.engine.constraints import Constraints
 from toolkit.engine.messages import (
     Abort,
     EngineOutput,
@@ -16,8 +17,12 @@ from toolkit.engine.messages import (
     EngineRequest,
     EngineStats,
     LogprobEntry,
+    RequestInfo,
 )
+from toolkit.engine.request_list import describe, has_id
+from toolkit.engine.tokenizer import Tokenizer
 from toolkit.executor import Executor, Pending
+from toolkit.sampling.grammar import Masks
 from toolkit.scheduler import (
     FinishReason,
     ModelOutput,
@@ -36,7 +41,13 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """Runs requests. Not thread-safe: one caller adds, aborts and steps."""
 
-    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        read_tokenizer: Callable[[], Tokenizer | None] = lambda: None,
+    ) -> None:
+        """`read_tokenizer` is called once, in a thread, when the first request with a grammar comes."""
         info = executor.info
         self.executor = executor
         self.scheduler = Scheduler(
@@ -47,11 +58,13 @@ class EngineCore:
             max_model_len=info.max_model_len,
             policy=config.scheduler.scheduling_policy,
             num_host_blocks=info.num_host_blocks,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
+            enable_prefix_caching=config.cache.enable_prefix_caching and info.chunks_prompts,
+            chunks_prompts=info.chunks_prompts,
         )
         self._random = random.Random(config.model.seed)
         self._depth = 2 if info.async_scheduling else 1
         self._steps: deque[tuple[SchedulerOutput, Pending]] = deque()
+        self._constraints = Constraints(read_tokenizer, info.vocab_size)
         self._clients = [0]
         self._scheduled: list[Request] = []
         self._scheduled_at = 0.0
@@ -79,6 +92,8 @@ class EngineCore:
         leader: Request | None = None
         for index in range(new.params.n):
             request = self._sequence(new, index, leader)
+            if new.grammar:
+                self._constraints.add(request, new.grammar)
             self.scheduler.add(request)
             leader = leader or request
 
@@ -92,6 +107,21 @@ class EngineCore:
         self.scheduler.abort_client(client)
         if client in self._clients:
             self._clients.remove(client)
+
+    def live_requests(self) -> list[RequestInfo]:
+        """Every request that has not ended, in the order in which they came."""
+        return describe(self.scheduler.requests, time.monotonic())
+
+    def end_requests(self, id: str) -> tuple[list[RequestInfo], dict[int, EngineOutputs]]:
+        """Ends those with an id; which they are, and what their clients are told."""
+        ending = [request for request in self.scheduler.requests if has_id(request, id)]
+        told: dict[int, EngineOutputs] = {}
+        described = describe(ending, time.monotonic())
+        for request in ending:
+            self.scheduler.abort(request.id)
+            output = EngineOutput(request.number, [], finish_reason=FinishReason.ABORT.value)
+            told.setdefault(request.client, EngineOutputs()).outputs.append(output)
+        return described, told
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
@@ -109,23 +139,30 @@ class EngineCore:
             if step is None:
                 break
             if step.new_rows:
-                self._scheduled += self.scheduler.first_scheduled(step)
+                first = self.scheduler.first_scheduled(step)
+                for request in first:
+                    request.first_run_at = started
+                self._scheduled += first
                 self._scheduled_at = started
             self._steps.append((step, self._launch(step)))
+            if len(self._steps) == 1:
+                self._constrain()
 
     def collect(self) -> dict[int, EngineOutputs]:
         """Waits for the oldest step and takes in its tokens. What each client is told; the first always has an
         entry.
         """
         if not self._steps:
-            return self._messages({}, None, 0, 0)
+            self._constraints.wait()
+            return self._messages(self._end_failed(), None, 0, 0)
         step, pending = self._steps.popleft()
         try:
             result = pending.result()
         except Exception as error:
             return self._messages(self._recover(step, error), None, 0, 0)
         results = self.scheduler.update(step, result)
-        outputs: dict[int, list[EngineOutput]] = {}
+        self._constrain()
+        outputs = self._end_failed()
         for news in results.others:
             outputs.setdefault(news.request.client, []).append(_to_output(news, result))
         return self._messages(outputs, results, step.total_tokens, len(result.token_ids))
@@ -137,7 +174,7 @@ class EngineCore:
     def _sequence(self, new: EngineRequest, index: int, leader: Request | None) -> Request:
         params = new.params
         seed = self._random.getrandbits(63) if params.seed is None else params.seed + index
-        caching = self.scheduler.enable_prefix_caching
+        caching = self.scheduler.enable_prefix_caching and new.pooling is None
         request = Request(
             id=_sequence_id(new.client, new.number + index),
             prompt_token_ids=new.prompt_token_ids,
@@ -152,19 +189,46 @@ class EngineCore:
             leader=leader,
             client=new.client,
             number=new.number + index,
+            name=new.id,
+            origin=new.origin,
+            arrived_at=new.arrival,
             whole=new.whole,
+            pooling=new.pooling,
         )
+        request.num_prompt_logprobs = new.num_prompt_logprobs
         if leader is not None:
             request.num_prompt_logprobs = request.num_prompt_tokens  # the first sequence reports them
+        if new.output_token_ids:
+            request.resume(new.output_token_ids)
         return request
 
     def _launch(self, step: SchedulerOutput) -> Pending:
         try:
             return self.executor.execute(step)
         except Exception as error:
-            failed: Future[ModelOutput] = Future()
-            failed.set_exception(error)
-            return failed
+            return _Failed(error)
+
+    def _constrain(self) -> None:
+        """Lets the oldest step sample, if requests of it are bound to grammars: all tokens before its own are known now.
+
+        The device computes meanwhile; the step after it is not launched yet.
+        """
+        if not self._steps or not len(self._steps[0][0].constrained):
+            return
+        step, pending = self._steps[0]
+        try:
+            pending.constrain(self._constraints.masks(self.scheduler.constrained(step)))
+        except Exception as error:
+            self._steps[0] = (step, _Failed(error))
+
+    def _end_failed(self) -> dict[int, list[EngineOutput]]:
+        """Ends the requests whose grammar cannot be followed any further."""
+        outputs: dict[int, list[EngineOutput]] = {}
+        for request, failure in self._constraints.take_failed():
+            self.scheduler.abort(request.id)
+            failed = EngineOutput(request.number, [], finish_reason=FinishReason.ERROR.value, error=failure)
+            outputs.setdefault(request.client, []).append(failed)
+        return outputs
 
     def _recover(self, step: SchedulerOutput, error: Exception) -> dict[int, list[EngineOutput]]:
         """A step failed: its requests are computed anew, less those that cannot be. Raises when no step can
@@ -249,8 +313,29 @@ class EngineCore:
         )
 
 
+class _Failed:
+    """A step that could not be launched."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> ModelOutput:
+        raise self._error
+
+    def constrain(self, masks: Masks) -> None:
+        pass
+
+
 def _to_output(news: StepResult, result: ModelOutput) -> EngineOutput:
     request = news.request
+    if request.pooling is not None and news.sample >= 0 and news.error is None:
+        return EngineOutput(
+            request.number,
+            [],
+            finish_reason=FinishReason.STOP.value,
+            num_preemptions=request.num_preemptions,
+            embedding=result.pooled[news.sample].tobytes(),
+        )
     output = EngineOutput(request.number, [] if news.token_id is None else [news.token_id])
     if request.finish_reason is not None and news.prompt_logprobs is None:
         if request.whole:

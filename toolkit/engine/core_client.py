@@ -14,15 +14,30 @@ import zmq
 
 import toolkit.errors
 from toolkit.config import EngineConfig
-from toolkit.engine.messages import EngineOutputs, Failed, FromCore, Phase, Ready, Start, Stop, ToCore
+from toolkit.engine.messages import (
+    EngineOutputs,
+    Failed,
+    FromCore,
+    Phase,
+    Pong,
+    Ready,
+    RequestList,
+    Start,
+    Stop,
+    ToCore,
+)
 from toolkit.engine.sockets import address, descriptor, has_message, open_socket
 from toolkit.errors import EngineDeadError, ToolkitError
+from toolkit.logs import LogStyle
 from toolkit.worker import Report, WorkerInfo
 
-CHECK_INTERVAL = 0.5
+CHECK_INTERVAL = 0.2
 """Seconds between looks at whether the process still lives."""
 STOP_TIMEOUT = 10.0
 """Seconds that the core gets to end after a Stop."""
+
+FromAlive = EngineOutputs | RequestList | Phase | Ready | Pong
+"""What a core says while it lives."""
 
 
 class CoreLink:
@@ -56,13 +71,17 @@ class CoreLink:
         """Queues a message; never blocks."""
         self._to_core.send(self._encoder.encode(message))
 
-    async def receive(self) -> list[EngineOutputs | Phase | Ready]:
+    async def receive(self) -> list[FromAlive]:
         """The next messages: all that have come."""
         while not (messages := self._received()):
             await self._news()
         return messages
 
     async def stop(self) -> None:
+        """Closes the sockets."""
+        self.close()
+
+    def kill(self) -> None:
         """Closes the sockets."""
         self.close()
 
@@ -87,9 +106,9 @@ class CoreLink:
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)
 
-    def _received(self) -> list[EngineOutputs | Phase | Ready]:
+    def _received(self) -> list[FromAlive]:
         """Everything that has come. ZMQ's descriptor tells of new messages only when none are left unread."""
-        messages: list[EngineOutputs | Phase | Ready] = []
+        messages: list[FromAlive] = []
         while has_message(self._from_core):
             message: FromCore = self._decoder.decode(self._from_core.recv())
             if isinstance(message, Failed):
@@ -101,7 +120,7 @@ class CoreLink:
 class CoreClient(CoreLink):
     """The first front end: it starts the core's process, and notices its end."""
 
-    def __init__(self, config: EngineConfig, folder: Path, log_level: str = "info") -> None:
+    def __init__(self, config: EngineConfig, folder: Path, log: LogStyle) -> None:
         """Starts the process; `ready` waits for it."""
         self.sockets = tempfile.mkdtemp(prefix="tk-")
         super().__init__(self.sockets, 0)
@@ -111,7 +130,7 @@ class CoreClient(CoreLink):
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        self._start = Start(config, str(folder), log_level)
+        self._start = Start(config, str(folder), log)
 
     @property
     def pid(self) -> int:
@@ -129,7 +148,7 @@ class CoreClient(CoreLink):
                 elif isinstance(message, Ready):
                     return message.info
 
-    async def receive(self) -> list[EngineOutputs | Phase | Ready]:
+    async def receive(self) -> list[FromAlive]:
         """The next messages: all that have come. Raises what ended the core: a ToolkitError of start-up, else
         EngineDeadError with the cause.
         """

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from toolkit.engine.messages import EngineRequest
 from toolkit.engine.tokenizer import Tokenizer, eos_token_ids
@@ -34,9 +37,13 @@ class InputProcessor:
 
         Raises InvalidRequestError: an empty or over-long prompt, a token outside the vocabulary.
         """
+        self.require_generation()
         text, token_ids = self._tokens(prompt)
         if not token_ids:
             raise InvalidRequestError("The prompt is empty.", param="prompt")
+        kept = self._num_kept(params)
+        if len(token_ids) > kept:
+            text, token_ids = None, token_ids[-kept:]
         wrong = next((t for t in (min(token_ids), max(token_ids)) if not 0 <= t < self.info.vocab_size), None)
         if wrong is not None:
             raise InvalidRequestError(
@@ -45,13 +52,14 @@ class InputProcessor:
             )
         if params.stop:
             self.require_tokenizer()
-        for name in ("logit_bias", "stop_token_ids"):
-            for token in getattr(params, name) or ():
-                if not 0 <= token < self.info.vocab_size:
-                    raise InvalidRequestError(
-                        f"{name} has the token {token}, and the model's tokens are 0 to {self.info.vocab_size - 1}.",
-                        param=name,
-                    )
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            self._check_tokens(name, getattr(params, name) or ())
+        for sequence in params.bad_words_token_ids or ():
+            self._check_tokens("bad_words_token_ids", sequence)
+        if params.bad_words:
+            params = msgspec.structs.replace(params, bad_words_token_ids=self._bad_words(params))
+        if params.allowed_token_ids:
+            self._check_some_allowed(params)
         return text, EngineRequest(
             id=request_id or uuid.uuid4().hex,
             prompt_token_ids=token_ids,
@@ -59,7 +67,87 @@ class InputProcessor:
             max_tokens=self._max_tokens(len(token_ids), params),
             eos_token_ids=self._eos,
             priority=priority,
+            grammar=self._grammar(params),
         )
+
+    def _grammar(self, params: SamplingParams) -> str:
+        """What the answer is bound to; empty for anything. Raises InvalidRequestError when that cannot be held."""
+        if params.structured_outputs is None:
+            return ""
+        self.require_tokenizer()
+        if not self._eos:
+            raise InvalidRequestError(
+                "structured_outputs needs a token that ends answers, and this model has none.",
+                param="structured_outputs",
+            )
+        return params.structured_outputs.to_grammar()
+
+    def check_length(self, text: str) -> None:
+        """Raises InvalidRequestError for a text that is absurdly long, before anybody tokenizes it: a character is at
+        most a handful of tokens less than one.
+        """
+        if len(text) > 64 * self.info.max_model_len + 4096:
+            raise self._too_long(f"{len(text)} characters")
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """What ends an answer."""
+        return self._eos
+
+    def _check_tokens(self, name: str, token_ids: Iterable[int]) -> None:
+        for token in token_ids:
+            if not 0 <= token < self.info.vocab_size:
+                raise InvalidRequestError(
+                    f"{name} has the token {token}, and the model's tokens are 0 to {self.info.vocab_size - 1}.",
+                    param=name,
+                )
+
+    def _num_kept(self, params: SamplingParams) -> int:
+        """How many of a prompt's tokens are kept: all that there can be, unless truncation is asked for."""
+        limit, asked = self.info.max_model_len, params.truncate_prompt_tokens
+        if asked is None:
+            return sys.maxsize
+        if asked > limit:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is {asked}, and the model's context is {limit} tokens.",
+                param="truncate_prompt_tokens",
+            )
+        return max(1, limit - (params.max_tokens or 1)) if asked == -1 else asked
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Bad words in tokens, as they are at the beginning of a text and as they are after a space."""
+        tokenizer = self.require_tokenizer()
+        sequences = list(params.bad_words_token_ids or [])
+        for word in params.bad_words or ():
+            plain = tokenizer.encode(word, add_special_tokens=False)
+            spaced = tokenizer.encode(" " + word.lstrip(" "), add_special_tokens=False)
+            if spaced[-len(plain) :] == plain:  # the space is a token of its own
+                spaced = []
+            sequences += [one for one in (plain, spaced) if one]
+        return sequences
+
+    def _check_some_allowed(self, params: SamplingParams) -> None:
+        """Raises InvalidRequestError when nothing would be left to choose from, at the first token at least."""
+        taken_out = {one[0] for one in params.bad_words_token_ids or () if len(one) == 1}
+        if params.min_tokens:
+            taken_out |= {*self._eos, *(params.stop_token_ids or ())}
+        if taken_out.issuperset(params.allowed_token_ids or ()):
+            raise InvalidRequestError(
+                "All of allowed_token_ids are forbidden by bad_words or min_tokens.",
+                param="allowed_token_ids",
+            )
+
+    def require_generation(self) -> None:
+        """Raises InvalidRequestError when the model does not continue prompts."""
+        if not self.info.generates and self.info.pooling is not None:
+            paths = "/v1/score and /v1/rerank"
+            if self.info.pooling.task == "embed":
+                paths = f"/v1/embeddings (LLM.embed), {paths}"
+            raise InvalidRequestError(
+                f"This model generates no text: it answers {paths}.",
+                param="model",
+                code="model_not_supported",
+            )
 
     def require_tokenizer(self) -> Tokenizer:
         """Raises InvalidRequestError when the model came without a tokenizer."""
@@ -71,19 +159,13 @@ class InputProcessor:
         return self.tokenizer
 
     def chat_prompt(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """The tokens of a conversation by the model's chat template; the template writes the special tokens
-        itself.
-        """
-        tokenizer = self.require_tokenizer()
-        return tokenizer.encode(tokenizer.render_chat(messages, **options), add_special_tokens=False)
+        """The tokens of a conversation by the model's chat template (`Tokenizer.encode_chat` has the options)."""
+        self.require_generation()
+        return self.require_tokenizer().encode_chat(messages, **options)
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
-            # A character is at most a handful of tokens less than one: refuse the absurd before tokenizing
-            # it.
-            limit = 64 * self.info.max_model_len + 4096
-            if len(prompt) > limit:
-                raise self._too_long(f"{len(prompt)} characters")
+            self.check_length(prompt)
             return prompt, self.require_tokenizer().encode(prompt)
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:

@@ -11,16 +11,27 @@ from pathlib import Path
 from typing import Any, cast
 
 from toolkit.config import EngineConfig
+from toolkit.engine.beam_search import BeamSearch, first_logprobs
 from toolkit.engine.core import EngineCore
 from toolkit.engine.input_processor import InputProcessor, Prompt
 from toolkit.engine.messages import Abort, EngineOutputs, EngineRequest
 from toolkit.engine.output_processor import Collected, OutputProcessor, RequestState
 from toolkit.engine.outputs import Delta, RequestOutput
+from toolkit.engine.pooling import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingInput,
+    PoolingProcessor,
+    ScoringOutput,
+    ScoringRequestOutput,
+    Vector,
+    as_vector,
+)
 from toolkit.engine.tokenizer import load_tokenizer
 from toolkit.errors import EngineError, InvalidRequestError
 from toolkit.executor import Executor, UniprocExecutor
 from toolkit.models.hub import locate, locate_tokenizer
-from toolkit.sampling.params import SamplingParams
+from toolkit.sampling.params import BeamSearchParams, SamplingParams
 from toolkit.worker import Report
 
 Messages = list[dict[str, Any]]
@@ -64,11 +75,14 @@ class LLM:
     def _attach(self, config: EngineConfig, executor: Executor, folder: Path) -> None:
         self.config = config
         self.folder = folder
-        self._core = EngineCore(config, executor)
+        self._core = EngineCore(config, executor, lambda: self.tokenizer)
         self.info = executor.info
         tokenizer = config.model.tokenizer
-        self.tokenizer = load_tokenizer(folder if tokenizer is None else locate_tokenizer(tokenizer))
+        self.tokenizer = load_tokenizer(
+            folder if tokenizer is None else locate_tokenizer(tokenizer), config.model.chat_template
+        )
         self._inputs = InputProcessor(folder, self.tokenizer, self.info)
+        self._pooling = PoolingProcessor(self._inputs)
         self._outputs = OutputProcessor(self.tokenizer)
         self._ids = itertools.count()
 
@@ -135,6 +149,86 @@ class LLM:
         conversations = cast(list[Messages], messages if several else [messages])
         prompts: list[Prompt] = [self._inputs.chat_prompt(one, **template_options) for one in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+    ) -> list[RequestOutput]:
+        """The `beam_width` best completions of each prompt that beam search finds, from the best down, with their
+        `cumulative_logprob`. Raises InvalidRequestError when a prompt cannot be run.
+        """
+        checked = [
+            self._inputs.process(prompt, SamplingParams(max_tokens=params.max_tokens))
+            for prompt in _as_list(prompts)
+        ]
+        searches = [
+            BeamSearch(request.prompt_token_ids, params, request.eos_token_ids) for _, request in checked
+        ]
+        while running := [search for search in searches if not search.finished]:
+            beams: list[Prompt] = [beam for search in running for beam in search.prompts]
+            outputs = iter(self.generate(beams, running[0].step_params, use_tqdm=False))
+            for search in running:
+                search.advance([first_logprobs(next(outputs)) for _ in search.prompts])
+        return [
+            RequestOutput(
+                request.id,
+                text,
+                request.prompt_token_ids,
+                search.best(params.beam_width, self.tokenizer),
+                finished=True,
+            )
+            for (text, request), search in zip(checked, searches, strict=True)
+        ]
+
+    def embed(
+        self,
+        prompts: str | list[int] | Sequence[str | list[int]],
+        *,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embeddings of texts, or of tokens. `dimensions`: the numbers that are kept of each, of a model that was made to
+        be cut. `truncate_prompt_tokens`: the tokens that are kept, -1: as many as the model takes.
+
+        Raises InvalidRequestError when the model has no embeddings, for a text that is empty or too long.
+        """
+        size = self._pooling.size(dimensions)
+        inputs = self._pooling.texts(cast(list[str | list[int]], _as_list(prompts)), truncate_prompt_tokens)
+        return [
+            EmbeddingRequestOutput(
+                str(i), one.token_ids.tolist(), EmbeddingOutput(self._pooling.cut(vector, size).tolist())
+            )
+            for i, (one, vector) in enumerate(zip(inputs, self._pool(inputs), strict=True))
+        ]
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well each query fits its document, or one query each of several: a cross-encoder's number, else the cosine
+        of their embeddings. Raises as `embed` does.
+        """
+        firsts = [queries] if isinstance(queries, str) else list(queries)
+        seconds = [documents] if isinstance(documents, str) else list(documents)
+        job = self._pooling.comparison(firsts, seconds, truncate_prompt_tokens, ("queries", "documents"))
+        scores = job.scores(self._pool(job.inputs))
+        return [ScoringRequestOutput(str(i), ScoringOutput(score)) for i, score in enumerate(scores)]
+
+    def _pool(self, inputs: Sequence[PoolingInput]) -> list[Vector]:
+        """The vectors of prompts, in their order."""
+        woken: deque[RequestState] = deque()
+        states = [self._submit(one.request(str(next(self._ids))), None, woken) for one in inputs]
+        vectors: dict[str, Vector] = {}
+        try:
+            for id, delta in self._run(states, woken):
+                if delta.error is not None:
+                    raise EngineError(delta.error)
+                vectors[id] = as_vector(delta.embedding)
+        finally:
+            self._abandon([state.id for state in states])
+        return [vectors[state.id] for state in states]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """Completes one prompt, piece by piece. Leaving the loop early ends the request."""

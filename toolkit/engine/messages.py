@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from toolkit.config import EngineConfig
+from toolkit.logs import LogStyle
+from toolkit.pooling import PoolingParams
 from toolkit.sampling.params import SamplingParams
 from toolkit.worker import WorkerInfo
 
@@ -25,8 +27,20 @@ class EngineRequest(msgspec.Struct, kw_only=True, tag="add"):
     eos_token_ids: list[int]
     priority: int = 0
     cache_salt: str = ""
+    arrival: float = 0.0
+    """On the machine's monotonic clock."""
+    origin: str = ""
+    """The address that it came from."""
     whole: bool = False
     """Whether the tokens come together at the end, and not as they are known."""
+    pooling: PoolingParams | None = None
+    """The prompt is pooled, not continued."""
+    grammar: str = ""
+    """What its answers are bound to, as llguidance has it."""
+    output_token_ids: list[int] = []
+    """Tokens that its one sequence has already, from a core that has died: it goes on after them."""
+    num_prompt_logprobs: int = 0
+    """Prompt positions whose log-probabilities that core had reported."""
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -44,6 +58,27 @@ class Leave(msgspec.Struct, tag="leave"):
 
 class ResetPrefixCache(msgspec.Struct, tag="reset"):
     """Forget all cached content."""
+
+
+class Ping(msgspec.Struct, tag="ping"):
+    """Say that a step has run; an idle core runs one for this."""
+
+    client: int
+
+
+class ListRequests(msgspec.Struct, tag="list"):
+    """Tell of every request. The answer has the same ticket."""
+
+    client: int
+    ticket: int
+
+
+class EndRequests(msgspec.Struct, tag="end"):
+    """End the requests with this id, whoever asked for them, and tell which."""
+
+    id: str
+    client: int
+    ticket: int
 
 
 class Stop(msgspec.Struct, tag="stop"):
@@ -73,6 +108,8 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: str | None = None
+    embedding: bytes = b""
+    """What a pooled prompt has become: float32 each."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -105,6 +142,40 @@ class EngineOutputs(msgspec.Struct, tag="outputs"):
     """When they did, on the machine's monotonic clock, which all processes share."""
 
 
+class Pong(msgspec.Struct, tag="pong"):
+    """A step has run since the Ping; `error`: it failed."""
+
+    error: str | None = None
+
+
+class RequestInfo(msgspec.Struct):
+    """A live request, its n sequences together. Times in seconds."""
+
+    id: str
+    state: str
+    age: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    tokens_per_second: float
+    """Output tokens over the time since it first ran."""
+    num_blocks: int
+    num_preemptions: int
+    priority: int
+    origin: str
+    """The address that it came from."""
+    n: int = 1
+
+
+class RequestList(msgspec.Struct, tag="requests"):
+    """The answer to ListRequests and EndRequests."""
+
+    ticket: int
+    requests: list[RequestInfo]
+    kv_cache_usage: float
+    """0 to 1."""
+
+
 class Phase(msgspec.Struct, tag="phase"):
     """A part of start-up is done."""
 
@@ -132,8 +203,8 @@ class Start(msgspec.Struct):
 
     config: EngineConfig
     folder: str
-    log_level: str
+    log: LogStyle
 
 
-ToCore = EngineRequest | Abort | Leave | ResetPrefixCache | Stop
-FromCore = EngineOutputs | Phase | Ready | Failed
+ToCore = EngineRequest | Abort | Leave | ResetPrefixCache | ListRequests | EndRequests | Ping | Stop
+FromCore = EngineOutputs | RequestList | Phase | Ready | Pong | Failed

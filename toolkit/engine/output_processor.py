@@ -10,7 +10,7 @@ import numpy as np
 
 from toolkit.engine.messages import EngineOutput, EngineOutputs, EngineRequest, LogprobEntry
 from toolkit.engine.outputs import CompletionOutput, Delta, Logprob, PositionLogprobs, RequestOutput
-from toolkit.engine.tokenizer import TextStream, Tokenizer
+from toolkit.engine.tokenizer import SpacedTextStream, TextStream, Tokenizer
 from toolkit.sampling.params import SamplingParams
 
 
@@ -18,7 +18,10 @@ class AnswerText:
     """The text of one answer on its way. What may be the beginning of a stop string is held back."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self.stream = TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        if params.spaces_between_special_tokens and not params.skip_special_tokens:
+            self.stream: TextStream = SpacedTextStream(tokenizer)
+        else:
+            self.stream = TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._min_tokens = params.min_tokens
         self._stops = params.stop_strings
         self._heads = frozenset(stop[0] for stop in self._stops)
@@ -72,9 +75,15 @@ class SequenceState:
     delta: Delta | None = None
     """What is new and nobody has taken yet."""
     finished: bool = False
-    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    """All that have come: should the core die, another goes on after them."""
     first_token: float = 0.0
     last_token: float = 0.0
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
     def put(self, delta: Delta) -> None:
         """Adds to what is new, and wakes who waits for it."""
@@ -107,6 +116,8 @@ class RequestState:
     num_cached_tokens: int = 0
     num_finished: int = 0
     prompt_logprobs_begun: bool = False
+    num_prompt_logprobs: int = 0
+    """Prompt positions that have been reported."""
 
     @property
     def finished(self) -> bool:
@@ -199,7 +210,7 @@ class OutputProcessor:
             last = sequence.last_token
             gaps[last] = gaps.get(last, 0) + 1
             sequence.last_token = now
-            sequence.num_tokens += 1
+            sequence.token_ids.append(token)
             if sequence.stream is not None:
                 text = sequence.stream.add_one(token)
             elif sequence.text is None:
@@ -234,16 +245,18 @@ class OutputProcessor:
                 sequence.first_token = now
                 done.begun.append(sequence)
             sequence.last_token = now
-            sequence.num_tokens += len(output.token_ids)
+            sequence.token_ids += output.token_ids
+        sequence.num_preemptions = output.num_preemptions
         text, stop = "", None
         if sequence.text is not None:
             visible = self._visible(output, state.params)
             text, stop = sequence.text.add(visible, output.finish_reason is not None)
         delta = Delta(sequence.index, text, output.token_ids, num_cached_tokens=state.num_cached_tokens)
-        delta.error = output.error
+        delta.error, delta.embedding = output.error, output.embedding
         if output.logprobs is not None:
             delta.logprobs = [self._position(output.logprobs)]
         if output.prompt_logprobs is not None:
+            state.num_prompt_logprobs += len(output.prompt_logprobs)
             delta.prompt_logprobs = [self._position(entry) for entry in output.prompt_logprobs]
         if state.params.prompt_logprobs is not None and not state.prompt_logprobs_begun:
             state.prompt_logprobs_begun = True

@@ -64,3 +64,5 @@ class Delta:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    embedding: bytes = b""
+    """Of a prompt that is pooled: float32 each."""

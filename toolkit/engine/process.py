@@ -19,23 +19,36 @@ import zmq
 
 from toolkit.engine.messages import (
     Abort,
+    EndRequests,
     EngineOutput,
     EngineOutputs,
     EngineRequest,
     Failed,
     FromCore,
     Leave,
+    ListRequests,
     Phase,
+    Ping,
+    Pong,
     Ready,
+    RequestInfo,
+    RequestList,
     ResetPrefixCache,
     Start,
     Stop,
     ToCore,
 )
 from toolkit.engine.sockets import Socket, address, has_message, open_socket
+from toolkit.engine.tokenizer import load_tokenizer
 from toolkit.errors import ToolkitError
+from toolkit.models.hub import locate_tokenizer
+from toolkit.pooling import PoolingParams
+from toolkit.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+CANARY = -1
+"""The client whose requests only show that a step runs; nobody is told of them."""
 
 
 class CoreProcess:
@@ -51,8 +64,10 @@ class CoreProcess:
         self._inbox = open_socket(self._context, zmq.PULL)
         self._inbox.bind(address(sockets, "in"))
         self._outboxes: dict[int, Socket] = {}
-        self._gone: set[int] = set()
+        self._gone: set[int] = {CANARY}
         """Clients that have left: their last messages may come after the news of it."""
+        self._pinged: set[int] = set()
+        """Clients that want to know when a step has run."""
         self._decoder = msgspec.msgpack.Decoder(ToCore)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -71,7 +86,7 @@ class CoreProcess:
 
     def _serve(self) -> None:
         start = msgspec.msgpack.decode(self._inbox.recv(), type=Start)
-        logging.basicConfig(level=start.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+        start.log.apply()
 
         from toolkit.engine.core import EngineCore
         from toolkit.executor import UniprocExecutor
@@ -79,7 +94,7 @@ class CoreProcess:
         executor = UniprocExecutor(
             start.config, Path(start.folder), lambda name, seconds: self._send(Phase(name, seconds))
         )
-        self._core = EngineCore(start.config, executor)
+        self._core = EngineCore(start.config, executor, lambda: load_tokenizer(tokenizer_folder(start)))
         gc.collect()
         gc.freeze()  # what lives as long as the process is not searched again
         self._send(Ready(executor.info))
@@ -91,6 +106,8 @@ class CoreProcess:
             if self._core.overlaps:  # the device is busy before anybody is told what it has done
                 self._send_all(news)
             news = self._core.collect()
+            if self._pinged:
+                self._answer(news)
             if not self._core.has_work:
                 self._send_all(news)
                 news = {}
@@ -113,10 +130,22 @@ class CoreProcess:
                 self._forget(message.client)
             elif isinstance(message, ResetPrefixCache):
                 self._core.reset_prefix_cache()
+            elif isinstance(message, ListRequests):
+                self._tell_of(self._core.live_requests(), message)
+            elif isinstance(message, EndRequests):
+                ended, told = self._core.end_requests(message.id)
+                self._send_all(told)
+                self._tell_of(ended, message)
+            elif isinstance(message, Ping):
+                self._ping(message.client)
             else:
                 assert isinstance(message, Stop)
                 return False
         return True
+
+    def _tell_of(self, requests: list[RequestInfo], asked: ListRequests | EndRequests) -> None:
+        usage = self._core.stats().kv_cache_usage
+        self._send(RequestList(asked.ticket, requests, usage), asked.client)
 
     def _add(self, request: EngineRequest) -> None:
         if request.client in self._gone:
@@ -129,6 +158,34 @@ class CoreProcess:
                 for i in range(request.params.n)
             ]
             self._send(EngineOutputs(failed), request.client)
+
+    def _ping(self, client: int) -> None:
+        """The next step's end is the answer; when there is no work, a step of one token is made."""
+        if not self._core.has_work:
+            generates = self._core.executor.info.generates
+            self._core.add(
+                EngineRequest(
+                    id="canary",
+                    client=CANARY,
+                    prompt_token_ids=[0],
+                    params=SamplingParams(max_tokens=1, temperature=0.0, seed=0),
+                    max_tokens=1,
+                    eos_token_ids=[],
+                    pooling=None if generates else PoolingParams(),
+                )
+            )
+        self._pinged.add(client)
+
+    def _answer(self, news: dict[int, EngineOutputs]) -> None:
+        """Sends a step's news, and that it has run."""
+        canary = news.pop(CANARY, None)
+        error = next((output.error for output in canary.outputs), None) if canary is not None else None
+        self._send_all(news)
+        news.clear()
+        for client in self._pinged:
+            self._send(Pong(error), client)
+        self._pinged.clear()
+        self._core.leave(CANARY)
 
     def _forget(self, client: int) -> None:
         """Ends what a client that is gone has asked for."""
@@ -151,6 +208,11 @@ class CoreProcess:
             outbox = self._outboxes[client] = open_socket(self._context, zmq.PUSH)
             outbox.connect(address(self._sockets, f"out{client}"))
         outbox.send(self._encoder.encode(message))
+
+
+def tokenizer_folder(start: Start) -> Path:
+    tokenizer = start.config.model.tokenizer
+    return Path(start.folder) if tokenizer is None else locate_tokenizer(tokenizer)
 
 
 def _root_cause(error: BaseException) -> str:

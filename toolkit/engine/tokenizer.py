@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.engine.chat_template import ChatTemplates
+from toolkit.engine.chat_template import ChatTemplates, given_template
 from toolkit.engine.tokenizer_files import read_tokenizer
 from toolkit.errors import CheckpointError, InvalidRequestError
 
@@ -22,20 +23,27 @@ class Tokenizer:
     decoding it again. Ids are those that Transformers gives (`tokenizer_files` says where they are not).
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError when the folder has no tokenizer that can be read."""
+    def __init__(self, folder: Path, chat_template: str | None = None) -> None:
+        """`chat_template`: a file or a template, instead of the folder's. Raises CheckpointError when the folder has no
+        tokenizer that can be read, ConfigError for a template that is none.
+        """
         try:
             self._files = read_tokenizer(folder)
         except Exception as error:  # the libraries raise many kinds; all mean the same here
             text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CheckpointError(f"The tokenizer in {folder} cannot be used: {text}") from None
-        self._templates = ChatTemplates(self._files.templates, self._files.special_tokens)
+        templates = (
+            self._files.templates if chat_template is None else {"default": given_template(chat_template)}
+        )
+        self._templates = ChatTemplates(templates, self._files.special_tokens)
         self._byte_level = "ByteLevel" in json.dumps(self._files.decoder)
         self._byte_of = _byte_of_character() if self._byte_level else {}
         self._word_pieces = self._files.decoder if self._files.decoder.get("type") == "WordPiece" else None
         self._all = _Spellings(self._spell)
         self._visible = _Spellings(lambda id: b"" if id in self._files.special_ids else self._all[id])
         self._texts = {skip: _Texts(self.spellings(skip)) for skip in (True, False)}
+        added = self._files.added.items()
+        self._special_texts = sorted(text for id, text in added if text and id in self._files.special_ids)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -44,6 +52,16 @@ class Tokenizer:
     @property
     def size(self) -> int:
         return self._files.size
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """By name: bos_token, eos_token, and so on."""
+        return self._files.special_tokens
+
+    @property
+    def chat_template(self) -> str | None:
+        """The usual one's source; None when there is none."""
+        return self._templates.source
 
     @property
     def has_chat_template(self) -> bool:
@@ -58,17 +76,55 @@ class Tokenizer:
                 "The prompt has half a UTF-16 pair, which is no character.", param="prompt"
             ) from None
 
+    def encode_texts(self, texts: tuple[str, ...], most: int | None) -> tuple[list[int], int]:
+        """(the tokens of one text or of two together, with those that the tokenizer puts around them; where the second one's
+        begin, 0 if they are not told apart). `most`: tokens that are kept, the last ones of the longer text going first.
+        Raises InvalidRequestError for text that is no Unicode.
+        """
+        try:
+            return self._files.encode_texts(texts, most)
+        except (TypeError, UnicodeEncodeError):
+            raise InvalidRequestError(
+                "A text has half a UTF-16 pair, which is no character.", param="input"
+            ) from None
+
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens, as it would have been streamed."""
         stream = TextStream(self, skip_special_tokens=skip_special_tokens)
         return stream.add(token_ids) + stream.end()
+
+    def encode_chat(
+        self, messages: list[dict[str, Any]], *, allow_special_tokens: bool = False, **options: Any
+    ) -> list[int]:
+        """The tokens of a conversation; `render_chat` has the options. The template writes special tokens itself: where
+        one's text stands in a message, a tool or another option it is text, unless `allow_special_tokens`.
+        """
+        template = options.pop("chat_template", None)
+        given = {"messages": messages, **options}
+        mark = None
+        if not allow_special_tokens and any(self._has_special_text(text) for text in _texts_in(given)):
+            # Tokens are not looked for across the mark, which stands within each special token's text.
+            mark = _unused_character(given)
+            given = _with_texts(given, functools.partial(self._break, mark))
+        text = self.render_chat(given.pop("messages"), chat_template=template, **given)
+        parts = [text] if mark is None else text.split(mark)
+        return [token for part in parts for token in self.encode(part, add_special_tokens=False)]
+
+    def _has_special_text(self, text: str) -> bool:
+        return any(special in text for special in self._special_texts)
+
+    def _break(self, mark: str, text: str) -> str:
+        """Puts a mark into every special token's text."""
+        for special in self._special_texts:
+            text = text.replace(special, special[0] + mark + special[1:])
+        return text
 
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """The prompt of a conversation, by the model's chat template (`ChatTemplates.render` has the options).
 
         Raises InvalidRequestError when there is no template, or when the template refuses the messages.
         """
-        if not self.has_chat_template:
+        if not self.has_chat_template and options.get("chat_template") is None:
             raise InvalidRequestError(
                 "This model's tokenizer has no chat template, so it cannot take chat messages. "
                 "Use /v1/completions (LLM.generate), or a model made for chat.",
@@ -82,6 +138,15 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"The model's chat template refuses these messages: {error}", param="messages"
             ) from None
+
+    @property
+    def chat_template_text(self) -> str:
+        """All of the model's chat templates, to be looked into; empty when there is none."""
+        return self._templates.text
+
+    def is_special_text(self, text: str) -> bool:
+        """Whether a special token is spelled so."""
+        return text in self._special_texts
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._files.special_ids
@@ -177,14 +242,39 @@ class TextStream:
         return self._decoder.decode(b"", final=True)
 
 
+class SpacedTextStream(TextStream):
+    """The same with special tokens, and a space between each of them and what stands beside it: what Transformers'
+    `decode` calls `spaces_between_special_tokens`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer, skip_special_tokens=False)
+        self._is_special = tokenizer.is_special
+        self._after_special: bool | None = None
+        """Whether the last token was a special one; None when there was none."""
+
+    def add(self, token_ids: list[int]) -> str:
+        """The text that these tokens complete."""
+        return "".join(map(self.add_one, token_ids))
+
+    def add_one(self, token_id: int) -> str:
+        """The same for one token."""
+        special, after = self._is_special(token_id), self._after_special
+        self._after_special = special
+        gap = " " if after is not None and (special or after) else ""
+        return gap + super().add([token_id])
+
+
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "tekken.json")
 
 
-def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The folder's tokenizer; None when it has no file of one (then only prompts of token ids can be run)."""
+def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer | None:
+    """The folder's tokenizer; None when it has no file of one (then only prompts of token ids can be run).
+    `chat_template`: a file or a template, instead of the folder's.
+    """
     if not any((folder / name).is_file() for name in _FILES):
         return None
-    return Tokenizer(folder)
+    return Tokenizer(folder, chat_template)
 
 
 def eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
@@ -198,6 +288,36 @@ def eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
     return sorted(set(found))
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """All texts in what JSON can hold, names of fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from _texts_in(name)
+            yield from _texts_in(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _texts_in(one)
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The same with every text changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_with_texts(name, change): _with_texts(one, change) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_texts(one, change) for one in value]
+    return value
+
+
+def _unused_character(value: Any) -> str:
+    """One for private use that stands in none of the texts."""
+    used = set().union(*_texts_in(value))
+    return next(c for c in map(chr, range(0xF0000, 0x110000)) if c not in used)
 
 
 def _word_piece(token: str, decoder: dict[str, Any]) -> str:

@@ -44,6 +44,9 @@ class TokenizerFiles:
     encode: Callable[[str, bool], list[int]]
     """(text, whether to add special tokens) to ids. Raises TypeError or UnicodeEncodeError for text that is no
     Unicode."""
+    encode_texts: Callable[[tuple[str, ...], int | None], tuple[list[int], int]]
+    """(one text or two, the most tokens that are kept) to (ids with the special tokens, where the second text's begin, 0
+    if they are not told apart). Raises as `encode` does."""
     token: Callable[[int], str | None]
     """A token as the vocabulary spells it; None where there is none."""
     size: int
@@ -86,6 +89,7 @@ def _read_json(folder: Path, path: Path) -> TokenizerFiles:
     return TokenizerFiles(
         # A batch of one lets other threads run meanwhile; `encode` does not.
         encode=lambda text, special: backend.encode_batch_fast([text], add_special_tokens=special)[0].ids,
+        encode_texts=lambda texts, most: _encode_texts(backend, texts, most),
         token=backend.id_to_token,
         size=backend.get_vocab_size(with_added_tokens=True),
         special_tokens={name: _content(token) for name, token in named.items()},
@@ -106,6 +110,7 @@ def _read_with_transformers(folder: Path) -> TokenizerFiles:
     size = len(tokenizer)
     return TokenizerFiles(
         encode=lambda text, special: tokenizer.encode(text, add_special_tokens=special, verbose=False),
+        encode_texts=lambda texts, most: _encode_with_transformers(tokenizer, texts, most),
         token=lambda id: tokenizer.convert_ids_to_tokens(id) if id < size else None,
         size=size,
         special_tokens=tokenizer.special_tokens_map,
@@ -116,6 +121,41 @@ def _read_with_transformers(folder: Path) -> TokenizerFiles:
         decoder=_description(getattr(backend, "decoder", None)),
         templates=named_templates(getattr(tokenizer, "chat_template", None)),
     )
+
+
+def _encode_texts(backend: Backend, texts: tuple[str, ...], most: int | None) -> tuple[list[int], int]:
+    encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+    if most is not None:
+        room = max(0, most - backend.num_special_tokens_to_add(len(texts) == 2))
+        for encoding, kept in zip(encodings, _kept([len(e.ids) for e in encodings], room), strict=True):
+            encoding.truncate(kept)
+    whole = backend.post_process(encodings[0], encodings[1] if len(texts) == 2 else None, True)
+    return whole.ids, _second_text(whole.type_ids)
+
+
+def _kept(lengths: list[int], room: int) -> list[int]:
+    """How many tokens are kept of one text or two: the longer one is cut down to the shorter, then both alike."""
+    if len(lengths) == 1:
+        return [min(lengths[0], room)]
+    shorter, longer = sorted(lengths)
+    if shorter + longer <= room:
+        return lengths
+    longer = max(shorter, room - shorter)
+    if shorter + longer > room:
+        shorter, longer = room // 2, room - room // 2
+    return [shorter, longer] if lengths[0] <= lengths[1] else [longer, shorter]
+
+
+def _encode_with_transformers(
+    tokenizer: Any, texts: tuple[str, ...], most: int | None
+) -> tuple[list[int], int]:
+    cut = {} if most is None else {"truncation": True, "max_length": most}
+    whole = tokenizer(*texts, **cut, verbose=False)
+    return list(whole["input_ids"]), _second_text(whole.get("token_type_ids") or [])
+
+
+def _second_text(type_ids: list[int]) -> int:
+    return type_ids.index(1) if 1 in type_ids else 0
 
 
 def _class_name(config: dict[str, Any], model: dict[str, Any], backend: Backend) -> str:

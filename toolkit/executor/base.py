@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from typing import Any, Protocol
 
+from toolkit.sampling.grammar import Masks
 from toolkit.scheduler import ModelOutput, SchedulerOutput
 from toolkit.worker import WorkerInfo
 
@@ -14,6 +15,11 @@ class Pending(Protocol):
 
     def result(self) -> ModelOutput:
         """Waits for the step. Raises what made it fail."""
+
+    def constrain(self, masks: Masks) -> None:
+        """Lets the step sample, when it has requests bound to a grammar: `masks` has a row for each of them. Called
+        before the next step is executed, and while this one computes.
+        """
 
 
 class Executor(abc.ABC):

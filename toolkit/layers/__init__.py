@@ -5,7 +5,7 @@ from toolkit.layers.embedding import Embedding
 from toolkit.layers.linear import GatedLinear, Linear, MergedLinear, OutputHead
 from toolkit.layers.norm import LayerNorm, RMSNorm
 from toolkit.layers.rotary import RotaryEmbedding
-from toolkit.layers.weights import QuantizedSlot, Slot, Slots
+from toolkit.layers.weights import QuantizedSlot, Slot, Slots, plain_slots
 
 __all__ = [
     "Embedding",
@@ -20,4 +20,5 @@ __all__ = [
     "Slot",
     "Slots",
     "activation_kind",
+    "plain_slots",
 ]

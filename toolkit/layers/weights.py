@@ -65,3 +65,8 @@ class QuantizedSlot(Slot):
 
 Slots = dict[str, Slot]
 """By the tensor's name in the checkpoint."""
+
+
+def plain_slots(module: torch.nn.Module, name: str) -> Slots:
+    """The parameters of one of PyTorch's own modules, under the checkpoint's name for it."""
+    return {f"{name}.{own}": Slot(parameter) for own, parameter in module.named_parameters()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterable
 from itertools import accumulate
@@ -52,6 +53,28 @@ class CountedHistogram(Collector):
         return [family]
 
 
+class Throughput:
+    """How much the engine does in a second."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._counts = [0, 0, 0]
+
+    def add(self, num_computed: int, num_generated: int) -> None:
+        """Counts a step and its tokens."""
+        counts = self._counts
+        counts[0] += 1
+        counts[1] += num_computed
+        counts[2] += num_generated
+
+    def take(self) -> tuple[float, float, float]:
+        """(steps, tokens computed, tokens generated) in a second, since this was last asked."""
+        now = time.monotonic()
+        steps, computed, generated = (count / (now - self._since) for count in self._counts)
+        self._since, self._counts = now, [0, 0, 0]
+        return steps, computed, generated
+
+
 class Metrics:
     """The metrics of one served model. Times in seconds, lengths in tokens."""
 
@@ -59,9 +82,16 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._prefix = prefix
         self._values = (model_name, engine)
+        self.throughput = Throughput()
 
         self.num_requests_running = self._gauge("num_requests_running", "Requests that are being computed.")
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
+        self._num_waiting_by_reason = Gauge(
+            f"{prefix}:num_requests_waiting_by_reason",
+            "Requests that wait to run, by what for.",
+            (*LABELS, "reason"),
+            registry=self.registry,
+        ).labels(*self._values, "capacity")
         self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.")
 
         self.prompt_tokens = self._counter(
@@ -70,6 +100,12 @@ class Metrics:
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.prompt_tokens_cached = self._counter(
             "prompt_tokens_cached", "Prompt tokens found in the prefix cache."
+        )
+        self._prompt_tokens_by_source = Counter(
+            f"{prefix}:prompt_tokens_by_source",
+            "Prompt tokens, by where their keys and values came from.",
+            (*LABELS, "source"),
+            registry=self.registry,
         )
         self.prefix_cache_queries = self._counter(
             "prefix_cache_queries", "Tokens looked up in the prefix cache."
@@ -82,6 +118,13 @@ class Metrics:
             f"{prefix}:request_success",
             "Requests that ended, by reason.",
             (*LABELS, "finished_reason"),
+            registry=self.registry,
+        )
+
+        self._admission_rejections = Counter(
+            f"{prefix}:admission_rejections",
+            "Requests refused because of the queue, their key's share or its rate.",
+            (*LABELS, "reason"),
             registry=self.registry,
         )
 
@@ -125,6 +168,31 @@ class Metrics:
         self.request_params_max_tokens = self._histogram(
             "request_params_max_tokens", "The max_tokens that requests ask for.", TOKENS
         )
+        self.request_max_num_generation_tokens = self._histogram(
+            "request_max_num_generation_tokens", "The longest of a request's answers.", TOKENS
+        )
+        self.request_num_preemptions = self._histogram(
+            "request_num_preemptions", "Times that a sequence had to make room.", SMALL_COUNTS
+        )
+        self.request_prefill_kv_computed_tokens = self._histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens that were not in the prefix cache.", TOKENS
+        )
+        self.batch_size = self._histogram("iteration_num_requests", "Requests that run in a step.", TOKENS)
+        self.iterations_per_second = self._gauge(
+            "iterations_per_second", "Steps in a second, over the last ten seconds."
+        )
+        self.computed_tokens_per_second = self._gauge(
+            "computed_tokens_per_second", "Tokens computed in a second, of prompts and answers, likewise."
+        )
+        self.generation_tokens_per_second = self._gauge(
+            "generation_tokens_per_second", "Tokens generated in a second, likewise."
+        )
+        self._errors = Counter(
+            f"{prefix}:errors", "Errors that clients got, by HTTP status.", ("code",), registry=self.registry
+        )
+        self._engine_restarts = self._counter(
+            "engine_restarts", "Times that the engine died and was started again."
+        )
         self.iteration_tokens = self._histogram(
             "iteration_tokens_total", "Tokens computed in a step.", TOKENS
         )
@@ -132,6 +200,45 @@ class Metrics:
     def finished(self, reason: str) -> None:
         """Counts the end of a sequence."""
         self._request_success.labels(*self._values, reason).inc()
+
+    def observe_waiting(self, count: int) -> None:
+        """Sets how many requests wait."""
+        self.num_requests_waiting.set(count)
+        self._num_waiting_by_reason.set(count)
+
+    def observe_prompt(self, num_tokens: int, num_cached: int) -> None:
+        """Counts a prompt whose first token has come."""
+        self.prompt_tokens.inc(num_tokens)
+        self.prompt_tokens_cached.inc(num_cached)
+        by_source = self._prompt_tokens_by_source
+        by_source.labels(*self._values, "local_cache_hit").inc(num_cached)
+        by_source.labels(*self._values, "local_compute").inc(num_tokens - num_cached)
+        self.request_prefill_kv_computed_tokens.observe(num_tokens - num_cached)
+
+    def failed(self, status: int) -> None:
+        """Counts an error that a client got."""
+        self._errors.labels(str(status)).inc()
+
+    def restarted(self) -> None:
+        """Counts another core in the place of one that died."""
+        self._engine_restarts.inc()
+
+    def describe(self, name: str, text: str, labels: dict[str, str]) -> None:
+        """A gauge that is always 1, for what its labels say."""
+        gauge = Gauge(f"{self._prefix}:{name}", text, (*LABELS, *labels), registry=self.registry)
+        gauge.labels(*self._values, *labels.values()).set(1)
+
+    def observe_machine(self, *, gpu: bool) -> None:
+        """From here on, the server's processes and, on request, the GPUs are told of, too."""
+        from toolkit.metrics.machine import GPUMetrics, ProcessMetrics
+
+        self.registry.register(ProcessMetrics(self._prefix))
+        if gpu:
+            self.registry.register(GPUMetrics(self._prefix))
+
+    def rejected(self, reason: str) -> None:
+        """Counts a request that was not let in."""
+        self._admission_rejections.labels(*self._values, reason).inc()
 
     def expose(self) -> bytes:
         """All metrics in Prometheus' text format."""

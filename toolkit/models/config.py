@@ -150,12 +150,60 @@ class Qwen3Config(Qwen2Config, kw_only=True):
     head_dim: Size | None = 128
 
 
+class BertConfig(ArchitectureConfig, kw_only=True):
+    vocab_size: Size = 30522
+    hidden_size: Size = 768
+    intermediate_size: Size = 3072
+    num_hidden_layers: Size = 12
+    num_attention_heads: Size = 12
+    hidden_act: str = "gelu"
+    max_position_embeddings: Size = 512
+    type_vocab_size: Size = 2
+    layer_norm_eps: float = 1e-12
+    pad_token_id: int = 0
+    position_embedding_type: str = "absolute"
+    is_decoder: bool = False
+    num_labels: Size = 2
+    """Of a classifier; as many as `id2label` names, where it does."""
+    id2label: dict[str, Any] | None = None
+    sentence_transformers: dict[str, Any] | None = None
+    sbert_ce_default_activation_function: str | None = None
+    """Of a cross-encoder's score: a class of torch.nn; its newer place is `sentence_transformers.activation_fn`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) is no multiple of "
+                f"num_attention_heads ({self.num_attention_heads})"
+            )
+        if self.id2label is not None:
+            self.num_labels = len(self.id2label)
+
+    @property
+    def score_activation(self) -> str:
+        """The name of a class of torch.nn."""
+        given = (self.sentence_transformers or {}).get("activation_fn")
+        return str(given or self.sbert_ce_default_activation_function or "Sigmoid").rpartition(".")[2]
+
+
+class XLMRobertaConfig(BertConfig, kw_only=True):
+    pad_token_id: int = 1
+
+
+class RobertaConfig(XLMRobertaConfig, kw_only=True):
+    vocab_size: Size = 50265
+
+
 KINDS: dict[str, type[ArchitectureConfig]] = {
     "gpt2": GPT2Config,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "bert": BertConfig,
+    "roberta": RobertaConfig,
+    "xlm-roberta": XLMRobertaConfig,
 }
 """By config.json's `model_type`."""
 

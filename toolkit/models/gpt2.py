@@ -33,11 +33,18 @@ class Block(nn.Module):
         self.down = Linear(inner, hidden, bias=True)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: AttentionBatch
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: AttentionBatch,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output, residual stream) of the tokens `wanted`, or all."""
         x, residual = self.attn_norm(x, residual)
-        x = self.attn_out(self.attn(self.qkv(x), batch))
-        x, residual = self.mlp_norm(x, residual)
+        x = self.attn(self.qkv(x), batch)
+        if wanted is not None:
+            x, residual = x[wanted], residual[wanted]
+        x, residual = self.mlp_norm(self.attn_out(x), residual)
         return self.down(self.up(x)), residual
 
     def slots(self, name: str) -> Slots:
@@ -70,8 +77,10 @@ class GPT2(CausalLM):
 
     def forward(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         x, residual = self.embed(token_ids) + self.embed_positions(batch.positions), None
-        for block in self.blocks:
+        *blocks, last = self.blocks
+        for block in blocks:
             x, residual = block(x, residual, batch)
+        x, residual = last(x, residual, batch, batch.wanted)
         normed: torch.Tensor = self.norm(x, residual)[0]
         return normed
 

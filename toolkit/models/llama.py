@@ -61,8 +61,10 @@ class SelfAttention(nn.Module):
         )
         self.out = Linear(num_heads * size, hidden, bias=shape.out_bias)
 
-    def forward(self, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        out: torch.Tensor = self.out(self.attn(self.qkv(x), batch))
+    def forward(self, x: torch.Tensor, batch: AttentionBatch, wanted: torch.Tensor | None) -> torch.Tensor:
+        """Of the tokens `wanted`, or all."""
+        x = self.attn(self.qkv(x), batch)
+        out: torch.Tensor = self.out(x if wanted is None else x[wanted])
         return out
 
     def slots(self, name: str) -> Slots:
@@ -103,11 +105,16 @@ class Layer(nn.Module):
         self.mlp = GatedMLP(config, shape)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: AttentionBatch
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: AttentionBatch,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output, residual stream) of the tokens `wanted`, or all."""
         x, residual = self.attn_norm(x, residual)
-        x = self.attn(x, batch)
-        x, residual = self.mlp_norm(x, residual)
+        x = self.attn(x, batch, wanted)
+        x, residual = self.mlp_norm(x, residual if wanted is None else residual[wanted])
         return self.mlp(x), residual
 
     def slots(self, name: str) -> Slots:
@@ -145,8 +152,10 @@ class Llama(CausalLM):
 
     def forward(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         x, residual = self.embed(token_ids), None
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             x, residual = layer(x, residual, batch)
+        x, residual = last(x, residual, batch, batch.wanted)
         normed: torch.Tensor = self.norm(x, residual)[0]
         return normed
 

@@ -7,21 +7,36 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from toolkit.errors import CheckpointError, did_you_mean
 from toolkit.layers import QuantizedSlot, Slot, Slots
 from toolkit.models.config import ArchitectureConfig, parse_config
-from toolkit.models.registry import SUPPORTED, CausalLM, resolve_architecture
+from toolkit.models.registry import SUPPORTED, Model, has_head, resolve_architecture
 from toolkit.models.safetensors import read_header, read_into
 from toolkit.quantization import fp8, quantized
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_PREFIXES = ("transformer.", "model.")
+_PREFIXES = ("transformer.", "model.", "bert.", "roberta.")
 _NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 """Buffers that old checkpoints carry along."""
+
+
+class Fillable(Protocol):
+    """What weights are loaded into."""
+
+    unused: ClassVar[tuple[str, ...]]
+    """What the names of those tensors of its checkpoints have that it does not need."""
+
+    def slots(self) -> Slots:
+        """Where each tensor of a checkpoint goes."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """As of any module."""
+        ...
 
 
 def load_config(folder: Path) -> ArchitectureConfig:
@@ -44,9 +59,12 @@ def load_config(folder: Path) -> ArchitectureConfig:
         resolve_architecture(_Named(raw.get("architectures"), raw.get("model_type")), str(folder))
 
     try:
-        return parse_config(raw)
+        config = parse_config(raw)
     except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'} cannot be used: {error}.") from None
+    if not has_head(config):
+        config.tie_word_embeddings = True  # the head is never used, and takes no memory so
+    return config
 
 
 class _Named:
@@ -72,14 +90,14 @@ def build_model(
     dtype: torch.dtype,
     max_model_len: int,
     quantization: str | None = None,
-) -> CausalLM:
+) -> Model:
     """The model with its parameters made and not filled; `quantization`: of its linear layers' weights."""
     with device, _default_dtype(dtype), quantized(quantization), torch.inference_mode():
         model = resolve_architecture(config, str(folder))(config, max_model_len)
     return model.eval()
 
 
-def load_weights(model: CausalLM, folder: Path, load_format: str, seed: int = 0) -> None:
+def load_weights(model: Fillable, folder: Path, load_format: str, seed: int = 0) -> None:
     """Fills the model. Raises CheckpointError naming the file and the tensor that are wrong, missing or cut
     short.
     """
@@ -110,8 +128,9 @@ def load_weights(model: CausalLM, folder: Path, load_format: str, seed: int = 0)
 class _Places:
     """Where a model's weights go, and which of them a checkpoint has."""
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: Fillable) -> None:
         self._model = type(model).__name__
+        self._unused = model.unused
         self._slots = model.slots()
         self._missing = dict.fromkeys(self._slots)
 
@@ -120,6 +139,8 @@ class _Places:
         known = _known_name(name, self._slots)
         if known is None:
             if name.endswith(_NOT_WEIGHTS) or name == "lm_head.weight":
+                return None
+            if any(part in name for part in self._unused):
                 return None
             raise CheckpointError(
                 f"{file} has a tensor {name} that {self._model} has no place for.{did_you_mean(name, self._slots)}"
@@ -143,9 +164,9 @@ class _Places:
             )
 
 
-def fill_dummy(model: CausalLM, seed: int) -> None:
+def fill_dummy(model: Fillable, seed: int) -> None:
     """Random weights, the same for the same seed on the same kind of device; norms stay as they are."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    generator = torch.Generator(next(model.named_parameters())[1].device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and parameter.dtype != fp8.DTYPE:
             parameter.normal_(0.0, 0.02, generator=generator)
@@ -212,7 +233,11 @@ def _read_pickled(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _known_name(name: str, slots: Slots) -> str | None:
-    """The slot for a checkpoint's name; the base model's prefix may be there or not."""
+    """The slot for a checkpoint's name; the base model's prefix may be there or not, and old files of BERT call a
+    norm's weight and bias by their Greek letters.
+    """
+    if name.endswith((".gamma", ".beta")):
+        name = name.replace(".gamma", ".weight").replace(".beta", ".bias")
     if name in slots:
         return name
     for prefix in _PREFIXES:

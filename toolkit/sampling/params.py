@@ -7,11 +7,23 @@ from typing import Any
 import msgspec
 
 from toolkit.errors import InvalidRequestError
+from toolkit.sampling.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 256
+MAX_BEAM_WIDTH = 64
 _GREATEST = 2**31 - 1
-_WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+_WHOLE = (
+    "n",
+    "top_k",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+)
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -30,6 +42,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    """The only tokens that can be chosen; None: all."""
+    bad_words: list[str] | None = None
+    """Texts that the answer does not have, as far as they are whole tokens: the token that would complete one is not
+    chosen."""
+    bad_words_token_ids: list[list[int]] | None = None
+    """What `bad_words` are in tokens, which is found out where a request is taken in. More can be given."""
     seed: int | None = None
     max_tokens: int | None = 16
     """None: as many as the context holds."""
@@ -42,11 +61,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     """How many of the likeliest tokens to report at each output position, besides the chosen one."""
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = False
+    """Puts a space on either side of special tokens in the text, where they are not skipped."""
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    truncate_prompt_tokens: int | None = None
+    """Keeps this many of the prompt's tokens, the last ones; -1: as many as leave room for the answer."""
 
     def __post_init__(self) -> None:
         self.stop = _as_list(self.stop)
         self.stop_token_ids = list(self.stop_token_ids or [])
+        self.bad_words = _as_list(self.bad_words)
         for name in _WHOLE:
             value = getattr(self, name)
             if value is not None and type(value) is not int:
@@ -81,11 +106,34 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             raise InvalidRequestError(
                 "stop needs the answer's text, so that detokenize stays on.", param="stop"
             )
-        for name in ("stop_token_ids", "logit_bias"):
+        if len(self.bad_words) > MAX_BAD_WORDS or not all(
+            isinstance(word, str) and 1 <= len(word) <= 1024 for word in self.bad_words
+        ):
+            raise InvalidRequestError(
+                f"bad_words takes at most {MAX_BAD_WORDS} texts of 1 to 1024 characters.", param="bad_words"
+            )
+        for sequence in self.bad_words_token_ids or ():
+            if not sequence or not all(type(token) is int for token in sequence):
+                raise InvalidRequestError(
+                    "bad_words_token_ids is made of sequences of at least one token.",
+                    param="bad_words_token_ids",
+                )
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequestError(
+                "allowed_token_ids is empty, so that no token could be chosen.", param="allowed_token_ids"
+            )
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            _within("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, _GREATEST)
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             if not all(type(token) is int for token in getattr(self, name) or ()):
                 raise InvalidRequestError(f"{name} names tokens by their numbers.", param=name)
         for bias in (self.logit_bias or {}).values():
             _within("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether some logits are changed, or taken out, one by one."""
+        return bool(self.logit_bias or self.min_tokens or self.allowed_token_ids or self.bad_words_token_ids)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -95,6 +143,38 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How beam search goes. Names and meanings are those of Transformers' generation settings.
+
+    A beam's score is the sum of its tokens' log-probabilities over its length to the power of `length_penalty`.
+    Raises InvalidRequestError for a value out of its range.
+    """
+
+    beam_width: int
+    max_tokens: int
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    """True: ends when there are `beam_width` finished beams. False: when those that go on are not likely to become
+    better. "never": when they cannot."""
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens"):
+            if type(getattr(self, name)) is not int:
+                raise InvalidRequestError(
+                    f"{name} is a whole number; it got {getattr(self, name)!r}.", param=name
+                )
+        _within("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        _within("max_tokens", self.max_tokens, 1, _GREATEST)
+        _within("length_penalty", self.length_penalty, -10.0, 10.0)
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidRequestError(
+                f"early_stopping is true, false or 'never'; it got {self.early_stopping!r}.",
+                param="early_stopping",
+            )
 
 
 def _as_list(stop: list[str] | str | None) -> list[str]:

@@ -1,6 +1,6 @@
 """Chooses tokens from logits.
 
-The order is vLLM's: log-probabilities are of the raw logits; then logit bias and forbidden ends, penalties,
+The order is vLLM's: log-probabilities are of the raw logits; then logit bias and forbidden ends, penalties, grammars,
 temperature, min-p, top-k, top-p. A random choice depends on the request's seed and the position alone, so
 that the same seed gives the same text whatever else is in the batch and however often the request was
 preempted.
@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from toolkit.sampling.state import SamplingState
+from toolkit.sampling.grammar import Masks
+from toolkit.sampling.state import SamplingState, to_device
 
 IntArray = npt.NDArray[np.int32]
 GREATEST_SHORTCUT = 1024
@@ -25,19 +26,22 @@ def sample(
     token_ids: torch.Tensor,
     rows: IntArray,
     lengths: IntArray,
+    masked: tuple[npt.NDArray[np.int64], Masks] | None = None,
 ) -> torch.Tensor:
     """The next tokens [n] int64; -1 where the logits are not finite.
 
     logits: [n, vocab] fp32, changed in place; token_ids: [num_rows, max_len], the rows' tokens so far; rows,
     lengths: [n] on the host, which rows these are and how many tokens each has (the sampled one comes at that
-    position).
+    position); masked: indices of requests that are bound to a grammar, and what their next tokens may be.
     """
     device = logits.device
     rows_on_device = torch.from_numpy(rows).to(device, torch.int64)
     if state.biases[rows].any():
-        add_biases(logits, state, rows, lengths)
+        add_biases(logits, state, token_ids, rows, lengths)
     if state.penalties[rows].any():
         _penalize(logits, state, token_ids, rows, lengths)
+    if masked is not None:
+        mask_logits(logits, *(to_device(torch.from_numpy(part), device) for part in masked))
     best, greedy = logits.max(dim=-1)
     chosen = greedy
     if state.random[rows].any():
@@ -107,15 +111,27 @@ def _keep_likely(
     return probabilities.masked_fill(probabilities < least, 0.0)
 
 
-def add_biases(logits: torch.Tensor, state: SamplingState, rows: IntArray, lengths: IntArray) -> None:
-    """Adds logit biases, and takes out what may not end an answer yet (min_tokens), in place."""
+def add_biases(
+    logits: torch.Tensor, state: SamplingState, token_ids: torch.Tensor, rows: IntArray, lengths: IntArray
+) -> None:
+    """Adds logit biases, and takes out, in place, what is not allowed: other tokens than `allowed_token_ids`, the
+    completion of bad words, and what may not end an answer yet (min_tokens).
+    """
     where, tokens, values = [], [], []
     for index, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         if not state.biases[row]:
             continue
         params = state.params[row]
+        allowed = state.allowed[row]
+        if allowed is not None:
+            _allow_only(logits[index], allowed)
+        if params.bad_words_token_ids:
+            num_output = length - int(state.num_prompt_tokens[row])
+            _forbid(logits[index], token_ids[row, length - num_output : length], params.bad_words_token_ids)
         bias = dict(params.logit_bias or {})
-        if length - int(state.num_prompt_tokens[row]) < params.min_tokens:
+        # With a grammar, `min_tokens` is in its masks: where it leaves nothing but the end, it ends.
+        too_short = length - int(state.num_prompt_tokens[row]) < params.min_tokens
+        if too_short and params.structured_outputs is None:
             bias |= dict.fromkeys(state.stop_ids[row], -float("inf"))
         where += [index] * len(bias)
         tokens += list(bias.keys())
@@ -129,9 +145,40 @@ def add_biases(logits: torch.Tensor, state: SamplingState, rows: IntArray, lengt
         logits.index_put_(place, added, accumulate=True)
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a host's tensor on a device, without waiting for the device's work."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+def _allow_only(logits: torch.Tensor, allowed: torch.Tensor) -> None:
+    """logits: [vocab], one request's; allowed: [n] int64, on the same device."""
+    kept = logits[allowed]
+    logits.fill_(-float("inf"))
+    logits[allowed] = kept
+
+
+def _forbid(logits: torch.Tensor, output: torch.Tensor, sequences: list[list[int]]) -> None:
+    """Takes out the last token of each sequence whose other tokens the output ends with.
+
+    logits: [vocab]; output: [num_output] int32, on the device: the newest of it may not be known to the host.
+    """
+    possible = [one for one in sequences if len(one) - 1 <= len(output)]
+    if not possible:
+        return
+    longest = max(map(len, possible)) - 1
+    # Aligned at the end; -1 is where a sequence is shorter, and fits everything.
+    before = [[-1] * (longest - len(one) + 1) + one[:-1] for one in possible]
+    last = to_device(torch.tensor([one[-1] for one in possible]), logits.device)
+    wanted = to_device(torch.tensor(before, dtype=torch.int32), logits.device)
+    met = ((wanted == output[len(output) - longest :]) | (wanted < 0)).all(dim=1)
+    logits.index_put_((last,), torch.where(met, -float("inf"), 0.0).to(logits.dtype), accumulate=True)
+
+
+def mask_logits(logits: torch.Tensor, index: torch.Tensor, masks: torch.Tensor) -> None:
+    """Takes out, in place, the tokens whose bit is not set.
+
+    logits: [n, vocab]; index: [m] int64, which of them; masks: [m, words] int32 (`grammar.Masks`).
+    """
+    bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device) & 1
+    allowed = torch.zeros(len(masks), logits.shape[1], dtype=torch.bool, device=logits.device)
+    known = bits.flatten(1)[:, : logits.shape[1]].bool()
+    allowed[:, : known.shape[1]] = known
+    logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
 
 
 def _penalize(

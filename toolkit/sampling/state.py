@@ -24,6 +24,8 @@ class SamplingState:
         self.ints = torch.zeros(num_rows, 3, dtype=torch.int64, device=device)
         self.params: list[SamplingParams] = [SamplingParams()] * num_rows
         self.stop_ids: list[list[int]] = [[]] * num_rows
+        self.allowed: list[torch.Tensor | None] = [None] * num_rows
+        """On the device: the only tokens that a row may choose, where it may not choose all."""
         self.random = np.zeros(num_rows, np.bool_)
         self.filters = np.zeros(num_rows, np.bool_)
         self.penalties = np.zeros(num_rows, np.bool_)
@@ -50,13 +52,20 @@ class SamplingState:
         self.host_ints[row] = (p.top_k, seed, num_prompt_tokens)
         self.params[row] = params
         self.stop_ids[row] = [*eos_token_ids, *(params.stop_token_ids or ())]
+        allowed = p.allowed_token_ids
+        self.allowed[row] = to_device(torch.tensor(allowed), self.device) if allowed else None
         self.random[row] = p.temperature > 0
         self.filters[row] = p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
         self.penalties[row] = p.has_penalties
-        self.biases[row] = bool(p.logit_bias) or p.min_tokens > 0
+        self.biases[row] = p.has_biases
         self.num_logprobs[row] = -1 if p.logprobs is None else p.logprobs
 
     def load(self, rows: list[int]) -> None:
         """Copies rows to the device, waiting for it."""
         self.floats[rows] = torch.from_numpy(self.host_floats[rows]).to(self.device)
         self.ints[rows] = torch.from_numpy(self.host_ints[rows]).to(self.device)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a host's tensor on a device, without waiting for the device's work."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

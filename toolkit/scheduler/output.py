@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from toolkit.pooling import PoolingParams
 from toolkit.sampling.params import SamplingParams
 
 IntArray = npt.NDArray[np.int32]
@@ -25,6 +26,8 @@ class NewRow:
     params: SamplingParams
     seed: int
     eos_token_ids: list[int]
+    pooling: PoolingParams | None = None
+    """Its prompt is pooled: what it samples is not looked at."""
 
 
 @dataclass(slots=True)
@@ -49,6 +52,9 @@ class SchedulerOutput:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     prompt_logprobs: list[int] = field(default_factory=list)
     """Indices into `rows` of requests whose prompt positions in this step are to be reported."""
+    constrained: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """Indices into `rows`, rising, of requests whose next token is bound to a grammar. With any of them the step samples
+    once their masks come (`Pending.constrain`)."""
 
     @property
     def total_tokens(self) -> int:
@@ -87,3 +93,5 @@ class ModelOutput:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     """By index into the step's rows."""
+    pooled: dict[int, FloatArray] = field(default_factory=dict)
+    """By index among the sampling requests: the vectors of pooled prompts."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from toolkit.pooling import PoolingParams
+from toolkit.sampling.grammar import GrammarState
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler.block_pool import BlockHash, hash_block
 from toolkit.scheduler.output import IntArray
@@ -63,6 +65,10 @@ class Request:
     """The front end's name for the sequence."""
     whole: bool = False
     """Its tokens are told together, when it ends."""
+    grammar: GrammarState | None = None
+    """What its tokens are bound to."""
+    pooling: PoolingParams | None = None
+    """Its prompt is pooled: it ends with the first token it samples, at which nobody looks."""
 
     status: RequestStatus = RequestStatus.WAITING
     row: int = -1
@@ -73,6 +79,13 @@ class Request:
     host_blocks: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
     num_remembered_blocks: int = 0
+    name: str = ""
+    """What its front end calls it, and its siblings."""
+    origin: str = ""
+    """The address that it came from."""
+    arrived_at: float = 0.0
+    """Like `first_run_at`, in seconds on the machine's monotonic clock."""
+    first_run_at: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     """The stop token that ended it, when it was not the model's own."""
@@ -149,6 +162,12 @@ class Request:
         return (
             self.params.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
         )
+
+    def resume(self, output_token_ids: list[int]) -> None:
+        """Goes on after tokens that it already has, before it is added; its cache is computed anew."""
+        self._outputs = list(output_token_ids)
+        self._counts[TOKENS] += len(output_token_ids)
+        self.status = RequestStatus.PREEMPTED
 
     def length_limit(self, max_model_len: int) -> int:
         """Tokens, prompt and output, with which it ends at the latest."""

@@ -46,6 +46,8 @@ class Rows:
         """Whether each of its tokens is told by itself, not in the step's columns."""
         self.quiet = np.zeros(num_rows, np.bool_)
         """Whether nothing is told before its end."""
+        self.constrained = np.zeros(num_rows, np.bool_)
+        """Whether its tokens are bound to a grammar."""
         self.clients = np.zeros(num_rows, np.int32)
         self.numbers = np.zeros(num_rows, np.int64)
         self.stops = np.full((num_rows, 0), NO_TOKEN, np.int32)
@@ -66,12 +68,14 @@ class Rows:
         self.taken_at[row] = step
         self.quiet[row] = request.whole
         self.single[row] = request.tells_singly
+        self.constrained[row] = request.grammar is not None
         self.clients[row], self.numbers[row] = request.client, request.number
         self._set_stops(row, request)
 
     def leave(self, request: Request) -> None:
         """Takes the row from a request, which keeps its counts and tokens."""
         self.taken_at[request.row] = NOBODY
+        self.constrained[request.row] = False
         request.leave()
 
     def sampled(self, rows: npt.NDArray[np.intp], token_ids: IntArray) -> IntArray:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -139,8 +139,11 @@ class Scheduler:
         policy: str = "fcfs",
         num_host_blocks: int = 0,
         enable_prefix_caching: bool = True,
+        chunks_prompts: bool = True,
     ) -> None:
+        """`chunks_prompts`: a prompt may be computed in several steps; one longer than a step has one for itself, if not."""
         self.block_size = block_size
+        self.chunks_prompts = chunks_prompts
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -195,6 +198,11 @@ class Scheduler:
 
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
+
+    @property
+    def requests(self) -> Collection[Request]:
+        """All that have not ended."""
+        return self._requests.values()
 
     @property
     def num_unfinished(self) -> int:
@@ -350,13 +358,15 @@ class Scheduler:
             heapq.heappush(self._waiting, entry)
 
     def _is_ready(self, request: Request) -> bool:
-        if request.num_in_flight:
+        if request.num_in_flight or (request.grammar is not None and not request.grammar.is_compiled):
             return False
         if self._suspects:
             return request is self._suspects[0]
         leader = request.leader
         if leader is None or leader.is_finished:
             return True
+        if leader.wants_prompt_logprobs:  # which come before anything of its siblings
+            return False
         return (
             leader.num_computed_tokens >= (leader.num_prompt_tokens - 1) // self.block_size * self.block_size
         )
@@ -371,7 +381,12 @@ class Scheduler:
         else:
             cached = self._find_cached(request)
             num_computed = len(cached) * self.block_size
-        num_tokens = min(request.num_tokens - num_computed, step.budget)
+        num_tokens = request.num_tokens - num_computed
+        if num_tokens > step.budget:
+            if self.chunks_prompts:
+                num_tokens = step.budget
+            elif step.num_requests:
+                return False
         need = self._blocks_for(num_computed + num_tokens) - len(cached)
         if need > self.pool.num_free - self.pool.num_free_among(cached):
             return False
@@ -402,6 +417,7 @@ class Scheduler:
                 params=request.params,
                 seed=request.seed,
                 eos_token_ids=sorted(request.eos_token_ids),
+                pooling=request.pooling,
             )
         )
         bisect.insort(self.running, request, key=self._rank)
@@ -442,6 +458,8 @@ class Scheduler:
             swap_in=step.swap_in,
             prompt_logprobs=step.prompt_logprobs,
         )
+        if self._rows.constrained.any():
+            output.constrained = np.flatnonzero(self._rows.constrained.take(part.rows) & part.samples)
         self._num_steps += 1
         admitted = part.requests[len(part.requests) - len(step.new_rows) :]
         self._in_flight[output.step] = _InFlight(part.requests, part.rows, admitted, self._num_rows_left)
@@ -475,6 +493,11 @@ class Scheduler:
     def first_scheduled(self, output: SchedulerOutput) -> list[Request]:
         """Requests that this step, the latest, runs for the first time."""
         return [r for r in self._in_flight[output.step].admitted if not r.num_preemptions]
+
+    def constrained(self, output: SchedulerOutput) -> list[Request]:
+        """The requests of a step in flight whose next token is bound to a grammar."""
+        requests = self._in_flight[output.step].requests
+        return [requests[index] for index in output.constrained.tolist()]
 
     def update(self, output: SchedulerOutput, result: ModelOutput) -> StepResults:
         """Takes in a step's tokens: appends them and ends the requests that are done. Tokens of ended ones
@@ -620,7 +643,9 @@ class Scheduler:
         """Takes the blocks of a request that has just left `running`, and puts it back in line."""
         self._remember(request)
         kept = self._blocks_for(request.num_computed_tokens)
-        host_blocks = self.host_pool.allocate(kept) if swap and self.host_pool.num_blocks else None
+        # What a pooled prompt has come to so far stays with the row: it is computed anew.
+        swap = swap and self.host_pool.num_blocks > 0 and request.pooling is None
+        host_blocks = self.host_pool.allocate(kept) if swap else None
         if host_blocks:
             step.swap_out.extend(zip(request.blocks, host_blocks, strict=False))
             request.host_blocks = host_blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,12 +15,14 @@ import torch
 
 from toolkit.attention import AttentionBackend
 from toolkit.models.registry import CausalLM
-from toolkit.sampling.sampler import add_biases, to_device
+from toolkit.sampling.grammar import Masks
+from toolkit.sampling.sampler import add_biases
+from toolkit.sampling.state import to_device
 from toolkit.scheduler import SchedulerOutput
 from toolkit.worker.batch_state import StepShape
 from toolkit.worker.cuda_state import CudaBatchState, StepInputs
 from toolkit.worker.kv_cache import KVCache
-from toolkit.worker.model_runner import ModelRunner, Sampled
+from toolkit.worker.model_runner import ModelRunner, Sample, Sampled
 
 MIXED_TOKENS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 """Padded sizes of captured steps in which prompts and next tokens are mixed."""
@@ -52,12 +55,15 @@ class CudaRunner(ModelRunner):
     def __init__(
         self, model: CausalLM, backend: AttentionBackend, cache: KVCache, state: CudaBatchState
     ) -> None:
+        from toolkit.kernels.triton.bitmask import mask_logits
         from toolkit.kernels.triton.logprobs import logprobs
         from toolkit.kernels.triton.penalties import penalize
         from toolkit.kernels.triton.sampling import sample
 
         super().__init__(model, backend, cache, state)
-        self._kernels = SimpleNamespace(sample=sample, logprobs=logprobs, penalize=penalize)
+        self._kernels = SimpleNamespace(
+            sample=sample, logprobs=logprobs, penalize=penalize, mask_logits=mask_logits
+        )
         num_rows = len(state.block_table) - 1
         head = model.lm_head.weight
         self._logits = torch.empty(num_rows, head.shape[0], dtype=head.dtype, device=self.device)
@@ -66,30 +72,39 @@ class CudaRunner(ModelRunner):
         """By number of requests, rising; likewise `_mixed`, by number of tokens."""
         self._mixed: list[Graph] = []
         self._pool: Any = None
-        self._side: torch.cuda.Stream | None = None
-        """Where graphs are captured: one stream, since memory that one stream used serves no other."""
 
     # ---- steps
 
-    def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor | None, Sampled]:
+    def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor | None, Sample]:
         graph = self._graph_for(step)
         self.state.send(step)
-        if graph is None:
-            hidden, logits = self._forward(_exact(step))
-            return hidden, self._sampled_of(step, logits)
-        graph.graph.replay()
-        return None, self._sampled_of(step, graph.logits)
+        hidden = None
+        if graph is not None:
+            graph.graph.replay()
+            logits = graph.logits
+        elif self._keeps_hidden(step):
+            hidden, logits = self._forward_whole(_exact(step))
+        else:
+            logits = self._forward(_exact(step))
+        return hidden, functools.partial(self._sampled_of, step, logits)
 
-    def _forward(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """(hidden states, logits [num_reqs, vocab]) of the step that was sent; samples its tokens."""
+    def _forward(self, shape: StepShape) -> torch.Tensor:
+        """Logits [num_reqs, vocab] of the step that was sent; samples its tokens."""
+        inputs = self.state.expanded(shape)
+        if shape.max_query_len > 1:
+            inputs.batch.wanted = _last_tokens(inputs)
+        return self._logits_of(self.model(inputs.token_ids, inputs.batch), inputs)
+
+    def _forward_whole(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same with the hidden states of all tokens."""
         inputs = self.state.expanded(shape)
         hidden = self.model(inputs.token_ids, inputs.batch)
-        last = hidden
-        if shape.max_query_len > 1:
-            last = hidden[(inputs.batch.query_start_loc[1:] - 1).clamp(min=0)]
-        logits = self.model.logits(last, self._logits[: shape.num_reqs])
+        return hidden, self._logits_of(hidden[_last_tokens(inputs)], inputs)
+
+    def _logits_of(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        logits = self.model.logits(hidden, self._logits[: len(hidden)])
         self._sample(logits, inputs)
-        return hidden, logits
+        return logits
 
     def _sample(self, logits: torch.Tensor, inputs: StepInputs) -> None:
         state = self.state
@@ -103,11 +118,12 @@ class CudaRunner(ModelRunner):
             self._sampled[: len(logits)],
         )
 
-    def _sampled_of(self, step: SchedulerOutput, logits: torch.Tensor) -> Sampled:
+    def _sampled_of(self, step: SchedulerOutput, logits: torch.Tensor, masks: Masks | None) -> Sampled:
         sampling = self.state.sampling
         special = step.samples & (sampling.penalties[step.rows] | sampling.biases[step.rows])
+        special[step.constrained] = True
         if special.any():
-            self._sample_again(step, logits, np.flatnonzero(special))
+            self._sample_again(step, logits, np.flatnonzero(special), masks)
         tokens = self._sampled[: len(step.rows)]
         which = np.flatnonzero(step.samples)
         k = int(sampling.num_logprobs[step.rows[which]].max()) if len(which) else -1
@@ -117,16 +133,23 @@ class CudaRunner(ModelRunner):
         return Sampled(tokens, which, self._kernels.logprobs(logits[index], tokens[index], k))
 
     def _sample_again(
-        self, step: SchedulerOutput, logits: torch.Tensor, which: npt.NDArray[np.int64]
+        self,
+        step: SchedulerOutput,
+        logits: torch.Tensor,
+        which: npt.NDArray[np.int64],
+        masks: Masks | None,
     ) -> None:
-        """Samples the requests that have penalties or biases, from changed logits."""
+        """Samples the requests that have penalties, biases or grammars, from changed logits."""
         state, index = self.state, self._on_device(which)
         rows, lengths = step.rows[which], (step.num_computed + step.num_tokens)[which]
         rows_there, lengths_there = self._on_device(rows), self._on_device(lengths)
         changed = logits[index].float()
-        add_biases(changed, state.sampling, rows, lengths)
+        add_biases(changed, state.sampling, state.token_ids, rows, lengths)
         parameters = (state.sampling.floats, state.sampling.ints, state.token_ids)
         self._kernels.penalize(changed, rows_there, lengths_there, *parameters)
+        if masks is not None:
+            masked = np.searchsorted(which, step.constrained)
+            self._kernels.mask_logits(changed, self._on_device(masked), self._on_device(masks))
         out = torch.empty(len(which), dtype=torch.int32, device=self.device)
         self._kernels.sample(changed, rows_there, lengths_there, *parameters, out)
         self._sampled[index] = out
@@ -138,23 +161,21 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def capture(self, shapes: Sequence[StepShape]) -> None:
-        """Captures a graph for each shape. The largest comes first: the others then fit into its memory."""
+        """Captures a graph for each shape, on the current stream. The largest comes first: the others then fit into its
+        memory.
+        """
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        side = self._side = self._side or torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for shape in shapes:
-                self.state.send(_EMPTY)
-                self._forward(shape)  # compiles what is not compiled yet
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(self._pool, capture_error_mode="thread_local")
-                logits = self._forward(shape)[1]
-                graph.capture_end()
-                kept = self._decode if shape.max_query_len == 1 else self._mixed
-                bisect.insort(kept, Graph(shape, graph, logits), key=lambda g: g.shape.num_tokens)
-        torch.cuda.current_stream().wait_stream(side)
+        for shape in shapes:
+            self.state.send(_EMPTY)
+            self._forward(shape)  # compiles what is not compiled yet
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            logits = self._forward(shape)
+            graph.capture_end()
+            kept = self._decode if shape.max_query_len == 1 else self._mixed
+            bisect.insort(kept, Graph(shape, graph, logits), key=lambda g: g.shape.num_tokens)
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what the steps before the captures took on this stream
+        torch.cuda.empty_cache()  # what the steps before the captures took
 
     def _graph_for(self, step: SchedulerOutput) -> Graph | None:
         """The smallest graph that the step fits into."""
@@ -164,7 +185,7 @@ class CudaRunner(ModelRunner):
         at = bisect.bisect_left(graphs, total, key=lambda g: g.shape.num_tokens)
         if at == len(graphs):
             return None
-        if step.prompt_logprobs:  # these need the hidden states, which graphs do not keep
+        if self._keeps_hidden(step):  # which graphs do not
             return None
         padded = graphs[at].shape.num_tokens
         if not decode and padded > SMALL_MIXED and total < MOSTLY * padded:
@@ -188,6 +209,11 @@ def graph_shapes(max_num_seqs: int, max_num_tokens: int, max_model_len: int) -> 
         if tokens <= max_num_tokens
     ]
     return sorted(shapes, key=lambda s: (s.num_tokens, s.max_query_len), reverse=True)
+
+
+def _last_tokens(inputs: StepInputs) -> torch.Tensor:
+    """Each request's last token of the step."""
+    return (inputs.batch.query_start_loc[1:] - 1).clamp(min=0).long()
 
 
 def _exact(step: SchedulerOutput) -> StepShape:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from toolkit.pooling import PoolingInfo
+
 Report = Callable[[str, float], None]
 """Called with a start-up phase's name and its seconds."""
 
@@ -26,3 +28,14 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     weight_bytes: int
     cache_bytes: int
     async_scheduling: bool
+    generates: bool = True
+    """Whether prompts can be continued."""
+    chunks_prompts: bool = True
+    """Whether a prompt can be computed in several steps."""
+    pooling: PoolingInfo | None = None
+    """What prompts can be pooled to."""
+
+    @property
+    def tasks(self) -> list[str]:
+        """What the model does: `generate`, `embed`, `score`."""
+        return ["generate"] * self.generates + ([self.pooling.task] if self.pooling is not None else [])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,11 +13,14 @@ import torch
 
 from toolkit.attention import AttentionBackend
 from toolkit.models.registry import CausalLM
+from toolkit.sampling.grammar import Masks
 from toolkit.sampling.logprobs import gather_logprobs
 from toolkit.sampling.sampler import sample
 from toolkit.scheduler import ModelOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs
 from toolkit.worker.batch_state import BatchState, StepShape
+from toolkit.worker.delivery import arrival, to_host
 from toolkit.worker.kv_cache import KVCache
+from toolkit.worker.prompt_pooling import PromptPooling
 
 PROMPT_LOGPROBS_CHUNK = 256
 """Positions whose logits over the vocabulary are held at once."""
@@ -32,6 +37,22 @@ class PendingOutput:
     def result(self) -> ModelOutput:
         return self._finish()
 
+    def constrain(self, masks: Masks) -> None:
+        """For a step that has no request bound to a grammar there is nothing to do."""
+
+
+class UnsampledOutput(PendingOutput):
+    """A step that samples when the masks of its requests bound to grammars are there."""
+
+    def __init__(self, sample: Callable[[Masks], PendingOutput], device: torch.device) -> None:
+        self._sample = sample
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    @torch.inference_mode()
+    def constrain(self, masks: Masks) -> None:
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            self._finish = self._sample(masks).result
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -44,8 +65,15 @@ class Sampled:
     logprobs: Logprobs | None = None
 
 
+Sample = Callable[[Masks | None], Sampled]
+"""Chooses a step's tokens; the masks of requests bound to a grammar are of `SchedulerOutput.constrained`."""
+
+
 class ModelRunner:
     """Owns the device's state; every call applies one step to it."""
+
+    pooling: PromptPooling | None = None
+    """Makes vectors of prompts, where the model is to."""
 
     def __init__(self, model: CausalLM, backend: AttentionBackend, cache: KVCache, state: BatchState) -> None:
         self.model, self.backend, self.cache, self.state = model, backend, cache, state
@@ -58,38 +86,70 @@ class ModelRunner:
         self.cache.copy_out(step.swap_out)
         self.cache.copy_in(step.swap_in)
         self.state.apply(step)
+        if self.pooling is not None:
+            self.pooling.apply(step)
         if not len(step.rows):
             return PendingOutput(lambda: ModelOutput(step.step, np.empty(0, np.int32)))
-        hidden, sampled = self._run(step)
+        hidden, sample = self._run(step)
         prompt_logprobs = {}
         if step.prompt_logprobs:
             assert hidden is not None, "a step with prompt log-probabilities keeps its hidden states"
             prompt_logprobs = self._prompt_logprobs(step, hidden)
-        return self._deliver(step, sampled, prompt_logprobs)
+        pooled = None
+        if self.pooling is not None and self._pools(step):
+            assert hidden is not None, "a step that pools keeps its hidden states"
+            pooled = self.pooling.pool(step, hidden)
+        if len(step.constrained):
+            return UnsampledOutput(
+                lambda masks: self._deliver(step, sample(masks), prompt_logprobs, pooled), self.device
+            )
+        return self._deliver(step, sample(None), prompt_logprobs, pooled)
+
+    def _pools(self, step: SchedulerOutput) -> bool:
+        return self.pooling is not None and self.pooling.is_wanted(step)
 
     def capture(self, shapes: Sequence[StepShape]) -> None:
         """Makes a CUDA graph of each shape of step; raises RuntimeError where there are none."""
         raise RuntimeError("CUDA graphs need an NVIDIA GPU and Triton")
 
-    def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor | None, Sampled]:
-        """(hidden states [num_tokens, hidden], what was sampled); the tokens are written into the state, too. The hidden
-        states may be left out of steps without `prompt_logprobs`.
+    def _keeps_hidden(self, step: SchedulerOutput) -> bool:
+        """Whether the hidden states of all of the step's tokens are asked for."""
+        return bool(step.prompt_logprobs) or self._pools(step)
+
+    def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor | None, Sample]:
+        """(hidden states [num_tokens, hidden], if they are asked for; what samples). The tokens are written into the
+        state, too.
         """
         token_ids, batch = self.state.inputs(step)
-        hidden = self.model(token_ids, batch)
         which = np.flatnonzero(step.samples)
-        if not len(which):
-            return hidden, Sampled(torch.empty(0, dtype=torch.int64), which)
-        rows, lengths = step.rows[which], (step.num_computed + step.num_tokens)[which]
         last = torch.from_numpy(step.num_tokens.cumsum()[which] - 1).to(self.device, torch.int64)
-        logits = self.model.logits(hidden[last]).float()
+        if self._keeps_hidden(step):
+            hidden = self.model(token_ids, batch)
+            return hidden, functools.partial(self._choose, step, which, hidden[last])
+        if len(which) < len(token_ids):
+            batch.wanted = last
+        return None, functools.partial(self._choose, step, which, self.model(token_ids, batch))
+
+    def _choose(
+        self,
+        step: SchedulerOutput,
+        which: npt.NDArray[np.int64],
+        hidden: torch.Tensor,
+        masks: Masks | None,
+    ) -> Sampled:
+        """`hidden`: of the last tokens of the requests `which`."""
+        if not len(which):
+            return Sampled(torch.empty(0, dtype=torch.int64), which)
+        rows, lengths = step.rows[which], (step.num_computed + step.num_tokens)[which]
+        logits = self.model.logits(hidden).float()
         k = int(self.state.sampling.num_logprobs[rows].max())
         raw = logits.clone() if k >= 0 else logits
-        tokens = sample(logits, self.state.sampling, self.state.token_ids, rows, lengths)
+        masked = None if masks is None else (np.searchsorted(which, step.constrained), masks)
+        tokens = sample(logits, self.state.sampling, self.state.token_ids, rows, lengths, masked)
         place = torch.from_numpy(np.stack((rows, lengths))).to(self.device, torch.int64)
         self.state.token_ids[place[0], place[1]] = tokens.clamp(min=0).to(torch.int32)
         logprobs = gather_logprobs(raw, tokens, k) if k >= 0 else None
-        return hidden, Sampled(tokens, np.arange(len(which)), logprobs)
+        return Sampled(tokens, np.arange(len(which)), logprobs)
 
     def _prompt_logprobs(
         self, step: SchedulerOutput, hidden: torch.Tensor
@@ -125,14 +185,14 @@ class ModelRunner:
         step: SchedulerOutput,
         sampled: Sampled,
         prompt_logprobs: dict[int, tuple[int, Logprobs]],
+        pooled: tuple[list[int], torch.Tensor] | None,
     ) -> PendingOutput:
         """Starts the copies to the host; waiting for them is left to whoever asks for the result."""
-        tokens = self._to_host(sampled.tokens)
-        values = [self._to_host(part) for part in sampled.logprobs] if sampled.logprobs else None
-        prompts = {
-            i: (start, [self._to_host(part) for part in lp]) for i, (start, lp) in prompt_logprobs.items()
-        }
-        arrived = self._arrived()
+        tokens = to_host(sampled.tokens)
+        values = [to_host(part) for part in sampled.logprobs] if sampled.logprobs else None
+        prompts = {i: (start, [to_host(part) for part in lp]) for i, (start, lp) in prompt_logprobs.items()}
+        samples, vectors = ([], None) if pooled is None else (pooled[0], to_host(pooled[1]))
+        arrived = arrival(self.device)
 
         def finish() -> ModelOutput:
             arrived()
@@ -141,22 +201,10 @@ class ModelRunner:
                 tokens.numpy()[sampled.which].astype(np.int32),
                 _logprobs(values) if values else None,
                 {i: PromptLogprobs(start, _logprobs(parts)) for i, (start, parts) in prompts.items()},
+                {} if vectors is None else dict(zip(samples, vectors.numpy(), strict=True)),
             )
 
         return PendingOutput(finish)
-
-    def _arrived(self) -> Callable[[], None]:
-        """What waits for the copies to the host that were started before."""
-        if self.device.type == "cpu":
-            return lambda: None
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        done.record()
-        return done.synchronize
-
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.device.type == "cpu":
-            return tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _logprobs(parts: list[torch.Tensor]) -> TokenLogprobs:

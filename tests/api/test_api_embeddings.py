@@ -1,0 +1,266 @@
+"""/v1/embeddings, /v1/score and /v1/rerank over servers as users start them."""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import numpy as np
+import openai
+import pytest
+from sentence_transformers import CrossEncoder, SentenceTransformer
+
+from tests import checkpoints
+from tests.api.serving import Server, until
+from tests.pooling.folders import MINILM, TEXTS, bert, bert_tokenizer, save
+from toolkit.api.embeddings import EmbeddingList
+
+QUERY = "What is the sea like?"
+DOCUMENTS = ["Bread is baked.", "The sea is calm.", "It likes fish.", "What the sea is like"]
+
+
+@pytest.fixture(scope="module")
+def minilm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    served = Server(str(MINILM), "--served-model-name", "minilm", cwd=tmp_path_factory.mktemp("minilm"))
+    yield served
+    assert served.is_idle()
+    served.stop()
+
+
+@pytest.fixture(scope="module")
+def sentences() -> SentenceTransformer:
+    return SentenceTransformer(str(MINILM), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = bert("BertForSequenceClassification", num_labels=1)
+    return save(model, bert_tokenizer(), tmp_path_factory.mktemp("models") / "cross-encoder")
+
+
+@pytest.fixture(scope="module")
+def scorer(cross_encoder: Path) -> Iterator[Server]:
+    served = Server(str(cross_encoder), cwd=cross_encoder.parent)
+    yield served
+    assert served.is_idle()
+    served.stop()
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Generates and embeds; its embeddings may be cut. Steps are short, so that many inputs take long."""
+    folder = tmp_path_factory.mktemp("models") / "decoder"
+    checkpoints.save(checkpoints.make_reference("llama3-gqa"), folder)
+    checkpoints.edit_json(folder / "config.json", is_matryoshka=True)
+    served = Server(str(folder), "--pooling", "mean", "--max-num-batched-tokens", "128", cwd=folder.parent)
+    yield served
+    until(served.is_idle)
+    served.stop()
+
+
+def error(answer: httpx.Response, status: int = 400) -> dict:
+    assert answer.status_code == status, answer.text
+    return answer.json()["error"]
+
+
+def vectors(answer: httpx.Response) -> np.ndarray:
+    assert answer.status_code == 200, answer.text
+    return np.array([one["embedding"] for one in answer.json()["data"]])
+
+
+def test_the_openai_client_gets_what_sentence_transformers_computes(minilm, sentences):
+    with minilm.openai() as client:
+        answer = client.embeddings.create(model="minilm", input=TEXTS)  # as base64, which is its default
+    assert [one.index for one in answer.data] == list(range(len(TEXTS)))
+    assert np.abs(np.array([one.embedding for one in answer.data]) - sentences.encode(TEXTS)).max() < 1e-5
+    assert answer.model == "minilm"
+    num_tokens = sum(len(sentences.tokenizer(text)["input_ids"]) for text in TEXTS)
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == num_tokens
+
+
+async def test_the_async_client_too(minilm, sentences):
+    async with openai.AsyncOpenAI(base_url=f"{minilm.url}/v1", api_key="any", max_retries=0) as client:
+        answer = await client.embeddings.create(model="minilm", input="A cat", encoding_format="float")
+    assert np.abs(np.array(answer.data[0].embedding) - sentences.encode("A cat")).max() < 1e-5
+
+
+def test_a_text_its_tokens_and_both_encodings_are_the_same(minilm, sentences):
+    ids = sentences.tokenizer("A cat sits.")["input_ids"]
+    inputs = ["A cat sits.", ["A cat sits."], ids, [ids]]
+    found = [vectors(minilm.http.post("/v1/embeddings", json={"input": one})) for one in inputs]
+    assert all((one == found[0]).all() for one in found)
+    body = {"input": "A cat sits.", "encoding_format": "base64"}
+    [coded] = msgspec.json.decode(
+        minilm.http.post("/v1/embeddings", json=body).content, type=EmbeddingList
+    ).data
+    assert (np.frombuffer(base64.b64decode(coded.embedding), "<f4") == found[0][0].astype("<f4")).all()
+
+
+def test_a_long_text_is_refused_with_both_numbers_and_cut_only_when_asked(minilm, sentences):
+    long = "and on " * 400
+    told = error(minilm.http.post("/v1/embeddings", json={"input": ["short", long]}))
+    assert told["param"] == "input[1]"
+    assert told["code"] == "context_length_exceeded"
+    assert "802" in told["message"]
+    assert "256" in told["message"]
+    cut = minilm.http.post("/v1/embeddings", json={"input": long, "truncate_prompt_tokens": -1})
+    assert np.abs(vectors(cut)[0] - sentences.encode(long)).max() < 1e-5
+    assert cut.json()["usage"]["prompt_tokens"] == 256
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({}, "input", "missing"),
+        ({"input": []}, "input", "empty"),
+        ({"input": [["a"]]}, "input", "valid"),
+        ({"input": [[1, 30522]]}, "input", "0 to 30521"),
+        ({"input": [[1], [-1]]}, "input[1]", "0 to 30521"),
+        ({"input": [[1], []]}, "input[1]", "empty"),
+        ({"input": ["x"] * 2049}, "input", "at most 2048"),
+        ({"input": "x", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
+        ({"input": "x", "dimensions": 64}, "dimensions", "384 numbers"),
+        ({"input": "x", "dimensions": 0}, "dimensions", "from 1 to 384"),
+        ({"input": "x", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens", "from 1 to 256"),
+    ],
+)
+def test_what_is_wrong_is_named(body, param, says, minilm):
+    told = error(minilm.http.post("/v1/embeddings", json=body))
+    assert told["param"] == param
+    assert says in told["message"]
+
+
+def test_a_model_that_only_embeds_says_so_where_text_is_wanted(minilm):
+    for path, body in (
+        ("completions", {"prompt": "x"}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        assert "/v1/embeddings" in error(minilm.http.post(f"/v1/{path}", json=body))["message"]
+    assert minilm.http.get("/v1/models").json()["data"][0]["tasks"] == ["embed"]
+    assert minilm.http.get("/health").status_code == 200
+    assert minilm.curl.startswith(f"curl {minilm.url}/v1/embeddings")
+
+
+def test_texts_are_scored_by_their_embeddings(minilm, sentences):
+    expected = sentences.similarity(sentences.encode(QUERY), sentences.encode(DOCUMENTS))[0].numpy()
+    answer = minilm.http.post("/v1/score", json={"text_1": QUERY, "text_2": DOCUMENTS}).json()
+    assert [one["index"] for one in answer["data"]] == list(range(len(DOCUMENTS)))
+    assert np.abs(np.array([one["score"] for one in answer["data"]]) - expected).max() < 1e-5
+    by_pair = {"text_1": DOCUMENTS, "text_2": DOCUMENTS}
+    same = minilm.http.post("/v1/score", json=by_pair).json()["data"]
+    assert np.allclose([one["score"] for one in same], 1.0)
+    uneven = {"text_1": DOCUMENTS[:2], "text_2": DOCUMENTS}
+    assert "text_1 has 2 texts" in error(minilm.http.post("/v1/score", json=uneven))["message"]
+
+
+def test_a_cross_encoder_scores_pairs_and_ranks_documents(scorer, cross_encoder):
+    expected = CrossEncoder(str(cross_encoder), device="cpu").predict([(QUERY, one) for one in DOCUMENTS])
+    answer = scorer.http.post("/v1/score", json={"text_1": QUERY, "text_2": DOCUMENTS}).json()
+    assert np.abs(np.array([one["score"] for one in answer["data"]]) - expected).max() < 1e-5
+    body = {"query": QUERY, "documents": [DOCUMENTS[0], *({"text": one} for one in DOCUMENTS[1:])]}
+    ranked = scorer.http.post("/v1/rerank", json=body).json()
+    assert [one["index"] for one in ranked["results"]] == np.argsort(-expected).tolist()
+    assert ranked["results"][0]["document"] == {"text": DOCUMENTS[int(expected.argmax())]}
+    assert ranked["usage"]["total_tokens"] == answer["usage"]["total_tokens"]
+    best = scorer.http.post("/v1/rerank", json=body | {"top_n": 2, "return_documents": False}).json()
+    assert [set(one) for one in best["results"]] == [{"index", "relevance_score"}] * 2
+    assert "top_n" in error(scorer.http.post("/v1/rerank", json=body | {"top_n": 0}))["message"]
+    assert (
+        "documents is empty"
+        in error(scorer.http.post("/v1/rerank", json=body | {"documents": []}))["message"]
+    )
+    assert scorer.http.get("/v1/models").json()["data"][0]["tasks"] == ["score"]
+
+
+def test_a_cross_encoder_has_no_embeddings_and_names_the_pair_that_is_too_long(scorer):
+    assert "/v1/rerank" in error(scorer.http.post("/v1/embeddings", json={"input": "x"}))["message"]
+    body = {"query": "short", "documents": ["short", "long " * 70]}
+    told = error(scorer.http.post("/v1/rerank", json=body))
+    assert told["param"] == "documents[1]"
+    assert "74 tokens" in told["message"]
+    assert scorer.http.post("/v1/rerank", json=body | {"truncate_prompt_tokens": -1}).status_code == 200
+
+
+def test_a_decoder_embeds_beside_generating(decoder):
+    assert decoder.http.get("/v1/models").json()["data"][0]["tasks"] == ["generate", "embed"]
+    whole = vectors(decoder.http.post("/v1/embeddings", json={"input": "The sea"}))[0]
+    cut = vectors(decoder.http.post("/v1/embeddings", json={"input": "The sea", "dimensions": 4}))[0]
+    assert np.allclose(cut, whole[:4] / np.linalg.norm(whole[:4]), atol=1e-6)
+    before = decoder.metric("tk:prompt_tokens_total")
+    decoder.http.post("/v1/embeddings", json={"input": ["The sea", "A cat"]})
+    assert decoder.metric("tk:prompt_tokens_total") == before + 12
+    text = decoder.http.post("/v1/completions", json={"prompt": "The sea", "max_tokens": 4}).json()
+    assert text["usage"]["completion_tokens"] == 4
+
+
+def test_a_generating_model_says_how_to_have_embeddings(server):
+    for path, body in (
+        ("embeddings", {"input": "x"}),
+        ("score", {"text_1": "x", "text_2": "y"}),
+        ("rerank", {"query": "x", "documents": ["y"]}),
+    ):
+        assert "--pooling last" in error(server.http.post(f"/v1/{path}", json=body))["message"]
+    assert server.http.get("/v1/models").json()["data"][0]["tasks"] == ["generate"]
+
+
+def test_many_inputs_leave_room_for_others_and_are_taken_in_a_few_at_a_time(decoder):
+    inputs = [[(i + j) % 250 for j in range(60)] for i in range(2048)]
+    done: list[tuple[float, httpx.Response]] = []
+
+    def post() -> None:
+        begun = time.monotonic()
+        answer = httpx.post(f"{decoder.url}/v1/embeddings", json={"input": inputs}, timeout=120.0)
+        done.append((time.monotonic() - begun, answer))
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    until(lambda: decoder.metric("tk:num_requests_running") > 0)
+    waits, most = [], 0.0
+    while thread.is_alive():
+        begun = time.monotonic()
+        decoder.http.post("/v1/embeddings", json={"input": "The sea"})
+        waits.append(time.monotonic() - begun)
+        most = max(
+            most, decoder.metric("tk:num_requests_running") + decoder.metric("tk:num_requests_waiting")
+        )
+    [(seconds, answer)] = done
+    found = vectors(answer)
+    assert len(found) == 2048
+    assert (found[0] == vectors(decoder.http.post("/v1/embeddings", json={"input": inputs[0]}))[0]).all()
+    assert len(waits) > 3
+    assert np.median(waits) < seconds / 8
+    assert most <= 5  # two steps of 128 tokens, and the others' one
+
+
+def test_what_a_client_no_longer_waits_for_is_ended(decoder):
+    inputs = [[i % 250] * 100 for i in range(2048)]
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{decoder.url}/v1/embeddings", json={"input": inputs}, timeout=0.3)
+    before = decoder.metric("tk:prompt_tokens_total")
+    until(decoder.is_idle, 5.0)
+    assert decoder.metric("tk:prompt_tokens_total") == before
+
+
+def test_when_the_engine_dies_the_inputs_that_are_left_go_to_the_next_one(decoder):
+    inputs = [[(i + j) % 250 for j in range(100)] for i in range(600)]
+    answers: list[httpx.Response] = []
+
+    def post() -> None:
+        answers.append(httpx.post(f"{decoder.url}/v1/embeddings", json={"input": inputs}, timeout=120.0))
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    until(lambda: decoder.metric("tk:num_requests_running") > 0)
+    [core] = decoder.children("toolkit.engine.process")
+    core.kill()
+    thread.join()
+    found = vectors(answers[0])
+    assert len(found) == len(inputs)
+    for i in (0, 300, 599):
+        alone = vectors(decoder.http.post("/v1/embeddings", json={"input": inputs[i]}))[0]
+        assert np.allclose(found[i], alone, atol=1e-6)

@@ -1,0 +1,219 @@
+"""/v1/messages through Anthropic's client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import jsonschema
+import pytest
+
+from tests.api.conftest import Reference
+from tests.api.serving import Server, until
+
+QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
+GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "extra_body": {"temperature": 0}}
+
+
+@pytest.fixture
+def claude(server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key="any", max_retries=0, timeout=60.0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Reference) -> str:
+    return reference.text(reference.conversation(*QUESTION), 12)
+
+
+def test_the_answer_is_that_of_transformers(
+    claude: anthropic.Anthropic, reference: Reference, expected: str
+) -> None:
+    answer = claude.messages.create(messages=QUESTION, **GREEDY)
+    assert [block.type for block in answer.content] == ["text"]
+    assert answer.content[0].text == expected
+    assert (answer.role, answer.type, answer.model) == ("assistant", "message", "tiny")
+    assert (answer.stop_reason, answer.stop_sequence) == ("max_tokens", None)
+    prompt = reference.tokenizer.encode(reference.conversation(*QUESTION))
+    assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == len(prompt)
+    assert answer.usage.output_tokens == 12
+    anthropic.types.Message.model_validate(answer.model_dump())
+
+
+@pytest.mark.parametrize("system", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
+def test_the_system_speaks_first(claude: anthropic.Anthropic, reference: Reference, system: Any) -> None:
+    blocks = [{"type": "text", "text": "What is"}, {"type": "text", "text": "it?"}]
+    answer = claude.messages.create(messages=[{"role": "user", "content": blocks}], system=system, **GREEDY)
+    prompt = reference.conversation(
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is\nit?"}
+    )
+    assert answer.content[0].text == reference.text(prompt, 12)
+
+
+def test_an_answer_that_is_begun_is_gone_on_with(claude: anthropic.Anthropic, reference: Reference) -> None:
+    begun = [*QUESTION, {"role": "assistant", "content": "It is"}]
+    answer = claude.messages.create(messages=begun, **GREEDY)
+    prompt = reference.conversation(*begun).removesuffix("<|end|><|assistant|>")
+    assert answer.content[0].text == reference.text(prompt, 12)
+
+
+def test_a_stop_sequence_is_told(claude: anthropic.Anthropic, expected: str) -> None:
+    stop = next(c for c in expected[2:] if c.isascii() and c not in expected[:2])
+    answer = claude.messages.create(messages=QUESTION, stop_sequences=[stop], **GREEDY)
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
+    assert answer.content[0].text == expected[: expected.index(stop)]
+
+
+def test_the_stream_s_events_are_anthropic_s(claude: anthropic.Anthropic, expected: str) -> None:
+    events = list(claude.messages.create(messages=QUESTION, stream=True, **GREEDY))
+    kinds = [event.type for event in events if event.type != "ping"]
+    deltas = [event for event in events if event.type == "content_block_delta"]
+    assert kinds == [
+        "message_start",
+        "content_block_start",
+        *["content_block_delta"] * len(deltas),
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    assert "".join(event.delta.text for event in deltas) == expected
+    last = next(event for event in events if event.type == "message_delta")
+    assert (last.delta.stop_reason, last.usage.output_tokens) == ("max_tokens", 12)
+
+
+def test_the_client_s_own_stream_helper_gathers_the_answer(
+    claude: anthropic.Anthropic, expected: str
+) -> None:
+    with claude.messages.stream(messages=QUESTION, **GREEDY) as stream:
+        assert "".join(stream.text_stream) == expected
+        assert stream.get_final_message().content[0].text == expected
+
+
+def test_the_tokens_of_a_prompt_are_counted(claude: anthropic.Anthropic, reference: Reference) -> None:
+    count = claude.messages.count_tokens(model="tiny", messages=QUESTION).input_tokens
+    assert count == len(reference.tokenizer.encode(reference.conversation(*QUESTION)))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": QUESTION}, "max_tokens"),
+        ({"max_tokens": 1}, "messages"),
+        ({"messages": [], "max_tokens": 1}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}], "max_tokens": 1}, "messages.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 1}, "messages.0.0"),
+        ({"messages": QUESTION, "max_tokens": 0}, "max_tokens"),
+        ({"messages": QUESTION, "max_tokens": 1, "tools": [{"name": "x"}]}, "tools.0.input_schema"),
+        ({"messages": QUESTION, "max_tokens": 1, "temperature": -1}, "temperature"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(http: httpx.Client, body: dict[str, Any], param: str) -> None:
+    answer = http.post("/v1/messages", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_an_unknown_model_is_not_found(claude: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="tiny"):
+        claude.messages.create(messages=QUESTION, **GREEDY | {"model": "claude"})
+
+
+async def test_the_asynchronous_client_streams(server: Server, expected: str) -> None:
+    async with (
+        anthropic.AsyncAnthropic(base_url=server.url, api_key="any", max_retries=0) as client,
+        client.messages.stream(messages=QUESTION, **GREEDY) as stream,
+    ):
+        assert "".join([text async for text in stream.text_stream]) == expected
+    until(server.is_idle)
+
+
+# ---- tools
+
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools><tool_call>{% endif %}"
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}{{ call['function']['name'] }}{{ call['function']['arguments'] | tojson }}"
+    "{% endfor %}{% endfor %}"
+)
+TOOLS = [
+    {
+        "name": "weather",
+        "description": "Tells the weather",
+        "input_schema": {
+            "type": "object",
+            "properties": {
+                "days": {"type": "integer", "minimum": 0, "maximum": 99},
+                "dry": {"type": "boolean"},
+            },
+            "required": ["days", "dry"],
+            "additionalProperties": False,
+        },
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def caller(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[anthropic.Anthropic]:
+    """A client of a server whose template has a place for tools."""
+    served = Server(
+        str(model), "--chat-template", TEMPLATE, "--num-gpu-blocks-override", "1024", cwd=tmp_path_factory.mktemp("tools")
+    )  # fmt: skip
+    with anthropic.Anthropic(base_url=served.url, api_key="any", max_retries=0, timeout=60.0) as client:
+        yield client
+    served.stop()
+
+
+def check_call(block: anthropic.types.ToolUseBlock) -> None:
+    assert (block.type, block.name) == ("tool_use", "weather")
+    assert block.id
+    jsonschema.validate(block.input, TOOLS[0]["input_schema"])
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+def test_a_call_that_is_asked_for_comes_with_arguments_that_fit(
+    caller: anthropic.Anthropic, choice: dict[str, Any]
+) -> None:
+    asked = {"tools": TOOLS, "tool_choice": choice | {"disable_parallel_tool_use": True}, "max_tokens": 200}
+    answer = caller.messages.create(model="", messages=QUESTION, **asked)
+    assert answer.stop_reason == "tool_use"
+    (block,) = (b for b in answer.content if b.type == "tool_use")
+    check_call(block)
+
+    with caller.messages.stream(model="", messages=QUESTION, **asked) as stream:
+        parts = [event.delta.partial_json for event in stream if event.type == "content_block_delta"]
+        final = stream.get_final_message()
+    (block,) = (b for b in final.content if b.type == "tool_use")
+    check_call(block)
+    assert json.loads("".join(parts)) == block.input
+    assert final.stop_reason == "tool_use"
+
+
+def test_calls_and_what_they_gave_are_given_to_the_template(caller: anthropic.Anthropic) -> None:
+    turns = [
+        *QUESTION,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "text", "text": "Let me see."},
+                {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"days": 2, "dry": True}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "call_1",
+                    "content": [{"type": "text", "text": "Sunny"}],
+                },
+                {"type": "text", "text": "And then?"},
+            ],
+        },
+    ]
+    told = caller.messages.count_tokens(model="", messages=turns).input_tokens
+    rendered = '[user]What is a KV cache?[assistant]Let me see.weather{"days": 2, "dry": true}[tool]Sunny[user]And then?'
+    assert told == len(rendered)

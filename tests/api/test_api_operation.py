@@ -1,0 +1,197 @@
+"""What the server tells whoever runs it, and what a tokenizer's user asks, over really started servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.conftest import CONTEXT, Reference
+from tests.api.serving import Client, Server, until
+from toolkit import __version__
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def two(bare_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with two processes that answer requests."""
+    served = Server(
+        str(bare_model),
+        "--api-workers",
+        "2",
+        "--num-gpu-blocks-override",
+        "2048",
+        cwd=tmp_path_factory.mktemp("two"),
+    )
+    yield served
+    served.stop()
+
+
+def live(server: Server) -> list[dict[str, Any]]:
+    with httpx.Client(base_url=server.url) as http:  # a connection of its own: either worker may answer
+        return http.get("/tk/requests").json()["requests"]
+
+
+# ---- tokens
+
+
+@pytest.mark.parametrize("text", ["The sea is", "", "ünïcödé 🙂", "<|end|>"])
+def test_tokens_are_those_of_transformers(http: httpx.Client, reference: Reference, text: str) -> None:
+    answer = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    expected = reference.tokenizer.encode(text)
+    assert answer["tokens"] == expected
+    assert (answer["count"], answer["max_model_len"]) == (len(expected), CONTEXT)
+    assert len(answer["token_strs"]) == len(expected)
+    assert http.post("/detokenize", json={"tokens": expected}).json() == {"prompt": text}
+
+
+def test_a_conversation_is_tokenized_as_chat_would(http: httpx.Client, reference: Reference) -> None:
+    answer = http.post("/tokenize", json={"messages": HELLO, "model": "tiny"}).json()
+    assert answer["tokens"] == reference.tokenizer.encode(reference.conversation(*HELLO))
+    answer = http.post("/tokenize", json={"messages": HELLO, "add_generation_prompt": False}).json()
+    assert answer["tokens"] == reference.tokenizer.encode("<|user|>Hello<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": 5}]}, "messages.0"),
+        ("/tokenize", {"messages": "x"}, "messages"),
+        ("/tokenize", {"prompt": "x" * 5_000_000}, "prompt"),
+        ("/detokenize", {"tokens": [262]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+def test_what_cannot_be_tokenized_is_a_400(http: httpx.Client, path: str, body: object, param: str) -> None:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_an_unknown_model_is_404(http: httpx.Client) -> None:
+    for path, body in (
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/tokenize", {"messages": HELLO}),
+    ):
+        assert http.post(path, json=body | {"model": "gpt-17"}).status_code == 404
+
+
+def test_the_tokenizer_is_described(http: httpx.Client, reference: Reference) -> None:
+    told = http.get("/tokenizer_info").json()
+    assert told["chat_template"] == reference.tokenizer.chat_template
+    assert told["special_tokens"]["eos_token"] == "<|endoftext|>"
+    assert told["vocab_size"] == len(reference.tokenizer)
+    assert told["model_max_length"] == CONTEXT
+
+
+# ---- small things
+
+
+def test_the_model_may_have_slashes(start: Callable[..., Server]) -> None:
+    server = start("--served-model-name", "org/some/model")
+    assert server.http.get("/v1/models/org/some/model").json()["id"] == "org/some/model"
+    assert server.http.get("/v1/models/org/some").status_code == 404
+
+
+def test_probes_and_version(http: httpx.Client) -> None:
+    assert http.get("/version").json() == {"version": __version__}
+    assert http.get("/ping").status_code == http.post("/ping").status_code == 200
+
+
+def test_the_settings_are_told_without_keys(start: Callable[..., Server]) -> None:
+    server = start("--api-key", "sesame", "--max-num-seqs", "17")
+    answer = server.http.get("/server_info", headers={"Authorization": "Bearer sesame"})
+    told = answer.json()
+    assert "sesame" not in answer.text
+    assert told["engine"]["scheduler"]["max_num_seqs"] == 17
+    assert told["device"]["max_model_len"] == CONTEXT
+    assert told["version"] == __version__
+
+
+def test_the_prefix_cache_can_be_forgotten(http: httpx.Client) -> None:
+    body = {"prompt": [9] * 64, "max_tokens": 1}
+
+    def cached() -> int:
+        return http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"][
+            "cached_tokens"
+        ]
+
+    cached()
+    assert cached() > 0
+    assert http.post("/reset_prefix_cache").status_code == 200
+    assert cached() == 0
+
+
+# ---- live requests
+
+
+@pytest.mark.parametrize("which", ["server", "two"])
+def test_live_requests_are_told_of(which: str, request: pytest.FixtureRequest) -> None:
+    server: Server = request.getfixturevalue(which)
+    assert live(server) == []
+    clients = [Client(server, 6000, stream=True) for _ in range(3)]
+    until(lambda: all(client.events for client in clients))
+    found = until(
+        lambda: (f := live(server)) and len(f) == 3 and all(r["num_output_tokens"] > 2 for r in f) and f
+    )
+    for one in found:
+        assert one["state"] == "running"
+        assert one["num_prompt_tokens"] == 3
+        assert 0 < one["age"] < 60
+        assert one["tokens_per_second"] > 0
+        assert one["num_blocks"] >= 1
+        assert (one["num_preemptions"], one["priority"], one["n"]) == (0, 0, 1)
+        assert one["origin"] == "127.0.0.1"
+    load = httpx.get(f"{server.url}/load").json()
+    assert (load["server_load"], load["num_requests_running"], load["num_requests_waiting"]) == (3, 3, 0)
+    assert 0 < load["kv_cache_usage"] < 1
+
+    for one in found:  # each over a connection of its own
+        answer = httpx.delete(f"{server.url}/tk/requests/{one['id']}")
+        assert answer.json() == {
+            "id": one["id"],
+            "num_requests": 1,
+            "deleted": True,
+        }
+    for client in clients:
+        client.finish()
+        assert client.broken is None
+        assert client.events[-1] == "[DONE]"
+        last = [json.loads(e) for e in client.events if e != "[DONE]" and json.loads(e)["choices"]][-1]
+        assert last["choices"][0]["finish_reason"] == "abort"
+    until(lambda: live(server) == [])
+    until(server.is_idle)
+
+
+def test_a_request_can_be_ended_by_its_answer_s_id(server: Server) -> None:
+    body = {"prompt": ["one", "two"], "n": 2, "max_tokens": 6000, "ignore_eos": True, "stream": True}
+    headers = {"X-Request-Id": "order-66"}
+    with (
+        httpx.Client(base_url=server.url, timeout=30, headers=headers) as http,
+        http.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        assert {r["n"] for r in live(server)} == {2}
+        ended = httpx.delete(f"{server.url}/tk/requests/cmpl-order-66").json()
+        assert ended["num_requests"] == 2
+        *_, done = (line for line in lines if line)
+    assert done == "data: [DONE]"
+    until(server.is_idle)
+
+
+@pytest.mark.parametrize("id", ["cmpl-nothing", "", "cmpl", "x" * 5000])
+def test_an_unknown_request_is_404(http: httpx.Client, id: str) -> None:
+    answer = http.delete(f"/tk/requests/{id}")
+    assert answer.status_code in (404, 405)
+    assert answer.json()["error"]["message"]

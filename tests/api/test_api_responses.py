@@ -1,0 +1,143 @@
+"""/v1/responses through the official client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import Response
+
+from tests import checkpoints
+from tests.api.conftest import Reference
+from tests.api.serving import Server, until
+
+QUESTION = "What is a KV cache?"
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Reference) -> str:
+    """The greedy answer to QUESTION: it has no end of its own within its length."""
+    prompt = reference.conversation({"role": "user", "content": QUESTION})
+    assert checkpoints.EOS not in reference.tokens(prompt, 12)
+    return reference.text(prompt, 12)
+
+
+def test_the_answer_is_that_of_transformers(
+    client: openai.OpenAI, reference: Reference, expected: str
+) -> None:
+    answer = client.responses.create(input=QUESTION, **GREEDY)
+    assert answer.output_text == expected
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert answer.output[0].status == "incomplete"
+    assert answer.model == "tiny"
+    prompt = reference.conversation({"role": "user", "content": QUESTION})
+    assert answer.usage.input_tokens == len(reference.tokenizer.encode(prompt))
+    assert (answer.usage.output_tokens, answer.usage.total_tokens) == (12, 12 + answer.usage.input_tokens)
+    assert answer.store is False
+    Response.model_validate(answer.model_dump())  # the client itself takes any shape
+
+
+def test_a_conversation_with_instructions_is_rendered_as_chat(
+    client: openai.OpenAI, reference: Reference
+) -> None:
+    earlier = {
+        "id": "msg_1", "type": "message", "status": "completed", "role": "assistant",
+        "content": [{"type": "output_text", "text": "Hi", "annotations": [], "logprobs": []}],
+    }  # fmt: skip
+    turns = [
+        {"role": "user", "content": "Hello"},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        earlier,
+        {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]},
+    ]
+    answer = client.responses.with_raw_response.create(input=turns, instructions="Be brief.", **GREEDY)
+    assert "x-ignored-fields" not in answer.headers
+    prompt = reference.conversation(
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi"},
+        {"role": "user", "content": QUESTION},
+    )
+    assert answer.parse().output_text == reference.text(prompt, 12)
+
+
+def test_the_stream_s_events_are_openai_s(client: openai.OpenAI, expected: str) -> None:
+    events = list(client.responses.create(input=QUESTION, stream=True, **GREEDY))
+    kinds = [event.type for event in events]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * len(deltas),
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert "".join(event.delta for event in deltas) == expected
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert {event.item_id for event in deltas} == {events[-1].response.output[0].id}
+    done = events[-1].response
+    assert done.output_text == expected
+    assert done.usage.output_tokens == 12
+    for event in events:
+        type(event).model_validate(event.model_dump())
+
+
+def test_the_client_s_own_stream_helper_gathers_the_answer(client: openai.OpenAI, expected: str) -> None:
+    with client.responses.stream(input=QUESTION, **GREEDY) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+    assert text == expected
+
+
+def test_an_answer_that_ends_by_itself_is_completed(client: openai.OpenAI) -> None:
+    """Whatever a seed says, some answer of this model ends soon: its end is one of 262 tokens."""
+    for seed in range(200):
+        answer = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": str(seed)}], max_tokens=64, temperature=0
+        )
+        if answer.choices[0].finish_reason == "stop":
+            break
+    done = client.responses.create(model="tiny", input=str(seed), max_output_tokens=64, temperature=0)
+    assert (done.status, done.incomplete_details) == ("completed", None)
+    assert done.output_text == answer.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "messages"),
+        ({"input": 5}, "input"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input.0"),
+        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"input": "x", "store": True}, "store"),
+        ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools"),
+        ({"input": "x", "max_output_tokens": 0}, "max_tokens"),
+        ({"input": "x", "temperature": 3}, "temperature"),
+        ({"input": "\ud800"}, "input"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(http: httpx.Client, body: dict[str, Any], param: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = http.post("/v1/responses", content=json.dumps(body), headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_a_disconnect_ends_the_request(server: Server) -> None:
+    body = {"input": QUESTION, "max_output_tokens": 8000, "stream": True, "temperature": 0}
+    with (
+        httpx.Client(base_url=server.url) as http,
+        http.stream("POST", "/v1/responses", json=body) as answer,
+    ):
+        next(answer.iter_lines())
+    until(server.is_idle)

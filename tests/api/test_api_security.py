@@ -1,0 +1,377 @@
+"""Who is let in, how much of it, and what a request must not be."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import trustme
+
+from tests.api.serving import Client, Process, Server, put_under_load, until
+
+COMPLETIONS = "/v1/completions"
+SHORT = {"prompt": [1, 2], "max_tokens": 1}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def error(answer: httpx.Response, status: int) -> dict[str, str | None]:
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+    return answer.json()["error"]
+
+
+# ---- keys
+
+
+@pytest.fixture(scope="module")
+def guarded(bare_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with keys from everywhere, an admin key, CORS, a path of its own, and little room."""
+    folder = tmp_path_factory.mktemp("guarded")
+    (folder / "keys").write_text("# those of the team\nfrom-the-file\n\nalso-from-the-file\n")
+    server = Server(
+        str(bare_model),
+        *("--api-key", "first", "--api-key", "second", "--api-key-file", "keys", "--admin-key", "boss"),
+        *("--allowed-origins", "https://app.example", "--root-path", "/llm"),
+        *("--max-requests-per-key", "2", "--max-queue", "1", "--max-num-seqs", "3"),
+        cwd=folder,
+    )
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("key", ["first", "second", "from-the-file", "also-from-the-file", "boss"])
+def test_each_key_opens(guarded: Server, key: str) -> None:
+    assert guarded.http.post(COMPLETIONS, json=SHORT, headers=bearer(key)).status_code == 200
+    assert guarded.http.post(COMPLETIONS, json=SHORT, headers={"X-API-Key": key}).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["x", "firs", "first2", "first,second", "# those of the team", "ключ"])
+def test_no_other_key_opens(guarded: Server, key: str) -> None:
+    headers = {"Authorization": f"Bearer {key}".encode()}
+    assert (
+        error(guarded.http.post(COMPLETIONS, json=SHORT, headers=headers), 401)["code"] == "invalid_api_key"
+    )
+
+
+def test_what_is_not_a_probe_wants_a_key(guarded: Server) -> None:
+    paths = guarded.http.get("/openapi.json").json()["paths"]
+    for path, methods in paths.items():
+        for method in methods:
+            answer = guarded.http.request(method, path.replace("{model}", "x"))
+            is_open = path in ("/livez", "/readyz", "/health", "/ping", "/version", "/metrics")
+            assert (answer.status_code == 401) != is_open, (method, path, answer.status_code)
+
+
+def test_the_operator_s_endpoints_want_the_admin_key(guarded: Server) -> None:
+    path = "/reset_prefix_cache"
+    error(guarded.http.post(path), 401)
+    assert error(guarded.http.post(path, headers=bearer("first")), 403)["code"] == "admin_only"
+    assert guarded.http.post(path, headers=bearer("boss")).status_code == 200
+
+
+def test_keys_come_from_the_variable_too(bare_model: Path, start: Callable[..., Server]) -> None:
+    server = start(TK_API_KEY="one, two")
+    assert [
+        server.http.post(COMPLETIONS, json=SHORT, headers=bearer(key)).status_code
+        for key in ("one", "two", "one, two")
+    ] == [200, 200, 401]
+
+
+# ---- browsers and proxies
+
+
+def test_only_pages_of_the_named_origins_may_ask(guarded: Server) -> None:
+    def preflight(origin: str) -> httpx.Response:
+        headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        return guarded.http.options(COMPLETIONS, headers=headers)
+
+    allowed = preflight("https://app.example")
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+    assert preflight("https://evil.example").status_code == 400
+    answer = guarded.http.post(
+        COMPLETIONS, json=SHORT, headers=bearer("first") | {"Origin": "https://app.example"}
+    )
+    assert answer.headers["access-control-allow-origin"] == "https://app.example"
+
+
+def test_every_answer_has_the_headers_that_browsers_need(guarded: Server) -> None:
+    for answer in (guarded.http.get("/health"), guarded.http.post(COMPLETIONS), guarded.http.get("/no")):
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["x-frame-options"] == "DENY"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+
+
+def test_the_documentation_knows_the_path_that_the_proxy_strips(guarded: Server) -> None:
+    assert guarded.http.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
+    assert "/llm/openapi.json" in guarded.http.get("/docs").text
+
+
+# ---- shares
+
+
+@contextmanager
+def begun(stream: httpx.Response) -> Iterator[None]:
+    """From here on its request runs."""
+    chunks = stream.iter_raw()
+    next(chunks)
+    yield
+
+
+def test_one_key_has_so_many_requests_and_others_have_theirs(guarded: Server) -> None:
+    body = {"prompt": [1], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=guarded.url, timeout=60, headers=bearer("first")) as http:
+        with (
+            http.stream("POST", COMPLETIONS, json=body) as one,
+            begun(one),
+            http.stream("POST", COMPLETIONS, json=body) as two,
+            begun(two),
+        ):
+            assert (one.status_code, two.status_code) == (200, 200)
+            until(lambda: guarded.metric("tk:num_requests_running") == 2)
+            refused = http.post(COMPLETIONS, json=SHORT)
+            assert error(refused, 429)["code"] == "rate_limit_exceeded"
+            assert refused.headers["retry-after"] == "1"
+            others = guarded.http.post(COMPLETIONS, json=SHORT | {"stream": True}, headers=bearer("second"))
+            assert others.status_code == 200
+        until(lambda: http.post(COMPLETIONS, json=SHORT).status_code == 200)
+    assert guarded.metric("tk:admission_rejections_total", reason="key") >= 1
+
+
+def test_a_full_queue_is_429_until_there_is_room(guarded: Server) -> None:
+    """Three run and one waits: each of four keys has one."""
+    body = {"prompt": [1], "max_tokens": 6000, "ignore_eos": True, "stream": True}
+    keys = ("first", "second", "from-the-file", "also-from-the-file")
+    clients = [
+        httpx.Client(base_url=guarded.url, timeout=60, headers=bearer(key), trust_env=False) for key in keys
+    ]
+    streams = [client.stream("POST", COMPLETIONS, json=body) for client in clients]
+    try:
+        for number, stream in enumerate(streams, 1):
+            assert stream.__enter__().status_code == 200
+            until(lambda n=number: guarded.metric("tk:num_requests_running") == min(n, 3))
+        until(lambda: guarded.metric("tk:num_requests_waiting") == 1)
+        refused = guarded.http.post(COMPLETIONS, json=SHORT, headers=bearer("boss"))
+        assert "wait to run" in error(refused, 429)["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+        assert guarded.http.get("/health").status_code == 200
+    finally:
+        for stream in streams:
+            stream.__exit__(None, None, None)
+        for client in clients:
+            client.close()
+    until(lambda: guarded.http.post(COMPLETIONS, json=SHORT, headers=bearer("boss")).status_code == 200)
+
+
+def test_a_rate_and_a_time_limit(start: Callable[..., Server]) -> None:
+    server = start(
+        "--requests-per-minute", "6", "--request-timeout", "0.5", "--api-key", "a", "--api-key", "b"
+    )
+    server.http.headers.update(bearer("a"))
+    long = {"prompt": [1], "max_tokens": 8000, "ignore_eos": True}
+    answer = server.http.post(COMPLETIONS, json=long)
+    assert error(answer, 504)["type"] == "timeout_error"
+    events = server.http.post(COMPLETIONS, json=long | {"stream": True}).text.strip().split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    assert "0.5 s" in json.loads(events[-2].removeprefix("data: "))["error"]["message"]
+    until(server.is_idle)
+    statuses = [server.http.post(COMPLETIONS, json=SHORT).status_code for _ in range(6)]
+    assert statuses == [200] * 4 + [429] * 2
+    refused = server.http.post(COMPLETIONS, json=SHORT)
+    assert 1 <= int(refused.headers["retry-after"]) <= 10
+    assert server.http.post(COMPLETIONS, json=SHORT, headers=bearer("b")).status_code == 200
+
+
+# ---- shapes
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": ' + b"[" * 70 + b"1" + b"]" * 70 + b"}",
+        b'{"prompt": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
+        b'{"prompt": [' + b"1," * (2**21 + 1) + b"1]}",
+        b'{"prompt": "\\"' + b"[" * 70 + b'", "x": ' + b"[" * 70 + b"}",
+    ],
+    ids=["deep", "very deep", "many values", "unbalanced"],
+)
+def test_bodies_that_would_make_too_much_are_refused(server: Server, body: bytes) -> None:
+    begun = time.monotonic()
+    answer = server.http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+    assert any(word in error(answer, 400)["message"] for word in ("nested", "values"))
+    assert time.monotonic() - begun < 3
+
+
+def test_brackets_and_commas_in_text_are_no_structure(server: Server) -> None:
+    prompt = '[{,\\"' * 400
+    answer = server.http.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 1})
+    assert answer.status_code == 200
+    messages = [{"role": "user", "content": "x"}] * 200  # many objects, none deep
+    answer = server.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert answer.status_code == 200
+
+
+def raw(server: Server, *parts: bytes, wait: float = 0.0) -> bytes:
+    """What comes back for these bytes, until the connection is closed or a whole answer has come."""
+    url = urlsplit(server.url)
+    with socket.create_connection((url.hostname, url.port), timeout=10) as connection:
+        for part in parts:
+            connection.sendall(part)
+            time.sleep(wait)
+        try:
+            return connection.recv(65536)
+        except ConnectionResetError:
+            return b"reset"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX-Filler: " + b"a" * 70_000, b"431"),
+        (b"GET /" + b"a" * 70_000, b"431"),
+        (b"GET /health HTTP/1.1\r\n" + b"X-H: y\r\n" * 9000, b"431"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", b"400"),
+        (b"NONSENSE\r\n\r\n", b"400"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", b"400"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999\r\n\r\n", b"4"),
+    ],
+    ids=["a large header", "a large path", "many headers", "TLS", "nonsense", "a negative length", "a huge length"],
+)  # fmt: skip
+def test_what_is_no_request_is_told_so_in_the_usual_shape(server: Server, sent: bytes, status: bytes) -> None:
+    head, _, body = raw(server, sent).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 " + status)
+    assert json.loads(body)["error"]["message"]
+    assert server.http.get("/health").status_code == 200
+
+
+# ---- TLS and Unix sockets
+
+
+def test_with_tls_only_clients_with_a_certificate_get_in(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
+    authority, other = trustme.CA(), trustme.CA()
+    identity, client = authority.issue_cert("127.0.0.1"), authority.issue_cert("client@example.org")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    identity.private_key_pem.write_to_path(tmp_path / "key.pem")
+    identity.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    flags = ("--ssl-keyfile", "key.pem", "--ssl-certfile", "cert.pem", "--ssl-ca-certs", "ca.pem")
+
+    def context(certificate: trustme.LeafCert | None) -> ssl.SSLContext:
+        made = ssl.create_default_context()
+        authority.configure_trust(made)
+        if certificate is not None:
+            certificate.configure_cert(made)
+        return made
+
+    for num_workers in ("1", "2"):  # uvicorn's own listener, and connections that are handed over
+        server = start(*flags, "--api-workers", num_workers)
+        assert server.url.startswith("https://")
+        with httpx.Client(base_url=server.url, verify=context(client)) as http:
+            answer = http.post(COMPLETIONS, json=SHORT)
+            assert answer.status_code == 200
+            assert "strict-transport-security" in answer.headers
+        for certificate in (None, other.issue_cert("client@example.org")):
+            with (
+                httpx.Client(base_url=server.url, verify=context(certificate)) as http,
+                pytest.raises(httpx.TransportError),
+            ):
+                http.get("/health")
+        assert "Traceback" not in server.stderr
+        server.stop()
+
+
+def test_a_unix_socket_serves_and_is_removed(start: Callable[..., Server], tmp_path: Path) -> None:
+    path = tmp_path / "tk.sock"
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(path))
+    server = start("--uds", "tk.sock", "--api-workers", "2")
+    assert f"--unix-socket tk.sock {server.url}" in server.curl
+    transport = httpx.HTTPTransport(uds=str(path))
+    with httpx.Client(base_url=server.url, transport=transport, timeout=20) as http:
+        assert http.post(COMPLETIONS, json=SHORT).status_code == 200
+        process = Process("serve", "--uds", str(path), cwd=tmp_path)
+        assert process.wait() == 2
+        assert "--uds" in process.lines[-1]
+        process.stop()
+        assert http.get("/health").status_code == 200
+    server.popen.terminate()
+    assert server.wait() == 0
+    assert not path.exists()
+
+
+# ---- systemd, and the way down
+
+
+def test_systemd_is_told_and_the_drain_is_counted_down(start: Callable[..., Server], tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+        notified.bind(str(tmp_path / "notify"))
+        notified.settimeout(10)
+        server = start(NOTIFY_SOCKET=str(tmp_path / "notify"))
+        assert notified.recv(100) == b"READY=1"
+        clients = put_under_load(server, 800)
+        server.popen.terminate()
+        assert notified.recv(100) == b"STOPPING=1"
+    until(lambda: "open requests have 120 s" in server.stderr)
+    assert server.http.get("/readyz").status_code == 503
+    assert server.http.get("/livez").status_code == 200
+    for client in clients:
+        client.finish()
+        assert client.num_tokens == 800
+    assert server.wait() == 0
+
+
+# ---- the log
+
+
+def test_the_log_has_a_line_for_each_request_and_no_prompt(start: Callable[..., Server], model: Path) -> None:
+    server = start("--log-format", "json", model=model)
+    secret = "nobody may read this"
+    body = {"prompt": secret, "max_tokens": 7, "ignore_eos": True, "n": 2}
+    server.http.post(COMPLETIONS, json=body, headers={"X-Request-Id": "order-7"})
+    server.http.post(COMPLETIONS, json={"prompt": secret, "n": 0})
+    client = Client(server, 8000)
+    until(lambda: client.events)
+    server.popen.terminate()
+    until(lambda: "another signal" in server.stderr)
+    server.popen.terminate()
+    assert server.wait() == 0
+    lines = [json.loads(line) for line in server.stderr.splitlines() if '"path"' in line]
+    done, refused, cut = lines
+    assert done["request_id"] == "order-7"
+    assert (done["status"], done["prompt_tokens"], done["output_tokens"], done["complete"]) == (
+        200,
+        len(secret),
+        14,
+        True,
+    )
+    assert 0 < done["ttft_seconds"] < done["total_seconds"]
+    assert done["tpot_seconds"] > 0
+    assert refused["status"] == 400
+    assert not cut["complete"]
+    assert secret not in server.stderr
+
+
+def test_the_log_of_a_terminal_is_text_and_can_be_quiet(start: Callable[..., Server]) -> None:
+    server = start("--log-format", "text")
+    server.http.post(COMPLETIONS, json=SHORT, headers={"X-Request-Id": "order-8"})
+    until(lambda: "order-8" in server.stderr)
+    line = next(line for line in server.lines if "order-8" in line)
+    for part in ("200: 2 + 1 tokens", "TTFT", "TPOT", "total"):
+        assert part in line
+    server.stop()
+    server = start("--disable-log-requests", "--uvicorn-log-level", "info")
+    server.http.post(COMPLETIONS, json=SHORT, headers={"X-Request-Id": "order-8"})
+    until(lambda: "POST /v1/completions HTTP/1.1" in server.stderr)
+    assert "order-8" not in server.stderr

@@ -1,0 +1,422 @@
+"""Structured output, tools and reasoning over HTTP, with OpenAI's own client, on a model with random weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+import transformers
+
+from tests import checkpoints
+from tests.api.serving import Server
+
+THINK, END_OF_THINKING = 260, 261
+TEMPLATE = """\
+{%- if tools %}<|user|>tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}, called in <tool_call>.{% endif -%}
+{%- for m in messages -%}
+<|{{ 'assistant' if m.role == 'assistant' else 'user' }}|>{{ m.role }}:{{ m.content }}
+{%- if m.reasoning_content %}({{ m.reasoning_content }}){% endif -%}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor -%}
+{%- if m.tool_call_id %}[{{ m.tool_call_id }}]{% endif %}<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|>{% if think %}<think>
+{% elif think is false %}<think></think>
+{% endif %}{% endif -%}"""
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "Oslo"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+NOTE: dict[str, Any] = {
+    "$defs": {"tag": {"enum": ["a", "b"]}},
+    "type": "object",
+    "properties": {"tag": {"$ref": "#/$defs/tag"}, "text": {"type": "string", "maxLength": 5}},
+    "required": ["tag", "text"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"weather": WEATHER, "note": NOTE, "now": {"type": "object", "additionalProperties": False}}
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "The weather", "parameters": WEATHER},
+    },
+    {"type": "function", "function": {"name": "note", "parameters": NOTE, "strict": True}},
+    {"type": "function", "function": {"name": "now"}},
+]
+ASK: Any = [{"role": "user", "content": "Hello"}]
+NO_THOUGHTS: Any = {"chat_template_kwargs": {"think": False}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = checkpoints.save(
+        checkpoints.make_reference("llama3-gqa"),
+        tmp_path_factory.mktemp("structured") / "model",
+        tokenizer=False,
+    )
+    checkpoints.edit_json(folder / "config.json", max_position_embeddings=4096)
+    tokenizer = checkpoints.make_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Server]:
+    server = Server(
+        str(folder), "--served-model-name", "tiny", "--reasoning-parser", "qwen3", "--num-gpu-blocks-override", "2048",
+        cwd=folder.parent,
+    )  # fmt: skip
+    yield server
+    assert server.http.get("/health").status_code == 200
+    server.stop()
+
+
+@pytest.fixture
+def ai(served: Server) -> Iterator[openai.OpenAI]:
+    with served.openai() as client:
+        yield client
+
+
+def check_calls(calls: Any) -> None:
+    for call in calls:
+        assert re.fullmatch("call_[0-9a-f]{24}", call.id)
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+
+
+# ---- the form of an answer
+
+
+class Trip(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    kind: Literal["sea", "land"]
+    days: Literal[1, 2, 3]
+    stops: list[Literal["x", "yy"]] = pydantic.Field(min_length=1, max_length=3)
+
+
+def test_a_pydantic_class_comes_back_filled(ai):
+    answer = ai.chat.completions.parse(
+        model="tiny",
+        messages=ASK,
+        response_format=Trip,
+        n=3,
+        seed=1,
+        max_completion_tokens=400,
+        extra_body=NO_THOUGHTS,
+    )
+    assert all(isinstance(choice.message.parsed, Trip) for choice in answer.choices)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stream_has_what_the_whole_answer_has(ai, temperature):
+    body: Any = {
+        "model": "tiny",
+        "messages": ASK,
+        "temperature": temperature,
+        "seed": 5,
+        "max_tokens": 300,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "w", "schema": WEATHER, "strict": True},
+        },
+        "extra_body": NO_THOUGHTS,
+    }
+    whole = ai.chat.completions.create(**body).choices[0]
+    parts = [c.choices[0].delta.content or "" for c in ai.chat.completions.create(**body, stream=True)]
+    assert "".join(parts) == whole.message.content
+    assert whole.finish_reason == "stop"
+    jsonschema.validate(json.loads(whole.message.content or ""), WEATHER)
+
+
+def test_every_form_in_chat_and_completions(ai):
+    forms: list[tuple[dict[str, Any], str]] = [
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"regex": "[ab]{3}"}, "[ab]{3}"),
+        ({"grammar": 'start: "x"+ "y"'}, "x+y"),
+        ({"json": {"const": 5}}, "5"),
+    ]
+    for form, expected in forms:
+        extra = {"structured_outputs": form}
+        chat = ai.chat.completions.create(model="tiny", messages=ASK, n=2, extra_body=extra | NO_THOUGHTS)
+        plain = ai.completions.create(model="tiny", prompt=["a", "b"], extra_body=extra, max_tokens=50)
+        for text in [c.message.content for c in chat.choices] + [c.text for c in plain.choices]:
+            assert re.fullmatch(expected, text), form
+
+
+def test_a_json_object(ai):
+    bias = {str(ord("}") - 33): 30}
+    answer = ai.chat.completions.create(
+        model="tiny",
+        messages=ASK,
+        response_format={"type": "json_object"},
+        logit_bias=bias,
+        extra_body=NO_THOUGHTS,
+    )
+    assert isinstance(json.loads(answer.choices[0].message.content or ""), dict)
+
+
+# ---- tools
+
+
+def create(ai: openai.OpenAI, **body: Any) -> Any:
+    given = {
+        "model": "tiny",
+        "messages": ASK,
+        "tools": TOOLS,
+        "max_tokens": 600,
+        "extra_body": NO_THOUGHTS,
+    } | body
+    return ai.chat.completions.create(**given)
+
+
+def test_required_calls_have_valid_arguments(ai):
+    choices = [
+        choice
+        for seed in range(3)
+        for choice in create(ai, tool_choice="required", n=3, seed=10 * seed).choices
+    ]
+    for choice in choices:
+        check_calls(choice.message.tool_calls)
+        assert choice.message.tool_calls
+        assert choice.message.content is None
+        assert choice.finish_reason == "tool_calls"
+    assert len({call.function.name for choice in choices for call in choice.message.tool_calls}) > 1
+
+
+def test_a_named_tool_is_called_once(ai):
+    [choice] = create(ai, tool_choice={"type": "function", "function": {"name": "note"}}).choices
+    assert [call.function.name for call in choice.message.tool_calls] == ["note"]
+    check_calls(choice.message.tool_calls)
+    assert choice.finish_reason == "stop"
+
+
+def test_one_call_where_they_are_not_parallel(ai):
+    answer = create(ai, tool_choice="required", parallel_tool_calls=False, n=4, seed=3)
+    assert [len(choice.message.tool_calls) for choice in answer.choices] == [1] * 4
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_streamed_calls_are_those_of_the_whole_answer(ai, choice):
+    body: Any = {"tool_choice": choice, "seed": 4, "temperature": 1.0}
+    whole = create(ai, **body).choices[0]
+    given = {"model": "tiny", "messages": ASK, "tools": TOOLS, "max_tokens": 600, "extra_body": NO_THOUGHTS}
+    with ai.chat.completions.stream(**given, **body) as stream:  # the client puts the deltas together
+        final = stream.get_final_completion().choices[0]
+    told = [
+        [(c.function.name, c.function.arguments) for c in one.message.tool_calls] for one in (whole, final)
+    ]
+    assert told[0] == told[1]
+    assert whole.finish_reason == final.finish_reason
+
+    chunks = [c.choices[0].delta for c in create(ai, **body, stream=True)]
+    deltas = [call for delta in chunks for call in delta.tool_calls or []]
+    firsts = [delta for delta in deltas if delta.id is not None]
+    assert [delta.index for delta in firsts] == list(range(len(whole.message.tool_calls)))
+    assert all(delta.type == "function" and delta.function.name for delta in firsts)
+    assert all(delta.function.name is None for delta in deltas if delta.id is None)
+    joined = ["".join(d.function.arguments or "" for d in deltas if d.index == i) for i in range(len(firsts))]
+    assert joined == [call.function.arguments for call in whole.message.tool_calls]
+    assert not any(delta.content for delta in chunks)
+
+
+def test_a_call_or_an_answer_in_the_form_that_is_asked_for(ai):
+    schema = {"type": "json_schema", "json_schema": {"name": "t", "schema": {"enum": ["plain"]}}}
+    answer = create(ai, tool_choice="auto", response_format=schema, n=16, seed=2)
+    called = [choice for choice in answer.choices if choice.message.tool_calls]
+    for choice in called:
+        check_calls(choice.message.tool_calls)
+        assert choice.finish_reason == "tool_calls"
+    plain = [choice for choice in answer.choices if choice not in called]
+    assert [choice.message.content for choice in plain] == ['"plain"'] * len(plain)
+    assert called
+    assert plain
+
+
+def test_a_model_that_writes_words_and_calls_is_read(ai):
+    text = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
+    extra = NO_THOUGHTS | {"structured_outputs": {"choice": [text]}}
+    whole = create(ai, extra_body=extra, logit_bias={str(ord("<") - 33): -100}).choices[0]
+    deltas = [c.choices[0].delta for c in create(ai, extra_body=extra, stream=True, n=1, seed=1)]
+    assert whole.message.content in (None, "I look.")
+    assert whole.finish_reason == "tool_calls"
+    check_calls(whole.message.tool_calls)
+    assert any(delta.tool_calls for delta in deltas)
+    # Without tools, or with the choice to call none, the same text is content.
+    for body in ({"tools": openai.omit}, {"tool_choice": "none"}):
+        plain = create(ai, extra_body=extra, **body).choices[0]
+        assert (plain.message.content, plain.message.tool_calls) == (text, None)
+        assert plain.finish_reason == "stop"
+
+
+def test_calls_and_their_results_reach_the_template_as_transformers_gives_them(ai, folder):
+    messages: Any = [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "Oslo it is",
+            "tool_calls": [
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "cold"}]},
+    ]
+    answer = create(ai, messages=messages, max_tokens=1, extra_body={"return_token_ids": True})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    messages[1]["content"] = ""
+    messages[1]["tool_calls"][0]["function"]["arguments"] = {"city": "Oslo"}
+    messages[2]["content"] = "cold"
+    expected = tokenizer.apply_chat_template(
+        messages, tools=TOOLS, add_generation_prompt=True, tokenize=False
+    )
+    assert tokenizer.decode(answer.model_extra["prompt_token_ids"]) == expected
+
+
+# ---- reasoning
+
+
+def reasoned(**options: Any) -> Any:
+    bias = {str(END_OF_THINKING): 6, str(checkpoints.EOS): 3}
+    return {"model": "tiny", "messages": ASK, "max_tokens": 600, "logit_bias": bias} | options
+
+
+@pytest.mark.parametrize("template", [{"chat_template_kwargs": {"think": True}}, {}])
+def test_reasoning_comes_apart_and_the_form_holds_after_it(ai, template):
+    bias = {str(END_OF_THINKING): 30, str(THINK): 30} if not template else {str(END_OF_THINKING): 5}
+    body = reasoned(response_format={"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER}})
+    body |= {"extra_body": template, "seed": 9, "logit_bias": bias}
+    whole = ai.chat.completions.create(**body).choices[0].message
+    deltas = [c.choices[0].delta for c in ai.chat.completions.create(**body, stream=True)]
+    jsonschema.validate(json.loads(whole.content), WEATHER)
+    reasoning = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+    assert "".join(reasoning) == (getattr(whole, "reasoning_content", None) or "")
+    assert "".join(delta.content or "" for delta in deltas) == whole.content
+    assert "think>" not in whole.content
+
+
+def test_tools_are_called_after_the_reasoning(ai):
+    body = reasoned(
+        tools=TOOLS, tool_choice="required", extra_body={"chat_template_kwargs": {"think": True}}, n=3
+    )
+    for choice in ai.chat.completions.create(**body).choices:
+        check_calls(choice.message.tool_calls)
+        assert choice.message.content is None
+
+
+def test_an_answer_that_does_not_reason_is_content(ai):
+    answer = ai.completions.create(model="tiny", prompt="<think>a</think>b", echo=True, max_tokens=1)
+    assert answer.choices[0].text.startswith("<think>a</think>b")
+    chat = ai.chat.completions.create(
+        model="tiny",
+        messages=ASK,
+        extra_body=NO_THOUGHTS | {"structured_outputs": {"choice": ["b</think>c"]}},
+    )
+    assert chat.choices[0].message.content == "b</think>c"
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+        ({"response_format": {"type": "xml"}}, None, "json_schema"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "no"}},
+                }
+            },
+            "response_format",
+            "Invalid type: no",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {
+                        "name": "x",
+                        "strict": True,
+                        "schema": {"type": "array", "uniqueItems": True},
+                    },
+                }
+            },
+            "response_format",
+            "uniqueItems",
+        ),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "regex, choice"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "exclude",
+        ),
+        ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nobody"}}},
+            "tool_choice",
+            "weather, note, now",
+        ),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "one name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, None, "pattern"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+            "tool_choice",
+            "call",
+        ),
+        ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs", "choice"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+            "Invalid type: no",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}],
+                    }
+                ]
+            },
+            "messages",
+            "no JSON",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_a_400_that_says_why(served, body, param, words):
+    answer = served.http.post("/v1/chat/completions", json={"messages": ASK} | body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert words in error["message"]
+    if param is not None:
+        assert error["param"] == param
+
+
+def test_tools_need_a_template_that_tells_the_model_of_them(server):
+    answer = server.http.post("/v1/chat/completions", json={"messages": ASK, "tools": TOOLS})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    assert "chat template" in answer.json()["error"]["message"]

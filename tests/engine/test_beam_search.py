@@ -1,0 +1,106 @@
+"""Beam search against Transformers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests import checkpoints
+from toolkit import LLM, BeamSearchParams
+from toolkit.errors import InvalidRequestError
+
+NAME = "llama3-gqa"
+PROMPTS = ["The sea is", "a", "What is a KV cache?"]
+
+
+@pytest.fixture(scope="module")
+def reference() -> torch.nn.Module:
+    model = checkpoints.make_reference(NAME)
+    with torch.no_grad():  # so that the end is now and then among the likeliest
+        model.lm_head.weight[checkpoints.EOS] *= 1.6
+    return model
+
+
+@pytest.fixture(scope="module")
+def llm(reference: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = checkpoints.save(reference, tmp_path_factory.mktemp("models") / "beams")
+    llm = LLM(str(folder), device="cpu", num_gpu_blocks_override=512)
+    yield llm
+    llm.shutdown()
+
+
+def expected(
+    model: torch.nn.Module, prompt: list[int], params: BeamSearchParams
+) -> list[tuple[list[int], float]]:
+    """(tokens up to the end, score) of Transformers' beams, from the best down."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            num_beams=params.beam_width,
+            num_return_sequences=params.beam_width,
+            max_new_tokens=params.max_tokens,
+            do_sample=False,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            eos_token_id=checkpoints.VOCAB + 1 if params.ignore_eos else checkpoints.EOS,
+            pad_token_id=checkpoints.VOCAB - 1,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+    beams = []
+    for row, score in zip(found.sequences.tolist(), found.sequences_scores.tolist(), strict=True):
+        tokens = row[len(prompt) :]
+        if checkpoints.EOS in tokens and not params.ignore_eos:
+            tokens = tokens[: tokens.index(checkpoints.EOS) + 1]
+        beams.append((tokens[: params.max_tokens], score))
+    return beams
+
+
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+@pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.5, -1.0])
+@pytest.mark.parametrize("width", [2, 5])
+def test_the_beams_are_those_of_transformers(
+    llm: LLM, reference: torch.nn.Module, width: int, length_penalty: float, early_stopping: bool | str
+) -> None:
+    params = BeamSearchParams(
+        beam_width=width, max_tokens=12, length_penalty=length_penalty, early_stopping=early_stopping
+    )
+    for prompt, output in zip(PROMPTS, llm.beam_search(PROMPTS, params), strict=True):
+        beams = expected(reference, llm.tokenize(prompt), params)
+        assert [one.token_ids for one in output.outputs] == [tokens for tokens, _ in beams]
+        for one, (tokens, score) in zip(output.outputs, beams, strict=True):
+            assert one.cumulative_logprob / len(tokens) ** length_penalty == pytest.approx(score, abs=1e-3)
+
+
+def test_some_of_these_beams_end_before_their_length(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=4, max_tokens=12, length_penalty=0.0)
+    reasons = {one.finish_reason for output in llm.beam_search(PROMPTS, params) for one in output.outputs}
+    assert "stop" in reasons
+
+
+def test_the_end_is_ignored_when_asked(llm: LLM, reference: torch.nn.Module) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
+    output = llm.beam_search(PROMPTS[0], params)[0]
+    assert [one.token_ids for one in output.outputs] == [
+        tokens for tokens, _ in expected(reference, llm.tokenize(PROMPTS[0]), params)
+    ]
+    assert {one.finish_reason for one in output.outputs} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("beam_width", 0),
+        ("beam_width", 65),
+        ("max_tokens", 0),
+        ("early_stopping", "always"),
+        ("length_penalty", 99),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError, match=name):
+        BeamSearchParams(**{"beam_width": 2, "max_tokens": 4} | {name: value})

@@ -1,0 +1,351 @@
+"""Structured output: what an answer is held to, on models with random weights, which would write anything."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from tests import checkpoints
+from toolkit import LLM, SamplingParams
+from toolkit.engine.core import EngineCore
+from toolkit.engine.messages import EngineRequest
+from toolkit.errors import EngineError, InvalidRequestError
+from toolkit.sampling.structured import MAX_RULES, MAX_SIZE, StructuredOutputsParams
+
+PROMPTS = ["Tell me", "{", "What is 2 + 2?", "x"]
+HARD = "(((a|b){1,50}c?){1,50}a?){1,50}"
+"""Within the limits when it is compiled, past them while it is followed."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    reference = checkpoints.make_reference("llama3-gqa")
+    folder = checkpoints.save(reference, tmp_path_factory.mktemp("structured") / "model")
+    checkpoints.edit_json(folder / "config.json", max_position_embeddings=1024)
+    return reference, folder
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    return LLM(str(model[1]), num_gpu_blocks_override=4096, max_num_seqs=64)
+
+
+def params(max_tokens: int = 100, **options: Any) -> SamplingParams:
+    form = {k: options.pop(k) for k in list(options) if k in StructuredOutputsParams.__struct_fields__}
+    asked = StructuredOutputsParams(**form) if form else None
+    return SamplingParams(max_tokens=max_tokens, structured_outputs=asked, **options)
+
+
+def texts(llm: LLM, *many: SamplingParams) -> list[list[tuple[str, str]]]:
+    """Of each: the texts of its answers, and why they ended."""
+    outputs = llm.generate([PROMPTS[i % 4] for i in range(len(many))], list(many), use_tqdm=False)
+    return [[(answer.text, answer.finish_reason) for answer in output.outputs] for output in outputs]
+
+
+# ---- 200 schemas
+
+
+def schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A random JSON schema of keywords that can be held; with `$defs` it is a whole one."""
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const"]
+    if depth < 3:
+        kinds += ["object", "object", "array", "anyOf", "ref"]
+    kind = rng.choice(kinds) if depth else rng.choice(["object", "object", "array"])
+    if kind == "string":
+        low = rng.randint(0, 4)
+        made: dict[str, Any] = {"type": "string", "minLength": low, "maxLength": low + rng.randint(0, 8)}
+        special = rng.choice(
+            [None, None, {"pattern": "^[a-f]{2,5}(-[0-9]+)?$"}, {"format": "date"}, {"format": "ipv4"}]
+        )
+        return made if special is None else {"type": "string", **special}
+    if kind in ("integer", "number"):
+        low = rng.randint(-1000, 1000)
+        made = {"type": kind, "minimum": low, "maximum": low + rng.randint(1, 5000)}
+        return made | (
+            {"multipleOf": rng.choice([2, 5, 7])} if kind == "integer" and rng.random() < 0.2 else {}
+        )
+    if kind in ("boolean", "null"):
+        return {"type": kind}
+    values = [None, True, 0, -3, 2.5, "", 'é\n"q"', [1, "a"], {"k": [False]}]
+    if kind == "enum":
+        return {"enum": rng.sample(values, rng.randint(1, 4))}
+    if kind == "const":
+        return {"const": rng.choice(values)}
+    if kind == "anyOf":
+        return {"anyOf": [schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]}
+    if kind == "ref":
+        return {"$ref": f"#/$defs/{rng.choice('ab')}"}
+    if kind == "array":
+        low = rng.randint(0, 2)
+        made = {
+            "type": "array",
+            "minItems": low,
+            "maxItems": low + rng.randint(0, 3),
+            "items": schema(rng, depth + 1),
+        }
+        if rng.random() < 0.3:
+            made |= {"prefixItems": [schema(rng, depth + 1) for _ in range(rng.randint(1, 2))]}
+        return made
+    names = rng.sample(["name", "age", "a b", 'q"q', "ключ", "list", "deep"], rng.randint(0, 4))
+    return {
+        "type": "object",
+        "properties": {name: schema(rng, depth + 1) for name in names},
+        "required": [name for name in names if rng.random() < 0.6],
+        "additionalProperties": rng.choice([False, False, {"type": "integer", "minimum": 0, "maximum": 9}]),
+    }
+
+
+def whole_schema(seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    node = {"type": "object", "properties": {"v": {"type": "boolean"}, "next": {"$ref": "#/$defs/a"}}}
+    defs = {"a": node | {"required": ["v"], "additionalProperties": False}, "b": schema(rng, 3)}
+    return schema(rng) | {"$defs": defs}
+
+
+def test_answers_to_200_random_schemas_parse_and_validate(llm):
+    wanted = [whole_schema(seed) for seed in range(200)]
+    # What ends things is made likelier, and what goes on without end less likely: random weights do not get to an end.
+    bias = {ord(c) - 33: v for c, v in {'"': 6.0, "}": 8.0, "]": 6.0, ",": 2.0, "\\": -100.0}.items()}
+    space = dict.fromkeys((llm.tokenizer.encode(c)[0] for c in " \n\r\t"), -100.0)
+    many = [params(400, json=one, seed=i, logit_bias=bias | space) for i, one in enumerate(wanted)]
+    found = [answers[0] for answers in texts(llm, *many)]
+    ended = [(one, text) for one, (text, reason) in zip(wanted, found, strict=True) if reason == "stop"]
+    assert len(ended) >= 180
+    for one, text in ended:
+        checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+        jsonschema.Draft202012Validator(one, format_checker=checker).validate(json.loads(text))
+
+
+# ---- every form
+
+
+def test_each_form_holds_each_of_several_answers(llm):
+    forms = [
+        ({"choice": ["yes", "no", "perhaps\n"]}, lambda text: text in ("yes", "no", "perhaps\n")),
+        ({"regex": r"[a-c]{2,4}-\d{3}"}, lambda text: re.fullmatch(r"[a-c]{2,4}-\d{3}", text)),
+        ({"grammar": 'start: "a" "b"+ ("c" | "d")'}, lambda text: re.fullmatch("ab+[cd]", text)),
+        ({"grammar": 'root ::= "x" [0-9]? "y"'}, lambda text: re.fullmatch("x[0-9]?y", text)),
+        ({"json": '{"type": "boolean"}'}, lambda text: text in ("true", "false")),
+    ]
+    many = [params(n=3, seed=7 * i, **form) for i, (form, _) in enumerate(forms)]
+    for (form, fits), answers in zip(forms, texts(llm, *many), strict=True):
+        assert len(answers) == 3
+        for text, reason in answers:
+            assert reason == "stop", form
+            assert fits(text), (form, text)
+
+
+def test_any_json_object(llm):
+    bias = dict.fromkeys((llm.tokenizer.encode("}")[0],), 30.0)
+    [[(text, reason)]] = texts(llm, params(json_object=True, logit_bias=bias))
+    assert reason == "stop"
+    assert isinstance(json.loads(text), dict)
+
+
+def test_greedy_takes_the_likeliest_allowed_token(llm, model):
+    """Against Transformers' logits, and a mask by brute force."""
+    choices = ["abcd", "abce", "xyz", "xy", "q"]
+    [[(found, _)]] = texts(llm, params(choice=choices, temperature=0.0))
+    prompt, text = llm.tokenizer.encode(PROMPTS[0]), ""
+    while True:
+        logits = checkpoints.logits(model[0], prompt + llm.tokenizer.encode(text))[-1]
+        may = {c[len(text)] for c in choices if c.startswith(text) and c != text}
+        allowed = [llm.tokenizer.encode(c)[0] for c in sorted(may)] + [checkpoints.EOS] * (text in choices)
+        best = allowed[int(torch.argmax(logits[allowed]))]
+        if best == checkpoints.EOS:
+            break
+        text += llm.tokenizer.decode([best])
+    assert found == text
+
+
+def test_logprobs_are_of_the_raw_logits(llm, model):
+    [output] = llm.generate([PROMPTS[0]], params(choice=["zz"], logprobs=1), use_tqdm=False)
+    prompt = output.prompt_token_ids
+    expected = checkpoints.logits(model[0], prompt + output.outputs[0].token_ids)[
+        len(prompt) - 1 :
+    ].log_softmax(-1)
+    for i, position in enumerate(output.outputs[0].logprobs):
+        token = output.outputs[0].token_ids[i]
+        assert position[token].logprob == pytest.approx(float(expected[i, token]), abs=1e-3)
+
+
+def test_min_tokens_waits_for_the_grammar_to_have_more(llm):
+    [[(text, _)], [(short, reason)]] = texts(
+        llm, params(choice=["a", "aaaa"], min_tokens=4), params(choice=["b"], min_tokens=4)
+    )
+    assert text == "aaaa"
+    assert (short, reason) == ("b", "stop")  # nothing else is allowed, and an end is better than an error
+
+
+def test_stop_strings_penalties_and_ignored_ends_go_with_a_grammar(llm):
+    [[(cut, reason)], [(penalized, _)], [(endless, last)]] = texts(
+        llm,
+        params(regex="ab{5}c", stop=["bb"]),
+        params(choice=["abab", "baba"], repetition_penalty=1.5, presence_penalty=1.0),
+        params(20, choice=["hi"], ignore_eos=True),
+    )
+    assert (cut, reason) == ("a", "stop")
+    assert penalized in ("abab", "baba")
+    assert (endless, last) == ("hi", "length")
+
+
+# ---- whatever happens to the request
+
+
+def mixed(count: int) -> list[SamplingParams]:
+    """Requests of which every other has a grammar."""
+    forms: list[dict[str, Any]] = [
+        {"regex": "[a-z]{30,60}"},
+        {},
+        {"json": {"type": "array", "items": {"enum": ["ab", "cd", "efg"]}, "minItems": 12}},
+        {"logprobs": 1},
+    ]
+    return [params(60, seed=i, n=1 + i % 2, **forms[i % 4]) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def alone(llm):
+    """Each of them run by itself."""
+    return [texts(llm, *[params(1)] * (i % 4), one)[-1] for i, one in enumerate(mixed(12))]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"async_scheduling": True},
+        {"async_scheduling": True, "num_gpu_blocks_override": 24, "swap_space": 0.0},
+        {"async_scheduling": False, "num_gpu_blocks_override": 24, "swap_space": 0.05},
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 16},
+    ],
+)
+def test_overlap_preemption_and_swapping_change_no_answer(model, alone, settings, monkeypatch):
+    other = LLM(str(model[1]), **{"num_gpu_blocks_override": 4096, "max_num_seqs": 8} | settings)
+    scheduler, preempted = other._core.scheduler, []
+    preempt = scheduler._preempt
+    monkeypatch.setattr(scheduler, "_preempt", lambda *a, **k: preempted.append(a) or preempt(*a, **k))
+    assert texts(other, *mixed(12)) == alone
+    assert bool(preempted) == ("num_gpu_blocks_override" in settings)
+
+
+def test_a_request_that_goes_on_from_its_tokens_ends_as_it_would_have(llm):
+    request = llm._inputs.process(PROMPTS[0], params(json=whole_schema(3), temperature=0.0))[1]
+
+    def run(number: int, given: list[int]) -> list[int]:
+        core: EngineCore = llm._core
+        told = list(given)
+        core.add(
+            EngineRequest(
+                id=f"r{number}", number=number, prompt_token_ids=request.prompt_token_ids, params=request.params,
+                max_tokens=40, eos_token_ids=request.eos_token_ids, grammar=request.grammar, output_token_ids=given,
+            )
+        )  # fmt: skip
+        while core.has_work:
+            message = core.step()[0]
+            told += [token for output in message.outputs for token in output.token_ids]
+            told += memoryview(message.token_ids).cast("i").tolist()
+        return told
+
+    whole = run(10**6, [])
+    assert all(run(10**6 + k, whole[:k]) == whole for k in (1, 5, len(whole) - 1))
+
+
+def test_one_that_passes_the_limits_of_work_ends_with_the_cause_and_the_others_go_on(llm):
+    good = params(choice=["fine"])
+    hard = params(900, regex=HARD, min_tokens=900)
+    with pytest.raises(EngineError, match=r"1 of 3 requests failed.*too many"):
+        llm.generate(PROMPTS[:3], [good, hard, good], use_tqdm=False)
+    assert texts(llm, good) == [[("fine", "stop")]]
+
+
+@pytest.mark.parametrize(
+    ("form", "cause"),
+    [
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json": {"type": "strin"}}, "Invalid type: strin"),
+        ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
+        ({"json": {"minimum": 5, "maximum": 3, "type": "integer"}}, "Unsatisfiable"),
+        ({"json": "{"}, "cannot be read"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "a(?=b)"}, "look-around"),
+        ({"grammar": "start: nowhere"}, "unknown name"),
+        ({"grammar": "gibberish"}, "cannot be read"),
+        ({"regex": "a" * (MAX_SIZE + 1)}, "are the most"),
+        (
+            {
+                "grammar": "start: r0\n"
+                + "\n".join(f'r{i}: "x" r{i + 1}' for i in range(MAX_RULES))
+                + '\nr1000: "y"'
+            },
+            "rules or references",
+        ),
+        (
+            {
+                "json": {
+                    "$ref": "#/$defs/a0",
+                    "$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(1500)},
+                }
+            },
+            "rules or references",
+        ),
+        ({"json": '{"\\u0024ref": "#/$defs/a0"' + ', "\\u0024ref": "#/$defs/a0"' * 2000 + "}"}, "a0"),
+        ({}, "none"),
+        ({"regex": "a", "choice": ["b"]}, "regex, choice"),
+        ({"choice": []}, "choose"),
+    ],
+)
+def test_what_cannot_be_held_is_refused_with_the_cause(llm, form, cause):
+    with pytest.raises(InvalidRequestError, match=cause) as refused:
+        llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams(**form)), use_tqdm=False)
+    assert refused.value.param == "structured_outputs"
+
+
+def test_lenient_passes_over_what_cannot_be_held(llm):
+    wanted = {"type": "array", "uniqueItems": True, "items": {"const": 1}, "minItems": 2, "maxItems": 2}
+    [[(text, _)]] = texts(llm, params(json=wanted, lenient=True))
+    assert json.loads(text) == [1, 1]
+
+
+def test_a_chain_of_as_many_rules_as_there_may_be_is_followed(llm):
+    """On a thread's usual stack it would be the end of the process."""
+    count = MAX_RULES - 10
+    rules = "\n".join([f'r{i}: "x" | /[a-z]+/ r{i + 1}' for i in range(count)] + [f'r{count}: "y"'])
+    [[(text, _)]] = texts(llm, params(8, grammar=f"start: r0\n{rules}"))
+    assert re.fullmatch("[a-z]+", text)
+
+
+# ---- reasoning
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    """Its tokens 260 and 261 are the marks of reasoning."""
+    folder = checkpoints.save(
+        checkpoints.make_reference("llama3-gqa"), tmp_path_factory.mktemp("structured") / "thinker"
+    )
+    checkpoints.edit_json(folder / "config.json", max_position_embeddings=1024)
+    tokenizer = checkpoints.make_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save_pretrained(folder)
+    return LLM(str(folder), num_gpu_blocks_override=4096)
+
+
+def test_the_form_holds_after_the_reasoning_and_an_answer_does_not_end_in_it(thinker):
+    bias = {261: 5.0, checkpoints.EOS: 5.0}
+    many = [params(300, choice=["yes"], reasoning="begun", seed=i, logit_bias=bias) for i in range(6)]
+    for [(text, reason)] in texts(thinker, *many):
+        assert reason == "stop"
+        assert re.fullmatch("(?s:.*)</think>yes", text)
+
+
+def test_reasoning_may_or_may_not_begin(thinker):
+    begins = params(300, choice=["no"], reasoning="possible", logit_bias={260: 30.0, 261: 40.0})
+    does_not = params(300, choice=["no"], reasoning="possible", logit_bias={260: -100.0}, seed=1)
+    [[(thought, _)], [(plain, _)]] = texts(thinker, begins, does_not)
+    assert re.fullmatch("(?s:<think>.*</think>no)", thought)
+    assert plain == "no"

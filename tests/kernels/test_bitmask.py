@@ -1,0 +1,75 @@
+"""Masks of grammars on logits: the sampler's and Triton's against the reference, which goes token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toolkit.kernels import reference
+from torch import Tensor
+
+from toolkit.sampling import sampler
+
+SHAPES = [(1, 1, 31), (3, 2, 64), (5, 5, 100), (4, 1, 4099), (6, 3, 9000)]
+gpu = pytest.mark.gpu
+
+
+@pytest.fixture(scope="session")
+def mask_logits(triton_runs: bool):
+    if not triton_runs:
+        pytest.skip("Triton was imported without its interpreter: these tests run in a process of their own")
+    from toolkit.kernels.triton.bitmask import mask_logits
+
+    return mask_logits
+
+
+def example(n: int, num_masked: int, vocab: int, missing_words: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(n * vocab)
+    words = -(-vocab // 32) - missing_words
+    index = torch.randperm(n)[:num_masked]
+    masks = torch.randint(-(2**31), 2**31, (num_masked, words), dtype=torch.int64).to(torch.int32)
+    return torch.randn(n, vocab), index, masks
+
+
+def masked(function, logits: Tensor, index: Tensor, masks: Tensor) -> Tensor:
+    logits = logits.clone()
+    function(logits, index, masks)
+    return logits
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("missing_words", [0, 1])
+def test_the_samplers_masks_are_the_references(shape, missing_words):
+    if missing_words == -(-shape[2] // 32):
+        pytest.skip("no word would be left")
+    example_ = example(*shape, missing_words)
+    assert torch.equal(masked(sampler.mask_logits, *example_), masked(reference.mask_logits, *example_))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("missing_words", [0, 1])
+def test_tritons_masks_are_the_references(mask_logits, shape, missing_words):
+    if missing_words == -(-shape[2] // 32):
+        pytest.skip("no word would be left")
+    logits, index, masks = example(*shape, missing_words)
+    expected = masked(reference.mask_logits, logits, index, masks)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = masked(mask_logits, logits.to(device), index.to(device), masks.to(device))
+    assert torch.equal(found.cpu(), expected)
+
+
+def test_tritons_masks_are_for_rows_that_lie_apart(mask_logits):
+    logits, index, masks = example(4, 2, 70)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    wide = torch.zeros(4, 96, device=device)
+    wide[:, :70] = logits.to(device)
+    mask_logits(wide[:, :70], index.to(device), masks.to(device))
+    assert torch.equal(wide[:, :70].cpu(), masked(reference.mask_logits, logits, index, masks))
+    assert not wide[:, 70:].any()
+
+
+def test_no_masks_change_nothing_and_other_types_are_refused(mask_logits):
+    none = (torch.empty(0, dtype=torch.int64), torch.empty(0, 1, dtype=torch.int32))
+    logits = torch.randn(2, 20)
+    assert torch.equal(masked(mask_logits, logits, *none), logits)
+    with pytest.raises(ValueError, match="fp32"):
+        mask_logits(logits.half(), *none)

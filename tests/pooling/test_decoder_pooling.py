@@ -1,0 +1,173 @@
+"""Decoders pool prompts beside requests that generate, piece by piece and through preemptions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from tests import checkpoints
+from toolkit import LLM, SamplingParams
+from toolkit.config import EngineConfig
+from toolkit.engine.core import EngineCore
+from toolkit.engine.messages import EngineRequest
+from toolkit.engine.pooling import as_vector
+from toolkit.errors import CheckpointError, InvalidRequestError
+from toolkit.executor import UniprocExecutor
+from toolkit.pooling import PoolingParams
+
+PROMPTS = [[(7 * i + n) % 250 for i in range(n)] for n in (1, 5, 16, 33, 70, checkpoints.POSITIONS)]
+
+
+def expected(model, mode, prompts=PROMPTS):
+    """Transformers' last hidden states, pooled as written here, of length 1."""
+    vectors = []
+    for prompt in prompts:
+        with torch.no_grad():
+            hidden = model.base_model(torch.tensor([prompt])).last_hidden_state[0]
+        pooled = {"last": hidden[-1], "cls": hidden[0], "mean": hidden.mean(0)}[mode]
+        vectors.append(normalize(pooled, dim=0).numpy())
+    return np.array(vectors)
+
+
+def embed(llm, prompts=PROMPTS):
+    return np.array([one.outputs.embedding for one in llm.embed(prompts)])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3-gqa", "qwen3", "mistral-window"])
+@pytest.mark.parametrize("mode", ["last", "mean", "cls"])
+def test_prompts_are_pooled_in_pieces_as_transformers_would_at_once(name, mode, checkpoint):
+    llm = LLM(str(checkpoint(name)), pooling=mode, max_num_batched_tokens=24, num_threads=1)
+    assert np.abs(embed(llm) - expected(checkpoints.make_reference(name), mode)).max() < 1e-4
+
+
+def test_a_model_that_generates_goes_on_doing_so(checkpoint):
+    folder, reference = checkpoint("llama3-gqa"), checkpoints.make_reference("llama3-gqa")
+    llm = LLM(str(folder), pooling="last", num_threads=1)
+    assert llm.info.tasks == ["generate", "embed"]
+    embed(llm)
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    [answer] = llm.generate([PROMPTS[3]], params)
+    assert answer.outputs[0].token_ids == checkpoints.greedy(reference, PROMPTS[3], 20)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_mixed_with_generation_in_a_cache_too_small_for_all(overlap, checkpoint):
+    """Preempted prompts begin anew, and give the same."""
+    folder, reference = checkpoint("llama3-gqa"), checkpoints.make_reference("llama3-gqa")
+    config = EngineConfig.from_settings(
+        {
+            "model": str(folder),
+            "pooling": "mean",
+            "max_num_batched_tokens": 20,
+            "num_gpu_blocks_override": 12,
+            "swap_space": 0.01,
+            "async_scheduling": overlap,
+            "num_threads": 1,
+        }
+    )
+    core = EngineCore(config, UniprocExecutor(config, folder, lambda name, seconds: None))
+    greedy = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    pooled = [prompt for prompt in PROMPTS if len(prompt) <= 100] * 3
+    generated = {}
+    for number, prompt in enumerate(pooled):
+        core.add(request(2 * number, prompt, SamplingParams(max_tokens=1), PoolingParams()))
+        core.add(request(2 * number + 1, PROMPTS[2][: 1 + number], greedy, None))
+        generated[2 * number + 1] = []
+    vectors = {}
+    num_preemptions = 0
+    while core.has_work:
+        message = core.step()[0]
+        num_preemptions += message.stats.num_preemptions
+        for output in message.outputs:
+            assert output.error is None
+            if output.embedding:
+                vectors[output.number // 2] = as_vector(output.embedding)
+                assert output.token_ids == []
+            else:
+                generated[output.number] += output.token_ids
+        numbers, tokens = np.frombuffer(message.numbers, np.int64), np.frombuffer(message.token_ids, np.int32)
+        for number, token in zip(numbers.tolist(), tokens.tolist(), strict=True):
+            generated[number].append(token)
+    assert num_preemptions > 0
+    assert core.stats().kv_cache_usage == 0.0
+    ours = np.array([vectors[i] for i in range(len(pooled))])
+    assert np.abs(ours - expected(reference, "mean", pooled)).max() < 1e-4
+    for number, tokens in generated.items():
+        prompt = PROMPTS[2][: 1 + number // 2]
+        assert tokens == checkpoints.greedy(reference, prompt, 40)
+
+
+def request(number, prompt, params, pooling):
+    return EngineRequest(
+        id=str(number),
+        number=number,
+        prompt_token_ids=prompt,
+        params=params,
+        max_tokens=params.max_tokens,
+        eos_token_ids=[],
+        pooling=pooling,
+    )
+
+
+def test_a_decoder_without_a_head_only_embeds(checkpoint, tmp_path):
+    """As sentence-transformers saves them: the base model alone, its tensors without prefix."""
+    reference = checkpoints.make_reference("qwen3")
+    checkpoints.save(reference.base_model, tmp_path)
+    llm = LLM(str(tmp_path), num_threads=1)
+    assert llm.info.tasks == ["embed"]
+    assert np.abs(embed(llm) - expected(reference, "last")).max() < 1e-4
+    with pytest.raises(InvalidRequestError, match="generates no text"):
+        llm.generate([[1, 2, 3]])
+
+
+def test_sentence_transformers_folder_of_a_decoder(tmp_path):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+
+    checkpoints.save(checkpoints.make_reference("qwen3").base_model, tmp_path / "model")
+    checkpoints.edit_json(
+        tmp_path / "model" / "tokenizer_config.json", pad_token="<|endoftext|>", padding_side="left"
+    )
+    (tmp_path / "model" / "chat_template.jinja").unlink()  # a text would be taken for a message
+    transformer = Transformer(str(tmp_path / "model"))
+    reference = SentenceTransformer(
+        modules=[transformer, Pooling(32, pooling_mode="lasttoken"), Normalize()], device="cpu"
+    )
+    reference.save(str(tmp_path / "whole"))
+    texts = ["The sea is calm.", "A cat", "something rather longer than that"]
+    ours = embed(LLM(str(tmp_path / "whole"), num_threads=1), texts)
+    assert np.abs(ours - reference.encode(texts)).max() < 1e-4
+
+
+def test_embeddings_are_cut_only_if_the_model_was_made_for_it(checkpoint, tmp_path):
+    reference = checkpoints.make_reference("llama3-gqa")
+    folder = checkpoints.save(reference, tmp_path)
+    with pytest.raises(InvalidRequestError, match="have 32 numbers and were not made to be cut"):
+        LLM(str(folder), pooling="last", num_threads=1).embed(PROMPTS, dimensions=8)
+    checkpoints.edit_json(folder / "config.json", matryoshka_dimensions=[8, 16])
+    llm = LLM(str(folder), pooling="last", num_threads=1)
+    cut = np.array([one.outputs.embedding for one in llm.embed(PROMPTS, dimensions=8)])
+    whole = expected(reference, "last")[:, :8]
+    assert np.abs(cut - whole / np.linalg.norm(whole, axis=1, keepdims=True)).max() < 1e-4
+    with pytest.raises(InvalidRequestError, match="dimensions is one of 8, 16; it got 9"):
+        llm.embed(PROMPTS, dimensions=9)
+
+
+def test_a_model_that_only_generates_says_what_to_do(checkpoint):
+    llm = LLM(str(checkpoint("gpt2")), num_threads=1)
+    for call in (lambda: llm.embed("text"), lambda: llm.score("a", "b")):
+        with pytest.raises(InvalidRequestError, match="--pooling last"):
+            call()
+
+
+def test_pooling_that_needs_the_whole_prompt_at_once_is_refused(tmp_path):
+    checkpoints.save(checkpoints.make_reference("gpt2"), tmp_path)
+    (tmp_path / "modules.json").write_text(
+        '[{"path": "", "type": "a.Transformer"}, {"path": "1_Pooling", "type": "a.Pooling"}]'
+    )
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "max"}')
+    with pytest.raises(CheckpointError, match="a decoder has one of lasttoken, mean, cls"):
+        LLM(str(tmp_path), num_threads=1)

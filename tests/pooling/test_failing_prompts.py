@@ -1,0 +1,64 @@
+"""A prompt that makes its step fail fails alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.pooling.folders import bert, bert_tokenizer, save
+from toolkit import LLM
+from toolkit.engine.pooling import as_vector
+
+POISON = 777
+PROMPTS = [[5, 6, 7], [8, POISON, 9], [10], [11] * 20, [12, 13]]
+
+
+@pytest.fixture
+def llm(tmp_path):
+    return LLM(str(save(bert(), bert_tokenizer(), tmp_path)), num_threads=1)
+
+
+def run(llm):
+    """(vectors, errors) by prompt."""
+    for number, one in enumerate(llm._pooling.texts(PROMPTS, None)):
+        request = one.request(str(number))
+        request.number = number
+        llm._core.add(request)
+    vectors, errors = {}, {}
+    while llm._core.has_work:
+        for output in llm._core.step()[0].outputs:
+            if output.error is None:
+                vectors[output.number] = as_vector(output.embedding)
+            else:
+                errors[output.number] = output.error
+    return vectors, errors
+
+
+@pytest.mark.parametrize(
+    ("failure", "says"),
+    [("raises", "a broken token"), ("nan", "not finite"), ("memory", "out of memory")],
+)
+def test_it_is_told_and_the_others_are_answered(failure, says, llm, monkeypatch):
+    expected = [one.outputs.embedding for one in llm.embed(PROMPTS)]
+    model = llm._core.executor._worker.encoder.model
+    words = model.words.forward
+
+    def embed_words(token_ids):
+        if POISON not in token_ids:
+            return words(token_ids)
+        if failure == "raises":
+            raise RuntimeError("a broken token")
+        if failure == "memory":
+            raise torch.OutOfMemoryError("none left")
+        found = words(token_ids)
+        found[token_ids == POISON] = float("nan")
+        return found
+
+    monkeypatch.setattr(model.words, "forward", embed_words)
+    vectors, errors = run(llm)
+    assert set(errors) == {1}
+    assert says in errors[1]
+    assert set(vectors) == {0, 2, 3, 4}
+    for number, vector in vectors.items():
+        assert np.abs(vector - np.array(expected[number])).max() < 1e-5

@@ -1,0 +1,101 @@
+"""What may not be chosen: other tokens than the allowed ones, and the ends of bad words, against Transformers' processors."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import NoBadWordsLogitsProcessor
+
+from toolkit.sampling.params import SamplingParams
+from toolkit.sampling.sampler import add_biases, sample
+from toolkit.sampling.state import SamplingState
+
+VOCAB = 12
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
+
+
+def biased(
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    tokens: list[list[int]],
+    num_prompt_tokens: int,
+    device: str,
+) -> torch.Tensor:
+    """Row i has the i-th parameters and tokens."""
+    state = SamplingState(len(params), torch.device(device))
+    history = torch.zeros(len(params), 64, dtype=torch.int32)
+    for row, (one, had) in enumerate(zip(params, tokens, strict=True)):
+        state.set(row, one, 0, num_prompt_tokens, [])
+        history[row, : len(had)] = torch.tensor(had)
+    changed = logits.to(device, copy=True)
+    rows, lengths = np.arange(len(params), dtype=np.int32), np.array([len(t) for t in tokens], np.int32)
+    add_biases(changed, state, history.to(device), rows, lengths)
+    return changed.cpu()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_ends_of_bad_words_are_those_that_transformers_takes_out(device: str) -> None:
+    rng = random.Random(5)
+    num_forbidden = 0
+    for seed in range(60):
+        words = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))] for _ in range(rng.randint(1, 5))]
+        tokens = [[rng.randrange(VOCAB) for _ in range(rng.randint(0, 9))] for _ in range(4)]
+        for had in tokens:  # often one is about to be completed
+            if rng.random() < 0.7:
+                had += rng.choice(words)[:-1]
+        logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(seed))
+        ours = biased(logits, [SamplingParams(bad_words_token_ids=words)] * 4, tokens, 0, device)
+        theirs = NoBadWordsLogitsProcessor(words, eos_token_id=None)
+        for row, had in enumerate(tokens):
+            expected = theirs(torch.tensor([had], dtype=torch.int64), logits[row : row + 1].clone())[0]
+            assert torch.equal(ours[row], expected)
+            num_forbidden += int(expected.isinf().sum())
+    assert num_forbidden > 100
+
+
+def test_the_prompt_is_no_part_of_a_bad_word() -> None:
+    params = [SamplingParams(bad_words_token_ids=[[1, 2, 3]])]
+    logits = torch.zeros(1, VOCAB)
+    assert biased(logits, params, [[1, 2]], 2, "cpu").isfinite().all()
+    assert biased(logits, params, [[1, 2]], 1, "cpu").isfinite().all()
+    assert not biased(logits, params, [[9, 1, 2]], 1, "cpu").isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_allowed_tokens_keep_their_logits(device: str) -> None:
+    logits = torch.randn(2, VOCAB)
+    params = [
+        SamplingParams(allowed_token_ids=[7, 2, 7], logit_bias={2: 5.0, 3: 50.0}),
+        SamplingParams(logit_bias={1: 1.0}),
+    ]
+    ours = biased(logits, params, [[1], [1]], 1, device)
+    assert ours[0].isfinite().nonzero().flatten().tolist() == [2, 7]
+    assert ours[0, 2] == logits[0, 2] + 5.0
+    assert ours[1].isfinite().all()
+
+
+def test_other_requests_of_a_batch_are_left_alone() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, VOCAB)
+    state = SamplingState(3, torch.device("cpu"))
+    for row, params in enumerate(
+        [
+            SamplingParams(temperature=0),
+            SamplingParams(temperature=0, allowed_token_ids=[4]),
+            SamplingParams(temperature=0),
+        ]
+    ):
+        state.set(row, params, 0, 1, [])
+    state.load([0, 1, 2])
+    rows = np.arange(3, dtype=np.int32)
+    tokens = sample(logits.clone(), state, torch.zeros(3, 4, dtype=torch.int32), rows, np.ones(3, np.int32))
+    assert tokens.tolist() == [int(logits[0].argmax()), 4, int(logits[2].argmax())]
+    state.set(1, SamplingParams(temperature=0), 0, 1, [])  # whoever gets the row next may choose all
+    tokens = sample(logits.clone(), state, torch.zeros(3, 4, dtype=torch.int32), rows, np.ones(3, np.int32))
+    assert tokens.tolist() == logits.argmax(-1).tolist()

@@ -1,0 +1,95 @@
+"""One HTTP connection: uvicorn's, with limits on what comes before a request is one."""
+
+from __future__ import annotations
+
+import asyncio
+import http
+
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from toolkit.api.errors import error_body
+from toolkit.errors import InvalidRequestError
+
+MAX_HEAD = 64 * 2**10
+"""Bytes of a request's line and headers."""
+HEAD_TIMEOUT = 30.0
+"""Seconds that they get to come in."""
+
+
+class Connection(HttpToolsProtocol):
+    """Closes connections that open and say nothing, or never end their headers."""
+
+    _size = 0
+    """Bytes of the head that is coming in; may count what follows it in one packet."""
+    _waiting: asyncio.TimerHandle | None = None
+    """Until the head has come in."""
+    _running: RequestResponseCycle | None = None
+    """The request that is being answered: not the newest, when several have come in one go."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        """Gives the client some time to say what it wants."""
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forgets what was awaited, and tells the request that is being answered."""
+        self._expect_no_head()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Feeds the parser, and counts while it is in a head."""
+        super().data_received(data)
+        if self._waiting is not None:
+            self._size += len(data)
+            if self._size > MAX_HEAD:
+                self._refuse(431, f"The request's headers are larger than {MAX_HEAD // 2**10} KiB.")
+
+    def on_message_begin(self) -> None:
+        """A head begins."""
+        super().on_message_begin()
+        if self._waiting is None:
+            self._expect_head()
+
+    def on_headers_complete(self) -> None:
+        """The head has come in."""
+        self._expect_no_head()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP."""
+        self._refuse(400, msg)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]  # as uvicorn's
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]  # Starlette's types of the same
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: it is the client's mistake, and answered as if it had not asked."""
+
+    def _expect_head(self) -> None:
+        self._size = 0
+        message = f"The request's headers did not come within {HEAD_TIMEOUT:g} s."
+        self._waiting = self.loop.call_later(HEAD_TIMEOUT, self._refuse, 408, message)
+
+    def _expect_no_head(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answers with an error, unless another answer is under way, and closes the connection."""
+        self._expect_no_head()
+        if self.transport.is_closing():
+            return
+        if self._running is None or self._running.response_complete:
+            body = error_body(InvalidRequestError(message))
+            head = (
+                f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()

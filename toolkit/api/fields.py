@@ -1,0 +1,90 @@
+"""Fields of a request that the server does not know: told in a header, or refused with `--strict`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Annotated, Any, TypeVar
+from urllib.parse import quote
+
+import msgspec
+from fastapi import Request
+from fastapi.routing import APIRoute
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Tag
+from starlette.responses import Response
+
+from toolkit.errors import InvalidRequestError
+
+T = TypeVar("T")
+
+IGNORED = "X-Ignored-Fields"
+"""Header of an answer whose request had fields that nobody read: their names, separated by commas."""
+_MOST = 32
+"""Names in the header."""
+
+
+def encodable(value: T) -> T:
+    """JSON's escapes can spell half a surrogate pair, which is no character and cannot be sent on."""
+    try:
+        msgspec.json.encode(value)
+    except (UnicodeEncodeError, RecursionError):
+        raise ValueError("Input should be valid Unicode, without lone surrogates") from None
+    return value
+
+
+Text = Annotated[str, AfterValidator(encodable)]
+
+
+TEXT, LIST = Tag("(text)"), Tag("(list)")
+"""Mark the branches of what may be a text or a list, for BY_KIND; no part of a parameter's name (see `errors`)."""
+BY_KIND = Discriminator(lambda value: LIST.tag if isinstance(value, list) else TEXT.tag)
+"""Chooses between them, so that what is wrong with a list is not told as 'should be a string'."""
+
+
+class Body(BaseModel):
+    """A part of a request. Fields that it does not have are kept apart, to be told of."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class Route(APIRoute):
+    """A route whose answers name the fields that were ignored."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_and_tell(request: Request) -> Response:
+            response = await handle(request)
+            ignored = getattr(request.state, "ignored_fields", None)
+            if ignored:
+                response.headers[IGNORED] = ignored
+            return response
+
+        return handle_and_tell
+
+
+def check_fields(request: Request, body: Body, *, strict: bool) -> None:
+    """Notes what of a body nobody will read, for the header. Raises InvalidRequestError instead when `strict`."""
+    names = list(unknown_fields(body))
+    if not names:
+        return
+    if strict:
+        raise InvalidRequestError(
+            f"There is no parameter {names[0]!r}, or it is not supported.", param=names[0][:256]
+        )
+    shown = [quote(name[:64], safe="._-") for name in names[:_MOST]]
+    request.state.ignored_fields = ", ".join(shown + (["..."] if len(names) > _MOST else []))
+
+
+def unknown_fields(body: BaseModel, where: str = "") -> Iterator[str]:
+    """Names of the fields that no model has, as paths ("messages.1.weight"). One that is null asks for nothing."""
+    for name, value in (body.model_extra or {}).items():
+        if value is not None:
+            yield where + name
+    for name in body.model_fields_set:
+        value = getattr(body, name)
+        if isinstance(value, BaseModel):
+            yield from unknown_fields(value, f"{where}{name}.")
+        elif isinstance(value, list):
+            for index, one in enumerate(value):
+                if isinstance(one, BaseModel):
+                    yield from unknown_fields(one, f"{where}{name}.{index}.")

@@ -1,0 +1,71 @@
+"""What the server tells of its work now and again, and of itself once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import platform
+
+from toolkit import __version__
+from toolkit.api.front import Front
+from toolkit.config import EngineConfig, options
+from toolkit.config.engine import PARTS
+from toolkit.worker import WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+INTERVAL = 10.0
+"""Seconds between two lines in the log, and over which rates are taken."""
+
+
+async def tell_stats(front: Front, *, log: bool) -> None:
+    """Sets the gauges of throughput and, while there is work, writes a line to the log. Never ends."""
+    metrics = front.metrics
+    was_busy = False
+    while True:
+        steps, computed, generated = metrics.throughput.take()
+        metrics.iterations_per_second.set(steps)
+        metrics.computed_tokens_per_second.set(computed)
+        metrics.generation_tokens_per_second.set(generated)
+        stats = front.stats
+        is_busy = steps > 1.0 / INTERVAL or bool(
+            stats.num_running or stats.num_waiting
+        )  # a probe's step is no work
+        if log and (is_busy or was_busy):
+            logger.info(
+                "%.1f tokens/s generated, %.1f computed, %.1f steps/s; %d running, %d waiting; KV cache %.1f%% used",
+                generated,
+                computed,
+                steps,
+                stats.num_running,
+                stats.num_waiting,
+                100 * stats.kv_cache_usage,
+            )
+        was_busy = is_busy
+        await asyncio.sleep(INTERVAL)
+
+
+def describe(front: Front, engine: EngineConfig, info: WorkerInfo) -> None:
+    """The metrics that tell of builds, settings and the machine."""
+    metrics = front.metrics
+    versions = {"version": __version__, "python_version": platform.python_version(), "device": info.device}
+    metrics.describe("build_info", "Versions of what runs.", versions)
+    cache = {
+        "block_size": info.block_size,
+        "num_gpu_blocks": info.num_blocks,
+        "num_cpu_blocks": info.num_host_blocks,
+        "cache_bytes": info.cache_bytes,
+        "enable_prefix_caching": engine.cache.enable_prefix_caching,
+        "cache_dtype": engine.cache.kv_cache_dtype,
+        "gpu_memory_utilization": engine.cache.gpu_memory_utilization,
+    }
+    metrics.describe(
+        "cache_config_info", "The KV cache.", {name: str(value) for name, value in cache.items()}
+    )
+    settings = {
+        row.name: str(getattr(getattr(engine, part), row.name))
+        for part in PARTS
+        for row in options(PARTS[part])
+    }
+    metrics.describe("config_info", "The engine's settings.", settings)
+    metrics.observe_machine(gpu=info.device.startswith("cuda"))

@@ -1,0 +1,117 @@
+"""What every kind of conversation shares: the prompt that its messages make, and the answer as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from toolkit.api.answers import AnswerPlan
+from toolkit.api.errors import validation_error
+from toolkit.api.schemas import ChatDelta, ChatRequest
+from toolkit.api.service import Group, Service, start
+from toolkit.api.tools import Function
+from toolkit.engine.tokenizer import Tokenizer
+from toolkit.sampling.params import SamplingParams
+
+LONG_CONVERSATION = 20_000
+"""Characters above which a conversation is rendered and tokenized in a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What comes of an answer: reasoning, text, or the arguments of a call, with `id` and `name` where one begins."""
+
+    kind: Literal["reasoning", "text", "call"]
+    text: str
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass(slots=True)
+class Talk:
+    """A conversation whose answers are on their way."""
+
+    group: Group
+    plan: AnswerPlan
+    tokenizer: Tokenizer
+    params: SamplingParams
+    finish_reason: str | None = None
+    """Of the answer that `pieces` has read to its end."""
+    stop_reason: int | str | None = None
+    calls: bool = False
+    """Whether it has called a tool."""
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """The one answer as it comes, in its parts. Raises EngineError."""
+        parser = self.plan.parser() if self.plan.splits else None
+        async for _, delta in self.group.deltas():
+            reason = delta.finish_reason
+            told = ChatDelta(content=delta.text)
+            if parser is not None:
+                told = parser.add(delta.text, ended=reason is not None)
+                reason = None if reason is None else parser.finish_reason(reason)
+            if told.reasoning_content:
+                yield Piece("reasoning", told.reasoning_content)
+            if told.content:
+                yield Piece("text", told.content)
+            for call in told.tool_calls or ():
+                self.calls = True
+                function = call.function or Function()
+                yield Piece("call", function.arguments or "", call.id, function.name)
+            if reason is not None:
+                self.finish_reason, self.stop_reason = reason, delta.stop_reason
+
+
+async def begin(service: Service, body: ChatRequest, request_id: str) -> Talk:
+    """Starts the answers to a conversation. Raises InvalidRequestError."""
+    params = body.params(service.engine.default_sampling)
+    prompt = await chat_prompt(service, body)
+    tokenizer = service.engine.tokenizer
+    assert tokenizer is not None, "without a tokenizer there is no chat prompt"
+    plan = AnswerPlan.of(body, prompt, tokenizer, service.config)
+    params = plan.params(params, tokenizer)
+    group = await start(service, [prompt], params, request_id=request_id, priority=body.priority)
+    return Talk(group, plan, tokenizer, params)
+
+
+async def chat_prompt(service: Service, body: ChatRequest) -> list[int]:
+    """The tokens of a conversation. A long one, and a template that the client brings, leave the loop alone.
+
+    Raises InvalidRequestError for what the chat template does not take.
+    """
+    options = body.template_options(trusted=service.config.trust_request_chat_template)
+    if tools := body.callable_tools:
+        options["tools"] = [tool.model_dump(exclude_none=True, by_alias=True) for tool in tools]
+    messages = _in_known_roles(service, body)
+
+    def render() -> list[int]:
+        allow = service.config.allow_special_tokens_in_messages
+        return service.engine.chat_prompt(messages, allow_special_tokens=allow, **options)
+
+    if "chat_template" in options or sum(len(m["content"]) for m in messages) > LONG_CONVERSATION:
+        return await asyncio.to_thread(render)
+    return render()
+
+
+def as_chat(**fields: Any) -> ChatRequest:
+    """The chat request that says the same as another kind of request. Raises InvalidRequestError."""
+    try:
+        return ChatRequest.model_validate(
+            {name: value for name, value in fields.items() if value is not None}
+        )
+    except ValidationError as error:
+        raise validation_error([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from None
+
+
+def _in_known_roles(service: Service, body: ChatRequest) -> list[dict[str, Any]]:
+    """What newer clients call the developer is the system where the template knows no developer."""
+    messages = body.conversation()
+    tokenizer = service.engine.tokenizer
+    template = body.chat_template or (tokenizer.chat_template_text if tokenizer is not None else "")
+    if "developer" in template:
+        return messages
+    return [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]

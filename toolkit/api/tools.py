@@ -1,0 +1,112 @@
+"""Tools: what a request says of them, and the messages that a model calls them with."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from toolkit.api.fields import Body, Text
+from toolkit.api.structured import Schema
+from toolkit.errors import InvalidRequestError
+
+
+class FunctionTool(Body):
+    name: Text = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: Text | None = None
+    parameters: Schema | None = Field(
+        None, description="JSON schema of the arguments; none: there are no arguments"
+    )
+    strict: bool | None = Field(
+        None, description="Refuses a schema that cannot be held wholly, where the call is required"
+    )
+
+
+class Tool(Body):
+    type: Literal["function"] = "function"
+    function: FunctionTool
+
+
+class NamedFunction(Body):
+    name: Text
+
+
+class NamedTool(Body):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class CalledFunction(Body):
+    name: Text
+    arguments: Text = Field("{}", description="JSON")
+
+
+class ToolCall(Body):
+    """A call in an assistant's message, as it was told to the client."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """With arguments as chat templates expect them: values, not text. Raises InvalidRequestError for no JSON."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(
+                f"The arguments of the tool call {self.id!r} are no JSON: {error}", param="messages"
+            ) from None
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class Function(msgspec.Struct, omit_defaults=True):
+    """In a stream, a part of it."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallMessage(msgspec.Struct):
+    id: str
+    function: Function
+    type: str = "function"
+
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
+    """A part of a call; the first has id, type and name."""
+
+    index: int | None = None
+    id: str | None = None
+    type: str | None = None
+    function: Function | None = None
+
+
+def chosen_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> list[Tool]:
+    """The tools that an answer may call. Raises InvalidRequestError for a choice that there is not."""
+    if not tools:
+        if choice is not None and choice != "none":
+            raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
+        return []
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise InvalidRequestError("Two tools have one name.", param="tools")
+    if choice == "none":
+        return []
+    if isinstance(choice, NamedTool):
+        named = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not named:
+            raise InvalidRequestError(
+                f"tool_choice names {choice.function.name!r}, and the tools are {', '.join(names)}.",
+                param="tool_choice",
+            )
+        return named
+    return tools

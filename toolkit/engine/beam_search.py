@@ -1,0 +1,120 @@
+"""Beam search over requests for one token each: which beams go on, and which are the best.
+
+The rules are those of Transformers' `generate(num_beams=...)`: `num_beams` beams go on, what ends them is compared by
+log-probability over length to the power of `length_penalty`, and `early_stopping` says when to be content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toolkit.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from toolkit.engine.tokenizer import Tokenizer
+from toolkit.errors import InvalidRequestError
+from toolkit.sampling.params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """An answer, or the beginning of one."""
+
+    token_ids: list[int]
+    logprob: float
+    """The sum over its tokens."""
+    ended: bool = False
+    """Whether its last token is one that ends answers."""
+
+
+class BeamSearch:
+    """One prompt's search. While it is not `finished`: run a request for each of `prompts`, by `step_params`, and
+    `advance` by what they report.
+    """
+
+    def __init__(
+        self, prompt_token_ids: list[int], params: BeamSearchParams, eos_token_ids: Sequence[int]
+    ) -> None:
+        ends = () if params.ignore_eos else eos_token_ids
+        self._prompt = prompt_token_ids
+        self._params = params
+        self._ends = frozenset([*ends, *params.stop_token_ids])
+        # As many of each beam that all that go on could come from one, besides all that end it.
+        num_candidates = params.beam_width + len(self._ends)
+        if num_candidates > MAX_LOGPROBS:
+            raise InvalidRequestError(
+                f"Beams and tokens that end an answer are {MAX_LOGPROBS} at most together; there are {num_candidates}."
+            )
+        self.step_params = SamplingParams(
+            max_tokens=1, temperature=0.0, logprobs=num_candidates, detokenize=False, ignore_eos=True
+        )
+        self._open = [Beam([], 0.0)]
+        self._done: list[tuple[float, Beam]] = []
+        """The best that have ended, with their scores, from the best down."""
+
+    @property
+    def finished(self) -> bool:
+        return not self._open
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._prompt)
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """What the beams that go on are so far."""
+        return [self._prompt + beam.token_ids for beam in self._open]
+
+    def advance(self, reported: Sequence[PositionLogprobs]) -> None:
+        """Takes in the likeliest tokens after each of `prompts`."""
+        params, width = self._params, self._params.beam_width
+        candidates = [
+            Beam([*beam.token_ids, token], beam.logprob + one.logprob, token in self._ends)
+            for beam, position in zip(self._open, reported, strict=True)
+            for token, one in position.items()
+        ]
+        candidates.sort(key=lambda beam: -beam.logprob)
+        length = len(candidates[0].token_ids)
+        is_last = length == params.max_tokens
+        ending = [beam for beam in candidates[:width] if is_last or beam.ended]
+        self._done += [(self._score(beam, length), beam) for beam in ending]
+        self._done.sort(key=lambda scored: -scored[0])
+        del self._done[width:]
+        self._open = [] if is_last else [beam for beam in candidates if not beam.ended][:width]
+        if self._open and len(self._done) == width and self._is_content(length):
+            self._open = []
+
+    def best(self, count: int, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
+        """The `count` best answers, from the best down; without the token that ended them."""
+        found = []
+        for index, (_, beam) in enumerate(self._done[:count]):
+            visible = beam.token_ids[:-1] if beam.ended else beam.token_ids
+            output = CompletionOutput(index, tokenizer.decode(visible) if tokenizer is not None else "")
+            output.token_ids = beam.token_ids
+            output.cumulative_logprob = beam.logprob
+            output.finish_reason = "stop" if beam.ended else "length"
+            found.append(output)
+        return found
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all answers that were kept."""
+        return sum(len(beam.token_ids) for _, beam in self._done)
+
+    def _is_content(self, length: int) -> bool:
+        """Whether no beam that goes on is taken to become better than the worst that has ended."""
+        params = self._params
+        if params.early_stopping is True:
+            return True
+        if params.early_stopping == "never" and params.length_penalty > 0:
+            length = params.max_tokens
+        return self._score(self._open[0], length) <= self._done[-1][0]
+
+    def _score(self, beam: Beam, length: int) -> float:
+        return beam.logprob / float(length**self._params.length_penalty)
+
+
+def first_logprobs(output: RequestOutput) -> PositionLogprobs:
+    """What a request for one token reports of it."""
+    logprobs = output.outputs[0].logprobs
+    assert logprobs, "step_params ask for log-probabilities"
+    return logprobs[0]

@@ -1,0 +1,53 @@
+"""Live requests as somebody who watches the server sees them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from toolkit.engine.messages import RequestInfo
+from toolkit.scheduler import Request, RequestStatus
+
+_SUFFIX = re.compile(r"-[0-9a-f]{8}(-\d+)?")
+"""What the server puts behind an answer's id, so that no two requests have the same."""
+
+
+def describe(requests: Iterable[Request], now: float) -> list[RequestInfo]:
+    """One entry for each request, its sequences together. `now`: on the monotonic clock."""
+    found: dict[tuple[int, str], RequestInfo] = {}
+    for request in requests:
+        if request.client < 0:  # the engine's own
+            continue
+        key = (request.client, request.name)
+        if key not in found:
+            found[key] = RequestInfo(
+                id=request.name,
+                state=RequestStatus.WAITING.value,
+                age=now - request.arrived_at,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_cached_tokens=request.num_cached_tokens,
+                num_output_tokens=0,
+                tokens_per_second=0.0,
+                num_blocks=0,
+                num_preemptions=0,
+                priority=request.priority,
+                origin=request.origin,
+                n=0,
+            )
+        info = found[key]
+        info.n += 1
+        if info.state != "running":
+            info.state = request.status.value
+        num_output = request.num_known_tokens - request.num_prompt_tokens
+        info.num_output_tokens += num_output
+        if request.first_run_at:
+            info.tokens_per_second += num_output / max(now - request.first_run_at, 1e-3)
+        info.num_blocks += len(request.blocks)
+        info.num_preemptions += request.num_preemptions
+    return list(found.values())
+
+
+def has_id(request: Request, id: str) -> bool:
+    """Whether a request is known by this id: its own, or that of the answer that it is for."""
+    name = request.name
+    return name == id or (name.startswith(id) and _SUFFIX.fullmatch(name, len(id)) is not None)

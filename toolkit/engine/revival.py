@@ -1,0 +1,75 @@
+"""Another core in the place of one that died."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from toolkit.config import EngineConfig
+from toolkit.engine.core_client import CoreClient
+from toolkit.errors import EngineDeadError, ToolkitError
+from toolkit.logs import LogStyle
+from toolkit.worker import WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+BACK_OFF = (0.0, 1.0, 4.0)
+"""Seconds before each attempt in a row; after the last one the engine stays dead."""
+STABLE = 60.0
+"""Seconds after which a core that lives has ended the row."""
+
+
+class Reviver:
+    """Starts cores, a bounded number of times in a row."""
+
+    def __init__(self, config: EngineConfig, folder: Path, log: LogStyle) -> None:
+        """Of the first core, which has just been started."""
+        self._config, self._folder, self._log = config, folder, log
+        self._num_attempts = 0
+        self._alive_since = time.monotonic()
+
+    async def another(self, cause: Exception, num_open: int | None = None) -> tuple[CoreClient, WorkerInfo]:
+        """A core that is ready. `cause`: what the last one died of. Raises EngineDeadError when that was the last
+        attempt, with the cause.
+        """
+        if time.monotonic() - self._alive_since > STABLE:
+            self._num_attempts = 0
+        while True:
+            died = f"{as_dead(cause).message.rstrip('.')}."
+            if self._num_attempts == len(BACK_OFF):
+                raise EngineDeadError(
+                    f"{died} It has been started again {len(BACK_OFF)} times, each within {STABLE:g} s of the "
+                    "one before."
+                )
+            waiting = "" if num_open is None else f"; open requests that go on then: {num_open}"
+            logger.error(
+                "%s It is started again (attempt %d of %d)%s.",
+                died,
+                self._num_attempts + 1,
+                len(BACK_OFF),
+                waiting,
+                exc_info=None if isinstance(cause, ToolkitError) else cause,
+            )
+            await asyncio.sleep(BACK_OFF[self._num_attempts])
+            self._num_attempts += 1
+            core = CoreClient(self._config, self._folder, self._log)
+            begun = time.monotonic()
+            try:
+                info = await core.ready(lambda name, seconds: None)
+            except Exception as error:
+                core.kill()
+                cause = error
+                continue
+            except BaseException:
+                core.kill()
+                raise
+            self._alive_since = time.monotonic()
+            logger.warning("the engine runs again, after %.1f s", self._alive_since - begun)
+            return core, info
+
+
+def as_dead(error: Exception) -> EngineDeadError:
+    """What ended the core, as every request is told."""
+    return error if isinstance(error, EngineDeadError) else EngineDeadError(f"The engine stopped: {error}")

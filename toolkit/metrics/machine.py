@@ -1,0 +1,110 @@
+"""What the machine gives a server: processor and memory of its processes, and its GPUs. Read when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import psutil
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+_MODULES = {"toolkit.engine.process": "engine", "toolkit.api.worker": "worker"}
+
+
+class ProcessMetrics(Collector):
+    """Processor time and memory of this process and those that it has started, by what they do."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._server = psutil.Process()
+        self._kinds: dict[int, str] = {}
+
+    def collect(self) -> Iterable[Metric]:
+        """What Prometheus reads."""
+        seconds: dict[str, float] = {}
+        memory: dict[str, float] = {}
+        for process in (self._server, *self._server.children()):
+            try:
+                kind = self._kind(process)
+                times = process.cpu_times()
+                seconds[kind] = seconds.get(kind, 0.0) + times.user + times.system
+                memory[kind] = memory.get(kind, 0.0) + process.memory_info().rss
+            except psutil.Error:  # it has just ended
+                continue
+        cpu = CounterMetricFamily(
+            f"{self._prefix}:process_cpu_seconds",
+            "Processor time, by what the process does.",
+            labels=["process"],
+        )
+        resident = GaugeMetricFamily(
+            f"{self._prefix}:process_resident_memory_bytes",
+            "Memory, by what the process does.",
+            labels=["process"],
+        )
+        for kind in seconds:
+            cpu.add_metric([kind], seconds[kind])
+            resident.add_metric([kind], memory[kind])
+        return [cpu, resident]
+
+    def _kind(self, process: psutil.Process) -> str:
+        if process.pid == self._server.pid:
+            return "server"
+        if process.pid not in self._kinds:
+            command = process.cmdline()
+            self._kinds[process.pid] = next((k for m, k in _MODULES.items() if m in command), "other")
+        return self._kinds[process.pid]
+
+
+class GPUMetrics(Collector):
+    """Memory, utilization, power and temperature of the machine's NVIDIA GPUs, through NVML; nothing where there is
+    none.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._nvml, self._gpus = _find_gpus()
+
+    def collect(self) -> Iterable[Metric]:
+        """What Prometheus reads."""
+        if self._nvml is None:
+            return []
+        nvml = self._nvml
+        readings: dict[str, tuple[str, Callable[[Any], float]]] = {
+            "gpu_memory_used_bytes": ("Memory in use.", lambda h: nvml.nvmlDeviceGetMemoryInfo(h).used),
+            "gpu_memory_total_bytes": ("Memory.", lambda h: nvml.nvmlDeviceGetMemoryInfo(h).total),
+            "gpu_utilization_perc": (
+                "Share of the time in which some kernel ran, 0 to 1.",
+                lambda h: nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100,
+            ),
+            "gpu_power_watts": ("Power drawn.", lambda h: nvml.nvmlDeviceGetPowerUsage(h) / 1000),
+            "gpu_temperature_celsius": (
+                "Temperature.",
+                lambda h: nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU),
+            ),
+        }
+        families = []
+        for name, (text, read) in readings.items():
+            family = GaugeMetricFamily(
+                f"{self._prefix}:{name}", f"{text} By GPU.", labels=["gpu", "gpu_name"]
+            )
+            for index, (handle, gpu_name) in enumerate(self._gpus):
+                try:
+                    family.add_metric([str(index), gpu_name], read(handle))
+                except nvml.NVMLError:  # not every device tells everything
+                    continue
+            families.append(family)
+        return families
+
+
+def _find_gpus() -> tuple[Any, list[tuple[Any, str]]]:
+    """(NVML, a handle and a name for each GPU); (None, []) where there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return pynvml, [(handle, pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+    except pynvml.NVMLError:
+        return None, []
