@@ -141,3 +141,17 @@ def test_the_format_is_prometheus_s(server: Server) -> None:
 def test_the_prefix_can_be_another(base: Server) -> None:
     assert base.metric("vllm:num_requests_running") == 0
     assert "vllm:num_requests_running" in base.http.get("/metrics").text
+
+
+def test_what_steps_take_is_estimated_and_a_poll_of_the_requests_loses_no_counts(
+    server: Server, change: Callable
+) -> None:
+    work = [change(f"tk:estimated_{what}_per_gpu_total") for what in ("flops", "read_bytes", "write_bytes")]
+    queries, tokens = change("tk:prefix_cache_queries_total"), change("tk:prompt_tokens_total")
+    for _ in range(3):
+        server.http.post("/v1/completions", json=GREEDY | {"max_tokens": 4})
+        server.http.get("/load")
+    assert queries() == tokens() == 3 * len(PROMPT)
+    operations, read, written = (grown() for grown in work)
+    assert operations > 0
+    assert read > written > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Callable
@@ -344,3 +345,28 @@ class TestAfterAnException:
         llm.shutdown()
         with pytest.raises(EngineError, match="shut down"):
             llm.generate("a")
+
+
+def test_a_step_is_told_what_it_takes_at_least(checkpoint):
+    llm = LLM(str(checkpoint("gpt2")), device="cpu", max_num_seqs=2)
+    core, info = llm._core, llm.info
+    work = []
+    observe = core.stats
+    core.stats = lambda step=None, num_sampled=0: (
+        work.append(step and core._work_of(step)) or observe(step, num_sampled)
+    )
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    llm.generate({"prompt_token_ids": [1, 2, 3]}, params, use_tqdm=False)
+    prompt, token = [one for one in work if one]
+    config = json.loads((checkpoint("gpt2") / "config.json").read_text())
+    width, per_token = (
+        config["n_layer"] * config["n_embd"],
+        info.cache_bytes / info.num_blocks / info.block_size,
+    )
+    assert info.attention_size == width
+    assert prompt == (
+        2 * info.num_parameters * 3 + 4 * width * (1 + 2 + 3),
+        info.weight_bytes + 3 * per_token,
+        3 * per_token,
+    )
+    assert token == (2 * info.num_parameters + 4 * width * 4, info.weight_bytes + 4 * per_token, per_token)

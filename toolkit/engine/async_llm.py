@@ -548,3 +548,6 @@ def observe_step(metrics: Metrics, stats: EngineStats) -> None:
         metrics.iteration_tokens.observe(stats.num_tokens)
         metrics.batch_size.observe(stats.num_running)
         metrics.throughput.add(stats.num_tokens, stats.num_sampled)
+        metrics.observe_work(stats.work)
+    if stats.block_times:
+        metrics.observe_blocks(stats.block_times)

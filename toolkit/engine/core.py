@@ -8,6 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
 from toolkit.config import EngineConfig
 from toolkit.engine.constraints import Constraints
 from toolkit.engine.messages import (
@@ -154,18 +156,18 @@ class EngineCore:
         """
         if not self._steps:
             self._constraints.wait()
-            return self._messages(self._end_failed(), None, 0, 0)
+            return self._messages(self._end_failed())
         step, pending = self._steps.popleft()
         try:
             result = pending.result()
         except Exception as error:
-            return self._messages(self._recover(step, error), None, 0, 0)
+            return self._messages(self._recover(step, error))
         results = self.scheduler.update(step, result)
         self._constrain()
         outputs = self._end_failed()
         for news in results.others:
             outputs.setdefault(news.request.client, []).append(_to_output(news, result))
-        return self._messages(outputs, results, step.total_tokens, len(result.token_ids))
+        return self._messages(outputs, results, step, len(result.token_ids))
 
     def shutdown(self) -> None:
         self._steps.clear()
@@ -269,13 +271,13 @@ class EngineCore:
     def _messages(
         self,
         outputs: dict[int, list[EngineOutput]],
-        results: StepResults | None,
-        num_tokens: int,
-        num_sampled: int,
+        results: StepResults | None = None,
+        step: SchedulerOutput | None = None,
+        num_sampled: int = 0,
     ) -> dict[int, EngineOutputs]:
         messages = {client: EngineOutputs(news) for client, news in outputs.items()}
         first = messages.setdefault(0, EngineOutputs())
-        first.stats = self.stats(num_tokens, num_sampled)
+        first.stats = self.stats(step, num_sampled)
         if results is not None and len(results.numbers):
             self._add_columns(messages, results)
         if self._scheduled:
@@ -298,8 +300,8 @@ class EngineCore:
                 message.numbers = results.numbers[mine].tobytes()
                 message.token_ids = results.token_ids[mine].tobytes()
 
-    def stats(self, num_tokens: int = 0, num_sampled: int = 0) -> EngineStats:
-        """Gauges of now, and counts since the last call."""
+    def stats(self, step: SchedulerOutput | None = None, num_sampled: int = 0) -> EngineStats:
+        """Gauges of now, counts since the last call, and what a step took."""
         s = self.scheduler.take_stats()
         return EngineStats(
             s.num_running,
@@ -308,9 +310,22 @@ class EngineCore:
             s.prefix_cache_queries,
             s.prefix_cache_hits,
             s.num_preemptions,
-            num_tokens,
+            0 if step is None else step.total_tokens,
             num_sampled,
+            (0.0, 0.0, 0.0) if step is None else self._work_of(step),
+            s.block_times,
         )
+
+    def _work_of(self, step: SchedulerOutput) -> tuple[float, float, float]:
+        """(operations, bytes read, bytes written) of the weights and the KV cache, at least."""
+        info = self.executor.info
+        tokens, contexts = step.num_tokens, step.num_computed + step.num_tokens
+        pairs = float(
+            np.dot(tokens.astype(np.float64), contexts - (tokens - 1) / 2)
+        )  # (query, key) that meet
+        operations = 2.0 * info.num_parameters * step.total_tokens + 4.0 * info.attention_size * pairs
+        read = info.weight_bytes + info.token_bytes * float(contexts.sum())
+        return operations, read, info.token_bytes * step.total_tokens
 
 
 class _Failed:

@@ -125,6 +125,10 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Tokens the step computed."""
     num_sampled: int = 0
     """Tokens the step sampled."""
+    work: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """What the step takes at least: operations, bytes read and bytes written, of weights and KV cache."""
+    block_times: list[list[float]] = []
+    """Seconds: lives of cached blocks that ended, their idle ends, and gaps between uses; or nothing."""
 
 
 class EngineOutputs(msgspec.Struct, tag="outputs"):

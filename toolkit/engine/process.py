@@ -144,8 +144,7 @@ class CoreProcess:
         return True
 
     def _tell_of(self, requests: list[RequestInfo], asked: ListRequests | EndRequests) -> None:
-        usage = self._core.stats().kv_cache_usage
-        self._send(RequestList(asked.ticket, requests, usage), asked.client)
+        self._send(RequestList(asked.ticket, requests, self._core.scheduler.pool.usage), asked.client)
 
     def _add(self, request: EngineRequest) -> None:
         if request.client in self._gone:

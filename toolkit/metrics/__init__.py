@@ -187,6 +187,27 @@ class Metrics:
         self.generation_tokens_per_second = self._gauge(
             "generation_tokens_per_second", "Tokens generated in a second, likewise."
         )
+        self._work = [
+            self._counter(
+                f"estimated_{what}_per_gpu", f"{text} that the steps take at least, by weights and KV cache."
+            )
+            for what, text in (
+                ("flops", "Operations"),
+                ("read_bytes", "Bytes read"),
+                ("write_bytes", "Bytes written"),
+            )
+        ]
+        self._block_times = [
+            self._histogram(f"kv_block_{what}_seconds", text, LONG_SECONDS)
+            for what, text in (
+                (
+                    "lifetime",
+                    "From when a block is handed out to when its cached content is overwritten (a sample).",
+                ),
+                ("idle_before_evict", "From a cached block's last use to when it is overwritten (a sample)."),
+                ("reuse_gap", "Between two uses of a cached block (a sample)."),
+            )
+        ]
         self._errors = Counter(
             f"{prefix}:errors", "Errors that clients got, by HTTP status.", ("code",), registry=self.registry
         )
@@ -214,6 +235,17 @@ class Metrics:
         by_source.labels(*self._values, "local_cache_hit").inc(num_cached)
         by_source.labels(*self._values, "local_compute").inc(num_tokens - num_cached)
         self.request_prefill_kv_computed_tokens.observe(num_tokens - num_cached)
+
+    def observe_work(self, work: Iterable[float]) -> None:
+        """Counts what a step takes: operations, bytes read, bytes written."""
+        for counter, amount in zip(self._work, work, strict=True):
+            counter.inc(amount)
+
+    def observe_blocks(self, times: Iterable[Iterable[float]]) -> None:
+        """Takes in blocks' lifetimes, idle ends and gaps between uses."""
+        for histogram, seconds in zip(self._block_times, times, strict=True):
+            for one in seconds:
+                histogram.observe(one)
 
     def failed(self, status: int) -> None:
         """Counts an error that a client got."""

@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from toolkit.scheduler.block_watch import BlockWatch
+
 BlockHash = bytes
 
 
@@ -19,6 +21,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.watch = BlockWatch()
         self._references = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
@@ -41,6 +44,7 @@ class BlockPool:
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
             self._forget(block)
+            self.watch.handed_out(block)
             self._references[block] = 1
             blocks.append(block)
         return blocks
@@ -51,6 +55,7 @@ class BlockPool:
             if self._references[block] == 0:
                 del self._free[block]
             self._references[block] += 1
+            self.watch.reused(block)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drops a reference from each block of a request, given in the order of its tokens.
@@ -63,6 +68,7 @@ class BlockPool:
             if references < 0:
                 raise RuntimeError(f"block {block} was released more often than it was taken")
             self._references[block] = references
+            self.watch.let_go(block)
             if references == 0:
                 self._free[block] = None
                 if self._hash_of[block] is None:
@@ -98,6 +104,7 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hash_of[block] = None
+            self.watch.overwritten(block)
 
 
 class HostBlockPool:

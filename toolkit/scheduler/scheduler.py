@@ -60,6 +60,8 @@ class SchedulerStats:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
+    block_times: list[list[float]] = field(default_factory=list)
+    """As from `BlockWatch.take`."""
 
 
 @dataclass(slots=True)
@@ -222,6 +224,7 @@ class Scheduler:
         stats.num_running = len(self.running)
         stats.num_waiting = self.num_waiting
         stats.kv_cache_usage = self.pool.usage
+        stats.block_times = self.pool.watch.take()
         return stats
 
     def reset_prefix_cache(self) -> None:

@@ -28,12 +28,19 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     weight_bytes: int
     cache_bytes: int
     async_scheduling: bool
+    attention_size: int = 0
+    """Of all layers together: query heads times head size."""
     generates: bool = True
     """Whether prompts can be continued."""
     chunks_prompts: bool = True
     """Whether a prompt can be computed in several steps."""
     pooling: PoolingInfo | None = None
     """What prompts can be pooled to."""
+
+    @property
+    def token_bytes(self) -> float:
+        """Of the KV cache, for each token."""
+        return self.cache_bytes / max(1, self.num_blocks * self.block_size)
 
     @property
     def tasks(self) -> list[str]:

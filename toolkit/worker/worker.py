@@ -269,6 +269,7 @@ class Worker:
             weight_bytes=self._weight_bytes,
             cache_bytes=num_blocks * per_block,
             async_scheduling=device.type == "cuda" if wanted is None else wanted,
+            attention_size=_attention_size(model),
         )
 
     def _measure_peak(self, num_tokens: int) -> int:
@@ -358,6 +359,11 @@ class _Phases:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self._report(self._name, time.perf_counter() - self._start)
+
+
+def _attention_size(model: Model) -> int:
+    layers = model.attention_layers() if isinstance(model, CausalLM) else []
+    return sum(layer.shape.num_heads * layer.shape.head_size for layer in layers)
 
 
 def _choose_device(wanted: str) -> torch.device:
