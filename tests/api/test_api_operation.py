@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,21 @@ def test_an_unknown_request_is_404(http: httpx.Client, id: str) -> None:
     answer = http.delete(f"/tk/requests/{id}")
     assert answer.status_code in (404, 405)
     assert answer.json()["error"]["message"]
+
+
+def test_a_beam_search_can_be_ended_by_its_answer_s_id(server: Server) -> None:
+    body = {"prompt": "The sea", "use_beam_search": True, "n": 4, "max_tokens": 6000, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(
+            httpx.post,
+            f"{server.url}/v1/completions",
+            json=body,
+            headers={"X-Request-Id": "beams"},
+            timeout=60,
+        )
+        until(lambda: live(server) != [])
+        until(lambda: httpx.delete(f"{server.url}/tk/requests/cmpl-beams").status_code == 200)
+        answer = asked.result()
+    assert answer.status_code == 500
+    assert "ended before" in answer.json()["error"]["message"]
+    until(server.is_idle)

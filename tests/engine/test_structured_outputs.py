@@ -183,6 +183,36 @@ def test_min_tokens_waits_for_the_grammar_to_have_more(llm):
     assert (short, reason) == ("b", "stop")  # nothing else is allowed, and an end is better than an error
 
 
+def test_the_end_that_a_grammar_asks_for_before_min_tokens_comes_once(llm):
+    asked = params(regex="[0-9]", min_tokens=10, skip_special_tokens=False)
+    [output] = llm.generate(["x"], [asked], use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 2
+
+
+def test_a_form_that_the_allowed_tokens_cannot_take_is_named_as_the_cause(llm):
+    with pytest.raises(EngineError, match="allowed_token_ids"):
+        texts(llm, params(choice=["yes"], allowed_token_ids=[5, 6, 7]))
+
+
+def test_an_interrupted_step_with_a_grammar_is_forgotten(model, monkeypatch, caplog):
+    llm = LLM(str(model[1]), num_gpu_blocks_override=512, async_scheduling=True)
+    execute, calls = llm._core.executor.execute, []
+
+    def interrupt(step: object) -> object:
+        calls.append(step)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return execute(step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._core.executor, "execute", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            texts(llm, params(regex="[ab]{40}"))
+    [[(text, reason)]] = texts(llm, params(regex="[ab]{40}"))
+    assert (len(text), reason) == (40, "stop")
+    assert not caplog.records
+
+
 def test_stop_strings_penalties_and_ignored_ends_go_with_a_grammar(llm):
     [[(cut, reason)], [(penalized, _)], [(endless, last)]] = texts(
         llm,

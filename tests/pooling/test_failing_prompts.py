@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
 
 from tests.pooling.folders import bert, bert_tokenizer, save
 from toolkit import LLM
-from toolkit.engine.pooling import as_vector
+from toolkit.engine.output_processor import Delta
+from toolkit.engine.pooling import _vector, as_vector
+from toolkit.errors import EngineError
 
 POISON = 777
 PROMPTS = [[5, 6, 7], [8, POISON, 9], [10], [11] * 20, [12, 13]]
@@ -62,3 +66,11 @@ def test_it_is_told_and_the_others_are_answered(failure, says, llm, monkeypatch)
     assert set(vectors) == {0, 2, 3, 4}
     for number, vector in vectors.items():
         assert np.abs(vector - np.array(expected[number])).max() < 1e-5
+
+
+def test_a_prompt_that_somebody_ended_has_no_vector():
+    async def ended():
+        yield Delta(index=0, text="", token_ids=[], finish_reason="abort")
+
+    with pytest.raises(EngineError, match="ended before"):
+        asyncio.run(_vector(ended()))

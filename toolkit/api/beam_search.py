@@ -10,7 +10,7 @@ from toolkit.engine.async_llm import RequestStream
 from toolkit.engine.beam_search import BeamSearch
 from toolkit.engine.input_processor import Prompt
 from toolkit.engine.outputs import PositionLogprobs
-from toolkit.errors import InvalidRequestError
+from toolkit.errors import EngineError, InvalidRequestError
 from toolkit.sampling.params import BeamSearchParams, SamplingParams
 
 MAX_BEAMS = 1024
@@ -63,4 +63,6 @@ async def _first_logprobs(stream: RequestStream) -> PositionLogprobs:
     found: list[PositionLogprobs] = []
     async for delta in stream:
         found += delta.logprobs or []
+    if not found:
+        raise EngineError("The request was ended before its beams were complete.")
     return found[0]

@@ -94,9 +94,9 @@ class EngineCore:
         leader: Request | None = None
         for index in range(new.params.n):
             request = self._sequence(new, index, leader)
+            self.scheduler.add(request)
             if new.grammar:
                 self._constraints.add(request, new.grammar)
-            self.scheduler.add(request)
             leader = leader or request
 
     def abort(self, abort: Abort) -> None:
@@ -169,6 +169,11 @@ class EngineCore:
             outputs.setdefault(news.request.client, []).append(_to_output(news, result))
         return self._messages(outputs, results, step, len(result.token_ids))
 
+    def drop_steps(self) -> None:
+        """Forgets the steps under way; their requests are computed anew."""
+        self._steps.clear()
+        self.scheduler.drop_steps_in_flight()
+
     def shutdown(self) -> None:
         self._steps.clear()
         self.executor.shutdown()
@@ -187,7 +192,7 @@ class EngineCore:
             seed=_signed(seed),
             # Without prefix caching, siblings find each other's blocks under a name that nobody else has.
             cache_salt=new.cache_salt if caching else f"only {new.id}",
-            cacheable=caching or params.n > 1,
+            cacheable=caching or params.n > 1 or new.has_siblings,
             leader=leader,
             client=new.client,
             number=new.number + index,
@@ -318,14 +323,14 @@ class EngineCore:
 
     def _work_of(self, step: SchedulerOutput) -> tuple[float, float, float]:
         """(operations, bytes read, bytes written) of the weights and the KV cache, at least."""
-        info = self.executor.info
-        tokens, contexts = step.num_tokens, step.num_computed + step.num_tokens
-        pairs = float(
-            np.dot(tokens.astype(np.float64), contexts - (tokens - 1) / 2)
-        )  # (query, key) that meet
-        operations = 2.0 * info.num_parameters * step.total_tokens + 4.0 * info.attention_size * pairs
-        read = info.weight_bytes + info.token_bytes * float(contexts.sum())
-        return operations, read, info.token_bytes * step.total_tokens
+        info, total = self.executor.info, step.total_tokens
+        keys = int(step.num_computed.sum()) + total
+        pairs = keys  # of a query and a key that meet
+        if total > len(step.rows):
+            tokens = step.num_tokens.astype(np.int64)
+            pairs = int(((2 * step.num_computed + tokens + 1) * tokens).sum()) // 2
+        operations = 2.0 * info.num_parameters * total + 4.0 * info.attention_size * pairs
+        return operations, info.weight_bytes + info.token_bytes * keys, info.token_bytes * total
 
 
 class _Failed:

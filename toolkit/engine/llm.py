@@ -299,7 +299,7 @@ class LLM:
         try:
             message = self._core.step()[0]
         except BaseException:  # Ctrl-C, say: a step may have run in part, and the cache must not be trusted
-            self._core.scheduler.drop_steps_in_flight()
+            self._core.drop_steps()
             raise
         done = self._outputs.process(message, time.monotonic())
         if done.ended:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from toolkit.engine.input_processor import InputProcessor
 from toolkit.engine.messages import EngineRequest
-from toolkit.errors import InvalidRequestError
+from toolkit.errors import EngineError, InvalidRequestError
 from toolkit.pooling import PoolingInfo, PoolingParams
 from toolkit.sampling.params import SamplingParams
 
@@ -266,6 +266,8 @@ async def pooled(
 async def _vector(stream: RequestStream) -> Vector:
     """The one thing that comes of a pooled prompt."""
     delta = await anext(stream)
+    if not delta.embedding:
+        raise EngineError("The request was ended before its vectors were there.")
     return as_vector(delta.embedding)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from toolkit.engine.messages import RequestInfo
 from toolkit.scheduler import Request, RequestStatus
 
-_SUFFIX = re.compile(r"-[0-9a-f]{8}(-\d+)?")
+_SUFFIX = re.compile(r"-[0-9a-f]{8}(-\d+)*")
 """What the server puts behind an answer's id, so that no two requests have the same."""
 
 

@@ -146,6 +146,11 @@ class Request:
         return self.stop_token_ids if self.params.ignore_eos else self.stop_token_ids | self.eos_token_ids
 
     @property
+    def stops_from(self) -> int:
+        """Tokens, prompt and output, from which on those end it. A grammar holds them back by itself, where it has others."""
+        return self.num_prompt_tokens + (self.params.min_tokens if self.grammar is None else 0)
+
+    @property
     def tells_singly(self) -> bool:
         """Whether there is something to tell beside the next token: the first one brings the cached tokens."""
         return not self.whole and (

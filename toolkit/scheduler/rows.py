@@ -64,7 +64,7 @@ class Rows:
         self.capacity[row] = len(request.blocks) * self._block_size
         self.prompts[row] = request.num_prompt_tokens
         self.limit[row] = request.length_limit(max_model_len)
-        self.stops_from[row] = request.num_prompt_tokens + request.params.min_tokens
+        self.stops_from[row] = request.stops_from
         self.taken_at[row] = step
         self.quiet[row] = request.whole
         self.single[row] = request.tells_singly

@@ -556,10 +556,8 @@ class Scheduler:
         if token_id < 0:
             request.drop_last()
             self._finish(request, FinishReason.ERROR)
-            error = "the model gave logits that are not finite (NaN or infinity)"
-            return StepResult(request, error=error)
-        stops = request.num_known_tokens >= request.num_prompt_tokens + request.params.min_tokens
-        if stops and token_id in request.ending_token_ids:
+            return StepResult(request, error=_why_nothing(request))
+        if request.num_known_tokens >= request.stops_from and token_id in request.ending_token_ids:
             request.stop_reason = token_id if token_id in request.stop_token_ids else None
             self._finish(request, FinishReason.STOP)
         elif request.num_known_tokens >= request.length_limit(self.max_model_len):
@@ -734,3 +732,14 @@ def _wanting_prompt_logprobs(part: _Together) -> list[int]:
         )
         if request.wants_prompt_logprobs and computed < request.num_prompt_tokens - 1
     ]
+
+
+def _why_nothing(request: Request) -> str:
+    """Why a request found no token to sample."""
+    params = request.params
+    if request.grammar is not None and (params.allowed_token_ids or params.bad_words or params.logit_bias):
+        return (
+            "no token is left that both the form of the answer and allowed_token_ids, bad_words or logit_bias allow; "
+            "ask for less of one of them"
+        )
+    return "the model gave logits that are not finite (NaN or infinity)"
