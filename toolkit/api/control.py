@@ -28,15 +28,15 @@ class Setup(msgspec.Struct, tag="setup"):
     created: int
     folder: str
     tokenizer_folder: str
-    sockets: str
-    """The folder of the core's sockets."""
     client: int
     """Which of the core's front ends the worker is."""
 
 
 class Begin(msgspec.Struct, tag="begin"):
-    """The core is ready: requests can come."""
+    """The answer to Prepared, as soon as there is a core: requests can come."""
 
+    sockets: str
+    """The folder of the core's sockets."""
     info: WorkerInfo
 
 
@@ -77,6 +77,10 @@ class Exposition(msgspec.Struct, tag="exposition"):
     text: bytes
 
 
+class Prepared(msgspec.Struct, tag="prepared"):
+    """The worker has made ready what it can without a core."""
+
+
 class Serving(msgspec.Struct, tag="serving"):
     """The worker answers requests."""
 
@@ -99,7 +103,7 @@ class Drained(msgspec.Struct, tag="drained"):
 
 
 ToWorker = Setup | Begin | Drain | End | Paused | Revived | Dead | Count | Exposition
-FromWorker = Serving | Failed | Counted | Expose | Drained
+FromWorker = Prepared | Serving | Failed | Counted | Expose | Drained
 
 _HEAD = struct.Struct("<I")
 

@@ -25,6 +25,7 @@ from toolkit.api.control import (
     Exposition,
     FromWorker,
     Paused,
+    Prepared,
     Revived,
     Serving,
     Setup,
@@ -70,6 +71,9 @@ class _Worker:
     channel: Channel[FromWorker]
     connections: socket.socket
     """Where it takes connections over."""
+    prepared: bool = False
+    begun: bool = False
+    """Whether it has been told of a core: from then on it hears of the end of one, too."""
     serving: bool = False
     drained: bool = False
     asked: deque[asyncio.Future[None]] = field(default_factory=deque)
@@ -104,6 +108,8 @@ class Supervisor:
         """From here on no worker that ends is replaced."""
         self._core: CoreClient | None = None
         self._info: WorkerInfo | None = None
+        self._paused = False
+        """Whether the core has died and another is being started."""
         self._listener: socket.socket | None = None
         self._held: socket.socket | None = None
         """A connection that no worker could take yet."""
@@ -119,18 +125,14 @@ class Supervisor:
         for _ in range(self._config.api_workers):
             await self._spawn()
         self._folders = await find_folders(self._engine.model)
-        self._core = CoreClient(
-            self._engine, self._folders[0], LogStyle.of(self._config.log_level, self._config.log_format)
-        )
+        log = LogStyle.of(self._config.log_level, self._config.log_format)
+        self._core = CoreClient(self._engine, self._folders[0], log)
         for worker in self._workers:
             self._set_up(worker)
         self._info = await self._core.ready(report)
-        self._reviver = Reviver(
-            self._engine, self._folders[0], LogStyle.of(self._config.log_level, self._config.log_format)
-        )
+        self._reviver = Reviver(self._engine, self._folders[0], log, self._core)
         self._run(self._read_core())
-        for worker in self._workers:
-            worker.channel.send(Begin(self._info))
+        self._begin()
         served = await self._begun
         self._listener = listener
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # inherited: see HTTPServer.start
@@ -141,7 +143,7 @@ class Supervisor:
 
     async def drained(self) -> None:
         """Has all workers refuse new work, and waits until they have answered what they had accepted."""
-        self._ending = True
+        self._end_idle()
         for worker in self._workers:
             worker.channel.send(Drain())
         while not all(worker.drained for worker in self._workers):
@@ -149,7 +151,7 @@ class Supervisor:
 
     async def end(self, reason: str) -> None:
         """Has all workers end what still runs, and then themselves."""
-        self._ending = True
+        self._end_idle()
         self._stop_accepting()
         for worker in self._workers:
             worker.channel.send(End(reason))
@@ -197,7 +199,6 @@ class Supervisor:
         return worker
 
     def _set_up(self, worker: _Worker) -> None:
-        assert self._core is not None
         model, tokenizer = self._folders
         worker.channel.send(
             Setup(
@@ -207,15 +208,33 @@ class Supervisor:
                 created=self._created,
                 folder=str(model),
                 tokenizer_folder=str(tokenizer),
-                sockets=self._core.sockets,
                 client=worker.client,
             )
         )
 
+    def _begin(self) -> None:
+        """Has the workers begin that are prepared, if there is a core for them."""
+        if self._core is None or self._info is None or self._paused or self._ending:
+            return
+        for worker in self._workers:
+            if worker.prepared and not worker.begun:
+                worker.begun = True
+                worker.channel.send(Begin(self._core.sockets, self._info))
+
+    def _end_idle(self) -> None:
+        """From here on no worker takes another's place; those that have not begun have nothing to end."""
+        self._ending = True
+        for worker in self._workers:
+            if not worker.begun:
+                worker.process.kill()
+
     async def _watch(self, worker: _Worker) -> None:
         """Takes in what a worker says, and deals with its end."""
         while (message := await worker.channel.receive()) is not None:
-            if isinstance(message, Serving):
+            if isinstance(message, Prepared):
+                worker.prepared = True
+                self._begin()
+            elif isinstance(message, Serving):
                 worker.serving = True
                 if not self._begun.done() and all(w.serving for w in self._workers):
                     assert self._info is not None
@@ -273,8 +292,10 @@ class Supervisor:
         self._restarts.append(now)
         logger.error("%s. Its requests are lost; another takes its place.", died)
         another = await self._spawn()
+        if self._ending:
+            another.process.kill()
+            return
         self._set_up(another)
-        another.channel.send(Begin(self._info))
 
     def _fail(self, error: ToolkitError) -> None:
         """The server cannot go on, or not begin."""
@@ -345,6 +366,7 @@ class Supervisor:
                             self.stats = message.stats
                             observe_step(self.metrics, message.stats)
             except Exception as cause:
+                self._paused = True
                 self._tell(Paused())
                 try:
                     core, self._info = await self._reviver.another(cause)
@@ -353,13 +375,15 @@ class Supervisor:
                     self._fail(error)
                     return
                 self._core.kill()
-                self._core = core
+                self._core, self._paused = core, False
                 self.metrics.restarted()
                 self._tell(Revived(core.sockets, self._info))
+                self._begin()
 
     def _tell(self, message: ToWorker) -> None:
         for worker in self._workers:
-            worker.channel.send(message)
+            if worker.begun:
+                worker.channel.send(message)
 
     async def _expose(self, asker: _Worker) -> None:
         """Answers a worker that wants the whole server's metrics."""

@@ -11,6 +11,7 @@ import socket
 import sys
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import uvloop
 
@@ -26,6 +27,7 @@ from toolkit.api.control import (
     Expose,
     Exposition,
     Paused,
+    Prepared,
     Revived,
     Serving,
     Setup,
@@ -71,15 +73,16 @@ class Worker:
         LogStyle.of(setup.server.log_level, setup.server.log_format).apply()
         template = setup.engine.model.chat_template
         tokenizer = await asyncio.to_thread(load_tokenizer, Path(setup.tokenizer_folder), template)
+        self._channel.send(Prepared())
         begin = await self._next()
         assert isinstance(begin, Begin)
         metrics = Metrics(setup.server.metrics_prefix, setup.name)
         self._engine = AsyncLLM.from_config(setup.engine, metrics=metrics)
         self._client = setup.client
-        link = CoreLink(setup.sockets, setup.client)
+        link = CoreLink(begin.sockets, setup.client)
         link.listen()
         self._engine.attach(link, InputProcessor(Path(setup.folder), tokenizer, begin.info))
-        self._engine.read()
+        self._engine.read().add_done_callback(_end_if_failed)
         service = Service(self._engine, setup.name, setup.created, self._expose, setup.server)
         self._http = HTTPServer(service)
         await self._http.start()
@@ -102,7 +105,7 @@ class Worker:
                 link = CoreLink(message.sockets, self._client)
                 link.listen()
                 self._engine.resume(link, message.info)
-                self._engine.read()
+                self._engine.read().add_done_callback(_end_if_failed)
             elif isinstance(message, Dead):
                 self._http.gate.draining = True
                 self._engine.fail(EngineDeadError(message.message))
@@ -153,6 +156,20 @@ class Worker:
             self._http.serve(connection)
 
 
+def _end_if_failed(reading: asyncio.Task[None]) -> None:
+    """A worker that cannot take in what the core sends would only refuse its share of the connections: it ends, and
+    another takes its place.
+    """
+    if not reading.cancelled() and (error := reading.exception()) is not None:
+        _end_with(error)
+
+
+def _end_with(error: BaseException) -> NoReturn:
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)
+
+
 async def _run(channel: socket.socket, connections: socket.socket) -> None:
     await Worker(await Channel[ToWorker].over(channel, ToWorker), connections).run()
 
@@ -165,10 +182,8 @@ def main() -> None:
         inherited.setblocking(False)
     try:
         uvloop.run(_run(channel, connections))
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    except Exception as error:
+        _end_with(error)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from toolkit.engine.messages import (
 from toolkit.engine.output_processor import Collected, OutputProcessor, RequestState, SequenceState
 from toolkit.engine.outputs import Delta, RequestOutput
 from toolkit.engine.record import current_record
-from toolkit.engine.revival import Reviver, as_dead
+from toolkit.engine.revival import Reviver
 from toolkit.engine.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import (
     EngineDeadError,
@@ -69,7 +69,8 @@ class RequestStream:
         self.arrival = time.monotonic()
         self.scheduled = 0.0
         self.request = request
-        self.num_resumes = 0
+        self.num_deaths = 0
+        """Cores that have died while it was open."""
         self._engine = engine
         self._waiter: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
@@ -140,7 +141,7 @@ class AsyncLLM:
         self.paused = False
         """Whether the core has died and another is being started."""
         self._stepped_at = 0.0
-        """When the last news of a step came."""
+        """When the last news came of a step that did not fail."""
         self._pinged_at = 0.0
         """Since when a Ping is unanswered; 0 when none is."""
         self._ponged = asyncio.Event()
@@ -148,10 +149,10 @@ class AsyncLLM:
         self.stats = EngineStats()
         self._log = log or LogStyle()
         self._streams: dict[str, RequestStream] = {}
+        """In the order in which they came."""
         self._num_asked = 0
         self._asked: dict[int, asyncio.Future[RequestList]] = {}
         """Who waits for which of the core's answers, by ticket."""
-        """In the order in which they came."""
         self._waiting: dict[str, int] = {}
         """Those that have not begun to run, and the tokens of their prompts."""
         self.num_waiting_tokens = 0
@@ -184,7 +185,7 @@ class AsyncLLM:
             core.kill()
             raise
         self.attach(core, InputProcessor(folder, loaded, info))
-        self._reviver = Reviver(self.config, folder, self._log)
+        self._reviver = Reviver(self.config, folder, self._log, core)
         self.read()
 
     def attach(self, core: CoreLink, inputs: InputProcessor) -> None:
@@ -194,11 +195,14 @@ class AsyncLLM:
         self.info, self.tokenizer = inputs.info, inputs.tokenizer
         self._outputs = OutputProcessor(inputs.tokenizer)
 
-    def read(self) -> None:
-        """From here on, what the core sends is taken in as it comes; what the one before it sent, no more."""
+    def read(self) -> asyncio.Task[None]:
+        """From here on, what the core sends is taken in as it comes; what the one before it sent, no more. Where
+        somebody else sees to the core, the task ends with what went wrong.
+        """
         if self._reader is not None:
             self._reader.cancel()
         self._reader = asyncio.create_task(self._read(), name="engine-outputs")
+        return self._reader
 
     async def submit(
         self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
@@ -206,14 +210,19 @@ class AsyncLLM:
         """Takes a request in. Raises InvalidRequestError when it cannot be run, EngineDeadError when nothing
         can.
         """
+        text, request = await self.prepare(prompt, params, request_id=request_id, priority=priority)
+        return self.begin(request, text)
+
+    async def prepare(
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
+    ) -> tuple[str | None, EngineRequest]:
+        """What `begin` takes: a request's prompt, where it is text, and the request. Raises InvalidRequestError."""
         long = isinstance(prompt, str) and len(prompt) > LONG_TEXT
         if long or params.structured_outputs is not None:  # a grammar may take long to check
-            text, request = await asyncio.to_thread(
+            return await asyncio.to_thread(
                 self._inputs.process, prompt, params, request_id=request_id, priority=priority
             )
-        else:
-            text, request = self._inputs.process(prompt, params, request_id=request_id, priority=priority)
-        return self.begin(request, text)
+        return self._inputs.process(prompt, params, request_id=request_id, priority=priority)
 
     def begin(self, request: EngineRequest, text: str | None = None) -> RequestStream:
         """Takes in a request that is checked already. Raises EngineDeadError when nothing can be run."""
@@ -348,9 +357,7 @@ class AsyncLLM:
                 await self._take_all()
             except Exception as cause:
                 if self._reviver is None:
-                    logger.exception("what the engine sent could not be taken in")
-                    self.fail(as_dead(cause))
-                    return
+                    raise
                 self.pause()
                 try:
                     core, info = await self._reviver.another(cause, len(self._streams))
@@ -375,9 +382,15 @@ class AsyncLLM:
                     self._ponged.set()
 
     def pause(self) -> None:
-        """The core has died; another will come."""
+        """The core has died; another will come. Requests that have seen too many die end."""
         self.paused = True
         self._ponged.set()
+        for stream in list(self._streams.values()):
+            stream.num_deaths += 1
+            if stream.num_deaths > MAX_RESUMES:
+                error = f"the engine has died {stream.num_deaths} times while this request was running"
+                stream.fail(EngineError(f"The request could not be finished: {error}."))
+                self._forget(stream, "error")
 
     def resume(self, core: CoreLink, info: WorkerInfo) -> None:
         """Goes on with another core. Every open request is computed from its prompt and the tokens that it has, and its
@@ -389,13 +402,7 @@ class AsyncLLM:
             self.metrics.restarted()
         self.info = self._inputs.info = info
         self.paused, self._pinged_at = False, 0.0
-        for stream in list(self._streams.values()):
-            if stream.num_resumes == MAX_RESUMES:
-                error = f"the engine has died {MAX_RESUMES + 1} times while this request was running"
-                stream.fail(EngineError(f"The request could not be finished: {error}."))
-                self._forget(stream, "error")
-                continue
-            stream.num_resumes += 1
+        for stream in self._streams.values():
             for sequence in stream.state.sequences:
                 if not sequence.finished:
                     core.send(_rest(stream.request, sequence, core.client))
@@ -451,7 +458,9 @@ class AsyncLLM:
 
     def take(self, message: EngineOutputs) -> None:
         """Gives what a step brought to the streams."""
-        self._stepped_at = now = time.monotonic()
+        now = time.monotonic()
+        if _shows_a_step(message):
+            self._stepped_at, self._step_error = now, None
         if message.stats is not None:
             self.stats = message.stats
             observe_step(self.metrics, message.stats)
@@ -531,7 +540,15 @@ def _rest(request: EngineRequest, sequence: SequenceState, client: int) -> Engin
         output_token_ids=sequence.token_ids,
         # the first sequence reports them
         num_prompt_logprobs=len(request.prompt_token_ids) if sequence.index else reported,
+        has_siblings=request.params.n > 1,
     )
+
+
+def _shows_a_step(message: EngineOutputs) -> bool:
+    """Whether a step brought it that ran to its end: one that failed has news too, and none of tokens."""
+    if message.numbers or (message.stats is not None and message.stats.num_sampled):
+        return True
+    return any(output.token_ids or output.embedding for output in message.outputs)
 
 
 def observe_step(metrics: Metrics, stats: EngineStats) -> None:

@@ -1,15 +1,17 @@
 """A conversation as text, by the Jinja template that comes with a model, as Transformers renders it.
 
 Templates come with checkpoints and are not trusted: they run in Jinja's sandbox, for at most SECONDS, and make at
-most CHARACTERS. The time is looked at in every turn of a loop and every call of a macro, and what grows by joining or
-repeating is measured before it is made, so that the bound holds in the thread that renders, and nothing is left
-running. What a single filter or method makes of its arguments is not measured.
+most CHARACTERS. The time is looked at in every turn of a loop and every call of a macro, and what grows by joining,
+repeating, replacing, padding or formatting is measured before it is made, so that the bound holds in the thread that
+renders, and nothing is left running. How long a list of long texts is when it is written as text or JSON is not
+measured.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -234,10 +236,13 @@ def _run(template: jinja2.Template, variables: dict[str, Any]) -> str:
     with _time_limit():
         pieces: list[str] = []
         size = 0
-        for piece in template.generate(variables):
-            size += len(piece)
-            _check_size(size)
-            pieces.append(piece)
+        try:
+            for piece in template.generate(variables):
+                size += len(piece)
+                _check_size(size)
+                pieces.append(piece)
+        except MemoryError:
+            raise _too_much("it takes more memory than there is") from None
     return "".join(pieces)
 
 
@@ -283,6 +288,7 @@ def _environment() -> jinja2.Environment:
     from jinja2.parser import Parser
     from jinja2.runtime import Context
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import pass_environment
 
     class Generation(Extension):
         """`{% generation %}` marks what an assistant wrote, for training; here it is only a scope."""
@@ -295,11 +301,17 @@ def _environment() -> jinja2.Environment:
             return nodes.Scope(body, lineno=line)
 
     class Environment(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"+", "*", "**"})
+        intercepted_binops = frozenset({"+", "*", "**", "%"})
 
         def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
             _check_operands(operator, left, right)
             return super().call_binop(context, operator, left, right)
+
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            return _measured_method(obj, attribute, super().getattr(obj, attribute))
+
+        def getitem(self, obj: Any, argument: Any) -> Any:
+            return _measured_method(obj, argument, super().getitem(obj, argument))
 
         check_time = staticmethod(_check_time)
 
@@ -310,6 +322,10 @@ def _environment() -> jinja2.Environment:
             return "".join(texts)
 
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    for name, check in _CHECKS.items():
+        if name in environment.filters:
+            environment.filters[name] = _measured(environment.filters[name], check)
+    environment.filters["join"] = pass_environment(_join)
     environment.filters["tojson"] = _tojson
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
     del environment.globals["lipsum"]  # makes as much text as it is asked for
@@ -356,6 +372,9 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
     if operator == "+":
         if isinstance(left, kinds) and isinstance(right, kinds):
             _check_size(len(left) + len(right))
+    elif operator == "%":
+        if isinstance(left, str):
+            _check_format(left)
     elif operator == "**":
         if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _BITS:
             raise _too_much("it makes a number that is too large")
@@ -363,6 +382,105 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
         for many, count in ((left, right), (right, left)):
             if isinstance(many, kinds) and isinstance(count, int):
                 _check_size(len(many) * count)
+
+
+def _check_width(value: Any, width: int = 0, *_: Any) -> None:
+    _check_size(width)
+
+
+def _check_replaced(text: Any, old: Any, new: Any, count: Any = None) -> None:
+    text = str(text)
+    _check_size(len(text) + text.count(str(old)) * len(str(new)))
+
+
+def _check_tabs(text: str, tabsize: int = 8) -> None:
+    _check_size(len(text) + text.count("\t") * tabsize)
+
+
+def _check_indent(s: Any, width: Any = 4, first: bool = False, blank: bool = False) -> None:
+    text = str(s)
+    _check_size(len(text) + (text.count("\n") + 1) * (width if isinstance(width, int) else len(width)))
+
+
+def _check_wrapped(
+    s: Any, width: int = 79, break_long_words: bool = True, wrapstring: str | None = None, *_: Any
+) -> None:
+    _check_size(len(str(s)) * (1 + len(wrapstring or "")))
+
+
+def _check_start(iterable: Any, attribute: Any = None, start: Any = 0) -> None:
+    if not isinstance(start, int | float):
+        raise _too_much("sum adds numbers only")
+
+
+def _check_precision(value: Any, precision: int = 0, method: str = "common") -> None:
+    if abs(precision) > 100:
+        raise _too_much("it makes a number that is too large")
+
+
+def _check_format(text: Any, *values: Any, **named: Any) -> None:
+    """A width can also come from an argument: `%*d`, or `{:{}}`."""
+    if _WIDE.search(str(text)):
+        raise _too_much("it formats to a width of its own making")
+
+
+_WIDE = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})|\{[^{}]*:[^{}]*(?:\{|\d{5})")
+_CHECKS: dict[str, Callable[..., None]] = {
+    **dict.fromkeys(("center", "ljust", "rjust", "zfill", "batch", "slice", "to_bytes"), _check_width),
+    **dict.fromkeys(("format", "format_map"), _check_format),
+    "expandtabs": _check_tabs,
+    "indent": _check_indent,
+    "replace": _check_replaced,
+    "round": _check_precision,
+    "sum": _check_start,
+    "wordwrap": _check_wrapped,
+}
+"""Of filters, and of methods of texts and numbers: what measures their arguments, the first of which is the text."""
+
+
+def _measured(function: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    """A filter that is checked before it runs; what Jinja itself gives it comes first."""
+    own = int(hasattr(function, "jinja_pass_arg"))
+
+    @functools.wraps(function)
+    def run(*values: Any, **named: Any) -> Any:
+        check(*values[own:], **named)
+        return function(*values, **named)
+
+    return run
+
+
+def _measured_method(owner: Any, name: Any, method: Any) -> Any:
+    if not isinstance(owner, str | bytes | int) or not callable(method):
+        return method
+    if name == "join":
+        return functools.partial(_joined, owner)
+    check = _CHECKS.get(name)
+    if check is None:
+        return method
+
+    def run(*values: Any, **named: Any) -> Any:
+        check(owner, *values, **named)
+        return method(*values, **named)
+
+    return run
+
+
+def _join(environment: jinja2.Environment, value: Any, d: Any = "", attribute: Any = None) -> str:
+    from jinja2.filters import make_attrgetter
+
+    return _joined(
+        str(d), value if attribute is None else map(make_attrgetter(environment, attribute), value)
+    )
+
+
+def _joined(separator: str, values: Any) -> str:
+    texts, size = [], 0
+    for value in values:
+        texts.append(str(value))
+        size += len(texts[-1]) + len(separator)
+        _check_size(size)
+    return separator.join(texts)
 
 
 def _raise_exception(message: str) -> None:

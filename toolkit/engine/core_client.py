@@ -168,6 +168,14 @@ class CoreClient(CoreLink):
         self._end_wait()
         self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL, self._look)
 
+    async def end(self) -> None:
+        """Ends the process by force, and returns when it has let go of all that it held. The sockets stay: what is
+        sent from now on is lost.
+        """
+        if self._process.poll() is None:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+
     async def stop(self) -> None:
         """Ends the process: with a word, then by force."""
         if self._process.poll() is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,11 @@ class InputProcessor:
             )
         if params.stop:
             self.require_tokenizer()
+        params = self.with_bad_words(params)
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             self._check_tokens(name, getattr(params, name) or ())
         for sequence in params.bad_words_token_ids or ():
             self._check_tokens("bad_words_token_ids", sequence)
-        if params.bad_words:
-            params = msgspec.structs.replace(params, bad_words_token_ids=self._bad_words(params))
         if params.allowed_token_ids:
             self._check_some_allowed(params)
         return text, EngineRequest(
@@ -94,8 +93,14 @@ class InputProcessor:
         """What ends an answer."""
         return self._eos
 
-    def _check_tokens(self, name: str, token_ids: Iterable[int]) -> None:
-        for token in token_ids:
+    def with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """With bad words in tokens, so that it is not done again for each prompt that shares them."""
+        if not params.bad_words:
+            return params
+        return msgspec.structs.replace(params, bad_words=None, bad_words_token_ids=self._bad_words(params))
+
+    def _check_tokens(self, name: str, token_ids: Collection[int]) -> None:
+        for token in (min(token_ids), max(token_ids)) if token_ids else ():
             if not 0 <= token < self.info.vocab_size:
                 raise InvalidRequestError(
                     f"{name} has the token {token}, and the model's tokens are 0 to {self.info.vocab_size - 1}.",

@@ -41,6 +41,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, tag="add"):
     """Tokens that its one sequence has already, from a core that has died: it goes on after them."""
     num_prompt_logprobs: int = 0
     """Prompt positions whose log-probabilities that core had reported."""
+    has_siblings: bool = False
+    """Whether other requests with this id are more answers to the same prompt: they share its blocks."""
 
 
 class Abort(msgspec.Struct, tag="abort"):

@@ -24,16 +24,18 @@ STABLE = 60.0
 class Reviver:
     """Starts cores, a bounded number of times in a row."""
 
-    def __init__(self, config: EngineConfig, folder: Path, log: LogStyle) -> None:
-        """Of the first core, which has just been started."""
-        self._config, self._folder, self._log = config, folder, log
+    def __init__(self, config: EngineConfig, folder: Path, log: LogStyle, core: CoreClient) -> None:
+        """`core`: the first one, which has just been started."""
+        self._config, self._folder, self._log, self._core = config, folder, log, core
         self._num_attempts = 0
         self._alive_since = time.monotonic()
 
     async def another(self, cause: Exception, num_open: int | None = None) -> tuple[CoreClient, WorkerInfo]:
-        """A core that is ready. `cause`: what the last one died of. Raises EngineDeadError when that was the last
-        attempt, with the cause.
+        """A core that is ready. `cause`: what the last one died of, or why it is of no use any more: its process is
+        ended first, as two do not fit on a device. Raises EngineDeadError when that was the last attempt, with the
+        cause.
         """
+        await self._core.end()
         if time.monotonic() - self._alive_since > STABLE:
             self._num_attempts = 0
         while True:
@@ -65,7 +67,7 @@ class Reviver:
             except BaseException:
                 core.kill()
                 raise
-            self._alive_since = time.monotonic()
+            self._core, self._alive_since = core, time.monotonic()
             logger.warning("the engine runs again, after %.1f s", self._alive_since - begun)
             return core, info
 
