@@ -1,10 +1,10 @@
-# make serve | test | check | test-gpu: each sets up .venv by itself, and does nothing when nothing changed.
+# make serve | test | check | docs | test-gpu: each sets up .venv by itself, and does nothing when nothing changed.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test test-gpu check format clean
+.PHONY: serve test test-gpu check docs format clean
 
 serve: $(VENV)/.runtime
 	@$(BIN)/tk serve $(ARGS)
@@ -23,6 +23,10 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy toolkit
 	$(BIN)/mypy kernels
+
+# man/ and completions/, from the table of settings and the tree of commands
+docs: $(VENV)/.dev
+	$(BIN)/python -m toolkit.docs
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -28,6 +28,7 @@ ROOMS = {
     "chat": {"bench"},
     "top": {"bench"},
     "cli": {"api", "engine", "bench", "chat", "top", "sampling", "models"},
+    "docs": {"cli", "api", "worker"},
 }
 """What each room may import of ours, besides what everybody may: config, errors, logs, metrics, pooling."""
 

@@ -28,9 +28,17 @@ class LogStyle(msgspec.Struct, frozen=True):
         logging.basicConfig(level=self.level.upper(), handlers=[handler])
 
 
+_CONTROLS = {code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+"""What begins a line or speaks to a terminal, as it is written in a program."""
+
+
 class _Text(logging.Formatter):
     default_time_format = "%H:%M:%S"
     default_msec_format = ""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
+        """On one line: what a client sends forges no other."""
+        return super().formatMessage(record).translate(_CONTROLS)
 
 
 class _JSON(logging.Formatter):

@@ -165,14 +165,18 @@ def test_beam_search_finds_what_transformers_finds(client: openai.OpenAI, refere
 
 
 @pytest.mark.parametrize(
-    "option", [{"logprobs": 1}, {"stream": True}, {"temperature": 0.5}, {"stop": "x"}, {"best_of": 99}]
-)
+    "option",
+    [
+        {"logprobs": 1}, {"stream": True}, {"temperature": 0.5}, {"stop": "x"}, {"best_of": 99},
+        {"stop_token_ids": [10**6]}, {"skip_special_tokens": False}, {"spaces_between_special_tokens": True},
+    ],
+)  # fmt: skip
 def test_what_beam_search_cannot_do_is_refused(client: openai.OpenAI, option: dict[str, Any]) -> None:
     with pytest.raises(
         openai.BadRequestError, match=next(iter(option)) if "best_of" not in option else "beam_width"
     ):
         client.completions.create(
-            prompt="a", max_tokens=2, model="tiny", extra_body={"use_beam_search": True}, **option
+            prompt="a", max_tokens=2, model="tiny", extra_body={"use_beam_search": True} | option
         )
 
 

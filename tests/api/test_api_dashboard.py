@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -14,6 +16,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.api.serving import Server, until
+from toolkit.api.tracing import Tracer
+from toolkit.engine.record import RequestRecord
 from toolkit.metrics import machine
 from toolkit.metrics.machine import GPUMetrics
 
@@ -150,3 +154,12 @@ def test_each_request_is_a_span_of_its_caller_s_trace(start: Callable[..., Serve
     assert attributes["gen_ai.request.id"].string_value == "order-9"
     seconds = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
     assert 0 < attributes["gen_ai.latency.time_to_first_token"].double_value < seconds
+
+
+def test_a_collector_that_does_not_answer_holds_up_no_shutdown() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tracer = Tracer(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces", "tiny")
+        tracer.export(RequestRecord(0.0), {}, "order-10", COMPLETIONS, 200, 1.0)
+        begun = time.monotonic()
+        tracer.close()
+    assert time.monotonic() - begun < 2.5

@@ -118,7 +118,7 @@ def test_a_long_text_is_refused_with_both_numbers_and_cut_only_when_asked(minilm
     [
         ({}, "input", "missing"),
         ({"input": []}, "input", "empty"),
-        ({"input": [["a"]]}, "input", "valid"),
+        ({"input": [["a"]]}, "input.0.0", "valid"),
         ({"input": [[1, 30522]]}, "input", "0 to 30521"),
         ({"input": [[1], [-1]]}, "input[1]", "0 to 30521"),
         ({"input": [[1], []]}, "input[1]", "empty"),

@@ -110,10 +110,17 @@ def test_probes_and_version(http: httpx.Client) -> None:
 
 
 def test_the_settings_are_told_without_keys(start: Callable[..., Server]) -> None:
-    server = start("--api-key", "sesame", "--max-num-seqs", "17")
+    server = start(
+        *("--api-key", "sesame", "--max-num-seqs", "17", "--max-requests-per-key", "23"),
+        *("--otlp-traces-endpoint", "http://user:s3cret@127.0.0.1:9/v1/traces"),
+        *("--chat-template", "{{ 'a house secret' }}"),
+    )
     answer = server.http.get("/server_info", headers={"Authorization": "Bearer sesame"})
     told = answer.json()
     assert "sesame" not in answer.text
+    assert told["server"]["otlp_traces_endpoint"] == "http://127.0.0.1:9/v1/traces"
+    assert told["server"]["max_requests_per_key"] == 23
+    assert "a house secret" not in server.http.get("/metrics").text
     assert told["engine"]["scheduler"]["max_num_seqs"] == 17
     assert told["device"]["max_model_len"] == CONTEXT
     assert told["version"] == __version__

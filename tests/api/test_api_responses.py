@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,6 +15,10 @@ from openai.types.responses import Response
 from tests import checkpoints
 from tests.api.conftest import Reference
 from tests.api.serving import Server, until
+from toolkit.api.responses import ResponsesRequest, _Answer
+from toolkit.api.schemas import PromptTokensDetails, Usage
+from toolkit.api.talk import Piece
+from toolkit.sampling.params import SamplingParams
 
 QUESTION = "What is a KV cache?"
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 12}
@@ -141,3 +147,17 @@ def test_a_disconnect_ends_the_request(server: Server) -> None:
     ):
         next(answer.iter_lines())
     until(server.is_idle)
+
+
+async def test_reasoning_is_counted_by_itself() -> None:
+    class Reasoned(SimpleNamespace):
+        async def pieces(self) -> AsyncIterator[Piece]:
+            yield Piece("reasoning", "as it ")
+            yield Piece("reasoning", "is")
+            yield Piece("text", "Oslo")
+
+    group = SimpleNamespace(num_tokens=14, usage=lambda: Usage(3, 14, 17, PromptTokensDetails(0)))
+    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: list(text.encode()))
+    talk = Reasoned(group=group, tokenizer=tokenizer, params=SamplingParams(), finish_reason="stop")
+    answer = await _Answer(ResponsesRequest(input="Where?"), talk, "1", "tiny").collect()
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == len("as it is")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import ssl
 import time
@@ -99,11 +100,13 @@ def test_only_pages_of_the_named_origins_may_ask(guarded: Server) -> None:
     allowed = preflight("https://app.example")
     assert allowed.status_code == 200
     assert allowed.headers["access-control-allow-origin"] == "https://app.example"
-    assert preflight("https://evil.example").status_code == 400
+    assert allowed.headers["x-content-type-options"] == "nosniff"
+    assert "origin" in error(preflight("https://evil.example"), 400)["message"]
     answer = guarded.http.post(
         COMPLETIONS, json=SHORT, headers=bearer("first") | {"Origin": "https://app.example"}
     )
     assert answer.headers["access-control-allow-origin"] == "https://app.example"
+    assert "X-Ignored-Fields" in answer.headers["access-control-expose-headers"]
 
 
 def test_every_answer_has_the_headers_that_browsers_need(guarded: Server) -> None:
@@ -116,6 +119,16 @@ def test_every_answer_has_the_headers_that_browsers_need(guarded: Server) -> Non
 def test_the_documentation_knows_the_path_that_the_proxy_strips(guarded: Server) -> None:
     assert guarded.http.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
     assert "/llm/openapi.json" in guarded.http.get("/docs").text
+
+
+@pytest.mark.parametrize("page", ["/docs", "/redoc"])
+def test_the_documentation_loads_nothing_from_elsewhere_and_needs_no_key(guarded: Server, page: str) -> None:
+    loaded = re.findall(r'(?:src|href)="([^"]+)"', guarded.http.get(page).text)
+    assert len(loaded) >= 2
+    for address in loaded:
+        assert address.startswith("/llm/docs-files/")
+        assert guarded.http.get(address.removeprefix("/llm")).status_code == 200
+    error(guarded.http.get("/docs-files/nothing.js"), 404)
 
 
 # ---- shares
@@ -185,9 +198,13 @@ def test_a_rate_and_a_time_limit(start: Callable[..., Server]) -> None:
     events = server.http.post(COMPLETIONS, json=long | {"stream": True}).text.strip().split("\n\n")
     assert events[-1] == "data: [DONE]"
     assert "0.5 s" in json.loads(events[-2].removeprefix("data: "))["error"]["message"]
+    search = long | {"use_beam_search": True, "best_of": 4}
+    assert error(server.http.post(COMPLETIONS, json=search), 504)["type"] == "timeout_error"
     until(server.is_idle)
-    statuses = [server.http.post(COMPLETIONS, json=SHORT).status_code for _ in range(6)]
-    assert statuses == [200] * 4 + [429] * 2
+    statuses = [server.http.post(COMPLETIONS, json=SHORT).status_code for _ in range(5)]
+    assert statuses == [200] * 3 + [429] * 2
+    for path in ("/tokenize", "/detokenize"):
+        error(server.http.post(path, json={}), 429)
     refused = server.http.post(COMPLETIONS, json=SHORT)
     assert 1 <= int(refused.headers["retry-after"]) <= 10
     assert server.http.post(COMPLETIONS, json=SHORT, headers=bearer("b")).status_code == 200
@@ -367,6 +384,9 @@ def test_the_log_of_a_terminal_is_text_and_can_be_quiet(start: Callable[..., Ser
     server = start("--log-format", "text")
     server.http.post(COMPLETIONS, json=SHORT, headers={"X-Request-Id": "order-8"})
     until(lambda: "order-8" in server.stderr)
+    server.http.post(f"{COMPLETIONS}/x%0a12:00:00%20INFO%20forged%1b[2J", json=SHORT)
+    until(lambda: "forged" in server.stderr)
+    assert r"/x\n12:00:00 INFO forged\x1b[2J 404" in server.stderr
     line = next(line for line in server.lines if "order-8" in line)
     for part in ("200: 2 + 1 tokens", "TTFT", "TPOT", "total"):
         assert part in line
@@ -375,3 +395,15 @@ def test_the_log_of_a_terminal_is_text_and_can_be_quiet(start: Callable[..., Ser
     server.http.post(COMPLETIONS, json=SHORT, headers={"X-Request-Id": "order-8"})
     until(lambda: "POST /v1/completions HTTP/1.1" in server.stderr)
     assert "order-8" not in server.stderr
+
+
+@pytest.mark.parametrize("asked", [{"prompt": [[65]] * 5}, {"prompt": [65], "n": 5}])
+def test_one_request_has_no_more_answers_than_may_run_and_wait(
+    guarded: Server, asked: dict[str, object]
+) -> None:
+    """Three run and one waits."""
+    refused = guarded.http.post(COMPLETIONS, json={"max_tokens": 1} | asked, headers=bearer("first"))
+    assert error(refused, 429)["code"] == "rate_limit_exceeded"
+    fits = {"max_tokens": 1, "prompt": [[65]] * 4}
+    answer = guarded.http.post(COMPLETIONS, json=fits, headers=bearer("first"))
+    assert len(answer.json()["choices"]) == 4

@@ -16,7 +16,7 @@ from toolkit.bench.run import Outcome
 from toolkit.bench.stats import evaluate
 from toolkit.config.clients import BenchConfig, server_url
 
-PROGRAM = "import sys, toolkit.cli.bench; from toolkit.cli import app; app()"
+PROGRAM = "from toolkit.cli import main; main()"
 
 
 async def tk(*flags):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-PROGRAM = "import sys, toolkit.cli.chat; from toolkit.cli import app; app()"
+PROGRAM = "from toolkit.cli import main; main()"
 
 
 @pytest.fixture

@@ -209,7 +209,7 @@ def tk(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedPr
 
 class TestCommandLine:
     def test_help_shows_every_setting(self, tmp_path):
-        done = tk("serve", "--help", cwd=tmp_path)
+        done = tk("serve", "--help-all", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         shown = " ".join(done.stdout.split())
         for config in (ModelConfig, ServerConfig, DeviceConfig, CacheConfig, SchedulerConfig):
@@ -237,3 +237,9 @@ class TestCommandLine:
             assert done.returncode == 2
             assert done.stderr == "tk: --port is at most 65535; it got 70000.\n"
             assert done.stdout == ""
+
+
+@pytest.mark.parametrize("key", ["", " "])
+def test_an_empty_admin_key_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="--admin-key"):
+        ServerConfig(admin_key=key)

@@ -441,6 +441,55 @@ class TestLimits:
         with pytest.raises(InvalidRequestError, match=f"more than {chat_template.CHARACTERS} characters"):
             render(folder, tmp_path, template)
 
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{{ 'a'.ljust(10 ** 13) }}",
+            "{{ 'a'['ljust'](10 ** 13) }}",
+            "{{ 'a' | center(10 ** 13) }}",
+            "{{ ['a'] | map('center', 10 ** 13) | join }}",
+            "{{ 'a\n' * 10000 | indent(10 ** 9) }}",
+            "{{ ('a' * 10000) | replace('a', 'b' * 10000) }}",
+            "{{ ('a' * 10000).replace('a', 'b' * 10000) }}",
+            "{{ ('a' * 10000).join(['b'] * 10000) }}",
+            "{{ (['b'] * 10000) | join('a' * 10000) }}",
+            "{{ ('a' * 10000) | wordwrap(1, true, 'b' * 10000) }}",
+            "{{ '\t'.expandtabs(10 ** 9) }}",
+        ],
+    )
+    def test_what_filters_and_methods_make_is_measured_first(self, folder, tmp_path, template):
+        with pytest.raises(InvalidRequestError, match=f"more than {chat_template.CHARACTERS} characters"):
+            render(folder, tmp_path, template)
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{{ ([[1]] * 150000) | sum(start=[]) | length }}",
+            "{{ '%1000000000d' % 1 }}",
+            "{{ '%1000000000d' | format(1) }}",
+            "{{ '%*d' | format(10 ** 9, 1) }}",
+            "{{ '{:1000000000}'.format(1) }}",
+            "{{ '{:{}}'.format(1, 10 ** 9) }}",
+            "{{ 1.5 | round(10 ** 9, 'floor') }}",
+        ],
+    )
+    def test_what_cannot_be_measured_is_refused(self, folder, tmp_path, template):
+        with pytest.raises(InvalidRequestError, match=r"numbers only|width of its own|too large"):
+            render(folder, tmp_path, template)
+
+    def test_filters_and_methods_do_what_jinja_s_do(self, folder, tmp_path):
+        template = (
+            "{{ 'a'.ljust(3) }}|{{ 'a' | center(3) }}|{{ 'aba'.replace('a', 'c', 1) }}|{{ 'x' | indent(2, true) }}|"
+            "{{ ['a', 'b'] | map('upper') | join(', ') }}|{{ [{'n': 1}, {'n': 2}] | join('-', attribute='n') }}|"
+            "{{ ', '.join(['a', 'b']) }}|{{ [1, 2] | sum }}|{{ '%5.1f %s' % (1.25, 'x') }}|{{ '{}: {:>3}'.format('a', 1) }}|"
+            "{{ 'aa' | replace('a', 'b', count=1) }}|{{ [{'n': 1}] | sum(attribute='n') }}|{{ 2.55 | round(1) }}|"
+            "{{ 'User: %s {' | format('x') }}"
+        )
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        expected = ImmutableSandboxedEnvironment().from_string(template).render()
+        assert render(folder, tmp_path, template) == expected
+
     def test_numbers_and_ranges_have_bounds_too(self, folder, tmp_path):
         for template in ("{{ 9 ** (9 ** 9) }}", "{% for i in range(10 ** 9) %}{% endfor %}"):
             with pytest.raises(InvalidRequestError, match=r"too large|too big"):

@@ -86,6 +86,17 @@ def test_the_wheel_has_every_file_that_the_package_reads(tree: Path, names: set[
     assert data <= names
 
 
+def test_the_wheel_has_man_pages_and_completions_where_systems_look(tree: Path, names: set[str]):
+    share = f"tk_llm-{toolkit.__version__}.data/data/share"
+    pages = {f"{share}/man/man{page.suffix[1:]}/{page.name}" for page in (tree / "man").iterdir()}
+    assert f"{share}/man/man1/tk-serve.1" in pages
+    assert {name for name in names if name.startswith(share)} == pages | {
+        f"{share}/bash-completion/completions/tk.bash",
+        f"{share}/zsh/site-functions/_tk",
+        f"{share}/fish/vendor_completions.d/tk.fish",
+    }
+
+
 def test_the_wheel_has_a_licence_and_the_command_and_nothing_foreign(names: set[str], built):
     info = f"tk_llm-{toolkit.__version__}.dist-info"
     assert f"{info}/licenses/LICENSE" in names
@@ -94,7 +105,7 @@ def test_the_wheel_has_a_licence_and_the_command_and_nothing_foreign(names: set[
         metadata = archive.read(f"{info}/METADATA").decode()
     assert "License-Expression: Apache-2.0" in metadata
     assert "Requires-Python: <3.14,>=3.11" in metadata
-    assert {name.split("/")[0] for name in names} == {"toolkit", info}
+    assert {name.split("/")[0] for name in names} == {"toolkit", info, info.replace(".dist-info", ".data")}
     assert not [name for name in names if "test" in name or "__pycache__" in name]
 
 

@@ -169,10 +169,14 @@ def _right_side(asked: StructuredOutputsParams) -> str:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequestError(
                 f"The schema in structured_outputs is no JSON: {error}", param="structured_outputs"
             ) from None
+        if not isinstance(schema, dict):
+            raise InvalidRequestError(
+                "With tools, the schema in structured_outputs is a JSON object.", param="structured_outputs"
+            )
     options = {"lenient": asked.lenient, "coerce_one_of": asked.lenient}
     return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 

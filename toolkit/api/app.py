@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
+from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -20,7 +21,7 @@ from toolkit.api import (
     score,
     tokens,
 )
-from toolkit.api.docs import describe
+from toolkit.api.docs import DOCS_FILES, describe
 from toolkit.api.errors import error_response, validation_error
 from toolkit.api.gate import Gate
 from toolkit.api.service import Service
@@ -37,8 +38,12 @@ class RouteError(ToolkitError):
 
 def make_app(service: Service, tracer: Tracer | None = None) -> Gate:
     """The server's application: the routes behind the gate."""
-    app = FastAPI(
-        title="tk", version=__version__, summary="An OpenAI-compatible server over tk's own engine."
+    app = FastAPIOffline(
+        title="tk",
+        version=__version__,
+        summary="An OpenAI-compatible server over tk's own engine.",
+        static_url=DOCS_FILES.rstrip("/"),
+        redirect_slashes=False,
     )
     app.state.service = service
     for module in (

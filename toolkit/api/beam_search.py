@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ from toolkit.engine.async_llm import RequestStream
 from toolkit.engine.beam_search import BeamSearch
 from toolkit.engine.input_processor import Prompt
 from toolkit.engine.outputs import PositionLogprobs
-from toolkit.errors import EngineError, InvalidRequestError
+from toolkit.errors import EngineError, InvalidRequestError, RequestTimeoutError
 from toolkit.sampling.params import BeamSearchParams, SamplingParams
 
 MAX_BEAMS = 1024
@@ -27,7 +28,7 @@ async def beam_search(
     priority: int,
 ) -> list[BeamSearch]:
     """The finished searches of all prompts. `truncate`: as `truncate_prompt_tokens`. Raises InvalidRequestError when a
-    prompt cannot be run, EngineError when a request fails.
+    prompt cannot be run, EngineError when a request fails, RequestTimeoutError when the whole search takes too long.
     """
     if len(prompts) * params.beam_width > MAX_BEAMS:
         raise InvalidRequestError(
@@ -35,10 +36,25 @@ async def beam_search(
             param="best_of",
         )
     inputs = service.engine.inputs
-    whole = SamplingParams(max_tokens=params.max_tokens, truncate_prompt_tokens=truncate)
+    whole = SamplingParams(
+        max_tokens=params.max_tokens,
+        truncate_prompt_tokens=truncate,
+        stop_token_ids=params.stop_token_ids,
+    )
     requests = [inputs.process(prompt, whole)[1] for prompt in prompts]
     searches = [BeamSearch(one.prompt_token_ids, params, one.eos_token_ids) for one in requests]
     name = f"{request_id}-{uuid.uuid4().hex[:8]}"
+    timeout = service.config.request_timeout
+    try:
+        # Of all steps together: to the engine each is a request of its own.
+        async with asyncio.timeout(timeout):
+            await _run(service, searches, name, priority)
+    except TimeoutError:
+        raise RequestTimeoutError(f"The request was not finished within {timeout:g} s.") from None
+    return searches
+
+
+async def _run(service: Service, searches: Sequence[BeamSearch], name: str, priority: int) -> None:
     step = 0
     while running := [search for search in searches if not search.finished]:
         beams = [(search, beam) for search in running for beam in search.prompts]
@@ -56,7 +72,6 @@ async def beam_search(
         for search in running:
             search.advance([next(reported) for _ in search.prompts])
         step += 1
-    return searches
 
 
 async def _first_logprobs(stream: RequestStream) -> PositionLogprobs:

@@ -12,6 +12,9 @@ from toolkit.api.errors import ErrorBody
 _REF = "#/components/schemas/{name}"
 _described: list[type[msgspec.Struct]] = [ErrorBody]
 
+DOCS_FILES = "/docs-files/"
+"""Where the scripts of /docs and /redoc are: they come from here, and not from a host that a closed network lacks."""
+
 Responses = dict[int | str, dict[str, Any]]
 
 

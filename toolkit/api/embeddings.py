@@ -9,13 +9,13 @@ from typing import Literal
 import msgspec
 import orjson
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, Field, StrictInt
+from pydantic import ConfigDict, Field
 from starlette.responses import Response, StreamingResponse
 
 from toolkit.api.docs import answers
-from toolkit.api.fields import Body, Route
+from toolkit.api.fields import Body, Prompts, Route
 from toolkit.api.pooling import MAX_INPUTS, PooledUsage, Pooling
-from toolkit.api.schemas import Int, Text
+from toolkit.api.schemas import Int
 from toolkit.api.service import service_for
 from toolkit.engine.pooling import Vector
 from toolkit.errors import InvalidRequestError
@@ -34,9 +34,7 @@ class EmbeddingRequest(Body):
     )
 
     model: str | None = None
-    input: Text | list[Text] | list[StrictInt] | list[list[StrictInt]] = Field(
-        description="A text, token ids, or several of either, at most 2048"
-    )
+    input: Prompts = Field(description="A text, token ids, or several of either, at most 2048")
     encoding_format: Literal["float", "base64"] = Field(
         "float", description="base64: the numbers as little-endian float32"
     )

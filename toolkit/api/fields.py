@@ -9,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 from fastapi import Request
 from fastapi.routing import APIRoute
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag
 from starlette.responses import Response
 
 from toolkit.errors import InvalidRequestError
@@ -23,11 +23,15 @@ _MOST = 32
 
 
 def encodable(value: T) -> T:
-    """JSON's escapes can spell half a surrogate pair, which is no character and cannot be sent on."""
+    """JSON's escapes can spell half a surrogate pair, which is no character and cannot be sent on, and its numbers can
+    be larger than any that is.
+    """
     try:
-        msgspec.json.encode(value)
+        msgspec.msgpack.encode(value)
     except (UnicodeEncodeError, RecursionError):
         raise ValueError("Input should be valid Unicode, without lone surrogates") from None
+    except OverflowError:
+        raise ValueError("Input should have whole numbers of at most 64 bits") from None
     return value
 
 
@@ -38,6 +42,26 @@ TEXT, LIST = Tag("(text)"), Tag("(list)")
 """Mark the branches of what may be a text or a list, for BY_KIND; no part of a parameter's name (see `errors`)."""
 BY_KIND = Discriminator(lambda value: LIST.tag if isinstance(value, list) else TEXT.tag)
 """Chooses between them, so that what is wrong with a list is not told as 'should be a string'."""
+
+
+def _kind_of_prompts(value: Any) -> str:
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, list):
+        return "(lists)"
+    return "(ids)" if type(first) is int else LIST.tag if isinstance(value, list) else TEXT.tag
+
+
+TO_FIRST_MISTAKE = Field(fail_fast=True)
+"""Of lists: what is refused is read no further, so that it costs no more than what is taken."""
+Ids = Annotated[list[StrictInt], TO_FIRST_MISTAKE]
+Prompts = Annotated[
+    Annotated[Text, TEXT]
+    | Annotated[list[Text], TO_FIRST_MISTAKE, LIST]
+    | Annotated[Ids, Tag("(ids)")]
+    | Annotated[list[Ids], TO_FIRST_MISTAKE, Tag("(lists)")],
+    Discriminator(_kind_of_prompts),
+]
+"""A text, token ids, or several of either; the first of a list says which."""
 
 
 class Body(BaseModel):

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from toolkit.api.docs import DOCS_FILES
 from toolkit.api.errors import error_response
 from toolkit.api.limits import Admission, BodyTimeoutError, check_length, read_body
 from toolkit.api.request_log import log_request
@@ -30,7 +31,10 @@ OPEN = frozenset(
 """Paths that need no key."""
 CLIENT_GONE = 499
 
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
+_WORK = ("/v1/", "/tokenize", "/detokenize")
+"""How the paths begin that limits and draining are about."""
+
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 class Gate:
@@ -75,7 +79,7 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), own, *self._headers]
             await send(message)
 
-        is_work = path.startswith("/v1/") and scope["method"] == "POST"
+        is_work = path.startswith(_WORK) and scope["method"] == "POST"
         self.num_active += is_work
         try:
             with self._let_in(scope, path, headers, is_work):
@@ -112,7 +116,7 @@ class Gate:
         """Raises a ToolkitError for whom it is not let in."""
         role, key = self._keys.find(headers)
         scope["state"]["role"] = role
-        if role is Role.NOBODY and path not in OPEN:
+        if role is Role.NOBODY and path not in OPEN and not path.startswith(DOCS_FILES):
             raise wants_key()
         if not is_work:
             return nullcontext()

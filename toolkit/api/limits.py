@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -23,6 +22,8 @@ BODY_TIMEOUT = 120.0
 """Seconds that a body gets to come in."""
 MAX_VALUES = 2**21
 """Values of one body: more tokens than any context holds."""
+MAX_NESTS = 2**18
+"""Lists and objects of one body."""
 MAX_DEPTH = 64
 """Lists and objects inside each other."""
 MAX_KNOWN_CLIENTS = 10_000
@@ -83,7 +84,12 @@ def check_shape(body: bytes) -> None:
     if body.count(b",") > MAX_VALUES:
         raise InvalidRequestError(f"The body has more than {MAX_VALUES:,} values.")
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
-        left = _NOT_BRACKETS.sub(b"", _STRING.sub(b"", body)).translate(_ALIKE)
+        parts = body.replace(rb"\\", b"").replace(rb"\"", b"")
+        if parts.count(b'"') > 2 * MAX_VALUES:
+            raise InvalidRequestError(f"The body has more than {MAX_VALUES:,} texts.")
+        left = b"".join(parts.split(b'"')[::2]).translate(_ALIKE, _NOT_BRACKETS)  # what stands between texts
+        if len(left) > 2 * MAX_NESTS:
+            raise InvalidRequestError(f"The body has more than {MAX_NESTS:,} lists and objects.")
         for _ in range(MAX_DEPTH):
             left = left.replace(b"[]", b"")  # the innermost
             if not left:
@@ -93,8 +99,7 @@ def check_shape(body: bytes) -> None:
         )
 
 
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-_NOT_BRACKETS = re.compile(rb"[^\[\]{}]++")
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _ALIKE = bytes.maketrans(b"{}", b"[]")
 
 
@@ -102,9 +107,7 @@ class Admission:
     """Whose work is let in: not more than may wait, and of each client not more than its share."""
 
     def __init__(self, config: ServerConfig, engine: AsyncLLM) -> None:
-        """Each of several API workers has its part of the queue."""
-        self._max_queue = math.ceil(config.max_queue / config.api_workers)
-        self._max_tokens = config.max_queue_tokens and math.ceil(config.max_queue_tokens / config.api_workers)
+        self._config = config
         self._max_open, self._rate = config.max_requests_per_key, config.requests_per_minute
         self._engine = engine
         self._open: dict[object, int] = {}
@@ -114,9 +117,11 @@ class Admission:
     @contextmanager
     def admitted(self, client: object) -> Iterator[None]:
         """While a request of this client runs. Raises TooManyRequestsError."""
-        self.check_queue()
+        check_queue(self._engine, self._config)
         if self._max_open is not None and self._open.get(client, 0) >= self._max_open:
-            raise self._refuse("key", f"{self._max_open} of your requests are open, which is the most.", 1.0)
+            raise _refused(
+                self._engine, "key", f"{self._max_open} of your requests are open, which is the most.", 1.0
+            )
         if self._rate is not None:
             self._spend(client, self._rate)
         self._open[client] = self._open.get(client, 0) + 1
@@ -127,14 +132,6 @@ class Admission:
             if not self._open[client]:
                 del self._open[client]
 
-    def check_queue(self) -> None:
-        """Raises TooManyRequestsError when as much waits as may."""
-        waiting, tokens = self._engine.num_waiting, self._engine.num_waiting_tokens
-        if waiting >= self._max_queue:
-            raise self._refuse("queue", f"{waiting} requests wait to run, which is the most.", 1.0)
-        if self._max_tokens is not None and tokens >= self._max_tokens:
-            raise self._refuse("queue", f"Requests of {tokens} tokens wait to run, which is the most.", 1.0)
-
     def _spend(self, client: object, rate: int) -> None:
         now = time.monotonic()
         budget, at = self._budgets.pop(client, (float(rate), now))
@@ -143,10 +140,34 @@ class Admission:
         if len(self._budgets) > MAX_KNOWN_CLIENTS:
             self._budgets.popitem(last=False)
         if budget < 1:
-            raise self._refuse("rate", f"More than {rate} requests in a minute.", (1 - budget) * 60 / rate)
+            message = f"More than {rate} requests in a minute."
+            raise _refused(self._engine, "rate", message, (1 - budget) * 60 / rate)
 
-    def _refuse(self, reason: str, message: str, seconds: float) -> TooManyRequestsError:
-        self._engine.metrics.rejected(reason)
-        error = TooManyRequestsError(f"{message} Try again later.", code="rate_limit_exceeded")
-        error.retry_after = math.ceil(seconds)
-        return error
+
+def check_queue(engine: AsyncLLM, config: ServerConfig, num_answers: int = 1, num_tokens: int = 0) -> None:
+    """Whether so many answers, to prompts of so many tokens together, may come to those that wait. Each of several API
+    workers has its part of the queue; what can run at once need not wait. Raises TooManyRequestsError.
+    """
+    waiting, tokens = engine.num_waiting, engine.num_waiting_tokens
+    most = math.ceil(config.max_queue / config.api_workers)
+    if waiting >= most:
+        raise _refused(engine, "queue", f"{waiting} requests wait to run, which is the most.", 1.0)
+    free = max(0, engine.config.scheduler.max_num_seqs - engine.stats.num_running)
+    if waiting + num_answers - free > most:
+        message = f"{waiting} requests wait to run and {most} may, so that {num_answers} answers are too many at once."
+        raise _refused(engine, "queue", message, 1.0)
+    if config.max_queue_tokens is None:
+        return
+    most = math.ceil(config.max_queue_tokens / config.api_workers)
+    if tokens >= most:
+        raise _refused(engine, "queue", f"Requests of {tokens} tokens wait to run, which is the most.", 1.0)
+    if tokens + num_tokens > most and num_answers > 1:
+        message = f"Requests of {tokens} tokens wait to run and {most} may, so that {num_tokens} are too many at once."
+        raise _refused(engine, "queue", message, 1.0)
+
+
+def _refused(engine: AsyncLLM, reason: str, message: str, seconds: float) -> TooManyRequestsError:
+    engine.metrics.rejected(reason)
+    error = TooManyRequestsError(f"{message} Try again later.", code="rate_limit_exceeded")
+    error.retry_after = math.ceil(seconds)
+    return error

@@ -120,7 +120,7 @@ class CountRequest(Body):
     )
 
     model: str | None = None
-    messages: Annotated[list[InputMessage], Field(min_length=1)]
+    messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
     system: Content | None = Field(None, description="What the system says first")
     tools: list[InputTool] | None = None
     tool_choice: InputToolChoice | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import msgspec
@@ -19,8 +20,10 @@ from toolkit.errors import ToolkitError
 router = APIRouter(tags=["operation"])
 ADMIN = [Depends(require_admin)]
 
-_SECRET = ("key", "password", "token")
-"""Parts of the names of settings whose values are nobody's business."""
+_SECRET = ("api_key", "admin_key")
+"""Settings whose values are nobody's business."""
+
+_USERINFO = re.compile(r"^(\w+://)[^/?#]*@")
 
 
 class NoSuchRequestError(ToolkitError):
@@ -120,15 +123,16 @@ async def server_info(request: Request) -> Response:
 
 
 def _shown(settings: dict[str, Any]) -> dict[str, Any]:
-    """Without the values that are secret."""
-    return {
-        name: _shown(value)
-        if isinstance(value, dict)
-        else "***"
-        if value and any(part in name.split("_") for part in _SECRET)
-        else value
-        for name, value in settings.items()
-    }
+    """Without the values that are secret, and without the passwords in URLs."""
+
+    def one(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return _shown(value)
+        if name in _SECRET and value:
+            return "***"
+        return _USERINFO.sub(r"\1", value) if isinstance(value, str) else value
+
+    return {name: one(name, value) for name, value in settings.items()}
 
 
 def _json(value: msgspec.Struct) -> Response:

@@ -13,10 +13,11 @@ from starlette.responses import Response
 
 from toolkit.api.docs import answers
 from toolkit.api.errors import error_detail
-from toolkit.api.fields import BY_KIND, LIST, TEXT, Body, Route, Text
+from toolkit.api.fields import BY_KIND, LIST, TEXT, TO_FIRST_MISTAKE, Body, Route, Text
 from toolkit.api.schemas import ChatRequest
 from toolkit.api.service import service_for
 from toolkit.api.streaming import EventStream, while_connected
+from toolkit.api.structured import JsonSchemaFormat
 from toolkit.api.talk import Piece, Talk, as_chat, begin
 from toolkit.errors import InvalidRequestError
 
@@ -55,7 +56,7 @@ def _listed(item: Any, name: str) -> list[Any]:
 class InputMessage(Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[Annotated[Text, TEXT] | Annotated[list[InputPart], LIST], BY_KIND]
+    content: Annotated[Annotated[Text, TEXT] | Annotated[list[InputPart], TO_FIRST_MISTAKE, LIST], BY_KIND]
     id: str | None = Field(None, description="Of an earlier answer; not read")
     status: str | None = Field(None, description="Of an earlier answer; not read")
     phase: str | None = Field(None, description="Of an earlier answer; not read")
@@ -88,12 +89,32 @@ Item = Annotated[
     Discriminator(_kind_of_item),
 ]
 Input = Annotated[
-    Annotated[Text, TEXT] | Annotated[list[Item], LIST], BY_KIND, BeforeValidator(_only_messages)
+    Annotated[Text, TEXT] | Annotated[list[Item], TO_FIRST_MISTAKE, LIST],
+    BY_KIND,
+    BeforeValidator(_only_messages),
 ]
 
 
+class TextFormat(JsonSchemaFormat):
+    """As chat's `response_format`, with the schema beside the type."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+    def shown(self) -> dict[str, Any]:
+        """As it was given, without what nobody reads."""
+        known = set(type(self).model_fields)
+        return {"type": self.type} | self.model_dump(by_alias=True, exclude_unset=True, include=known)
+
+    def for_chat(self) -> dict[str, Any]:
+        """With the schema in a table of its own."""
+        schema = {name: value for name, value in self.shown().items() if name != "type"}
+        if not schema and self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": schema}
+
+
 class TextOptions(Body):
-    format: dict[str, Any] | None = Field(None, description="text, json_object or json_schema")
+    format: TextFormat | None = Field(None, description="text, json_object or json_schema")
 
 
 class ResponsesRequest(Body):
@@ -115,8 +136,8 @@ class ResponsesRequest(Body):
     )
     stream: bool = False
     store: bool | None = Field(None, description="Only false: nothing is stored")
-    metadata: dict[str, str] | None = None
-    user: str | None = None
+    metadata: dict[Text, Text] | None = None
+    user: Text | None = None
     tools: list[Any] | None = Field(None, description="Not supported; /v1/chat/completions has tools")
     previous_response_id: str | None = Field(None, description="Not supported: nothing is stored")
     conversation: Any = Field(None, description="Not supported: nothing is stored")
@@ -148,15 +169,10 @@ class ResponsesRequest(Body):
             temperature=self.temperature,
             top_p=self.top_p,
             truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
-            response_format=_response_format(self.text.format if self.text is not None else None),
+            response_format=self.text.format.for_chat()
+            if self.text is not None and self.text.format
+            else None,
         )
-
-
-def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """As chat has it: the schema in a table of its own."""
-    if given is None or given.get("type") != "json_schema":
-        return given
-    return {"type": "json_schema", "json_schema": {k: v for k, v in given.items() if k != "type"}}
 
 
 # ---- answers
@@ -281,7 +297,7 @@ class _Answer:
     def _response(self, status: str) -> dict[str, Any]:
         body, params, usage = self._body, self._talk.params, self._talk.group.usage()
         is_done = status != "in_progress"
-        text = body.text.format if body.text is not None else None
+        text = body.text.format.shown() if body.text is not None and body.text.format else None
         finished = self._talk.finish_reason
         reason = "max_output_tokens" if finished == "length" else finished
         return {
@@ -313,13 +329,19 @@ class _Answer:
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens()},
                 "total_tokens": usage.total_tokens,
             }
             if is_done
             else None,
             "user": body.user,
         }
+
+    def _num_reasoning_tokens(self) -> int:
+        """By its text: pieces do not come token by token. Whatever that gives, never more than there were."""
+        text = "".join("".join(item.texts) for item in self._items if item.kind == "reasoning")
+        tokens = self._talk.tokenizer.encode(text, add_special_tokens=False) if text else []
+        return min(len(tokens), self._talk.group.num_tokens)
 
     def _status_of(self, item: _Item, status: str) -> str:
         """All items but the last are whole."""

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StrictInt
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
-from toolkit.api.fields import BY_KIND, LIST, TEXT, Body, encodable
+from toolkit.api.fields import BY_KIND, LIST, TEXT, TO_FIRST_MISTAKE, Body, Prompts, encodable
 from toolkit.api.fields import Text as Text  # for those who take it from here
 from toolkit.api.structured import ResponseFormat, StructuredOutputs, asked_form
 from toolkit.api.tools import Tool, ToolCall, ToolCallDelta, ToolCallMessage, ToolChoice, chosen_tools
@@ -22,6 +22,17 @@ from toolkit.sampling.params import BeamSearchParams, SamplingParams
 
 Int = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 """What the engine's arrays and messages hold."""
+MAX_MESSAGES = 16_384
+"""Of one conversation."""
+
+
+def _only_numbers(given: Any) -> Any:
+    """Ends the reading at the first mistake, where each would be told of by itself."""
+    if isinstance(given, dict):
+        wrong = next((key for key, value in given.items() if not isinstance(value, int | float)), None)
+        if wrong is not None:
+            raise ValueError(f"Input should be a valid number at {wrong[:32]!a}")
+    return given
 
 
 class StreamOptions(Body):
@@ -38,12 +49,12 @@ class SamplingFields(Body):
     temperature: float | None = Field(None, description="0 to 2; 0 always takes the likeliest token")
     top_p: float | None = None
     n: int | None = Field(None, description="How many answers")
-    stop: Text | list[Text] | None = Field(
-        None, description="Texts that end an answer, and are not part of it"
+    stop: Annotated[Annotated[Text, TEXT] | Annotated[list[Text], TO_FIRST_MISTAKE, LIST], BY_KIND] | None = (
+        Field(None, description="Texts that end an answer, and are not part of it")
     )
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_only_numbers)] | None = None
     seed: int | None = None
     user: str | None = Field(None, description="Taken for compatibility; kept nowhere")
 
@@ -52,9 +63,13 @@ class SamplingFields(Body):
     repetition_penalty: float | None = None
     min_tokens: Int | None = None
     ignore_eos: bool = False
-    stop_token_ids: list[int] | None = None
-    allowed_token_ids: list[int] | None = Field(None, description="The only tokens that can be chosen")
-    bad_words: list[Text] | None = Field(None, description="Texts that the answer does not have")
+    stop_token_ids: Annotated[list[int], TO_FIRST_MISTAKE] | None = None
+    allowed_token_ids: Annotated[list[int], TO_FIRST_MISTAKE] | None = Field(
+        None, description="The only tokens that can be chosen"
+    )
+    bad_words: Annotated[list[Text], TO_FIRST_MISTAKE] | None = Field(
+        None, description="Texts that the answer does not have"
+    )
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = False
@@ -119,7 +134,7 @@ class CompletionRequest(SamplingFields):
 
     model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The sea is", "max_tokens": 16}})
 
-    prompt: Text | list[Text] | list[StrictInt] | list[list[StrictInt]]
+    prompt: Prompts
     max_tokens: int | None = Field(16, description="Most tokens to generate; 0 with echo or prompt_logprobs")
     logprobs: int | None = Field(
         None, description="How many of the likeliest tokens to report at each position"
@@ -234,7 +249,7 @@ def _only_text(content: Any) -> Any:
 
 
 Content = Annotated[
-    Annotated[Text, TEXT] | Annotated[list[TextPart | RefusalPart], LIST],
+    Annotated[Text, TEXT] | Annotated[list[TextPart | RefusalPart], TO_FIRST_MISTAKE, LIST],
     BY_KIND,
     BeforeValidator(_only_text),
 ]
@@ -268,7 +283,7 @@ class ChatRequest(SamplingFields):
         }
     )
 
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], TO_FIRST_MISTAKE] = Field(max_length=MAX_MESSAGES)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -330,6 +345,7 @@ class ChatRequest(SamplingFields):
             "chat_template",
             "conversation",
             "messages",
+            "allow_special_tokens",
             "self",
         }
         extra = self.chat_template_kwargs or {}
@@ -356,6 +372,7 @@ _NOT_OF_BEAMS = (
     "stream", "logprobs", "prompt_logprobs", "echo", "stop", "top_p", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens",
     "include_stop_str_in_output", "return_token_ids", "response_format", "structured_outputs",
+    "skip_special_tokens", "spaces_between_special_tokens",
 )  # fmt: skip
 
 

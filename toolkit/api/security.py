@@ -46,10 +46,10 @@ class Keys:
     """The keys that open the server. Without any, everybody is admin; without an admin key, every user is."""
 
     def __init__(self, api_keys: Iterable[str] = (), admin_key: str | None = None) -> None:
-        self._user = Role.USER if admin_key else Role.ADMIN
+        self._user = Role.USER if admin_key is not None else Role.ADMIN
         self._roles = [(key.encode(), self._user) for key in api_keys]
         self._nobody = Role.NOBODY if self._roles else self._user
-        if admin_key:
+        if admin_key is not None:
             self._roles.append((admin_key.encode(), Role.ADMIN))
 
     def find(self, headers: Mapping[bytes, bytes]) -> tuple[Role, int]:

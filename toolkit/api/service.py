@@ -8,12 +8,12 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 
 from toolkit.api.fields import Body, check_fields
+from toolkit.api.limits import check_queue
 from toolkit.api.schemas import PromptTokensDetails, Usage
 from toolkit.config import ServerConfig
 from toolkit.engine.async_llm import AsyncLLM, RequestStream
@@ -24,6 +24,10 @@ from toolkit.sampling.params import SamplingParams
 
 MAX_ANSWERS = 4096
 """Of one request, over all its prompts."""
+MAX_LOGPROBS_TOLD = 2**20
+"""Log-probabilities in the answers of one request, or of its prompts: some 30 to 100 MB of JSON."""
+MAX_COPIED = 2**21
+"""Tokens and characters of what the prompts of one request share, times their number."""
 
 
 @dataclass(slots=True)
@@ -46,7 +50,7 @@ class Service:
         served one.
         """
         known = {self.model_name, self.engine.config.model.model or self.model_name}
-        if name and name not in known and Path(name).name != self.model_name:
+        if name and name not in known:
             raise ModelNotFoundError(
                 f"The model {name!r} is not served here; {self.model_name!r} is.",
                 param="model",
@@ -104,22 +108,61 @@ async def start(
 
     The engine's names end in something that nobody else has: two clients may send one X-Request-Id.
     """
-    if len(prompts) * params.n > MAX_ANSWERS:
+    num_answers = len(prompts) * params.n
+    if num_answers > MAX_ANSWERS:
         raise InvalidRequestError(
             f"A request has {MAX_ANSWERS} answers at most; {len(prompts)} prompts of {params.n} are more.",
             param="n",
         )
+    engine = service.engine
+    if params.bad_words:
+        params = await asyncio.to_thread(engine.inputs.with_bad_words, params)
+    _check_size(len(prompts), params, engine.info.max_model_len)
     name = f"{request_id}-{uuid.uuid4().hex[:8]}"
+    taken = []
+    num_tokens = 0
+    for index, prompt in enumerate(prompts):
+        id = name if len(prompts) == 1 else f"{name}-{index}"
+        text, request = await engine.prepare(prompt, params, request_id=id, priority=priority)
+        num_tokens += len(request.prompt_token_ids)
+        if num_answers > 1 and params.prompt_logprobs is not None:  # `echo` tells them in each answer
+            _check_told("prompt_logprobs", num_tokens * params.n, params.prompt_logprobs)
+        taken.append((request, text))
+    if num_answers > 1:
+        check_queue(engine, service.config, num_answers, num_tokens)
     streams: list[RequestStream] = []
     try:
-        for index, prompt in enumerate(prompts):
-            id = name if len(prompts) == 1 else f"{name}-{index}"
-            streams.append(await service.engine.submit(prompt, params, request_id=id, priority=priority))
+        for request, text in taken:
+            streams.append(engine.begin(request, text))
     except BaseException:
         for stream in streams:
             stream.close()
         raise
     return Group(streams, params.n)
+
+
+def _check_size(num_prompts: int, params: SamplingParams, max_model_len: int) -> None:
+    """Raises InvalidRequestError for a request out of all proportion: what its prompts share is copied for each of them,
+    and its answers are put together before they are sent. One answer is bounded by the model's context.
+    """
+    if num_prompts > 1 and num_prompts * params.size > MAX_COPIED:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts with {params.size} tokens and characters in allowed_token_ids, stop_token_ids, "
+            f"logit_bias, bad_words and stop are more than {MAX_COPIED} in all; send fewer prompts at once.",
+            param="prompt",
+        )
+    if params.logprobs is not None and num_prompts * params.n > 1:
+        length = max_model_len if params.max_tokens is None else min(params.max_tokens, max_model_len)
+        _check_told("logprobs", num_prompts * params.n * length, params.logprobs)
+
+
+def _check_told(name: str, num_tokens: int, logprobs: int) -> None:
+    if num_tokens * (logprobs + 1) > MAX_LOGPROBS_TOLD:
+        raise InvalidRequestError(
+            f"{name} of {num_tokens} tokens with {logprobs} others each are more than {MAX_LOGPROBS_TOLD} in one request; "
+            "ask for fewer answers or prompts, fewer tokens (max_tokens) or fewer log-probabilities.",
+            param=name,
+        )
 
 
 def prompt_logprobs_json(positions: list[PositionLogprobs | None]) -> list[dict[str, Any] | None]:

@@ -66,6 +66,7 @@ def describe(front: Front, engine: EngineConfig, info: WorkerInfo) -> None:
         row.name: str(getattr(getattr(engine, part), row.name))
         for part in PARTS
         for row in options(PARTS[part])
+        if row.name != "chat_template"  # it may be a whole text, and everybody may read the metrics
     }
     metrics.describe("config_info", "The engine's settings.", settings)
     metrics.observe_machine(gpu=info.device.startswith("cuda"))

@@ -92,9 +92,20 @@ async def chat_prompt(service: Service, body: ChatRequest) -> list[int]:
         allow = service.config.allow_special_tokens_in_messages
         return service.engine.chat_prompt(messages, allow_special_tokens=allow, **options)
 
-    if "chat_template" in options or sum(len(m["content"]) for m in messages) > LONG_CONVERSATION:
+    if "chat_template" in options or _length(body) > LONG_CONVERSATION:
         return await asyncio.to_thread(render)
     return render()
+
+
+def _length(body: ChatRequest) -> int:
+    """Characters of what a template is given, about: a message, a call and a tool's fields are some by themselves."""
+    length = 100 * len(body.messages) + 500 * len(body.callable_tools)
+    for message in body.messages:
+        length += len(message.content or "") if isinstance(message.content, str) else 0
+        length += sum(len(part.text) for part in message.content or () if not isinstance(part, str))
+        length += len(message.reasoning_content or "")
+        length += sum(100 + len(call.function.arguments) for call in message.tool_calls or ())
+    return length
 
 
 def as_chat(**fields: Any) -> ChatRequest:

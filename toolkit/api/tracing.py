@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 
 from toolkit import __version__
 from toolkit.engine.record import RequestRecord
 from toolkit.errors import ConfigError
+
+FLUSH_TIMEOUT = 1.0
+"""Seconds that the last spans get to be sent."""
 
 
 class Tracer:
@@ -78,6 +82,9 @@ class Tracer:
         span.end(ended)
 
     def close(self) -> None:
-        """Sends what is queued, for a few seconds at most."""
-        self._provider.force_flush(3000)
-        self._provider.shutdown()
+        """Sends what is queued, within FLUSH_TIMEOUT. The exporter tries for longer and cannot be told not to, so a
+        thread that nothing waits for has it.
+        """
+        sending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
+        sending.start()
+        sending.join(FLUSH_TIMEOUT)

@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-import typer
-from typer.core import TyperGroup
+import sys
 
-COMMANDS = ("serve", "chat", "run", "bench", "top")
+COMMANDS = ("serve", "chat", "run", "bench", "top", "man", "completion")
 
-
-class Ordered(TyperGroup):
-    """Lists the commands in the order of COMMANDS, whichever have subcommands."""
-
-    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # Typer's own Context
-        return [name for name in COMMANDS if name in self.commands]
-
-
-app = typer.Typer(
-    name="tk",
-    cls=Ordered,
-    help="Serve language models from the command line.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: it fits 80 columns, and brackets stay brackets
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-@app.callback(invoke_without_command=True)
-def root(
-    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
-) -> None:
-    if version:
-        from toolkit import __version__
-
-        print(f"tk {__version__}")
-        raise typer.Exit
+VALUES = "__values"
+"""The command that completion scripts call for values that only the machine or a server knows."""
 
 
 def main() -> None:
-    """The entry point of `tk`."""
-    from importlib import import_module
+    """The entry point of `tk`. What shells and scripts ask for often is answered before Typer is imported."""
+    arguments = sys.argv[1:]
+    if arguments == ["--version"]:
+        from toolkit import __version__
 
-    for name in COMMANDS:
-        import_module(f"toolkit.cli.{name}")
+        print(f"tk {__version__}")
+    elif arguments[:1] == [VALUES]:
+        from toolkit.cli.values import values
 
-    app()
+        print(*values(arguments[1], arguments[2:]), sep="\n")
+    else:
+        from toolkit.cli.root import run
+
+        sys.exit(run())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from toolkit.cli import app
 from toolkit.cli.command import command, command_with_subcommands
+from toolkit.cli.root import app
 from toolkit.config import DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from toolkit.config.bench import BenchCacheConfig, LatencyConfig, OfflineConfig, PrefillConfig
 from toolkit.config.clients import BenchConfig

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from toolkit.cli import app
 from toolkit.cli.command import command
+from toolkit.cli.root import app
 from toolkit.config.clients import ChatConfig
 
 

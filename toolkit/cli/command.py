@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 
+from toolkit.cli.help import ALL, Command, Group, show_all
 from toolkit.config.fields import Option, build, options
 from toolkit.config.sources import resolve
-from toolkit.errors import ConfigError, ToolkitError
+from toolkit.errors import ConfigError
 
 
-def command(
-    app: typer.Typer, name: str, *configs: type, **extra: Any
-) -> Callable[[Callable[..., None]], None]:
-    """Registers `function(*built_configs)` as a command whose flags are the configs' settings.
-
-    `extra` goes to Typer. A ToolkitError becomes one paragraph on stderr and exit code 2.
-    """
+def command(app: typer.Typer, name: str, *configs: type) -> Callable[[Callable[..., None]], None]:
+    """Registers `function(*built_configs)` as a command whose flags are the configs' settings."""
 
     def register(function: Callable[..., None]) -> None:
-        app.command(name, **extra)(_runner(function, configs))
+        app.command(name, cls=Command)(_runner(function, configs))
 
     return register
 
@@ -37,22 +32,21 @@ def command_with_subcommands(
     """
 
     def register(function: Callable[..., None]) -> typer.Typer:
-        group = typer.Typer(rich_markup_mode=None)
+        group = typer.Typer(cls=Group, rich_markup_mode=None)
         run = _runner(function, configs)
 
         def root(ctx: typer.Context, **flags: Any) -> None:
             given = [row for config in configs for row in options(config) if flags[row.name] is not None]
-            with readable_errors():
-                if ctx.invoked_subcommand is not None and given:
-                    raise ConfigError(
-                        f"{given[0].flag} is no flag of 'tk {name} {ctx.invoked_subcommand}': that one's own flags "
-                        f"follow its name."
-                    )
+            if ctx.invoked_subcommand is not None and given:
+                raise ConfigError(
+                    f"{given[0].flag} is no flag of 'tk {name} {ctx.invoked_subcommand}': that one's own flags "
+                    f"follow its name."
+                )
             if ctx.invoked_subcommand is None:
                 run(**flags)
 
         context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-        _wear(root, function, [context, *inspect.signature(run).parameters.values()])
+        _wear(root, function, [context, *inspect.signature(run).parameters.values()], run.rows)  # type: ignore[attr-defined]  # see _wear
         group.callback(invoke_without_command=True)(root)
         app.add_typer(group, name=name)
         return group
@@ -65,47 +59,48 @@ def _runner(function: Callable[..., None], configs: Sequence[type]) -> Callable[
     rows = [row for config in configs for row in options(config)]
 
     def run(**flags: Any) -> None:
-        with readable_errors():
-            for row in rows:
-                if row.type is tuple and not flags.get(row.name):
-                    flags[row.name] = None  # Typer's word for a flag that can be repeated and was not given
-                if row.argument and flags.get(f"{row.name}_argument") is not None:
-                    flags[row.name] = flags[f"{row.name}_argument"]
-            settings = resolve(rows, flags)
-            built: list[Any] = []
-            for config in configs:
-                names = {row.name for row in options(config)}
-                built.append(build(config, {k: v for k, v in settings.items() if k in names}))
-            function(*built)
+        for row in rows:
+            if row.type is tuple and not flags.get(row.name):
+                flags[row.name] = None  # Typer's word for a flag that can be repeated and was not given
+            if row.argument and flags.get(f"{row.name}_argument") is not None:
+                flags[row.name] = flags[f"{row.name}_argument"]
+        settings = resolve(rows, flags)
+        built: list[Any] = []
+        for config in configs:
+            names = {row.name for row in options(config)}
+            built.append(build(config, {k: v for k, v in settings.items() if k in names}))
+        function(*built)
 
     parameters = [parameter for row in rows for parameter in _parameters(row)]
     parameters.sort(key=lambda p: not p.name.endswith("_argument"))
-    _wear(run, function, parameters)
+    parameters.append(_HELP_ALL)
+    _wear(run, function, parameters, rows)
     return run
 
 
 def _wear(
-    run: Callable[..., None], function: Callable[..., None], parameters: list[inspect.Parameter]
+    run: Callable[..., None],
+    function: Callable[..., None],
+    parameters: list[inspect.Parameter],
+    rows: list[Option],
 ) -> None:
-    """Gives `run` the name and help of `function`, and the signature that Typer reads."""
+    """Gives `run` the name and help of `function`, the signature that Typer reads, and the rows that help reads."""
     run.__name__ = function.__name__
     run.__doc__ = function.__doc__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # Typer reads it
+    run.rows = rows  # type: ignore[attr-defined]  # `help.settings_of` reads them
     run.__annotations__ = {p.name: p.annotation for p in parameters}
 
 
-class readable_errors:  # noqa: N801  # used as a statement, `with readable_errors():`
-    """Turns the user's mistakes into one paragraph on stderr and exit code 2, and Ctrl-C into 130."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ToolkitError):
-            print(f"tk: {error.message}", file=sys.stderr)
-            raise typer.Exit(2) from None
-        if isinstance(error, KeyboardInterrupt):
-            raise typer.Exit(130) from None
+_HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option(ALL, is_eager=True, callback=show_all, help="Show every setting and exit."),
+    ],
+)
 
 
 def _parameters(row: Option) -> list[inspect.Parameter]:
@@ -118,7 +113,7 @@ def _parameters(row: Option) -> list[inspect.Parameter]:
     kind_of_value: Any = list[str] if row.type is tuple else row.type
     hint: Any = Annotated[
         kind_of_value | None,
-        typer.Option(*flags, help=row.help + _default(row), show_default=False, metavar=metavar),
+        typer.Option(*flags, help=row.help + row.shown_default, show_default=False, metavar=metavar),
     ]
     made = [inspect.Parameter(row.name, kind, default=None, annotation=hint)]
     if row.argument:
@@ -127,13 +122,3 @@ def _parameters(row: Option) -> list[inspect.Parameter]:
         ]
         made.append(inspect.Parameter(f"{row.name}_argument", kind, default=None, annotation=hint))
     return made
-
-
-def _default(row: Option) -> str:
-    """What the help says of a setting's default; a None explains itself in the setting's own text."""
-    if row.default in (None, (), ""):
-        return ""
-    if row.type is tuple:
-        return f" [{', '.join(row.default)}]"
-    shown = {True: "on", False: "off"}[row.default] if row.type is bool else row.default
-    return f" [{shown}]"

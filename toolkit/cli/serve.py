@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from toolkit.cli import app
 from toolkit.cli.command import command
+from toolkit.cli.root import app
 from toolkit.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 
 

@@ -20,8 +20,10 @@ class BenchCacheConfig(CacheConfig):
 class EngineBenchConfig:
     """What the three have in common."""
 
-    temperature: float = option(0.6, "Of all requests; 0 always takes the likeliest token.", minimum=0.0)
-    repeats: int = option(3, "Measured runs, after one that warms up; the best counts.", minimum=1)
+    temperature: float = option(
+        0.6, "Of all requests; 0 always takes the likeliest token.", minimum=0.0, subject="Measurement"
+    )
+    repeats: int = option(3, "Measured runs after a warm-up; the best counts.", minimum=1, common=True)
     profile: str | None = option(
         None,
         "Run once more, write a Chrome trace of a third of a second of it to this file, and say for what "
@@ -38,12 +40,18 @@ class EngineBenchConfig:
 class OfflineConfig(EngineBenchConfig):
     """Many requests of mixed lengths at once."""
 
-    num_prompts: int = option(256, "Requests, all given at once.", minimum=1)
+    num_prompts: int = option(256, "Requests, all given at once.", minimum=1, common=True)
     min_len: int | None = option(
-        None, "Shortest prompt and answer, in tokens. Default: 100; 16 in a context of 1024.", minimum=1
+        None,
+        "Shortest prompt and answer, in tokens. Default: 100; 16 in a context of 1024.",
+        minimum=1,
+        common=True,
     )
     max_len: int | None = option(
-        None, "Longest prompt and answer, in tokens. Default: 1024; 512 in a context of 1024.", minimum=1
+        None,
+        "Longest prompt and answer, in tokens. Default: 1024; 512 in a context of 1024.",
+        minimum=1,
+        common=True,
     )
 
 
@@ -51,9 +59,9 @@ class OfflineConfig(EngineBenchConfig):
 class LatencyConfig(EngineBenchConfig):
     """A few requests of one length."""
 
-    batch_sizes: str = option("1,8,64", "Requests at once, one row for each.", metavar="N,N,...")
-    input_len: int = option(128, "Length of a prompt, in tokens.", minimum=1)
-    output_len: int = option(256, "Length of an answer, in tokens.", minimum=1)
+    batch_sizes: str = option("1,8,64", "Requests at once, one row for each.", metavar="N,N,...", common=True)
+    input_len: int = option(128, "Length of a prompt, in tokens.", minimum=1, common=True)
+    output_len: int = option(256, "Length of an answer, in tokens.", minimum=1, common=True)
 
     def __post_init__(self) -> None:
         check_all(self)
@@ -74,7 +82,10 @@ class LatencyConfig(EngineBenchConfig):
 class PrefillConfig(EngineBenchConfig):
     """Prompts alone: every answer is one token."""
 
-    num_prompts: int = option(32, "Requests, all given at once.", minimum=1)
+    num_prompts: int = option(32, "Requests, all given at once.", minimum=1, common=True)
     input_len: int | None = option(
-        None, "Length of a prompt, in tokens. Default: 2048; 1000 in a context of 1024.", minimum=1
+        None,
+        "Length of a prompt, in tokens. Default: 2048; 1000 in a context of 1024.",
+        minimum=1,
+        common=True,
     )

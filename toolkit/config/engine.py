@@ -23,19 +23,28 @@ class ModelConfig:
         "A folder or a hub name. Without one: the small demo model that ships with tk.",
         argument=True,
         metavar="MODEL",
+        subject="Model",
+        common=True,
     )
     revision: str | None = option(None, "Branch, tag or commit of the model on the hub.")
-    tokenizer: str | None = option(None, "Folder or hub name of the tokenizer, when it is not the model's.")
+    tokenizer: str | None = option(
+        None, "Folder or hub name of the tokenizer, when it is not the model's.", metavar="MODEL"
+    )
     chat_template: str | None = option(
-        None, "A file with the chat template, or the template itself. Default: the tokenizer's own."
+        None,
+        "A file with the chat template, or the template itself. Default: the tokenizer's own.",
+        metavar="FILE",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Type of weights and activations. auto: the checkpoint's on a GPU, float32 on a CPU."
+        "auto",
+        "Type of weights and activations. auto: the checkpoint's on a GPU, float32 on a CPU.",
+        common=True,
     )
     max_model_len: int | None = option(
         None,
         "Longest sequence, prompt and answer together, in tokens. Default: what the model was made for.",
         minimum=1,
+        common=True,
     )
     load_format: Literal["auto", "safetensors", "dummy"] = option(
         "auto",
@@ -61,7 +70,9 @@ class ModelConfig:
 class DeviceConfig:
     """Where the model runs."""
 
-    device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: the first GPU, else the CPU.")
+    device: Literal["auto", "cuda", "cpu"] = option(
+        "auto", "auto: the first GPU, else the CPU.", subject="Device"
+    )
     attention_backend: Literal["auto", "torch", "cpu", "triton", "flash"] = option(
         "auto", "Which attention runs; auto chooses for the device, and a log line says which and why."
     )
@@ -78,15 +89,19 @@ class DeviceConfig:
 class CacheConfig:
     """The KV cache."""
 
-    block_size: int = option(16, "Tokens in one KV cache block.", minimum=1, maximum=256)
+    block_size: int = option(16, "Tokens in one KV cache block.", minimum=1, maximum=256, subject="KV cache")
     gpu_memory_utilization: float = option(
         0.9,
         "Share of the GPU's memory for weights, activations and KV cache together.",
         minimum=0.05,
         maximum=1.0,
+        common=True,
     )
     kv_cache_memory: float | None = option(
-        None, "KV cache size in GiB, instead of measuring what is free.", minimum=0.0, maximum=MOST_GIB
+        None,
+        "KV cache size in GiB, instead of measuring what is free.",
+        minimum=0.0,
+        maximum=MOST_GIB,
     )
     kv_cache_dtype: Literal["auto", "fp8"] = option(
         "auto", "Type of the KV cache. auto: the activations'. fp8: half of 16 bits, so twice the tokens."
@@ -110,7 +125,9 @@ class CacheConfig:
 class SchedulerConfig:
     """Who runs next."""
 
-    max_num_seqs: int = option(256, "Most requests that run at once.", minimum=1)
+    max_num_seqs: int = option(
+        256, "Most requests that run at once.", minimum=1, subject="Scheduling", common=True
+    )
     max_num_batched_tokens: int | None = option(
         None, "Token budget of one step. Default: 8192 on a GPU, 2048 on a CPU.", minimum=1
     )

@@ -25,8 +25,12 @@ def option(
     metavar: str | None = None,
     aliases: tuple[str, ...] = (),
     argument: bool = False,
+    subject: str | None = None,
+    common: bool = False,
 ) -> Any:
-    """A dataclass field that is a setting. `argument`: it can also be given by position on the command line."""
+    """A dataclass field that is a setting. `argument`: it can also be given by position on the command line.
+    `subject`: the heading that it and the fields after it stand under. `common`: in the help that fits one screen.
+    """
     meta = {
         "help": help,
         "minimum": minimum,
@@ -34,6 +38,8 @@ def option(
         "metavar": metavar,
         "aliases": aliases,
         "argument": argument,
+        "subject": subject,
+        "common": common,
     }
     return dataclasses.field(default=default, metadata=meta)
 
@@ -53,6 +59,8 @@ class Option:
     metavar: str | None = None
     aliases: tuple[str, ...] = ()
     argument: bool = False
+    subject: str | None = None
+    common: bool = False
 
     @property
     def flag(self) -> str:
@@ -61,6 +69,21 @@ class Option:
     @property
     def variable(self) -> str:
         return "TK_" + self.name.upper()
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the help, which is all that one screen has room for."""
+        return self.help.split(". ")[0].split("; ")[0].rstrip(".") + "."
+
+    @property
+    def shown_default(self) -> str:
+        """The default as it follows the help: ' [8000]'. A None explains itself in the setting's own text."""
+        if self.default in (None, (), ""):
+            return ""
+        if self.type is tuple:
+            return f" [{', '.join(self.default)}]"
+        shown = {True: "on", False: "off"}[self.default] if self.type is bool else self.default
+        return f" [{shown}]"
 
     def check(self, value: Any) -> Any:
         """The value, converted where that loses nothing. Raises ConfigError naming the setting and what it
@@ -118,10 +141,12 @@ def options(config: type) -> list[Option]:
     """The rows of one config class, in the order of its fields."""
     hints = typing.get_type_hints(config)
     rows = []
+    subject = None
     for field in dataclasses.fields(config):
         if "help" not in field.metadata:
             continue
         base, optional, choices = _unwrap(hints[field.name])
+        subject = field.metadata["subject"] or subject
         rows.append(
             Option(
                 name=field.name,
@@ -129,7 +154,7 @@ def options(config: type) -> list[Option]:
                 default=field.default,
                 optional=optional,
                 choices=choices,
-                **field.metadata,
+                **{**field.metadata, "subject": subject},
             )
         )
     return rows

@@ -16,12 +16,16 @@ class RunConfig:
         "What to say. Without it, or with more on standard input, that is read too.",
         argument=True,
         metavar="PROMPT",
+        subject="Answer",
+        common=True,
     )
-    system: str | None = option(None, "A system message before the prompt.")
+    system: str | None = option(None, "A system message before the prompt.", common=True)
     max_tokens: int | None = option(
-        None, "Longest answer, in tokens. Default: what the context holds.", minimum=1
+        None, "Longest answer, in tokens. Default: what the context holds.", minimum=1, common=True
     )
-    temperature: float = option(0.0, "0 always takes the likeliest token.", minimum=0.0, maximum=2.0)
+    temperature: float = option(
+        0.0, "0 always takes the likeliest token.", minimum=0.0, maximum=2.0, common=True
+    )
     top_p: float = option(1.0, "Share of the probability to draw from.", minimum=0.0, maximum=1.0)
     raw: bool = option(False, "Continue the prompt as it stands, without the model's chat template.")
 

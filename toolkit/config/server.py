@@ -14,9 +14,16 @@ from toolkit.errors import ConfigError
 class ServerConfig:
     """The OpenAI-compatible server."""
 
-    host: str = option("127.0.0.1", "Address to listen on. 0.0.0.0 opens the server to the network.")
-    port: int = option(8000, "Port to listen on; 0 takes a free one.", minimum=0, maximum=65535)
-    uds: str | None = option(None, "Path of a Unix socket to listen on, instead of an address and a port.")
+    host: str = option(
+        "127.0.0.1",
+        "Address to listen on. 0.0.0.0 opens the server to the network.",
+        subject="Listening",
+        common=True,
+    )
+    port: int = option(8000, "Port to listen on; 0 takes a free one.", minimum=0, maximum=65535, common=True)
+    uds: str | None = option(
+        None, "Path of a Unix socket to listen on, instead of an address and a port.", metavar="FILE"
+    )
     root_path: str = option(
         "", "Path under which a proxy offers the server, such as /llm, and which it strips."
     )
@@ -26,14 +33,20 @@ class ServerConfig:
         (),
         "Key that requests must carry as 'Authorization: Bearer KEY'; may be repeated. In TK_API_KEY, commas part "
         "several. Probes, /metrics, /version and /docs need none.",
+        subject="Keys, TLS and browsers",
+        common=True,
     )
-    api_key_file: str | None = option(None, "File with more API keys, one on each line.")
+    api_key_file: str | None = option(None, "File with more API keys, one on each line.", metavar="FILE")
     admin_key: str | None = option(
         None, "Key of the operator's endpoints, which API keys then do not open; it opens all others too."
     )
-    ssl_keyfile: str | None = option(None, "Private key for TLS, in PEM.")
-    ssl_certfile: str | None = option(None, "Certificate for TLS, and those between it and its root, in PEM.")
-    ssl_ca_certs: str | None = option(None, "Certificates, in PEM, one of which must have signed a client's.")
+    ssl_keyfile: str | None = option(None, "Private key for TLS, in PEM.", metavar="FILE")
+    ssl_certfile: str | None = option(
+        None, "Certificate for TLS, and those between it and its root, in PEM.", metavar="FILE"
+    )
+    ssl_ca_certs: str | None = option(
+        None, "Certificates, in PEM, one of which must have signed a client's.", metavar="FILE"
+    )
     allowed_origins: tuple[str, ...] = option(
         (), "Origin whose pages may use the server from a browser (CORS), * for all; may be repeated."
     )
@@ -46,7 +59,10 @@ class ServerConfig:
     )
 
     max_queue: int = option(
-        16384, "Most requests that wait to run; the next ones get 429 until some run.", minimum=1
+        16384,
+        "Most requests that wait to run; the next ones get 429 until some run.",
+        minimum=1,
+        subject="Limits",
     )
     max_queue_tokens: int | None = option(
         None, "Most prompt tokens of requests that wait to run. Default: no limit.", minimum=1
@@ -79,6 +95,7 @@ class ServerConfig:
     strict: bool = option(
         False,
         "Refuse requests with fields that the server does not know, instead of naming them in a header.",
+        subject="Requests and answers",
     )
     trust_request_chat_template: bool = option(
         False, "Let requests bring a chat template of their own, which runs in a sandbox."
@@ -101,7 +118,11 @@ class ServerConfig:
         "Seconds after which a stream that waits sends a comment, so that nobody on the way closes it; 0: never.",
         minimum=0.0,
     )
-    metrics_prefix: str = option("tk", "First part of every metric's name; vllm fits existing dashboards.")
+    metrics_prefix: str = option(
+        "tk",
+        "First part of every metric's name; vllm fits existing dashboards.",
+        subject="Metrics, log and traces",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "What the log tells of.")
     log_format: Literal["auto", "text", "json"] = option(
         "auto", "One line of text or of JSON for each event. auto: text on a terminal, else JSON."
@@ -123,6 +144,11 @@ class ServerConfig:
     def __post_init__(self) -> None:
         check_all(self)
         self._check_tls()
+        if self.admin_key is not None and not self.admin_key.strip():
+            raise ConfigError(
+                "--admin-key (TK_ADMIN_KEY) is empty, and would protect nothing: give a key, or leave it out.",
+                param="admin_key",
+            )
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):
             raise ConfigError(
                 f"--root-path is a path such as /llm, without a slash at its end; it got {self.root_path!r}.",

@@ -453,7 +453,7 @@ def _measured(function: Callable[..., Any], check: Callable[..., None]) -> Calla
 def _measured_method(owner: Any, name: Any, method: Any) -> Any:
     if not isinstance(owner, str | bytes | int) or not callable(method):
         return method
-    if name == "join":
+    if name == "join" and isinstance(owner, str):
         return functools.partial(_joined, owner)
     check = _CHECKS.get(name)
     if check is None:

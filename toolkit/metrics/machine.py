@@ -12,6 +12,22 @@ from prometheus_client.registry import Collector
 
 _MODULES = {"toolkit.engine.process": "engine", "toolkit.api.worker": "worker"}
 
+GPU_LABELS = ("gpu", "gpu_name")
+GPU_READINGS: dict[str, tuple[str, Callable[[Any, Any], float]]] = {
+    "gpu_memory_used_bytes": ("Memory in use.", lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used),
+    "gpu_memory_total_bytes": ("Memory.", lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total),
+    "gpu_utilization_perc": (
+        "Share of the time in which some kernel ran, 0 to 1.",
+        lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+    ),
+    "gpu_power_watts": ("Power drawn.", lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
+    "gpu_temperature_celsius": (
+        "Temperature.",
+        lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+    ),
+}
+"""Metrics of a GPU: what each means, and how NVML is asked."""
+
 
 class ProcessMetrics(Collector):
     """Processor time and memory of this process and those that it has started, by what they do."""
@@ -70,29 +86,13 @@ class GPUMetrics(Collector):
         """What Prometheus reads."""
         if self._nvml is None:
             return []
-        nvml = self._nvml
-        readings: dict[str, tuple[str, Callable[[Any], float]]] = {
-            "gpu_memory_used_bytes": ("Memory in use.", lambda h: nvml.nvmlDeviceGetMemoryInfo(h).used),
-            "gpu_memory_total_bytes": ("Memory.", lambda h: nvml.nvmlDeviceGetMemoryInfo(h).total),
-            "gpu_utilization_perc": (
-                "Share of the time in which some kernel ran, 0 to 1.",
-                lambda h: nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100,
-            ),
-            "gpu_power_watts": ("Power drawn.", lambda h: nvml.nvmlDeviceGetPowerUsage(h) / 1000),
-            "gpu_temperature_celsius": (
-                "Temperature.",
-                lambda h: nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU),
-            ),
-        }
         families = []
-        for name, (text, read) in readings.items():
-            family = GaugeMetricFamily(
-                f"{self._prefix}:{name}", f"{text} By GPU.", labels=["gpu", "gpu_name"]
-            )
+        for name, (text, read) in GPU_READINGS.items():
+            family = GaugeMetricFamily(f"{self._prefix}:{name}", f"{text} By GPU.", labels=list(GPU_LABELS))
             for index, (handle, gpu_name) in enumerate(self._gpus):
                 try:
-                    family.add_metric([str(index), gpu_name], read(handle))
-                except nvml.NVMLError:  # not every device tells everything
+                    family.add_metric([str(index), gpu_name], read(self._nvml, handle))
+                except self._nvml.NVMLError:  # not every device tells everything
                     continue
             families.append(family)
         return families

@@ -12,6 +12,8 @@ from toolkit.sampling.structured import StructuredOutputsParams
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 256
+MAX_TEXT = 16_384
+"""Characters of all `stop` strings, and of all `bad_words`."""
 MAX_BEAM_WIDTH = 64
 _GREATEST = 2**31 - 1
 _WHOLE = (
@@ -96,22 +98,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _within(name, getattr(self, name), 0, MAX_LOGPROBS)
-        if len(self.stop) > MAX_STOP_STRINGS or not all(
-            isinstance(s, str) and 1 <= len(s) <= 1024 for s in self.stop
-        ):
-            raise InvalidRequestError(
-                f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to 1024 characters.", param="stop"
-            )
+        _check_texts("stop", self.stop, MAX_STOP_STRINGS)
         if self.stop and not self.detokenize:
             raise InvalidRequestError(
                 "stop needs the answer's text, so that detokenize stays on.", param="stop"
             )
-        if len(self.bad_words) > MAX_BAD_WORDS or not all(
-            isinstance(word, str) and 1 <= len(word) <= 1024 for word in self.bad_words
-        ):
-            raise InvalidRequestError(
-                f"bad_words takes at most {MAX_BAD_WORDS} texts of 1 to 1024 characters.", param="bad_words"
-            )
+        _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS)
         for sequence in self.bad_words_token_ids or ():
             if not sequence or not all(type(token) is int for token in sequence):
                 raise InvalidRequestError(
@@ -127,8 +119,22 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             if not all(type(token) is int for token in getattr(self, name) or ()):
                 raise InvalidRequestError(f"{name} names tokens by their numbers.", param=name)
+        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = list(dict.fromkeys(self.allowed_token_ids))
         for bias in (self.logit_bias or {}).values():
             _within("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def size(self) -> int:
+        """Texts and tokens that it is made of, as a measure of what each copy of it costs: characters and numbers."""
+        lists = (
+            self.stop_token_ids,
+            self.allowed_token_ids,
+            self.logit_bias,
+            *(self.bad_words_token_ids or ()),
+        )
+        return sum(len(one) for one in lists if one) + sum(map(len, self.stop_strings))
 
     @property
     def has_biases(self) -> bool:
@@ -181,6 +187,14 @@ def _as_list(stop: list[str] | str | None) -> list[str]:
     if stop is None:
         return []
     return [stop] if isinstance(stop, str) else list(stop)
+
+
+def _check_texts(name: str, texts: list[str], most: int) -> None:
+    good = len(texts) <= most and all(isinstance(text, str) and 1 <= len(text) <= 1024 for text in texts)
+    if not good or sum(map(len, texts)) > MAX_TEXT:
+        raise InvalidRequestError(
+            f"{name} takes at most {most} texts of 1 to 1024 characters, of {MAX_TEXT} in all.", param=name
+        )
 
 
 def _within(name: str, value: Any, low: float, high: float | None) -> None:

@@ -737,7 +737,8 @@ def _wanting_prompt_logprobs(part: _Together) -> list[int]:
 def _why_nothing(request: Request) -> str:
     """Why a request found no token to sample."""
     params = request.params
-    if request.grammar is not None and (params.allowed_token_ids or params.bad_words or params.logit_bias):
+    bound = params.allowed_token_ids or params.bad_words_token_ids or params.logit_bias
+    if request.grammar is not None and bound:
         return (
             "no token is left that both the form of the answer and allowed_token_ids, bad_words or logit_bias allow; "
             "ask for less of one of them"

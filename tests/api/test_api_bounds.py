@@ -1,0 +1,167 @@
+"""Requests that ask for too much, or for what nobody can make sense of: refused at once, and never a 500."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from tests.api.conftest import Reference
+from tests.api.test_api_errors import check_error
+from tests.checkpoints import make_tokenizer
+from toolkit.api import talk
+from toolkit.api.answers import AnswerPlan
+from toolkit.api.limits import check_shape
+from toolkit.api.schemas import ChatRequest
+from toolkit.api.service import Service
+from toolkit.api.tool_formats import Llama3
+from toolkit.api.tools import FunctionTool, Tool
+from toolkit.errors import InvalidRequestError
+from toolkit.sampling.params import SamplingParams
+from toolkit.sampling.structured import StructuredOutputsParams
+
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES = [{"role": "user", "content": "x"}]
+HALF = "\ud800"
+
+
+def post(http: httpx.Client, path: str, body: object) -> httpx.Response:
+    """Half a surrogate pair goes as JSON's escape."""
+    return http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+
+
+def schema(value: object) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"chat_template_kwargs": {"allow_special_tokens": True}}, "chat_template_kwargs"),
+        (CHAT, {"chat_template_kwargs": {"x": 10**40}}, "chat_template_kwargs"),
+        (CHAT, {"response_format": schema({"maximum": 10**40, "default": 10**40})}, "response_format"),
+        (RESPONSES, {"user": HALF}, "user"),
+        (RESPONSES, {"metadata": {"a": HALF}}, "metadata"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema", "name": HALF}}}, "text"),
+    ],
+    ids=lambda value: ascii(value)[:60],
+)
+def test_what_cannot_be_told_on_is_refused(
+    http: httpx.Client, path: str, body: dict[str, object], param: str
+) -> None:
+    asked = {"input": "x"} if path == RESPONSES else {"messages": MESSAGES}
+    found = check_error(post(http, path, asked | {"max_tokens": 1} | body), 400)["param"]
+    assert found is not None
+    assert found.split(".")[0] == param
+
+
+@pytest.mark.parametrize("given", ["[1]", "true", "[" * 100_000, "{"], ids=lambda text: text[:8])
+def test_beside_tools_a_schema_is_an_object(given: str) -> None:
+    plan = AnswerPlan(None, Llama3, [Tool(function=FunctionTool(name="f"))], True, False, False)
+    asked = SamplingParams(structured_outputs=StructuredOutputsParams(json=given))
+    with pytest.raises(InvalidRequestError, match=r"no JSON|a JSON object") as caught:
+        plan.params(asked, make_tokenizer())
+    assert caught.value.param == "structured_outputs"
+
+
+def test_the_form_of_a_response_has_ignored_fields_too(http: httpx.Client) -> None:
+    form = {"type": "text", "bogus": HALF}
+    answer = post(http, RESPONSES, {"input": "x", "max_output_tokens": 1, "text": {"format": form}})
+    assert answer.status_code == 200
+    assert answer.headers["X-Ignored-Fields"] == "text.format.bogus"
+    assert answer.json()["text"] == {"format": {"type": "text"}}
+
+
+def test_the_form_of_a_response_is_told_as_it_was_given(http: httpx.Client) -> None:
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
+    answer = post(http, RESPONSES, {"input": "x", "max_output_tokens": 4, "text": {"format": form}})
+    assert answer.json()["text"] == {"format": form}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": ["a"] * 60, "bad_words": ["x" * 1024] * 256}, "bad_words"),
+        ({"prompt": "a", "stop": ["x" * 1024] * 64}, "stop"),
+        ({"prompt": ["a"] * 8, "n": 128, "max_tokens": 20, "logprobs": 100}, "logprobs"),
+        ({"prompt": ["a"] * 100, "n": 2, "max_tokens": None, "logprobs": 5}, "logprobs"),
+        ({"prompt": ["a" * 6000] * 2, "max_tokens": 1, "prompt_logprobs": 100}, "prompt_logprobs"),
+        ({"prompt": "a" * 6000, "max_tokens": 1, "n": 2, "echo": True, "logprobs": 100}, "prompt_logprobs"),
+        ({"prompt": [[65]] * 2048, "stop": ["x" * 1024] * 2}, "prompt"),
+        ({"prompt": [None] * 600_000}, "prompt.0"),
+        ({"prompt": "a", "stop": [None] * 600_000}, "stop.0"),
+        ({"prompt": "a", "logit_bias": {str(i): None for i in range(200_000)}}, "logit_bias"),
+    ],
+    ids=lambda value: ascii(value)[:60],
+)
+def test_what_is_out_of_all_proportion_is_refused_at_once(
+    http: httpx.Client, body: dict[str, object], param: str
+) -> None:
+    start = time.monotonic()
+    assert check_error(post(http, COMPLETIONS, body), 400)["param"] == param
+    assert time.monotonic() - start < 3.0
+
+
+def test_tokens_that_are_named_again_and_again_count_once(http: httpx.Client, reference: Reference) -> None:
+    start = time.monotonic()
+    body = {"prompt": [[65]] * 60, "max_tokens": 1, "allowed_token_ids": [66] * 900_000}
+    answer = post(http, COMPLETIONS, body)
+    assert {choice["text"] for choice in answer.json()["choices"]} == {reference.tokenizer.decode([66])}
+    assert time.monotonic() - start < 5.0
+
+
+def test_a_conversation_has_a_number_of_messages(http: httpx.Client) -> None:
+    answer = post(http, CHAT, {"messages": [{"role": "user", "content": ""}] * 20_000})
+    assert check_error(answer, 400)["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("more", "leaves_the_loop"),
+    [
+        ({}, False),
+        ({"messages": MESSAGES * 300}, True),
+        ({"messages": [{"role": "assistant", "reasoning_content": "x" * 30_000}]}, True),
+        ({"tools": [{"function": {"name": f"f{i}"}} for i in range(100)]}, True),
+    ],
+    ids=["short", "messages", "reasoning", "tools"],
+)
+async def test_what_is_long_is_rendered_in_a_thread(more: dict[str, object], leaves_the_loop: bool) -> None:
+    threads = []
+
+    def chat_prompt(*_: object, **__: object) -> list[int]:
+        threads.append(threading.current_thread())
+        return [1]
+
+    engine = SimpleNamespace(chat_prompt=chat_prompt, tokenizer=None)
+    body = ChatRequest.model_validate({"messages": MESSAGES} | more)
+    await talk.chat_prompt(Service(engine, "x"), body)
+    assert (threads != [threading.main_thread()]) == leaves_the_loop
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[a" * 2**22, b"[" * 2**22 + b"]" * 2**22, b"[" * 65 + b'""' * 2**22, b"[]" * 2**22, b"[" * 65 + b"]" * 65],
+    ids=["open", "deep", "texts", "many", "a-little-deep"],
+)  # fmt: skip
+def test_the_shape_of_a_body_is_seen_in_no_time(body: bytes) -> None:
+    start = time.monotonic()
+    with pytest.raises(InvalidRequestError, match=r"nested more than|The body has more than"):
+        check_shape(body)
+    assert time.monotonic() - start < 1.0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [[1]] * 1000,
+        ["[" * 1000, '"[' * 1000, "\\" * 999 + "[", '\\"' * 1000 + "[" * 1000],
+        {'{"\\': [{"x\\\\": "]"}] * 100},
+    ],
+    ids=["lists", "brackets-in-texts", "escapes"],
+)
+def test_brackets_within_texts_are_no_depth(value: object) -> None:
+    check_shape(json.dumps(value).encode())

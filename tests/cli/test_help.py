@@ -1,0 +1,106 @@
+"""Help that fits a screen, and what becomes of a command line with a mistake in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli.completion import FILES
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = (
+    "serve", "chat", "run", "bench", "bench offline", "bench latency", "bench prefill", "top", "man", "completion",
+)  # fmt: skip
+
+
+def tk(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "toolkit", *arguments], env=os.environ | {"COLUMNS": "80"} | environment,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_a_terminal_of_80_by_24_with_the_prompt(command: str):
+    done = tk(*command.split(), "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 23
+    assert max(map(len, lines)) <= 80
+
+
+def test_help_shows_common_settings_by_subject_and_help_all_the_rest():
+    short, whole = tk("serve", "--help").stdout, tk("serve", "--help-all").stdout
+    assert "tk serve --help-all" in short
+    for text in (short, whole):
+        assert (
+            text.index("Model:")
+            < text.index("--max-model-len")
+            < text.index("Listening:")
+            < text.index("--port")
+        )
+    assert "--uvicorn-log-level" not in short
+    assert whole.index("Metrics, log and traces:") < whole.index("--uvicorn-log-level")
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("srve", "serve"),
+        ("bench ofline", "offline"),
+        ("serve --prot 3", "--port"),
+        ("serve --no-enable-prefix-cache", "--no-enable-prefix-caching"),
+        ("chat --sytem=x", "--system"),
+    ],
+)
+def test_what_was_meant_is_named_on_one_line(line: str, meant: str):
+    done = tk(*line.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"Did you mean {meant}" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["serve --port", "serve --port x", "serve a b", "completion fsh", "zzz"])
+def test_other_mistakes_are_one_line_too(line: str):
+    done = tk(*line.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("tk: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_without_a_command_the_help_goes_to_stderr_as_a_mistake():
+    done = tk()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == tk("--help").stdout
+
+
+def test_the_version_needs_no_command_line_library():
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.argv = ['tk', '--version']; from toolkit.cli import main; main(); print(*sys.modules)"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    version, modules = done.stdout.splitlines()
+    assert version.startswith("tk 0.")
+    assert not {"typer", "torch", "transformers", "textual", "pydantic"} & set(modules.split())
+
+
+@pytest.mark.parametrize("shell", FILES)
+def test_a_completion_script_is_printed_or_installed(shell: str, tmp_path: Path):
+    script = (ROOT / "completions" / FILES[shell]).read_text()
+    assert tk("completion", shell).stdout == script
+    environment = {
+        "HOME": str(tmp_path),
+        "XDG_DATA_HOME": "",
+        "XDG_CONFIG_HOME": "",
+        "ZDOTDIR": "",
+        "BASH_COMPLETION_USER_DIR": "",
+    }
+    done = tk("completion", shell, "--install", **environment)
+    assert done.returncode == 0, done.stderr
+    (installed,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert installed.read_text() == script
+    assert str(installed) in done.stdout

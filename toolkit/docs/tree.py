@@ -1,0 +1,130 @@
+"""The commands as the documents see them, read from Typer's own objects, so that no flag can be left out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.cli.help import OTHER, settings_of
+from toolkit.cli.root import tree
+from toolkit.config.fields import Option
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """An option. `names` turn it on or take its value, `negations` turn it off."""
+
+    names: tuple[str, ...]
+    negations: tuple[str, ...]
+    value: str
+    """What stands for its value; empty for a switch."""
+    help: str
+    choices: tuple[str, ...]
+    repeatable: bool
+    subject: str
+    row: Option | None
+    """Its setting, when it is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """What is given by position."""
+
+    value: str
+    help: str
+    choices: tuple[str, ...]
+    required: bool
+    repeatable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command, and those below it."""
+
+    path: tuple[str, ...]
+    help: str
+    flags: tuple[Flag, ...]
+    arguments: tuple[Argument, ...]
+    commands: tuple[Command, ...]
+
+    @property
+    def name(self) -> str:
+        """As it is typed: 'tk bench offline'."""
+        return " ".join(self.path)
+
+    @property
+    def page(self) -> str:
+        """The name of its man page: 'tk-bench-offline'."""
+        return "-".join(self.path)
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of its help, on one line, without a full stop."""
+        return self.help.split("\n\n")[0].replace("\n", " ").split(". ")[0].rstrip(".")
+
+    @property
+    def rows(self) -> list[Option]:
+        """The settings among its flags."""
+        return [flag.row for flag in self.flags if flag.row is not None]
+
+    def walk(self) -> Iterator[Command]:
+        """It and all below it."""
+        yield self
+        for command in self.commands:
+            yield from command.walk()
+
+
+def program() -> Command:
+    """`tk` with all that is below it."""
+    return _command(tree(), ("tk",), None)
+
+
+def _command(command: Any, path: tuple[str, ...], parent: Any) -> Command:
+    context = command.make_context(path[-1], [], parent=parent, resilient_parsing=True)
+    rows = settings_of(command)
+    params = command.get_params(context)
+    below = getattr(command, "commands", {})
+    return Command(
+        path=path,
+        help=inspect.cleandoc(command.help or ""),
+        flags=tuple(_flag(p, rows, context) for p in params if p.param_type_name == "option"),
+        arguments=tuple(_argument(p, rows) for p in params if p.param_type_name == "argument"),
+        commands=tuple(_command(one, (*path, name), context) for name, one in below.items()),
+    )
+
+
+def _flag(param: Any, rows: dict[str, Option], context: Any) -> Flag:
+    row = rows.get(param.name)
+    choices = _choices(param, row)
+    value = "" if param.is_flag else param.metavar or param.display_type(context).strip("<>")
+    if choices or value == "str":
+        value = "VALUE" if choices else "TEXT"
+    return Flag(
+        names=tuple(sorted(param.opts, key=lambda name: name.startswith("--"))),
+        negations=tuple(param.secondary_opts),
+        value={"int": "N", "float": "X", "<str>": "TEXT"}.get(value, value),
+        help=row.help if row is not None else param.help,
+        choices=choices,
+        repeatable=param.multiple,
+        subject=row.subject if row is not None and row.subject else OTHER,
+        row=row,
+    )
+
+
+def _argument(param: Any, rows: dict[str, Option]) -> Argument:
+    row = rows.get(param.name.removesuffix("_argument"))
+    return Argument(
+        value=param.metavar or param.name.upper(),
+        help=row.help if row is not None else param.help,
+        choices=_choices(param, row),
+        required=param.required,
+        repeatable=param.nargs == -1,
+    )
+
+
+def _choices(param: Any, row: Option | None) -> tuple[str, ...]:
+    if row is not None:
+        return tuple(str(choice) for choice in row.choices)
+    return tuple(str(choice) for choice in param.type_descriptor.choices or ())
