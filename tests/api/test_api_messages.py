@@ -20,7 +20,7 @@ GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "extra_body": {"tem
 
 
 @pytest.fixture
-def claude(server: Server) -> Iterator[anthropic.Anthropic]:
+def messages_client(server: Server) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=server.url, api_key="any", max_retries=0, timeout=60.0) as client:
         yield client
 
@@ -31,9 +31,9 @@ def expected(reference: Reference) -> str:
 
 
 def test_the_answer_is_that_of_transformers(
-    claude: anthropic.Anthropic, reference: Reference, expected: str
+    messages_client: anthropic.Anthropic, reference: Reference, expected: str
 ) -> None:
-    answer = claude.messages.create(messages=QUESTION, **GREEDY)
+    answer = messages_client.messages.create(messages=QUESTION, **GREEDY)
     assert [block.type for block in answer.content] == ["text"]
     assert answer.content[0].text == expected
     assert (answer.role, answer.type, answer.model) == ("assistant", "message", "tiny")
@@ -45,31 +45,37 @@ def test_the_answer_is_that_of_transformers(
 
 
 @pytest.mark.parametrize("system", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
-def test_the_system_speaks_first(claude: anthropic.Anthropic, reference: Reference, system: Any) -> None:
+def test_the_system_speaks_first(
+    messages_client: anthropic.Anthropic, reference: Reference, system: Any
+) -> None:
     blocks = [{"type": "text", "text": "What is"}, {"type": "text", "text": "it?"}]
-    answer = claude.messages.create(messages=[{"role": "user", "content": blocks}], system=system, **GREEDY)
+    answer = messages_client.messages.create(
+        messages=[{"role": "user", "content": blocks}], system=system, **GREEDY
+    )
     prompt = reference.conversation(
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is\nit?"}
     )
     assert answer.content[0].text == reference.text(prompt, 12)
 
 
-def test_an_answer_that_is_begun_is_gone_on_with(claude: anthropic.Anthropic, reference: Reference) -> None:
+def test_an_answer_that_is_begun_is_gone_on_with(
+    messages_client: anthropic.Anthropic, reference: Reference
+) -> None:
     begun = [*QUESTION, {"role": "assistant", "content": "It is"}]
-    answer = claude.messages.create(messages=begun, **GREEDY)
+    answer = messages_client.messages.create(messages=begun, **GREEDY)
     prompt = reference.conversation(*begun).removesuffix("<|end|><|assistant|>")
     assert answer.content[0].text == reference.text(prompt, 12)
 
 
-def test_a_stop_sequence_is_told(claude: anthropic.Anthropic, expected: str) -> None:
+def test_a_stop_sequence_is_told(messages_client: anthropic.Anthropic, expected: str) -> None:
     stop = next(c for c in expected[2:] if c.isascii() and c not in expected[:2])
-    answer = claude.messages.create(messages=QUESTION, stop_sequences=[stop], **GREEDY)
+    answer = messages_client.messages.create(messages=QUESTION, stop_sequences=[stop], **GREEDY)
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
     assert answer.content[0].text == expected[: expected.index(stop)]
 
 
-def test_the_stream_s_events_are_anthropic_s(claude: anthropic.Anthropic, expected: str) -> None:
-    events = list(claude.messages.create(messages=QUESTION, stream=True, **GREEDY))
+def test_the_stream_s_events_are_anthropic_s(messages_client: anthropic.Anthropic, expected: str) -> None:
+    events = list(messages_client.messages.create(messages=QUESTION, stream=True, **GREEDY))
     kinds = [event.type for event in events if event.type != "ping"]
     deltas = [event for event in events if event.type == "content_block_delta"]
     assert kinds == [
@@ -86,15 +92,17 @@ def test_the_stream_s_events_are_anthropic_s(claude: anthropic.Anthropic, expect
 
 
 def test_the_client_s_own_stream_helper_gathers_the_answer(
-    claude: anthropic.Anthropic, expected: str
+    messages_client: anthropic.Anthropic, expected: str
 ) -> None:
-    with claude.messages.stream(messages=QUESTION, **GREEDY) as stream:
+    with messages_client.messages.stream(messages=QUESTION, **GREEDY) as stream:
         assert "".join(stream.text_stream) == expected
         assert stream.get_final_message().content[0].text == expected
 
 
-def test_the_tokens_of_a_prompt_are_counted(claude: anthropic.Anthropic, reference: Reference) -> None:
-    count = claude.messages.count_tokens(model="tiny", messages=QUESTION).input_tokens
+def test_the_tokens_of_a_prompt_are_counted(
+    messages_client: anthropic.Anthropic, reference: Reference
+) -> None:
+    count = messages_client.messages.count_tokens(model="tiny", messages=QUESTION).input_tokens
     assert count == len(reference.tokenizer.encode(reference.conversation(*QUESTION)))
 
 
@@ -117,9 +125,9 @@ def test_what_cannot_be_is_refused_by_name(http: httpx.Client, body: dict[str, A
     assert answer.json()["error"]["param"] == param
 
 
-def test_an_unknown_model_is_not_found(claude: anthropic.Anthropic) -> None:
+def test_an_unknown_model_is_not_found(messages_client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="tiny"):
-        claude.messages.create(messages=QUESTION, **GREEDY | {"model": "claude"})
+        messages_client.messages.create(messages=QUESTION, **GREEDY | {"model": "messages_client"})
 
 
 async def test_the_asynchronous_client_streams(server: Server, expected: str) -> None:
