@@ -17,7 +17,8 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from tests.api.serving import Server, until
 
-SECONDS = 200 * float(os.environ.get("TK_TEST_SCALE", "0.15"))
+SCALE = float(os.environ.get("TK_TEST_SCALE", "0.15"))
+SECONDS = 200 * SCALE
 LONGEST = 30.0
 """Seconds that any answer may take."""
 
@@ -58,7 +59,7 @@ def check(strategy: object, ask: object, over: float) -> None:
     """Asks until it is over."""
 
     @settings(
-        max_examples=300,
+        max_examples=max(10, int(300 * SCALE)),
         database=None,
         deadline=None,
         derandomize=True,
