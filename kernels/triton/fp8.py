@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .activation import apply, check_kind
 from .linear import Tile, _load, _load_bias
-from .pdl import release, supported, wait
+from .pdl import fetch, release, supported, wait
 
 FP8 = torch.float8_e4m3fn
 MAX = tl.constexpr(448.0)
@@ -269,14 +269,7 @@ def _vector_kernel(
 def _fetch(rows, in_features, COLUMNS: tl.constexpr):
     """Ask for the first columns of rows, one element of every 128 bytes, into the L2 cache."""
     column = tl.minimum(tl.arange(0, COLUMNS // 128) * 128, in_features - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [(rows[:, None] + column[None, :]).to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    fetch(rows[:, None] + column[None, :])
 
 
 @triton.jit

@@ -14,7 +14,8 @@ from tests.api.conftest import Reference
 from tests.api.serving import Server, until
 
 SECONDS = 8.0
-"""After this, what is left of the examples is skipped."""
+"""After this, and once there are enough answers, what is left of the examples is skipped."""
+ENOUGH = {200: 40, 400: 100}
 
 scalars = (
     st.none()
@@ -163,7 +164,7 @@ def test_every_request_is_answered_in_shape(server: Server, reference: Reference
     )
     @given(request)
     def one(made: tuple[str, object]) -> None:
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline and all(statuses.get(code, 0) >= n for code, n in ENOUGH.items()):
             return
         path, body = made
         content = json.dumps(body)  # with NaN, Infinity and lone surrogates as they come
@@ -174,8 +175,7 @@ def test_every_request_is_answered_in_shape(server: Server, reference: Reference
         check(path, answer)
 
     one()
-    assert statuses[200] >= 10  # on a slow machine, too
-    assert statuses[400] >= 30
+    assert all(statuses[code] >= n for code, n in ENOUGH.items())
     until(server.is_idle)
     good = {"prompt": "after all that", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     answer = server.http.post("/v1/completions", json=good).json()

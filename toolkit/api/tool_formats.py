@@ -6,6 +6,7 @@ is told of from where its name is known and its arguments begin; an answer that 
 
 from __future__ import annotations
 
+import abc
 import json
 import secrets
 import string
@@ -43,7 +44,7 @@ Steps = Generator[None, None, None]
 """Reads on whenever it is resumed, and stops where text is missing."""
 
 
-class ToolFormat:
+class ToolFormat(abc.ABC):
     """Reads one answer of a model, in one format."""
 
     marks: ClassVar[tuple[str, ...]] = ()
@@ -81,13 +82,13 @@ class ToolFormat:
         return f"call_{secrets.token_hex(12)}"
 
     @classmethod
+    @abc.abstractmethod
     def grammar(cls, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Lark rules, with `calls` for an answer that is one call of these tools or, if `parallel`, several."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _read(self) -> Steps:
         """Reads the answer to its end, or to where nothing more counts."""
-        raise NotImplementedError
 
     def _run(self) -> Steps:
         try:
@@ -209,7 +210,7 @@ class ToolFormat:
     def _teller(self, index: int) -> Callable[[str], None]:
         return lambda character: self._tell(character, index)
 
-    def _check_name(self, name: str) -> None:
+    def _check_name(self, name: str) -> None:  # noqa: B027  # most formats take any name
         """Raises _NoCallError for a name that no call has."""
 
     def _string(self) -> Generator[None, None, str]:
@@ -299,7 +300,7 @@ class Llama3(ToolFormat):
             self._tell(self._text[self._at :])
             self._at = len(self._text)
 
-    def _check_name(self, name: str) -> None:
+    def _check_name(self, name: str) -> None:  # noqa: B027  # most formats take any name
         if name not in self._known:  # the answer may well be JSON that is no call
             raise _NoCallError
 
