@@ -300,7 +300,7 @@ class Llama3(ToolFormat):
             self._tell(self._text[self._at :])
             self._at = len(self._text)
 
-    def _check_name(self, name: str) -> None:  # noqa: B027  # most formats take any name
+    def _check_name(self, name: str) -> None:
         if name not in self._known:  # the answer may well be JSON that is no call
             raise _NoCallError
 
