@@ -9,8 +9,9 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 serve: $(VENV)/.runtime
 	@$(BIN)/tk serve $(ARGS)
 
+# Files of tests run side by side, in as many processes as there are cores, at most 4 (a test of the engine takes a GB or two).
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 # On a machine with an NVIDIA GPU, in the Python that holds its torch: PYTHON=python3 make test-gpu
 test-gpu:
@@ -38,7 +39,7 @@ $(BIN)/python:
 	@echo "Making $(VENV) ..." >&2
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.runtime: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.runtime: pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h) | $(BIN)/python
 	@echo "Installing tk and its dependencies (the first time this takes a few minutes) ..." >&2
 	@$(PIP) --editable .
 	@touch $@

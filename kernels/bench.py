@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from .triton import activation, attention, linear, norm, rotary, sampling
+from .bench_calls import BLOCK_SIZE, COLD_BYTES, Maker, Row, fp8_products, layer_rows, logits_rows, state_rows
+from .triton import activation, attention, linear, norm, sampling
 from .triton.attention import Batch, Logits, Tile
+from .triton.fp8 import FP8
 
 DTYPE = torch.bfloat16
-BLOCK_SIZE = 16
-COLD_BYTES = 512 << 20
 MAX_CACHES = 64
 
 
@@ -37,6 +37,8 @@ class Case:
     heads: int
     kv_heads: int
     head_size: int
+    cached: torch.dtype = DTYPE
+    """The type of the KV cache."""
 
     @property
     def max_query_len(self) -> int:
@@ -48,7 +50,13 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        return sum(context for _, context in self.lens) * 2 * self.kv_heads * self.head_size * DTYPE.itemsize
+        return (
+            sum(context for _, context in self.lens)
+            * 2
+            * self.kv_heads
+            * self.head_size
+            * self.cached.itemsize
+        )
 
     @property
     def flops(self) -> int:
@@ -72,8 +80,8 @@ class Case:
         return [
             Batch(
                 q,
-                torch.randn(shape, device="cuda", dtype=DTYPE),
-                torch.randn(shape, device="cuda", dtype=DTYPE),
+                torch.randn(shape, device="cuda", dtype=DTYPE).to(self.cached),
+                torch.randn(shape, device="cuda", dtype=DTYPE).to(self.cached),
                 query_start_loc,
                 seq_lens,
                 table.cuda(),
@@ -91,6 +99,7 @@ DECODE = [
     Case("Llama-3.1-8B, 8 x 1024", ((1, 1024),) * 8, 32, 8, 128),
     Case("Llama-3.1-8B, 1 x 1024", ((1, 1024),), 32, 8, 128),
     Case("gpt2, 1 x 256", ((1, 256),), 12, 12, 64),
+    Case("Qwen3-0.6B, 256 x 800, FP8 cache", ((1, 800),) * 256, 16, 8, 128, FP8),
 ]
 PREFILL = [
     Case("Llama-3.1-8B, 8 x 1024", ((1024, 1024),) * 8, 32, 8, 128),
@@ -128,13 +137,15 @@ PREFILL_TILES = [
 ]
 MIXED = [Case("Qwen3-0.6B, 255 x 1 at 800 and 512 at 1024", ((1, 800),) * 255 + ((512, 1024),), 16, 8, 128)]
 
-SAMPLES = [  # rows, vocabulary, (temperature, top-k, top-p)
-    ("Qwen3, 256 plain", 256, 151_936, (0.6, 0, 1.0)),
-    ("Qwen3, 64 plain", 64, 151_936, (0.6, 0, 1.0)),
-    ("Qwen3, 1 plain", 1, 151_936, (0.6, 0, 1.0)),
-    ("Qwen3, 64 top-k 20, top-p 0.95", 64, 151_936, (0.6, 20, 0.95)),
-    ("Qwen3, 64 top-p 0.95", 64, 151_936, (0.6, 0, 0.95)),
-    ("gpt2, 256 plain", 256, 50_257, (0.6, 0, 1.0)),
+SAMPLES: list[tuple[str, int, int, tuple[float, int, float, float]]] = [
+    # rows, vocabulary, (temperature, top-k, top-p, min-p)
+    ("Qwen3, 256 plain", 256, 151_936, (0.6, 0, 1.0, 0.0)),
+    ("Qwen3, 64 plain", 64, 151_936, (0.6, 0, 1.0, 0.0)),
+    ("Qwen3, 1 plain", 1, 151_936, (0.6, 0, 1.0, 0.0)),
+    ("Qwen3, 64 top-k 20, top-p 0.95", 64, 151_936, (0.6, 20, 0.95, 0.0)),
+    ("Qwen3, 64 top-p 0.95", 64, 151_936, (0.6, 0, 0.95, 0.0)),
+    ("Qwen3, 64 min-p 0.05", 64, 151_936, (0.6, 0, 1.0, 0.05)),
+    ("gpt2, 256 plain", 256, 50_257, (0.6, 0, 1.0, 0.0)),
 ]
 
 PRODUCTS = [  # rows of the weight, columns, gated
@@ -179,11 +190,16 @@ def main() -> None:
         seconds, num_bytes = sample_time(n, vocab, *parameters)
         share = achieved(num_bytes / seconds, bandwidth, "TB/s")
         print(f"{'sample':8s}{name:44s}{seconds * 1e6:8.1f} us {share}")
+    make = Maker(torch.device("cuda"), DTYPE)
     for num_tokens in (1, 64, 8192):
-        for name, calls, num_bytes in layer_calls(num_tokens):
-            seconds = seconds_of(calls)
-            share = achieved(num_bytes / seconds, bandwidth, "TB/s")
-            print(f"{'layer':8s}{f'{name}, {num_tokens} tokens':44s}{seconds * 1e6:8.1f} us {share}")
+        for row in layer_rows(num_tokens, make):
+            print_row("layer", row, f"{num_tokens} tokens", bandwidth)
+    for n in (1, 64):
+        for row in logits_rows(n, 151_936, 1024, make):
+            print_row("logits", row, f"{n} rows", bandwidth)
+    for num_reqs, each in ((256, 1), (8, 1024)):
+        for row in state_rows(num_reqs, each, 512, make):
+            print_row("state", row, f"{num_reqs} x {each}", bandwidth)
     for num_tokens in (1, 8, 64):
         for name, rows, columns, gated in PRODUCTS:
             if num_tokens > linear.FEW_TOKENS and rows > linear.MOST_ROWS:
@@ -192,10 +208,17 @@ def main() -> None:
                 seconds_of(calls) for calls in product_calls(num_tokens, rows, columns, gated)
             )
             share = achieved(rows * columns * DTYPE.itemsize / seconds, bandwidth, "TB/s")
-            label = f"cuBLAS {by_library * 1e6:.1f} us"
+            in_fp8 = seconds_of(fp8_products(num_tokens, rows, columns, gated, make))
+            label = f"cuBLAS {by_library * 1e6:.1f} us, FP8 weight {in_fp8 * 1e6:.1f} us"
             print(
                 f"{'product':8s}{f'{name}, {num_tokens} tokens':44s}{seconds * 1e6:8.1f} us {share}  {label}"
             )
+
+
+def print_row(kind: str, row: Row, size: str, bandwidth: float) -> None:
+    seconds = seconds_of(row.calls)
+    share = achieved(row.num_bytes / seconds, bandwidth, "TB/s")
+    print(f"{kind:8s}{f'{row.name}, {size}':44s}{seconds * 1e6:8.1f} us {share}", flush=True)
 
 
 def achieved(rate: float, ceiling: float, unit: str) -> str:
@@ -282,14 +305,16 @@ def matmul_rate() -> float:
     return 2 * 8192**3 / elapsed(lambda: a @ b, 5)
 
 
-def sample_time(n: int, vocab: int, temperature: float, top_k: int, top_p: float) -> tuple[float, int]:
+def sample_time(
+    n: int, vocab: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[float, int]:
     """Seconds to sample a token for each of n rows of bf16 logits, and the bytes of these."""
     num_bytes = n * vocab * DTYPE.itemsize
     padded = -(-vocab // 64) * 64
     copies = min(MAX_CACHES, max(2, COLD_BYTES // num_bytes))
     logits = [(3 * torch.randn(n, padded, device="cuda")).to(DTYPE)[:, :vocab] for _ in range(copies)]
     rows = torch.arange(n, dtype=torch.int32, device="cuda")
-    floats = torch.tensor([[temperature, top_p, 0.0, 1.0, 0.0, 0.0]] * n, device="cuda")
+    floats = torch.tensor([[temperature, top_p, min_p, 1.0, 0.0, 0.0]] * n, device="cuda")
     ints = torch.tensor([[top_k, seed, 0] for seed in range(n)], device="cuda")
     token_ids = torch.zeros(n, n + 1, dtype=torch.int32, device="cuda")
     out = torch.empty_like(rows)
@@ -315,32 +340,6 @@ def seconds_of(calls: list[Callable[[], object]]) -> float:
         for call in calls:
             call()
     return elapsed(graph.replay, 5) / len(calls)
-
-
-def layer_calls(num_tokens: int) -> Iterator[tuple[str, list[Callable[[], object]], int]]:
-    """(name, calls over different tensors, bytes of one call) of what lies between Llama-3.1-8B's products."""
-    hidden, inner, heads, kv_heads, head_size = 4096, 14336, 32, 8, 128
-    width = (heads + 2 * kv_heads) * head_size
-    row = num_tokens * DTYPE.itemsize
-    copies = max(2, min(16, COLD_BYTES // (row * width)))
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device="cuda", dtype=DTYPE)
-
-    xs, residuals = ([random(num_tokens, hidden) for _ in range(copies)] for _ in range(2))
-    weight = random(hidden)
-    norms = [partial(norm.add_rms_norm, x, r, weight, 1e-5) for x, r in zip(xs, residuals, strict=True)]
-    yield "add and norm", [*norms], row * 4 * hidden
-    cache, cos_sin = random(2, 1024, BLOCK_SIZE, kv_heads, head_size), random(8192, 2, head_size // 2)
-    positions = torch.arange(num_tokens, dtype=torch.int32, device="cuda")
-    slots = torch.randperm(1024 * BLOCK_SIZE, device="cuda")[:num_tokens]
-    write = partial(rotary.qk_norm_rope_write, num_heads=heads, num_kv_heads=kv_heads)
-    qkvs = [random(num_tokens, width) for _ in range(copies)]
-    rotations = [partial(write, qkv, positions, cos_sin, slots, cache[0], cache[1]) for qkv in qkvs]
-    yield "rotate and write", [*rotations], row * 2 * width
-    gate_ups = [random(num_tokens, 2 * inner) for _ in range(copies)]
-    gates = [partial(activation.gated_activation, gate_up, "silu") for gate_up in gate_ups]
-    yield "gated activation", [*gates], row * 3 * inner
 
 
 def product_calls(

@@ -44,7 +44,10 @@ def _cgroup_available() -> int:
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may use: its affinity, within a version 2 control group's quota."""
+    """CPU cores that this process may use: OMP_NUM_THREADS, or its affinity within a version 2 control group's quota."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdecimal() and int(asked) > 0:
+        return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

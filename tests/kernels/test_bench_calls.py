@@ -1,0 +1,55 @@
+"""What `toolkit.kernels.bench` times can be called as it is called there; what comes out is judged by the kernels' own tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def calls(triton_runs):
+    if not triton_runs:
+        pytest.skip("Triton was imported without its interpreter: these tests run in a process of their own")
+    from toolkit.kernels import bench_calls
+
+    return bench_calls
+
+
+@pytest.fixture
+def make(calls, device):
+    return calls.Maker(device)
+
+
+def test_every_row_runs_and_counts_its_bytes(calls, make, monkeypatch):
+    monkeypatch.setattr(calls, "COLD_BYTES", 0)
+    shape = calls.Shape(hidden=32, inner=48, heads=4, kv_heads=2, head_size=16)
+    rows = [
+        *calls.layer_rows(5, make, shape),
+        *calls.logits_rows(3, 320, 40, make),
+        *calls.state_rows(4, 3, 20, make),
+    ]
+    for row in rows:
+        assert len(row.calls) in (1, 2)
+        assert row.num_bytes > 0
+        for call in row.calls:
+            call()
+    assert len({row.name for row in rows}) == len(rows) == 13
+
+
+def test_a_layer_norm_moves_four_rows_a_token(calls, make, monkeypatch):
+    """x and residual are read, the sum and the norm are written."""
+    monkeypatch.setattr(calls, "COLD_BYTES", 0)
+    shape = calls.Shape(hidden=32, inner=48, heads=4, kv_heads=2, head_size=16)
+    rows = {row.name: row.num_bytes for row in calls.layer_rows(5, make, shape)}
+    assert rows["add and layer norm"] == 4 * 5 * 32 * 2
+    assert rows["GELU"] == 2 * 5 * 48 * 2
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_with_fp8_weights_run(calls, make, monkeypatch, gated):
+    monkeypatch.setattr(calls, "COLD_BYTES", 0)
+    for call in calls.fp8_products(3, 32, 128, gated, make):
+        call()
+    assert make.random(2, 2).dtype == torch.bfloat16
