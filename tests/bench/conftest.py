@@ -16,6 +16,7 @@ class FakeServer:
     """Answers with `max_tokens` tokens, `tokens_per_chunk` at a time, after `delay` seconds."""
 
     url: str = ""
+    runner: web.AppRunner | None = None
     delay: float = 0.0  # seconds to the first chunk
     gap: float = 0.0  # seconds between chunks
     tokens_per_chunk: int = 1
@@ -25,6 +26,13 @@ class FakeServer:
     break_off_every: int = 0  # every n-th answer ends in the middle
     arrivals: list[float] = field(default_factory=list)
     bodies: list[dict] = field(default_factory=list)
+    headers: list[dict] = field(default_factory=list)
+    metrics_pages: list[str] = field(default_factory=list)  # what /metrics answers, one after the other
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        if not self.metrics_pages:
+            return web.Response(status=404)
+        return web.Response(text=self.metrics_pages.pop(0))
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "fake"}]})
@@ -33,6 +41,7 @@ class FakeServer:
         self.arrivals.append(time.perf_counter())
         body = await request.json()
         self.bodies.append(body)
+        self.headers.append(dict(request.headers))
         number = len(self.bodies)
         if self.refuse_every and number % self.refuse_every == 0:
             return web.json_response({"error": {"message": "The queue is full."}}, status=503)
@@ -58,6 +67,11 @@ class FakeServer:
         await response.write(b"data: [DONE]\n\n")
         return response
 
+    async def listen(self, port: int = 0) -> None:
+        """On one more port, any free one for 0."""
+        site = web.TCPSite(self.runner, "127.0.0.1", port)
+        await site.start()
+
 
 @pytest.fixture
 async def server():
@@ -66,15 +80,15 @@ async def server():
     app.add_routes(
         [
             web.get("/v1/models", fake.models),
+            web.get("/metrics", fake.metrics),
             web.post("/v1/completions", fake.generate),
             web.post("/v1/chat/completions", fake.generate),
         ]
     )
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
+    fake.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await fake.runner.setup()
+    await fake.listen()
+    host, port = fake.runner.addresses[0][:2]
     fake.url = f"http://{host}:{port}"
     yield fake
-    await runner.cleanup()
+    await fake.runner.cleanup()

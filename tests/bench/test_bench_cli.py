@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import io
 import json
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
-from toolkit.bench.client import Counts
-from toolkit.bench.progress import progress_line
-from toolkit.bench.run import Outcome
-from toolkit.bench.stats import evaluate
-from toolkit.config.clients import BenchConfig, server_url
+from toolkit.bench.answer import Counts
+from toolkit.bench.progress import Progress, sparkline
+from toolkit.cli.help import spread
+from toolkit.config import options
+from toolkit.config.clients import server_url
+from toolkit.config.load import BenchConfig
 
 PROGRAM = "from toolkit.cli import main; main()"
 
@@ -28,38 +30,38 @@ async def tk(*flags):
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_json_goes_to_stdout_and_to_the_file(server, tmp_path):
+async def test_json_goes_to_stdout_and_the_files_say_the_same(server, tmp_path):
     server.delay = 0.05
     code, out, err = await tk(
-        *("--base-url", server.url, "--rps", "20", "--num-prompts", "5", "--random-output-len", "3"),
-        *("--json", "--save-result", str(tmp_path / "result.json")),
+        *("serve", "--base-url", server.url, "--rps", "20", "--num-prompts", "5", "--random-output-len", "3"),
+        *("--goodput", "ttft:200", "tpot:50", "--metadata", "a=1", "b=2", "--json"),
+        *("--result-dir", str(tmp_path / "new"), "--result-filename", "mine"),
     )
     document = json.loads(out)
-    assert json.loads((tmp_path / "result.json").read_text()) == document
-    assert document["load"]["request_rate"] == 20.0
+    folder = tmp_path / "new"
+    assert json.loads((folder / "mine.json").read_text()) == document
+    assert len((folder / "mine.jsonl").read_text().splitlines()) == 5
+    assert "<svg" in (folder / "mine.html").read_text()
+    assert document["settings"]["request_rate"] == 20.0
+    assert document["goodput"]["objectives_s"] == {"ttft": 0.2, "tpot": 0.05}
+    assert document["metadata"] == {"a": "1", "b": "2"}
     assert document["requests"]["succeeded"] == 5
     assert code == (1 if document["client"]["saturated"] else 0)
     assert "Loading" in err
 
 
 async def test_the_table_is_plain_text_in_a_pipe(server):
-    _, out, _ = await tk("--url", server.url, "--num-prompts", "3")
-    assert "TTFT" in out
-    assert "\x1b" not in out
+    _, out, err = await tk("--url", server.url, "--num-prompts", "3")
+    assert "requests     3 succeeded" in out
+    assert "\x1b" not in out + err
 
 
 async def test_a_mistake_is_one_line_on_stderr(server, tmp_path):
-    code, out, err = await tk("--url", server.url, "--save-result", str(tmp_path / "missing" / "result.json"))
+    (tmp_path / "file").touch()
+    code, out, err = await tk("--url", server.url, "--result-dir", str(tmp_path / "file" / "below"))
     assert (code, out) == (2, "")
     assert len(err.strip().splitlines()) == 1
     assert server.bodies == []
-
-
-def test_a_saturated_client_is_an_exit_code_of_one():
-    result = evaluate([], paced=True)
-    fine = dataclasses.replace(result, num_succeeded=1)
-    assert Outcome("m", fine, interrupted=False).exit_code == 0
-    assert Outcome("m", dataclasses.replace(fine, saturated="it was"), interrupted=False).exit_code == 1
 
 
 def test_the_command_modules_are_light():
@@ -81,10 +83,37 @@ def test_the_command_modules_are_light():
     assert heavy & set(loaded.split()) == set()
 
 
-def test_the_progress_line_counts():
-    line = progress_line(Counts(sent=10, done=6, failed=1), BenchConfig(num_prompts=20), 1.5, 1234.5)
-    assert "sent 10/20, running 3, done 6" in line
-    assert "1 failed" in line
+@pytest.mark.parametrize(
+    ("line", "spread_out"),
+    [
+        ("--goodput ttft:1 tpot:2 --rps 3", "--goodput ttft:1 --goodput tpot:2 --rps 3"),
+        ("--header A=1 B=2 C=3", "--header A=1 --header B=2 --header C=3"),
+        ("--goodput ttft:1 --goodput tpot:2 A", "--goodput ttft:1 --goodput tpot:2 A"),
+        ("--model a:b --goodput ttft:1 word x:1", "--model a:b --goodput ttft:1 word x:1"),
+        ("x:1 --api-key k=1 l=2", "x:1 --api-key k=1 l=2"),
+    ],
+)
+def test_a_flag_of_pairs_takes_several_words(line, spread_out):
+    rows = {row.name: row for row in options(BenchConfig)}
+    assert spread(line.split(), rows) == spread_out.split()
+
+
+def test_progress_tells_how_far_how_fast_and_what_fails():
+    progress = Progress(BenchConfig(num_prompts=20, request_rate=5.0, duration=9.0))
+    progress.look(1.0, Counts(sent=5, done=3, tokens=100, first_tokens=4, ttft=0.4))
+    progress.look(
+        2.0, Counts(sent=10, done=6, failed=1, tokens=350, first_tokens=9, ttft=0.9, error="HTTP 503")
+    )
+    text = io.StringIO()
+    Console(file=text, width=80).print(progress.lines())
+    shown = text.getvalue()
+    assert "2.0/9 s  sent 10/20, running 3, done 6, 1 failed (HTTP 503)" in shown
+    assert "5.0 sent/s, 3.0 done/s, 250 tok/s, TTFT 100.0 ms" in shown
+
+
+def test_a_sparkline_is_as_high_as_its_values():
+    assert sparkline([0.0, 1.0, 4.0, 8.0]) == "▁▂▅█"
+    assert sparkline([0.0, 0.0]) == "▁▁"
 
 
 @pytest.mark.parametrize(

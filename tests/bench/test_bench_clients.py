@@ -10,13 +10,13 @@ from array import array
 import orjson
 import pytest
 
-from toolkit.bench.client import Counts, _Answer
+from toolkit.bench.answer import Answer, Counts
 from toolkit.bench.http import Http
 from toolkit.bench.record import RequestRecord
-from toolkit.bench.run import measure
+from toolkit.bench.run import measure, settle
 from toolkit.bench.share import number_of_clients
 from toolkit.bench.wire import RequestFailedError
-from toolkit.config.clients import BenchConfig
+from toolkit.config.load import BenchConfig
 
 
 def config(server, **settings):
@@ -25,16 +25,20 @@ def config(server, **settings):
 
 class TestProcesses:
     async def test_together_they_send_what_one_would(self, server):
-        await measure(config(server, request_rate=200.0, num_prompts=21))
+        await measure(config(server, request_rate=200.0, num_prompts=21, seed=0))
         alone, server.bodies = server.bodies, []
-        result = (await measure(config(server, request_rate=200.0, num_prompts=21, clients=3))).result
+        outcome = await measure(config(server, request_rate=200.0, num_prompts=21, clients=3, seed=0))
+        result = outcome.result
+        assert sorted(record.number for record in outcome.records) == list(range(21))
         assert sorted(b["prompt"] for b in server.bodies) == sorted(b["prompt"] for b in alone)
         assert (result.num_clients, result.num_succeeded, result.output_tokens) == (3, 21, 84)
-        assert result.itl.count == 21 * 3
+        assert result.latencies.itl.count == 21 * 3
 
     async def test_they_share_the_places(self, server):
         server.delay = 0.1
-        result = (await measure(config(server, max_concurrency=5, num_prompts=20, clients=2))).result
+        outcome = await measure(config(server, max_concurrency=5, num_prompts=20, clients=2))
+        result = outcome.result
+        assert sorted(record.number for record in outcome.records) == list(range(20))
         assert result.num_succeeded == 20
         assert result.max_in_flight <= 5
 
@@ -64,7 +68,7 @@ class TestProcesses:
         ],
     )
     def test_there_are_as_many_as_the_load_needs_and_the_cores_allow(self, settings, cores, expected):
-        assert number_of_clients(BenchConfig(**settings), cores) == expected
+        assert number_of_clients(*settle(BenchConfig(**settings)), cores) == expected
 
 
 class TestHttp:
@@ -129,29 +133,74 @@ class TestCounting:
     @pytest.mark.parametrize("dumps", ["compact", "spaced"])
     def test_every_event_counts_one_token_where_it_has_text(self, kind, dumps):
         texts = [text for _ in range(3) for text in self.TEXTS]
-        answer = feed([event(kind, text, dumps) for text in texts])
-        assert answer.counted == sum(map(bool, texts))
-        assert len(answer.record.gaps) == answer.counted - 1
+        record = feed([event(kind, text, dumps) for text in texts])
+        assert record.output_tokens == sum(map(bool, texts))
+        assert len(record.gaps) == record.output_tokens - 1
+        assert not record.sizes_known  # nobody has said so
 
     def test_an_event_that_says_more_is_parsed(self):
         usual = [event("completions", text, "compact") for text in ("a", "b")]
         last = orjson.dumps({"choices": [{"index": 0, "text": "c", "finish_reason": "stop"}]})
-        answer = feed([*usual, last])
-        assert (answer.counted, answer.complete) == (3, True)
+        assert feed([*usual, last]).output_tokens == 3
 
     def test_an_error_in_the_stream_is_not_passed_over(self):
         usual = [event("completions", text, "compact") for text in ("a", "b")]
         with pytest.raises(RequestFailedError, match="it broke"):
             feed([*usual, orjson.dumps({"error": {"message": "it broke"}})])
 
+    def test_a_stream_without_an_end_is_broken_off(self):
+        with pytest.raises(RequestFailedError) as caught:
+            feed([event("completions", "a", "compact")], done=False)
+        assert caught.value.cause == "answer broken off"
+
     def test_running_usage_counts_the_tokens_of_each_piece(self):
         def piece(tokens):
             usage = {"prompt_tokens": 1, "completion_tokens": tokens}
             return orjson.dumps({"choices": [{"index": 0, "text": "x"}], "usage": usage})
 
-        answer = feed([piece(2), piece(5), piece(6)])
-        assert answer.counted == 6
-        assert answer.record.gaps == array("d", [1 / 3, 1 / 3, 1 / 3, 1.0])
+        record = feed([piece(2), piece(5), piece(6)])
+        assert (record.output_tokens, record.sizes_known) == (6, True)
+        assert (record.gaps, record.sizes) == (array("d", [1.0, 1.0]), array("q", [3, 1]))
+
+    def test_so_do_token_ids(self):
+        pieces = [
+            {"choices": [{"index": 0, "text": "x", "token_ids": ids}]} for ids in ([1, 2], [], [3], [4, 5])
+        ]
+        record = feed([orjson.dumps(piece) for piece in pieces])
+        assert (record.output_tokens, record.sizes_known) == (5, True)
+        assert (record.gaps, record.sizes) == (array("d", [2.0, 1.0]), array("q", [1, 2]))
+
+    @pytest.mark.parametrize("kind", ["completions", "chat"])
+    def test_a_token_without_text_is_one_where_the_servers_count_says_so(self, kind):
+        """Half a character, or what may become a stop string: the event comes, its text later."""
+        texts = ("", "a", "", "b")
+        record = feed([*(event(kind, text, "compact") for text in texts), usage(4)])
+        assert (record.output_tokens, record.sizes_known) == (4, True)
+        assert (record.first_token, record.gaps) == (0.0, array("d", [1.0, 1.0, 1.0]))
+
+    @pytest.mark.parametrize("tokens", [3, 4])
+    def test_so_is_an_end_without_text_or_it_is_only_an_end(self, tokens):
+        end = orjson.dumps({"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]})
+        record = feed(
+            [*(event("completions", text, "compact") for text in ("a", "", "b")), end, usage(tokens)]
+        )
+        assert (record.sizes_known, len(record.gaps)) == (True, tokens - 1)
+        assert record.last_token == tokens - 1.0
+
+    def test_who_speaks_is_no_token(self):
+        role = orjson.dumps({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+        record = feed([role, event("chat", "a", "compact"), event("chat", "b", "compact"), usage(2)])
+        assert (record.first_token, record.sizes_known) == (1.0, True)
+
+    def test_where_the_count_says_something_else_only_text_counts(self):
+        texts = ("", "a", "", "bcd")
+        record = feed([*(event("completions", text, "compact") for text in texts), usage(9)])
+        assert (record.output_tokens, record.sizes_known, record.first_token) == (9, False, 1.0)
+        assert record.gaps == array("d", [2.0])
+
+
+def usage(tokens):
+    return orjson.dumps({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": tokens}})
 
 
 def event(kind, text, dumps):
@@ -162,12 +211,14 @@ def event(kind, text, dumps):
     )
 
 
-def feed(events):
-    """An answer that read one event each second."""
-    answer = _Answer(RequestRecord(scheduled=0.0), 0.0, Counts())
-    for second, data in enumerate(events):
+def feed(events, *, done=True):
+    """The record of an answer that read one event each second."""
+    answer = Answer(RequestRecord(0, scheduled=0.0), 0.0, Counts())
+    for second, data in enumerate([*events, *[b"[DONE]"] * done]):
         answer.feed(b"data: " + data + b"\n\n", float(second))
-    return answer
+    answer.finish()
+    answer.settle()
+    return answer.record
 
 
 def listening(serve):

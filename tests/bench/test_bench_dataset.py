@@ -1,49 +1,178 @@
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import orjson
 import pytest
 
-from toolkit.bench.dataset import RandomDataset, length_range
-from toolkit.config.clients import BenchConfig
+from toolkit.bench.dataset import WARMUP, RandomDataset, length_range, open_dataset, request
+from toolkit.bench.run import settle
+from toolkit.bench.share import planned
+from toolkit.config.load import BenchConfig
+from toolkit.errors import ConfigError
 
 
 def bodies(count=200, **settings):
-    dataset = RandomDataset(BenchConfig(**settings), "m")
-    return [orjson.loads(dataset.request(i).body) for i in range(count)]
+    config = BenchConfig(**{"seed": 0} | settings)
+    dataset = open_dataset(config)
+    return [orjson.loads(request(dataset.prompt(i), config, "m").body) for i in range(count)]
 
 
-def test_prompts_are_token_ids_below_the_vocabulary_and_all_different():
-    found = bodies(random_vocab_size=50, random_input_len=20)
-    assert all(
-        len(body["prompt"]) == 20 and 0 <= min(body["prompt"]) <= max(body["prompt"]) < 50 for body in found
+def prompts(*args, **settings):
+    return [body["prompt"] for body in bodies(*args, **settings)]
+
+
+def written(tmp_path, text):
+    path = tmp_path / "data"
+    path.write_text(text)
+    return str(path)
+
+
+def lines(tmp_path, *rows):
+    return written(tmp_path, "\n".join(map(json.dumps, rows)))
+
+
+class TestRandom:
+    def test_prompts_are_token_ids_below_the_vocabulary_and_all_different(self):
+        found = prompts(random_vocab_size=50, random_input_len=20)
+        assert all(len(ids) == 20 and 0 <= min(ids) <= max(ids) < 50 for ids in found)
+        assert len(set(map(tuple, found))) == len(found)
+
+    def test_chat_prompts_are_words_and_all_different(self):
+        found = [body["messages"][0]["content"] for body in bodies(endpoint="chat", random_input_len=30)]
+        assert {len(text.split()) for text in found} == {30}
+        assert len(set(found)) == len(found)
+
+    def test_lengths_fill_the_range(self):
+        found = bodies(400, random_input_len=10, random_output_len=20, random_range_ratio=0.5)
+        assert {len(body["prompt"]) for body in found} == set(range(5, 16))
+        assert {body["max_tokens"] for body in found} == set(range(10, 31))
+
+    @pytest.mark.parametrize(
+        ("length", "ratio", "expected"), [(128, 0.0, (128, 128)), (5, 0.3, (3, 7)), (1, 1.0, (1, 2))]
     )
-    assert len({tuple(body["prompt"]) for body in found}) == len(found)
+    def test_the_range_is_rounded_outwards(self, length, ratio, expected):
+        assert length_range(length, ratio) == expected
+
+    def test_a_seed_repeats_the_work_and_without_one_no_prompt_comes_twice(self):
+        assert bodies(5, seed=1) == bodies(5, seed=1)
+        assert bodies(5, seed=1) != bodies(5, seed=2)
+        first, second = (settle(BenchConfig())[1].prompt(0) for _ in range(2))
+        assert first != second
+
+    def test_warm_ups_share_no_prompt_with_what_is_measured(self):
+        config = BenchConfig(seed=0)
+        measured, warm = RandomDataset(config), RandomDataset(config, WARMUP)
+        assert all(measured.prompt(i).content != warm.prompt(i).content for i in range(20))
+
+    def test_full_length_answers_are_asked_for_unless_told_otherwise(self):
+        assert bodies(1)[0]["ignore_eos"] is True
+        assert "ignore_eos" not in bodies(1, ignore_eos=False)[0]
+
+    def test_one_length_can_be_asked_of_all_answers(self):
+        assert {body["max_tokens"] for body in bodies(20, random_range_ratio=0.9, output_len=7)} == {7}
 
 
-def test_chat_prompts_are_words_and_all_different():
-    found = [body["messages"][0]["content"] for body in bodies(endpoint="chat", random_input_len=30)]
-    assert {len(text.split()) for text in found} == {30}
-    assert len(set(found)) == len(found)
+def test_prefixes_are_shared_and_what_follows_is_not():
+    found = prompts(100, dataset_name="prefix", prefix_len=30, num_prefixes=4, random_input_len=10)
+    assert {len(ids) for ids in found} == {40}
+    assert len({tuple(ids[:30]) for ids in found}) == 4
+    assert len({tuple(ids[30:]) for ids in found}) == 100
 
 
-def test_lengths_fill_the_range():
-    found = bodies(400, random_input_len=10, random_output_len=20, random_range_ratio=0.5)
-    assert {len(body["prompt"]) for body in found} == set(range(5, 16))
-    assert {body["max_tokens"] for body in found} == set(range(10, 31))
+class TestCustom:
+    def test_prompts_are_asked_as_they_stand_and_again_from_the_start(self, tmp_path):
+        path = lines(
+            tmp_path, {"prompt": "One?", "output_len": 5}, {"prompt": [1, 2, 3]}, {"prompt": "Three?", "max_tokens": 9}
+        )  # fmt: skip
+        found = bodies(4, dataset_name="custom", dataset_path=path, random_output_len=77)
+        assert [body["prompt"] for body in found] == ["One?", [1, 2, 3], "Three?", "One?"]
+        assert [body["max_tokens"] for body in found] == [5, 77, 9, 5]
+
+    def test_conversations_go_to_the_chat_route(self, tmp_path):
+        talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
+        path = lines(tmp_path, {"messages": talk}, {"prompt": "And you?"})
+        found = bodies(2, dataset_name="custom", dataset_path=path, endpoint="/v1/chat/completions")
+        assert [body["messages"] for body in found] == [talk, [{"role": "user", "content": "And you?"}]]
+        with pytest.raises(ConfigError, match=r"data:1 is for --endpoint chat"):
+            bodies(1, dataset_name="custom", dataset_path=path)
+
+    @pytest.mark.parametrize(
+        "text", ["{", "[1]", '{"question": "x"}', '{"prompt": "x", "output_len": 0}', ""]
+    )
+    def test_what_is_no_dataset_is_one_readable_error(self, tmp_path, text):
+        path = written(tmp_path, '{"prompt": "fine"}\n' + text if text else "")
+        with pytest.raises(ConfigError, match=r"data:2|has no request"):
+            bodies(1, dataset_name="custom", dataset_path=path)
+
+    def test_a_file_that_is_not_there_is_named(self, tmp_path):
+        with pytest.raises(ConfigError, match="No such file"):
+            bodies(1, dataset_name="custom", dataset_path=str(tmp_path / "missing"))
 
 
-@pytest.mark.parametrize(
-    ("length", "ratio", "expected"), [(128, 0.0, (128, 128)), (5, 0.3, (3, 7)), (1, 1.0, (1, 2))]
-)
-def test_length_range(length, ratio, expected):
-    assert length_range(length, ratio) == expected
+def test_sharegpts_first_questions_are_asked_for_answers_of_the_recorded_length(tmp_path):
+    def conversation(*turns):
+        return {"conversations": [{"from": "human", "value": turn} for turn in turns]}
+
+    rows = [
+        conversation("What is a KV cache, and why?", "x" * 400, "And then?"),
+        conversation("Alone, without any answer at all."),
+        conversation("Hi", "x" * 400),  # too short
+        conversation("x" * 8000, "x" * 400),  # too long
+        conversation("What is a token, please?", "y" * 4000),
+    ]
+    found = bodies(2, dataset_name="sharegpt", dataset_path=written(tmp_path, json.dumps(rows)))
+    assert [body["prompt"] for body in found] == ["What is a KV cache, and why?", "What is a token, please?"]
+    assert [body["max_tokens"] for body in found] == [100, 1000]
 
 
-def test_a_seed_repeats_the_work():
-    assert bodies(5, seed=1) == bodies(5, seed=1)
-    assert bodies(5, seed=1) != bodies(5, seed=2)
+class TestTrace:
+    ROWS = (
+        {"timestamp": 3000, "input_length": 1030, "output_length": 9, "hash_ids": [46, 48]},
+        {"timestamp": 1000, "input_length": 1100, "output_length": 7, "hash_ids": [46, 47]},
+        {"timestamp": 6500, "input_length": 20, "output_length": 3, "hash_ids": []},
+    )
 
+    def config(self, tmp_path, **settings):
+        path = lines(tmp_path, *self.ROWS)
+        return settle(BenchConfig(seed=0, dataset_name="trace", dataset_path=path, **settings))
 
-def test_full_length_answers_are_asked_for_unless_told_otherwise():
-    assert bodies(1)[0]["ignore_eos"] is True
-    assert "ignore_eos" not in bodies(1, ignore_eos=False)[0]
+    def test_it_is_replayed_at_its_own_times(self, tmp_path):
+        config, dataset = self.config(tmp_path)
+        assert (config.paced, config.count) == (True, 3)
+        assert planned(config, dataset).tolist() == [0.0, 2.0, 5.5]
+        assert len(planned(*self.config(tmp_path, duration=5.0))) == 2
+
+    def test_a_rate_replaces_its_times(self, tmp_path):
+        config, dataset = self.config(tmp_path, request_rate=100.0)
+        assert config.count == 3
+        assert planned(config, dataset)[-1] < 2.0
+        assert planned(*self.config(tmp_path, max_concurrency=2)) is None
+
+    def test_prompts_have_its_lengths_and_equal_blocks_where_it_had(self, tmp_path):
+        _, dataset = self.config(tmp_path)
+        first, second, third = (dataset.prompt(i) for i in range(3))
+        assert [len(p.content) for p in (first, second, third)] == [1100, 1030, 20]
+        assert [p.max_tokens for p in (first, second, third)] == [7, 9, 3]
+        assert first.content[:512] == second.content[:512]
+        assert first.content[512:1024] != second.content[512:1024]
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,30,4\n2023-11-16 18:17:05.2299600,10,8\n",
+            "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,30,4,34,log\n6.25,GPT-4,10,8,18,log\n",
+        ],
+        ids=["azure", "burstgpt"],
+    )
+    def test_published_traces_are_read_as_they_are(self, tmp_path, text):
+        config = BenchConfig(seed=0, dataset_name="trace", dataset_path=written(tmp_path, text))
+        dataset = open_dataset(config)
+        assert dataset.times == pytest.approx(np.array([0.0, 1.25]))
+        assert [(len(p.content), p.max_tokens) for p in map(dataset.prompt, range(2))] == [(30, 4), (10, 8)]
+
+    def test_a_line_that_is_none_is_named(self, tmp_path):
+        path = lines(tmp_path, self.ROWS[0], {"timestamp": 1})
+        with pytest.raises(ConfigError, match="data:2 is no line of a trace"):
+            open_dataset(BenchConfig(seed=0, dataset_name="trace", dataset_path=path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import os
 import signal
@@ -12,12 +13,13 @@ import orjson
 import pytest
 from rich.console import Console
 
-from toolkit.bench.arrivals import arrival_times
-from toolkit.bench.files import check_writable
-from toolkit.bench.report import as_json, print_table
+from tests.bench.results import outcome
+from toolkit.bench.arrivals import schedule
+from toolkit.bench.document import as_json, request_lines
 from toolkit.bench.run import measure
+from toolkit.bench.table import print_table
 from toolkit.bench.wire import ServerError
-from toolkit.config.clients import BenchConfig
+from toolkit.config.load import BenchConfig
 from toolkit.errors import ConfigError
 
 
@@ -32,20 +34,22 @@ async def test_counts_and_times_are_those_of_the_server(server):
     assert outcome.model == "fake"
     assert (result.num_sent, result.num_succeeded, result.num_failed) == (20, 20, 0)
     assert (result.prompt_tokens, result.output_tokens) == (20 * 8, 20 * 4)
-    assert 0.2 <= result.ttft_from_send.p50 < 2.0
-    assert result.ttft.p50 >= result.ttft_from_send.p50
-    assert 0.015 <= result.itl.mean < 1.0
-    assert result.itl.count == 20 * 3
-    assert result.itl_per_token
-    assert result.tpot.mean == pytest.approx(result.itl.mean)
-    assert result.e2e_from_send.p50 >= 0.2 + 3 * 0.02
+    found = result.latencies
+    assert 0.2 <= found.service_ttft.at(50) < 2.0
+    assert found.ttft.at(50) >= found.service_ttft.at(50)
+    assert 0.015 <= found.itl.mean.value < 1.0
+    assert found.itl.count == 20 * 3
+    assert result.sizes_known
+    assert found.tpot.mean.value == pytest.approx(found.itl.mean.value)
+    assert found.service_e2el.at(50) >= 0.2 + 3 * 0.02
 
 
 async def test_the_load_is_open_loop(server):
     """A server that answers after 2.5 s gets every request before its first answer is out."""
     server.delay = 2.5
-    outcome = await measure(config(server, request_rate=100.0, num_prompts=30, seed=5))
-    planned = arrival_times(100.0, count=30, seed=5)
+    settings = config(server, request_rate=100.0, num_prompts=30, seed=5)
+    outcome = await measure(settings)
+    planned = schedule(settings, 5)
     assert planned[-1] < 0.8
     assert np.ptp(server.arrivals) < 2.4
     assert outcome.result.max_in_flight == 30
@@ -55,8 +59,8 @@ async def test_a_request_that_waits_for_a_place_is_late_by_its_schedule(server):
     server.delay = 0.2
     result = (await measure(config(server, request_rate=1000.0, num_prompts=4, max_concurrency=1))).result
     assert result.max_in_flight == 1
-    assert result.ttft.max >= 0.75
-    assert result.ttft_from_send.p50 < result.ttft.max
+    assert result.latencies.ttft.max >= 0.75
+    assert result.latencies.service_ttft.at(50) < result.latencies.ttft.max
     assert result.place_wait.max >= 0.55
 
 
@@ -78,26 +82,28 @@ async def test_a_duration_ends_the_sending_not_the_answers(server):
 async def test_a_gap_is_spread_over_the_tokens_of_its_chunk(server):
     server.gap, server.tokens_per_chunk, server.running_usage = 0.1, 4, True
     result = (await measure(config(server, num_prompts=3, random_output_len=12))).result
-    assert result.itl_per_token
-    assert result.itl.count == 3 * 8
-    assert 0.02 <= result.itl.mean < 0.09  # 0.1 were it not spread
+    assert result.sizes_known
+    assert (result.latencies.itl.count, result.latencies.chunk_gap.count) == (3 * 8, 3 * 2)
+    assert 0.02 <= result.latencies.itl.mean.value < 0.09  # 0.1 were it not spread
+    assert result.latencies.chunk_gap.min >= 0.09
 
 
-async def test_chunks_are_counted_and_named_where_their_tokens_are_unknown(server):
-    server.tokens_per_chunk = 4
+async def test_chunks_of_unknown_size_are_said_to_be_such(server):
+    server.gap, server.tokens_per_chunk = 0.1, 4
     settings = config(server, num_prompts=3, random_output_len=12)
     outcome = await measure(settings)
-    assert not outcome.result.itl_per_token
-    assert outcome.result.itl.count == 3 * 2
+    assert not outcome.result.sizes_known
     assert outcome.result.output_tokens == 36
-    assert "ITL per chunk" in table(settings, outcome)
+    assert 0.02 <= outcome.result.latencies.itl.mean.value < 0.09
+    assert "chunk gap" in table(outcome)
+    assert "Chunks carried 4.00 tokens" in table(outcome)
 
 
 async def test_without_usage_chunks_stand_for_tokens_and_the_report_says_so(server):
     server.tokens_per_chunk, server.final_usage = 2, False
     result = (await measure(config(server, num_prompts=3, random_output_len=12))).result
     assert result.output_tokens == 3 * 6
-    assert not result.itl_per_token
+    assert not result.sizes_known
 
 
 async def test_failures_are_grouped_with_an_example(server):
@@ -109,7 +115,7 @@ async def test_failures_are_grouped_with_an_example(server):
     assert groups["HTTP 503"].example == "The queue is full."
     assert groups["answer broken off"].count == 2
     assert outcome.result.num_succeeded == 4
-    assert "6 x HTTP 503: The queue is full." in table(settings, outcome)
+    assert "6 x HTTP 503: The queue is full." in table(outcome)
 
 
 async def test_chat_and_warm_ups(server):
@@ -140,25 +146,129 @@ async def test_a_server_that_refuses_everything_is_an_exit_code_of_one(server):
         await measure(config(server, num_prompts=3, num_warmups=2))
 
 
-async def test_the_json_is_versioned_complete_and_without_the_key(server):
-    settings = config(server, num_prompts=3, api_key="secret")
+async def test_the_json_is_versioned_complete_and_without_keys(server):
+    settings = config(
+        server, num_prompts=3, api_key="secret", header=("X-Team=hidden",), metadata=("gpu=H200", "note=a=b")
+    )
     outcome = await measure(settings)
-    text = orjson.dumps(as_json(settings, outcome.model, outcome.result, interrupted=False))
+    text = orjson.dumps(as_json(outcome))
     document = orjson.loads(text)
-    assert document["schema"] == "tk-bench/1"
+    assert document["schema"] == "tk-bench/2"
     assert document["requests"]["succeeded"] == 3
-    assert document["tokens"] == {"prompt": 24, "output": 12, "output_asked": 12}
-    assert set(document["ttft_s"]) == {"mean", "p50", "p90", "p99", "max", "count"}
+    assert document["tokens"]["prompt"] == 24
+    assert document["tokens"]["output"] == document["tokens"]["output_asked"] == 12
+    assert {"mean", "p50", "p50_ci", "p90", "p99", "max", "count"} <= set(document["ttft_s"])
+    assert document["metadata"] == {"gpu": "H200", "note": "a=b"}
+    assert {"tk", "python", "processor", "cores"} <= set(document["environment"])
+    assert document["settings"]["seed"] == outcome.config.seed is not None
     assert b"secret" not in text
+    assert b"hidden" not in text
 
 
-async def test_the_table_fits_80_columns(server):
-    settings = config(server, num_prompts=3, request_rate=100.0)
-    outcome = await measure(settings)
-    shown = table(settings, outcome)
+async def test_keys_and_headers_are_sent_with_every_request(server):
+    await measure(config(server, num_prompts=2, api_key="secret", header=("X-Team=blue", "X-Odd=a=b")))
+    for headers in server.headers:
+        assert headers["Authorization"] == "Bearer secret"
+        assert (headers["X-Team"], headers["X-Odd"]) == ("blue", "a=b")
+
+
+async def test_each_request_is_a_line_with_its_times(server):
+    server.delay, server.gap, server.refuse_every = 0.05, 0.01, 3
+    outcome = await measure(config(server, request_rate=100.0, num_prompts=6))
+    rows = [orjson.loads(line) for line in request_lines(outcome)]
+    assert [row["number"] for row in rows] == list(range(6))
+    assert sum(row["error"] is not None for row in rows) == 2
+    for row in rows:
+        assert row["sent_s"] >= row["scheduled_s"]
+        if row["error"] is None:
+            assert row["ttft_s"] == pytest.approx(row["first_token_s"] - row["scheduled_s"])
+            span = row["last_token_s"] - row["first_token_s"]
+            assert sum(row["chunk_gaps_s"]) == pytest.approx(span, abs=1e-6)
+            assert (row["output_tokens"], row["chunk_tokens"]) == (4, [1, 1, 1])
+
+
+async def test_the_servers_own_counters_are_compared(server):
+    def page(queries, hits, preemptions, running):
+        return (
+            "# TYPE vllm:prefix_cache_queries counter\n"
+            f'vllm:prefix_cache_queries_total{{engine="0"}} {queries / 2}\n'
+            f'vllm:prefix_cache_queries_total{{engine="1"}} {queries / 2}\n'
+            "# TYPE vllm:prefix_cache_hits counter\n"
+            f"vllm:prefix_cache_hits_total {hits}\n"
+            f"# TYPE vllm:num_preemptions counter\nvllm:num_preemptions_total {preemptions}\n"
+            f"# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running {running}\n"
+            "# TYPE vllm:request_queue_time_seconds histogram\n"
+            f'vllm:request_queue_time_seconds_bucket{{le="+Inf"}} {queries}\n'
+            f"vllm:request_queue_time_seconds_sum {queries * 0.002}\n"
+            f"vllm:request_queue_time_seconds_count {queries}\n"
+        )
+
+    server.metrics_pages = [page(1000, 100, 5, 3), page(3000, 600, 9, 0)]
+    outcome = await measure(config(server, num_prompts=3))
+    found = as_json(outcome)["server_metrics"]
+    assert found["prefix_hit_ratio"] == pytest.approx(500 / 2000)
+    assert found["preemptions"] == 4
+    assert found["queue_s"] == pytest.approx(0.002)
+    shown = table(outcome)
+    assert "25% of prompt tokens cached, 4 preemptions, 2.00 ms queued" in shown
+    assert "had other requests when the run began" in shown
+
+
+async def test_counters_of_a_server_that_began_anew_are_not_taken_for_a_difference(server):
+    server.metrics_pages = ["x:num_preemptions_total 9\n", "x:num_preemptions_total 2\n"]
+    outcome = await measure(config(server, num_prompts=3))
+    assert outcome.server.counted("num_preemptions") is None
+
+
+def test_the_table_fits_80_columns_and_shows_what_was_asked_for():
+    one = outcome(
+        ttft=0.05, goodput=("ttft:200", "tpot:50"), percentile_metrics="ttft,itl", max_concurrency=9
+    )
+    shown = table(one)
     assert max(map(len, shown.splitlines())) <= 80
-    for name in ("TTFT", "TPOT", "ITL", "E2E", "p99", "3 succeeded, 0 failed"):
+    assert len(shown.splitlines()) <= 22
+    for name in (
+        "TTFT",
+        "from send",
+        "ITL",
+        "p99",
+        "600 succeeded, 0 failed",
+        "100.0% kept ttft:200 tpot:50 ms",
+    ):
         assert name in shown
+    assert "E2E" not in shown
+
+
+def test_what_counts_from_the_send_is_shown_where_it_differs():
+    assert "from send" not in table(outcome(ttft=1.0))  # by a thousandth
+
+
+async def test_many_percentiles_are_rows(server):
+    shown = table(await measure(config(server, num_prompts=3, metric_percentiles="1,25,50,75,99,99.9")))
+    assert [line.split()[0] for line in shown.splitlines()[-8:]] == [
+        "mean",
+        *["p1", "p25", "p50", "p75", "p99", "p99.9", "max"],
+    ]
+
+
+async def test_a_saturated_client_shows_nothing_of_the_server(server):
+    outcome = await measure(config(server, num_prompts=3))
+    late = dataclasses.replace(outcome, result=dataclasses.replace(outcome.result, saturated="it was late"))
+    assert (outcome.exit_code, late.exit_code) == (0, 1)
+    assert "TTFT" not in table(late)
+    assert "throughput" not in table(late)
+    assert "CLIENT SATURATED: it was late" in table(late)
+
+
+async def test_a_server_that_starts_is_waited_for(server, unused_tcp_port):
+    settings = config(server, url=f"127.0.0.1:{unused_tcp_port}", ready_check_timeout_sec=30.0, num_prompts=1)
+
+    async def later():
+        await asyncio.sleep(0.7)
+        return await server.listen(unused_tcp_port)
+
+    outcome, _ = await asyncio.gather(measure(settings), later())
+    assert outcome.result.num_succeeded == 1
 
 
 @pytest.mark.parametrize(
@@ -166,10 +276,23 @@ async def test_the_table_fits_80_columns(server):
     [
         {"request_rate": 0.0},
         {"request_rate": float("nan")},
+        {"burstiness": 0.0},
         {"duration": 5.0},
         {"url": "ftp://somewhere"},
         {"url": "http://host:notaport"},
         {"num_prompts": 0},
+        {"ramp_up_strategy": "linear"},
+        {"ramp_up_strategy": "linear", "ramp_up_start_rps": 1.0, "ramp_up_end_rps": 2.0, "request_rate": 3.0},
+        {"dataset_name": "custom"},
+        {"dataset_path": "prompts.jsonl"},
+        {"percentile_metrics": "ttft,e2e"},
+        {"metric_percentiles": "50,100"},
+        {"metric_percentiles": "median"},
+        {"goodput": ("itl:5",)},
+        {"goodput": ("ttft:fast",)},
+        {"header": ("NoEquals",)},
+        {"header": ("X=a\r\nY: b",)},
+        {"find_max_rps": True},
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(settings):
@@ -177,13 +300,7 @@ def test_settings_that_cannot_be_used_are_refused(settings):
         BenchConfig(**settings)
 
 
-def test_an_unwritable_result_file_is_refused_before_the_run(tmp_path):
-    with pytest.raises(ConfigError, match="--save-result cannot write"):
-        check_writable(tmp_path / "missing" / "result.json", "save_result")
-
-
-def table(settings, outcome):
+def table(outcome):
     text = io.StringIO()
-    console = Console(file=text, width=80, highlight=False)
-    print_table(console, settings, outcome.model, outcome.result, interrupted=outcome.interrupted)
+    print_table(Console(file=text, width=80, highlight=False), outcome)
     return text.getvalue()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Self, cast
 from urllib.parse import urlsplit
 
@@ -29,16 +29,17 @@ Take = Callable[[bytes, float], None]
 class Http:
     """Connections to one server: as many as there are requests at once, each used again and again."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None, headers: Iterable[str] = ()) -> None:
+        """`headers`: further ones of every request, as KEY=VALUE."""
         parts = urlsplit(url)
         self._host = parts.hostname or ""
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._ssl else 80)
         self._path = parts.path
         key = f"Authorization: Bearer {api_key}\r\n" if api_key is not None else ""
-        self._fields = (
-            f"Host: {parts.netloc.rpartition('@')[2]}\r\nAccept-Encoding: identity\r\n{key}".encode()
-        )
+        further = "".join(f"{name}: {value}\r\n" for name, _, value in (h.partition("=") for h in headers))
+        host = parts.netloc.rpartition("@")[2]
+        self._fields = f"Host: {host}\r\nAccept-Encoding: identity\r\n{key}{further}".encode()
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count as count_up
 
 from toolkit.bench.client import Client
@@ -17,7 +17,7 @@ TICK = 0.01  # seconds between two looks at how late the event loop is
 
 async def open_loop(
     client: Client,
-    requests: Iterable[BenchRequest],
+    request: Callable[[int], BenchRequest],
     records: list[RequestRecord],
     max_concurrency: int | None,
 ) -> None:
@@ -27,18 +27,19 @@ async def open_loop(
     """
     places = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else None
 
-    async def one(request: BenchRequest, record: RequestRecord) -> None:
+    async def one(body: BenchRequest, record: RequestRecord) -> None:
         record.woken = client.clock()
         if places is None:
-            await client.send(request, record)
+            await client.send(body, record)
             return
         async with places:
-            await client.send(request, record)
+            await client.send(body, record)
 
     async with asyncio.TaskGroup() as tasks:
-        for request, record in zip(requests, records, strict=True):
+        for number, record in enumerate(records):
+            body = request(number)
             await sleep_until(record.scheduled, client.clock)
-            tasks.create_task(one(request, record))
+            tasks.create_task(one(body, record))
 
 
 async def closed_loop(
@@ -64,7 +65,7 @@ async def closed_loop(
             now = client.clock()
             if duration is not None and now >= duration:
                 return
-            record = RequestRecord(scheduled=now, woken=now)
+            record = RequestRecord(number, scheduled=now, woken=now)
             records.append(record)
             await client.send(body, record)
 

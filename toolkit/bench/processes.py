@@ -17,12 +17,13 @@ from typing import Any
 
 import msgspec
 
-from toolkit.bench.client import Clock, Counts
+from toolkit.bench.answer import Counts
+from toolkit.bench.client import Clock
 from toolkit.bench.event_loop import event_loop_factory, raise_file_limit
 from toolkit.bench.http import Http
 from toolkit.bench.record import RequestRecord, Seconds, Share
 from toolkit.bench.share import Job, LoadShare
-from toolkit.config.clients import BenchConfig
+from toolkit.config.load import BenchConfig
 
 HEAD_START = 0.05
 """Seconds between the word to begin and the beginning, so that all clients begin together."""
@@ -59,12 +60,12 @@ FromClient = Ready | Counts | Done
 
 def _enc_hook(value: Any) -> bytes:
     if isinstance(value, array):
-        return value.tobytes()
+        return value.typecode.encode() + value.tobytes()
     raise NotImplementedError
 
 
-def _dec_hook(kind: Any, value: bytes) -> Seconds:
-    return array("d", value)
+def _dec_hook(kind: Any, value: bytes) -> array[Any]:
+    return array(chr(value[0]), value[1:])
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
@@ -116,13 +117,12 @@ class ClientProcesses:
     @property
     def counts(self) -> Counts:
         """The sums of what the clients last reported."""
-        every = self._counts
-        return Counts(
-            sum(c.sent for c in every),
-            sum(c.done for c in every),
-            sum(c.failed for c in every),
-            sum(c.pieces for c in every),
-        )
+        total = Counts()
+        for one in self._counts:
+            for name in ("sent", "done", "failed", "tokens", "first_tokens", "ttft"):
+                setattr(total, name, getattr(total, name) + getattr(one, name))
+            total.error = one.error or total.error
+        return total
 
     async def run(self, stop: asyncio.Event) -> list[Share]:
         """Lets all begin, and waits for their shares. After `stop` they come as they are."""
@@ -171,7 +171,7 @@ async def _client() -> None:
     orders = await _standard_input()
     job = _to_client.decode(await _read(orders))
     assert isinstance(job, Job), "the first order is the job"
-    async with Http(job.config.url, job.config.api_key) as http:
+    async with Http(job.config.url, job.config.api_key, job.config.header) as http:
         share = LoadShare(job, http)
         _say(Ready())
         begin = _to_client.decode(await _read(orders))

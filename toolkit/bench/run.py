@@ -3,101 +3,175 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import datetime
+import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import orjson
 
-from toolkit.bench.client import ROUTES, Client, Clock, Counts, first_model
-from toolkit.bench.dataset import WARMUPS, RandomDataset
+from toolkit.bench.client import Client, Clock, first_model, wait_until_ready
+from toolkit.bench.dataset import WARMUP, Dataset, RandomDataset, open_dataset, request
+from toolkit.bench.document import as_json, request_lines
 from toolkit.bench.event_loop import event_loop_factory, raise_file_limit
-from toolkit.bench.files import check_writable
+from toolkit.bench.files import ResultFiles
 from toolkit.bench.http import Http
 from toolkit.bench.load import closed_loop
+from toolkit.bench.outcome import Outcome
 from toolkit.bench.processes import ClientProcesses
-from toolkit.bench.progress import show_progress
+from toolkit.bench.progress import showing_progress
 from toolkit.bench.record import RequestRecord, Share
-from toolkit.bench.report import as_json, print_table
+from toolkit.bench.server_metrics import ServerChange, read_metrics
 from toolkit.bench.share import Job, LoadShare, number_of_clients
-from toolkit.bench.stats import Result, evaluate
-from toolkit.bench.wire import ServerError
-from toolkit.config.clients import BenchConfig
+from toolkit.bench.stats import evaluate
+from toolkit.bench.wire import RequestFailedError, ServerError
+from toolkit.config.load import BenchConfig
+
+T = TypeVar("T")
 
 WARMUP_CONCURRENCY = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a run leaves: the model it asked for and what it measured."""
-
-    model: str
-    result: Result
-    interrupted: bool
-
-    @property
-    def exit_code(self) -> int:
-        if self.interrupted:
-            return 130
-        return 1 if self.result.saturated is not None or self.result.num_succeeded == 0 else 0
-
-
 def run(config: BenchConfig) -> int:
-    """Measures and prints; the exit code of the command."""
-    if config.save_result is not None:
-        check_writable(Path(config.save_result), "save_result")  # now, not after ten minutes of load
-    raise_file_limit()
-    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-        outcome = runner.run(measure(config))
-    document = as_json(config, outcome.model, outcome.result, interrupted=outcome.interrupted)
-    text = orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-    if config.save_result is not None:
-        Path(config.save_result).write_bytes(text)
-        print(f"Saved to {config.save_result}", file=sys.stderr)
+    """Measures and reports; the exit code of the command."""
+    if config.find_max_rps:
+        from toolkit.bench.search import run_search
+
+        return run_search(config)
+    files: list[ResultFiles] = []
+
+    def prepare(model: str, began: datetime.datetime) -> None:
+        if config.saves:  # now, not after ten minutes of load
+            files.append(ResultFiles.of(config, model, began))
+        print(f"Loading {config.url} ({model}) ...", file=sys.stderr)
+
+    outcome = run_loop(lambda: measure(config, prepare))
+    document = as_json(outcome)
+    for one in files:
+        save(one, outcome, document)
+        print(f"Saved {one.json}, {one.jsonl.name}, {one.html.name}", file=sys.stderr)
     if config.json:
-        print(text.decode(), end="")
+        print(to_text(document), end="")
         if outcome.result.saturated is not None:
             print(f"CLIENT SATURATED: {outcome.result.saturated}.", file=sys.stderr)
     else:
         from rich.console import Console
 
-        print_table(
-            Console(highlight=False), config, outcome.model, outcome.result, interrupted=outcome.interrupted
-        )
+        from toolkit.bench.table import print_table
+
+        print_table(Console(highlight=False), outcome)
     return outcome.exit_code
 
 
-async def measure(config: BenchConfig) -> Outcome:
-    """Loads the server as configured. Ctrl-C ends the load, not the measurement.
+def run_loop(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Runs a coroutine as every client does."""
+    raise_file_limit()
+    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        return runner.run(main())
 
-    Raises ServerError when there is no server, it lists no model, or no warm-up request succeeds.
+
+def to_text(document: object) -> str:
+    """JSON that people can read, too."""
+    return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE).decode()
+
+
+def save(files: ResultFiles, outcome: Outcome, document: dict[str, Any]) -> None:
+    """Writes the result, the requests and the report with plots."""
+    from toolkit.bench.html import html_report
+
+    files.json.write_text(to_text(document))
+    files.jsonl.write_bytes(b"".join(request_lines(outcome)))
+    files.html.write_text(html_report(outcome))
+
+
+def save_numbered(outcome: Outcome, number: int) -> None:
+    """Saves one of several runs, where its config says so; under a given name with a number behind it."""
+    config = outcome.config
+    if not config.saves:
+        return
+    if config.result_filename is not None:
+        name = f"{config.result_filename.removesuffix('.json')}-{number}"
+        config = dataclasses.replace(config, result_filename=name)
+    save(ResultFiles.of(config, outcome.model, outcome.began), outcome, as_json(outcome))
+
+
+async def measure(
+    config: BenchConfig, prepare: Callable[[str, datetime.datetime], None] = lambda model, began: None
+) -> Outcome:
+    """Loads the server as configured. Ctrl-C ends the load, not the measurement. `prepare` is called before it with the
+    model's name and the time.
+
+    Raises ServerError when there is no server, it lists no model, or no warm-up request succeeds; ConfigError for a
+    dataset that cannot be read.
     """
-    async with Http(config.url, config.api_key) as http:
+    config, dataset = settle(config)
+    async with Http(config.url, config.api_key, config.header) as http:
+        await wait_until_ready(http, config.url, config.ready_check_timeout_sec)
         model = config.model or await first_model(http, config.url)
-        if config.num_warmups:
-            await warm_up(http, config, model)
-        clients = number_of_clients(config)
-        from_several = f" from {clients} processes" if clients > 1 else ""
-        print(f"Loading {config.url} ({model}){from_several} ...", file=sys.stderr)
+        began = datetime.datetime.now(datetime.UTC)
+        prepare(model, began)
+        await warm_up(http, config, model)
+        clients = number_of_clients(config, dataset)
+        before, version = await read_metrics(http), await server_version(http)
         stop = asyncio.Event()
         with on_interrupt(stop.set):
             if clients == 1:
                 shares = [await load_from_here(http, config, model, stop)]
             else:
                 shares = await load_from_processes(config, model, clients, stop)
-    return Outcome(model, evaluate(shares, paced=config.paced), stop.is_set())
+        after = await read_metrics(http) if before is not None else None
+    return Outcome(
+        config=config,
+        model=model,
+        result=evaluate(
+            shares,
+            paced=config.paced,
+            percentiles=config.percentiles,
+            objectives=config.objectives,
+            settles=config.ramp_up_strategy is None,
+        ),
+        records=[record for share in shares for record in share.records],
+        interrupted=stop.is_set(),
+        server=None if before is None or after is None else ServerChange(before, after),
+        server_version=version,
+        began=began,
+    )
+
+
+def settle(config: BenchConfig) -> tuple[BenchConfig, Dataset]:
+    """The config with what it leaves open, the seed and the length of a trace, and its dataset."""
+    if config.seed is None:
+        config = dataclasses.replace(config, seed=secrets.randbits(32))
+    dataset = open_dataset(config)
+    if dataset.times is not None and config.count is None and config.duration is None:
+        config = dataclasses.replace(config, num_prompts=len(dataset.times))
+    return config, dataset
+
+
+async def server_version(http: Http) -> str | None:
+    """What /version says, where there is one."""
+    try:
+        status, body = await http.get("/version", timeout=5.0)
+        return str(orjson.loads(body)["version"]) if status == 200 else None
+    except (RequestFailedError, ValueError, LookupError, TypeError):
+        return None
 
 
 async def warm_up(http: Http, config: BenchConfig, model: str) -> None:
-    """Sends the warm-up requests, a few at a time, and waits for their answers."""
-    client, dataset = Client(http, ROUTES[config.endpoint], Clock()), RandomDataset(config, model)
+    """Sends the warm-up requests, a few at a time, and waits for their answers. They are made, and share no prompt with
+    the measured ones.
+    """
+    if not config.num_warmups:
+        return
+    client, dataset = Client(http, config.route, Clock()), RandomDataset(config, WARMUP)
     records: list[RequestRecord] = []
     await closed_loop(
         client,
-        lambda number: dataset.request(WARMUPS + number),
+        lambda number: request(dataset.prompt(number), config, model),
         records,
         min(WARMUP_CONCURRENCY, config.max_concurrency or WARMUP_CONCURRENCY),
         count=config.num_warmups,
@@ -126,19 +200,6 @@ async def load_from_processes(
         showing_progress(config, lambda: processes.counts, lambda: processes.clock()),
     ):
         return await processes.run(stop)
-
-
-@asynccontextmanager
-async def showing_progress(
-    config: BenchConfig, counts: Callable[[], Counts], clock: Callable[[], float]
-) -> AsyncIterator[None]:
-    """Draws the moving line for as long as the block runs."""
-    drawing = asyncio.create_task(show_progress(config, counts, clock))
-    try:
-        yield
-    finally:
-        drawing.cancel()
-        await asyncio.gather(drawing, return_exceptions=True)
 
 
 @contextmanager

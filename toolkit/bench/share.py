@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-import os
 import time
 from array import array
 from contextlib import suppress
 
 import msgspec
 
-from toolkit.bench.arrivals import arrival_times
-from toolkit.bench.client import ROUTES, Client, Clock
-from toolkit.bench.dataset import RandomDataset
+from toolkit.bench.arrivals import Times, schedule
+from toolkit.bench.client import Client, Clock
+from toolkit.bench.dataset import BenchRequest, Dataset, open_dataset, request
+from toolkit.bench.environment import usable_cores
 from toolkit.bench.http import Http
 from toolkit.bench.load import closed_loop, open_loop, watch_loop_delay
 from toolkit.bench.record import RequestRecord, Share
-from toolkit.config.clients import BenchConfig
+from toolkit.config.load import BenchConfig
 
 TOKENS_PER_CLIENT = 10_000
 """Tokens per second that one client takes without trouble: about a tenth of what would fill its core."""
@@ -30,6 +30,10 @@ CORES_PER_CLIENT = 4
 """The server is often on the same machine, and needs its cores."""
 
 
+MOST_READY = 10_000
+"""Requests of which the bodies are made before the start; those of the others just before they are needed."""
+
+
 class Job(msgspec.Struct, tag="job"):
     """What client number `index` of `clients` is to do."""
 
@@ -39,17 +43,41 @@ class Job(msgspec.Struct, tag="job"):
     clients: int = 1
 
 
-def number_of_clients(config: BenchConfig, cores: int | None = None) -> int:
+def number_of_clients(config: BenchConfig, dataset: Dataset, cores: int | None = None) -> int:
     """As many as were asked for, else as many as the load needs and the machine's cores allow."""
     if config.clients is not None:
         wanted = config.clients
     elif config.paced:
-        wanted = math.ceil(config.request_rate * config.random_output_len / TOKENS_PER_CLIENT)
+        answer = config.output_len or dataset.prompt(0).max_tokens
+        wanted = math.ceil(highest_rate(config, dataset) * answer / TOKENS_PER_CLIENT)
     else:
         wanted = math.ceil((config.max_concurrency or config.count or 1) / PLACES_PER_CLIENT)
     if config.clients is None:
-        wanted = min(wanted, max(1, (_cores() if cores is None else cores) // CORES_PER_CLIENT))
+        wanted = max(1, min(wanted, (usable_cores() if cores is None else cores) // CORES_PER_CLIENT))
     return min(wanted, config.count or wanted, config.max_concurrency or wanted)
+
+
+def highest_rate(config: BenchConfig, dataset: Dataset) -> float:
+    """Requests per second, where they arrive by a clock."""
+    if config.replayed:
+        assert dataset.times is not None, "what is replayed has times"
+        return len(dataset.times) / max(float(dataset.times[-1]), 1e-3)
+    if config.ramp_up_strategy is None:
+        return config.request_rate
+    return max(config.ramp_up_start_rps or 0.0, config.ramp_up_end_rps or 0.0)
+
+
+def planned(config: BenchConfig, dataset: Dataset) -> Times | None:
+    """When requests arrive, in seconds; None when each answer starts the next request."""
+    if config.replayed:
+        times = dataset.times
+        assert times is not None, "what is replayed has times"
+        times = times[: config.count]
+        return times if config.duration is None else times[times < config.duration]
+    if config.paced or config.max_concurrency is None:
+        assert config.seed is not None, "a run has chosen its seed"
+        return schedule(config, config.seed)
+    return None
 
 
 class LoadShare:
@@ -57,24 +85,27 @@ class LoadShare:
 
     def __init__(self, job: Job, http: Http) -> None:
         self.config, self.job = job.config, job
-        self._dataset = RandomDataset(job.config, job.model)
+        self._dataset = open_dataset(job.config)
         self._http = http
         self._records: list[RequestRecord] = []
-        self.follows_a_clock = job.config.paced or job.config.max_concurrency is None
-        if self.follows_a_clock:
-            schedule = arrival_times(
-                job.config.request_rate,
-                count=job.config.count,
-                duration=job.config.duration,
-                seed=job.config.seed,
-            )
-            mine = schedule[job.index :: job.clients]
-            self._records = [RequestRecord(scheduled=float(seconds)) for seconds in mine]
-        num_ready = len(self._records) if self.follows_a_clock else (self._count or 0)
-        self._ready = [self._dataset.request(self._number(i)) for i in range(num_ready)]
+        times = planned(job.config, self._dataset)
+        self.follows_a_clock = times is not None
+        if times is not None:
+            self._records = [
+                RequestRecord(self._number(i), scheduled=float(seconds))
+                for i, seconds in enumerate(times[job.index :: job.clients])
+            ]
+        num_ready = len(self._records) if self.follows_a_clock else self._count or 0
+        self._ready = [self._make(i) for i in range(min(num_ready, MOST_READY))]
         self.client: Client | None = None
         gc.collect()
         gc.freeze()  # what exists now stays: a collection during the run need not look at it
+
+    def _request(self, i: int) -> BenchRequest:
+        return self._ready[i] if i < len(self._ready) else self._make(i)
+
+    def _make(self, i: int) -> BenchRequest:
+        return request(self._dataset.prompt(self._number(i)), self.config, self.job.model)
 
     @property
     def _count(self) -> int | None:
@@ -94,7 +125,7 @@ class LoadShare:
 
     def start(self, clock: Clock) -> Client:
         """The client that `run` will use."""
-        self.client = Client(self._http, ROUTES[self.config.endpoint], clock)
+        self.client = Client(self._http, self.config.route, clock)
         return self.client
 
     async def run(self, stop: asyncio.Event) -> Share:
@@ -110,18 +141,21 @@ class LoadShare:
         gc.unfreeze()
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
+        if not self.follows_a_clock:
+            for record in self._records:
+                record.number = self._number(record.number)
         return Share(self._records, delays, cpu_share)
 
     async def _drive(self) -> None:
         assert self.client is not None
         if self.follows_a_clock:
-            await open_loop(self.client, self._ready, self._records, self._places)
+            await open_loop(self.client, self._request, self._records, self._places)
             return
-        places, ready = self._places, self._ready
+        places = self._places
         assert places is not None
         await closed_loop(
             self.client,
-            lambda i: ready[i] if i < len(ready) else self._dataset.request(self._number(i)),
+            self._request,
             self._records,
             places,
             count=self._count,
@@ -140,8 +174,3 @@ async def run_until(stop: asyncio.Event, task: asyncio.Task[None]) -> None:
             task.cancel()
     with suppress(asyncio.CancelledError):
         await task
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.help import ALL, Command, Group, show_all
+from toolkit.cli.help import ALL, Command, Group, known_settings, path_of, show_all
 from toolkit.config.fields import Option, build, options
-from toolkit.config.sources import resolve
+from toolkit.config.sources import Given, resolve
 from toolkit.errors import ConfigError
 
 
@@ -36,17 +36,17 @@ def command_with_subcommands(
         run = _runner(function, configs)
 
         def root(ctx: typer.Context, **flags: Any) -> None:
-            given = [row for config in configs for row in options(config) if flags[row.name] is not None]
+            given = [row.flag for config in configs for row in options(config) if flags[row.name] is not None]
+            given += ["--config"] * (flags["config"] is not None)
             if ctx.invoked_subcommand is not None and given:
                 raise ConfigError(
-                    f"{given[0].flag} is no flag of 'tk {name} {ctx.invoked_subcommand}': that one's own flags "
+                    f"{given[0]} is no flag of 'tk {name} {ctx.invoked_subcommand}': that one's own flags "
                     f"follow its name."
                 )
             if ctx.invoked_subcommand is None:
-                run(**flags)
+                run(ctx, **flags)
 
-        context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-        _wear(root, function, [context, *inspect.signature(run).parameters.values()], run.rows)  # type: ignore[attr-defined]  # see _wear
+        _wear(root, function, [*inspect.signature(run).parameters.values()], run.rows)  # type: ignore[attr-defined]  # see _wear
         group.callback(invoke_without_command=True)(root)
         app.add_typer(group, name=name)
         return group
@@ -58,24 +58,34 @@ def _runner(function: Callable[..., None], configs: Sequence[type]) -> Callable[
     """`function` as Typer takes it: called with flags, None where one was left out."""
     rows = [row for config in configs for row in options(config)]
 
-    def run(**flags: Any) -> None:
-        for row in rows:
-            if row.type is tuple and not flags.get(row.name):
-                flags[row.name] = None  # Typer's word for a flag that can be repeated and was not given
-            if row.argument and flags.get(f"{row.name}_argument") is not None:
-                flags[row.name] = flags[f"{row.name}_argument"]
-        settings = resolve(rows, flags)
+    def run(ctx: typer.Context, **flags: Any) -> None:
+        settings = given_settings(rows, flags, path_of(ctx), ctx.find_root().command)
         built: list[Any] = []
         for config in configs:
             names = {row.name for row in options(config)}
-            built.append(build(config, {k: v for k, v in settings.items() if k in names}))
+            built.append(build(config, {k: v.value for k, v in settings.items() if k in names}))
         function(*built)
 
     parameters = [parameter for row in rows for parameter in _parameters(row)]
     parameters.sort(key=lambda p: not p.name.endswith("_argument"))
-    parameters.append(_HELP_ALL)
+    parameters = [_CONTEXT, *parameters, _SETTINGS_FILE, _HELP_ALL]
     _wear(run, function, parameters, rows)
     return run
+
+
+def given_settings(
+    rows: list[Option], flags: Mapping[str, Any], path: tuple[str, ...], root: Any
+) -> dict[str, Given]:
+    """What was given of a command's settings, by name. `flags`: as Typer parsed them; `path`: the words of the command;
+    `root`: Typer's object of the program.
+    """
+    given = dict(flags)
+    for row in rows:
+        if row.type is tuple and not given.get(row.name):
+            given[row.name] = None  # Typer's word for a flag that can be repeated and was not given
+        if row.argument and given.get(f"{row.name}_argument") is not None:
+            given[row.name] = given[f"{row.name}_argument"]
+    return resolve(rows, given, path, known_settings(root), file=given.get("config"))
 
 
 def _wear(
@@ -92,6 +102,18 @@ def _wear(
     run.__annotations__ = {p.name: p.annotation for p in parameters}
 
 
+_CONTEXT = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+_SETTINGS_FILE = inspect.Parameter(
+    "config",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        str | None,
+        typer.Option(
+            "--config", metavar="FILE", help="Settings, instead of ./tk.toml and the user's own tk.toml."
+        ),
+    ],
+)
 _HELP_ALL = inspect.Parameter(
     "help_all",
     inspect.Parameter.KEYWORD_ONLY,
@@ -106,10 +128,11 @@ _HELP_ALL = inspect.Parameter(
 def _parameters(row: Option) -> list[inspect.Parameter]:
     """The Typer parameters of one setting: a flag, and an argument too when it can be given by position."""
     kind = inspect.Parameter.KEYWORD_ONLY
-    flags = [f"{row.flag}/--no-{row.flag[2:]}"] if row.type is bool else [row.flag, *row.aliases]
+    flag = f"{row.flag}/--no-{row.flag[2:]}" if row.type is bool else row.flag
+    flags = [flag, *row.aliases]
     metavar = row.metavar or ("|".join(str(c) for c in row.choices) or None)
     if row.type is tuple:
-        metavar = "<str>"
+        metavar = row.metavar or "<str>"
     kind_of_value: Any = list[str] if row.type is tuple else row.type
     hint: Any = Annotated[
         kind_of_value | None,

@@ -5,11 +5,14 @@ or a command that does not exist.
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from toolkit.cli import SUBJECTS
 from toolkit.config.fields import Option
 from toolkit.errors import ConfigError, did_you_mean
 
@@ -34,6 +37,46 @@ def settings_of(command: Any) -> dict[str, Option]:
     return {row.name: row for row in getattr(inspect.unwrap(command.callback), "rows", ())}
 
 
+def known_settings(root: Any) -> dict[tuple[str, ...], list[str]]:
+    """The names of each command's settings, by the words of the command; those without settings are left out."""
+
+    def walk(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], list[str]]]:
+        yield path, list(settings_of(command))
+        for name, below in getattr(command, "commands", {}).items():
+            yield from walk(below, (*path, name))
+
+    return {path: names for path, names in walk(root, ()) if names}
+
+
+def path_of(ctx: Any) -> tuple[str, ...]:
+    """The words of the command that a context belongs to, without the program's name."""
+    return () if ctx.parent is None else (*path_of(ctx.parent), ctx.info_name)
+
+
+def spread(args: list[str], rows: dict[str, Option]) -> list[str]:
+    """The words of a line, with a flag before each value of those that take several words of a kind, as in vLLM:
+    `--goodput ttft:200 tpot:50`. Its kind is the sign in the flag's metavar.
+    """
+    signs = {
+        row.flag: "=" if "=" in (row.metavar or "") else ":" for row in rows.values() if _takes_words(row)
+    }
+    spread_out: list[str] = []
+    flag = None
+    for index, word in enumerate(args):
+        follows = flag is not None and args[index - 1] != flag
+        if flag is not None and (word.startswith("-") or signs[flag] not in word):
+            flag = None
+        if flag is not None and follows:
+            spread_out.append(flag)
+        spread_out.append(word)
+        flag = word if word in signs else flag
+    return spread_out
+
+
+def _takes_words(row: Option) -> bool:
+    return row.type is tuple and row.metavar is not None and ("=" in row.metavar or ":" in row.metavar)
+
+
 class _Readable:
     """What commands and groups have in common. The overridden methods are Typer's."""
 
@@ -56,7 +99,7 @@ class _Readable:
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Raises ConfigError for a flag that does not exist, with the nearest ones."""
         try:
-            rest: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]  # of the class beside this one
+            rest: list[str] = super().parse_args(ctx, spread(args, settings_of(self)))  # type: ignore[misc]  # of the class beside this one
         except typer.TyperException as error:
             if not hasattr(error, "possibilities"):  # what only an unknown flag has
                 raise
@@ -91,7 +134,13 @@ class _Readable:
             if row is None or not row.common or is_second_way or record is None:
                 continue
             is_argument = param.param_type_name == "argument"
-            flag = str(row.metavar) if is_argument else row.flag if row.type is bool else record[0]
+            flag = (
+                str(row.metavar)
+                if is_argument
+                else ", ".join([row.flag, *row.aliases])
+                if row.type is bool
+                else record[0]
+            )
             sections.setdefault(_subject(param, rows), []).append((flag, row.summary + row.shown_default))
         flags = [flag for records in sections.values() for flag, _ in records]
         width = max(len(flag) for flag in flags if len(flag) <= WIDEST)
@@ -123,6 +172,27 @@ class Group(_Readable, TyperGroup):
             hint = did_you_mean(name, self.commands) or f" There are: {listed}."
             raise ConfigError(f"{name!r} is no command of '{ctx.command_path}'.{hint}", param=name)
         return super().resolve_command(ctx, args)
+
+
+class Program(Group):
+    """The program itself: its commands by subject, on one screen."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes all of it."""
+        formatter.write(f"Usage: {ctx.command_path} COMMAND [OPTIONS]    {self.help}\n\n")
+        width = max(len(name) for name in self.commands)
+        for subject, names in SUBJECTS.items():
+            formatter.write_heading(subject)
+            with formatter.indentation():
+                rows = [(name.ljust(width), summary_of(self.commands[name])) for name in names]
+                formatter.write_dl(rows, width)
+        formatter.write(f"\n{self.epilog}\n")
+
+
+def summary_of(command: Any) -> str:
+    """What a command does, in so few words that they fit a line beside its name."""
+    first = " ".join(inspect.cleandoc(command.help or "").split("\n\n")[0].split())
+    return re.split(r"[.:;] |[.]$", first)[0]
 
 
 def _subject(param: Any, rows: dict[str, Option]) -> str:

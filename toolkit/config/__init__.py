@@ -1,6 +1,13 @@
 """Every setting, in one table. See `fields.option`."""
 
-from toolkit.config.engine import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from toolkit.config.engine import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from toolkit.config.fields import Option, build, option, options
 from toolkit.config.run import RunConfig
 from toolkit.config.server import ServerConfig
@@ -11,6 +18,7 @@ __all__ = [
     "EngineConfig",
     "ModelConfig",
     "Option",
+    "ParallelConfig",
     "RunConfig",
     "SchedulerConfig",
     "ServerConfig",

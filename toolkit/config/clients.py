@@ -1,8 +1,7 @@
-"""What can be set of the programs that talk to a server: `tk bench`, `tk top` and `tk chat`."""
+"""What can be set of the programs that talk to a server: `tk top` and `tk chat`."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
@@ -14,113 +13,67 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchConfig:
-    """The load generator."""
-
-    url: str = option(
-        DEFAULT_URL, "The server to load.", aliases=("--base-url",), subject="Server", common=True
-    )
-    model: str | None = option(
-        None, "Model to ask for. Default: the first that the server lists.", common=True, metavar="NAME"
-    )
-    endpoint: Literal["completions", "chat"] = option(
-        "completions", "Which route of the API to load.", common=True
-    )
-    request_rate: float = option(
-        math.inf,
-        "Requests per second, arriving at random (Poisson); inf sends all at once.",
-        aliases=("--rps",),
-        minimum=0.0,
-        subject="Load",
-        common=True,
-    )
-    num_prompts: int | None = option(
-        None,
-        "Requests to send. Default: 200, or with --duration as many as it takes.",
-        minimum=1,
-        common=True,
-    )
-    duration: float | None = option(None, "Seconds after which no request is sent any more.", minimum=0.0)
-    max_concurrency: int | None = option(
-        None,
-        "Most requests in flight. With --rps inf, each answer starts the next request.",
-        minimum=1,
-        common=True,
-    )
-    clients: int | None = option(
-        None,
-        "Processes to send from. Default: as many as the load needs, at most a quarter of the cores.",
-        minimum=1,
-    )
-    random_input_len: int = option(
-        128,
-        "Length of a prompt, in tokens; in a chat, in words.",
-        minimum=1,
-        subject="Prompts and answers",
-        common=True,
-    )
-    random_output_len: int = option(128, "Tokens asked for in an answer.", minimum=1, common=True)
-    random_range_ratio: float = option(
-        0.0, "Lengths are uniform between length x (1 - r) and length x (1 + r).", minimum=0.0, maximum=1.0
-    )
-    random_vocab_size: int = option(1000, "Prompts are drawn from token ids below this.", minimum=1)
-    ignore_eos: bool = option(True, "Ask for answers of full length, past the end-of-sequence token.")
-    num_warmups: int = option(
-        0, "Requests sent and finished before the measurement.", minimum=0, subject="Measurement"
-    )
-    seed: int = option(0, "Seeds the arrivals, lengths and prompts.", minimum=0)
-    api_key: str | None = option(None, "Key of the server.")
-    json: bool = option(False, "Print the result as JSON instead of a table.")
-    save_result: str | None = option(None, "Write the result as JSON to this file too.", metavar="FILE")
-
-    def __post_init__(self) -> None:
-        check_all(self)
-        object.__setattr__(self, "url", server_url(self.url))
-        if not self.request_rate > 0:  # NaN too
-            raise ConfigError(
-                f"--request-rate is above 0; it got {self.request_rate!r}.", param="request_rate"
-            )
-        if self.duration is not None and not self.paced and self.max_concurrency is None:
-            raise ConfigError(
-                "--duration needs --rps or --max-concurrency: without them every request is sent at once.",
-                param="duration",
-            )
-
-    @property
-    def paced(self) -> bool:
-        """Whether requests arrive by a clock."""
-        return math.isfinite(self.request_rate)
-
-    @property
-    def count(self) -> int | None:
-        """Most requests to send; None when only `duration` ends the run."""
-        if self.num_prompts is None and self.duration is None:
-            return 200
-        return self.num_prompts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TopConfig:
     """The dashboard."""
 
-    url: str = option(DEFAULT_URL, "The server to watch.", aliases=("--base-url",), subject="Server")
+    url: tuple[str, ...] = option(
+        (DEFAULT_URL,),
+        "The servers to watch.",
+        aliases=("--base-url",),
+        argument=True,
+        metavar="URL",
+        subject="Servers",
+        common=True,
+    )
+    api_key: str | None = option(None, "Key of the servers.", metavar="KEY", common=True)
+    admin_key: str | None = option(
+        None,
+        "Key of the servers' operator, where they have one. Live requests and settings want it.",
+        metavar="KEY",
+        common=True,
+    )
+    demo: bool = option(False, "Watch made-up servers; nothing is sent anywhere.", common=True)
     interval: float = option(
-        1.0, "Seconds between two looks at the server.", minimum=0.1, maximum=3600.0, subject="Display"
+        1.0,
+        "Seconds between two looks at a server.",
+        minimum=0.1,
+        maximum=3600.0,
+        subject="Display",
+        common=True,
     )
     window: float = option(
         30.0,
-        "Seconds of history that latencies and the prefix hit rate are taken from.",
+        "Seconds that percentiles, means and hit rates are taken over.",
         minimum=1.0,
         maximum=3600.0,
+        common=True,
     )
-    api_key: str | None = option(None, "Key of the server.")
+    theme: Literal["auto", "dark", "light"] = option(
+        "auto", "Colors; auto asks the terminal for its background.", common=True
+    )
     once: bool = option(
-        False, "Print one plain snapshot and exit; so it is too when the output is not a terminal."
+        False,
+        "Print one plain snapshot and exit; so it is too when the output is not a terminal.",
+        subject="Output",
+        common=True,
+    )
+    json: bool = option(False, "Print one snapshot as JSON and exit.", common=True)
+    record: str | None = option(
+        None, "Write every reading to this file. A line of JSON each.", metavar="FILE", common=True
+    )
+    replay: str | None = option(
+        None, "Show a recording. One reading every --interval seconds.", metavar="FILE", common=True
     )
 
     def __post_init__(self) -> None:
         check_all(self)
-        object.__setattr__(self, "url", server_url(self.url))
+        urls = dict.fromkeys(server_url(one) for one in self.url)
+        if not urls:
+            raise ConfigError("--url is the address of a server, or several; it got none.", param="url")
+        object.__setattr__(self, "url", tuple(urls))
+        if self.replay is not None and (self.demo or self.record is not None):
+            other = "--demo" if self.demo else "--record"
+            raise ConfigError(f"--replay shows a recording, and does not go with {other}.", param="replay")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,10 +82,17 @@ class ChatConfig:
 
     model: str | None = option(
         None,
-        "With --url: the name to ask for. Without: the model to start a private server with.",
+        "The model to ask; where no server has it, a private one is started with it.",
         argument=True,
         metavar="MODEL",
         subject="Server",
+        common=True,
+    )
+    prompt: str | None = option(
+        None,
+        "A question to answer once; what is piped in follows it. With spaces in it, it needs no MODEL before it.",
+        argument=True,
+        metavar="PROMPT",
         common=True,
     )
     url: str | None = option(
@@ -149,6 +109,9 @@ class ChatConfig:
         subject="Conversation",
         common=True,
     )
+    resume: bool = option(
+        False, "Go on with the last conversation.", aliases=("--continue", "-c"), common=True
+    )
     temperature: float | None = option(
         None,
         "0 is deterministic, higher is more varied. Default: the server's.",
@@ -159,9 +122,32 @@ class ChatConfig:
     max_tokens: int | None = option(
         None, "Most tokens in an answer. Default: the server's.", minimum=1, common=True
     )
+    top_p: float | None = option(
+        None,
+        "Samples from the likeliest tokens of this share. Default: the server's.",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    seed: int | None = option(None, "The same seed gives the same answer.", minimum=0)
+    tools: str | None = option(
+        None, "Tools that the model may call: a JSON list, as the API takes it.", metavar="FILE"
+    )
+    schema: str | None = option(
+        None, "JSON schema that answers have to fit.", metavar="FILE", subject="Output", common=True
+    )
+    json: bool = option(
+        False, "Print the answer to PROMPT as JSON, with its tokens, times and reasoning.", common=True
+    )
+    stream: bool = option(True, "Show an answer while it comes.")
+    reasoning: Literal["short", "full", "hidden"] = option(
+        "short", "How a model's reasoning is shown: folded once it has ended, in full, or not at all."
+    )
 
     def __post_init__(self) -> None:
         check_all(self)
+        if self.prompt is None and self.model is not None and len(self.model.split()) > 1:
+            object.__setattr__(self, "prompt", self.model)  # no model's name has spaces
+            object.__setattr__(self, "model", None)
         if self.url is not None:
             object.__setattr__(self, "url", server_url(self.url))
 

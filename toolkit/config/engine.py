@@ -42,7 +42,7 @@ class ModelConfig:
     )
     max_model_len: int | None = option(
         None,
-        "Longest sequence, prompt and answer together, in tokens. Default: what the model was made for.",
+        "Longest prompt plus answer, in tokens. Default: what the model was made for.",
         minimum=1,
         common=True,
     )
@@ -50,10 +50,10 @@ class ModelConfig:
         "auto",
         "auto: safetensors, else PyTorch files read without running code in them. dummy: random weights.",
     )
-    quantization: Literal["fp8"] | None = option(
+    quantization: Literal["fp8", "int8"] | None = option(
         None,
-        "Type that the weights of linear layers are kept in. fp8: half of 16 bits, rounded while the model is loaded. "
-        "Default: the type of the activations.",
+        "Type that the weights of linear layers are kept in, rounded while the model is loaded: half of 16 bits. fp8: on "
+        "GPUs. int8: on CPUs. Default: the type of the activations.",
     )
     pooling: Literal["last", "mean", "cls"] | None = option(
         None,
@@ -92,7 +92,7 @@ class CacheConfig:
     block_size: int = option(16, "Tokens in one KV cache block.", minimum=1, maximum=256, subject="KV cache")
     gpu_memory_utilization: float = option(
         0.9,
-        "Share of the GPU's memory for weights, activations and KV cache together.",
+        "Share of the GPU's memory to use. It holds weights, activations and KV cache together.",
         minimum=0.05,
         maximum=1.0,
         common=True,
@@ -143,6 +143,26 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Over how many devices."""
+
+    tensor_parallel_size: int = option(
+        1,
+        "Devices that share every layer of the model: GPUs, or processes on a CPU.",
+        minimum=1,
+        subject="Parallelism",
+    )
+    worker_timeout: float = option(
+        300.0,
+        "Seconds that a step may take before its devices are taken for hung and the engine is started again.",
+        minimum=1.0,
+    )
+
+    def __post_init__(self) -> None:
+        check_all(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All of the engine's settings."""
 
@@ -150,6 +170,7 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> EngineConfig:

@@ -5,6 +5,7 @@ text make the flag, the TK_* variable, the tk.toml key and the documentation.
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -14,6 +15,9 @@ from typing import Any, Literal, TypeVar
 from toolkit.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
+
+MASK = "***"
+"""What is shown of a secret."""
 
 
 def option(
@@ -69,6 +73,19 @@ class Option:
     @property
     def variable(self) -> str:
         return "TK_" + self.name.upper()
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether its value is nobody else's business: keys, and headers, which may hold them."""
+        return self.name in ("header", "headers") or self.name.endswith(("_key", "_token", "password"))
+
+    def shown(self, value: Any) -> Any:
+        """The value as it may be seen by others: masked when it is secret, and without the password in a URL."""
+        if isinstance(value, tuple):
+            return tuple(self.shown(one) for one in value)
+        if not isinstance(value, str) or not value:
+            return value
+        return MASK if self.is_secret else re.sub(r"(?<=://)[^/@\s]+@", f"{MASK}@", value)
 
     @property
     def summary(self) -> str:

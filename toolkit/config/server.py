@@ -65,7 +65,9 @@ class ServerConfig:
         subject="Limits",
     )
     max_queue_tokens: int | None = option(
-        None, "Most prompt tokens of requests that wait to run. Default: no limit.", minimum=1
+        None,
+        "Most prompt tokens of requests that wait to run; one alone may have more. Default: no limit.",
+        minimum=1,
     )
     max_requests_per_key: int | None = option(
         None,

@@ -1,0 +1,113 @@
+"""What is said of two results."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.bench.results import outcome
+from toolkit.bench.compare import Change, changes, different_settings, run_compare
+from toolkit.bench.document import as_json
+from toolkit.bench.run import to_text
+from toolkit.config.load import CompareConfig
+from toolkit.errors import ConfigError
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(name, **settings):
+        path = tmp_path / f"{name}.json"
+        path.write_text(to_text(as_json(outcome(**settings))))
+        return str(path)
+
+    return save
+
+
+def compare(before, after, capsys, **settings):
+    """(exit code, what was printed)"""
+    code = run_compare(CompareConfig(before=before, after=after, **settings))
+    return code, capsys.readouterr().out
+
+
+def by_name(**settings):
+    before, after = (json.loads(to_text(as_json(outcome(**one)))) for one in ({}, settings))
+    return {change.name: change for change in changes(before, after)}
+
+
+def test_runs_of_the_same_speed_differ_by_chance_alone(saved, capsys):
+    pairs = [(saved(f"a{seed}", seed=seed), saved(f"b{seed}", seed=seed + 100)) for seed in range(5)]
+    assert [compare(a, b, capsys, threshold=0.0)[0] for a, b in pairs].count(1) <= 1
+    assert {change.verdict for change in by_name(seed=7).values()} <= {"as before", "cannot tell"}
+
+
+def test_a_slower_first_token_is_found_and_nothing_else(saved, capsys):
+    code, out = compare(saved("a"), saved("b", ttft=0.13, seed=1), capsys)
+    assert code == 1
+    regressed = {line.split(",")[0].split("  ")[0] for line in out.splitlines() if "REGRESSION" in line}
+    assert regressed >= {"TTFT mean", "TTFT p50"}
+    assert not any(name.startswith(("TPOT", "ITL", "output", "requests")) for name in regressed)
+    assert "+30." in out or "+29." in out
+
+
+def test_a_regression_below_the_threshold_is_none(saved, capsys):
+    a, b = saved("a"), saved("b", ttft=0.13, seed=1)
+    assert compare(a, b, capsys, threshold=50.0)[0] == 0
+
+
+def test_what_is_better_is_no_regression(saved, capsys):
+    code, out = compare(saved("a"), saved("b", ttft=0.05, itl=0.005, seed=1), capsys)
+    assert code == 0
+    assert "better" in out
+    assert "Nothing is worse by more than 5%" in out
+
+
+def test_throughput_is_worse_when_it_is_less():
+    found = by_name(rate=10.0, seed=1)["output tok/s, steady"]
+    assert (found.worse, found.significant, found.regresses(5.0)) == (True, True, True)
+    assert found.percent == pytest.approx(-50, abs=2)
+
+
+def test_a_large_difference_of_few_values_is_not_taken_for_more_than_chance():
+    assert Change("x", 10.0, 20.0, error=9.0, higher_is_better=False).verdict == "as before"
+    assert Change("x", 10.0, 20.0, error=None, higher_is_better=False).verdict == "cannot tell"
+    assert not Change("x", 10.0, 20.0, error=None, higher_is_better=False).regresses(5.0)
+
+
+def test_more_failures_are_a_regression(saved, capsys):
+    code, out = compare(saved("a"), saved("b", fail_every=4), capsys)
+    assert code == 1
+    assert "150 of 600 requests failed; before, 0 of 600." in out
+
+
+def test_loads_that_differ_are_named(saved, capsys):
+    _, out = compare(saved("a"), saved("b", rate=10.0, random_input_len=64), capsys)
+    assert "The loads differ: request_rate 20.0 → 10.0, random_input_len 128 → 64." in out
+    same = [json.loads(to_text(as_json(outcome(seed=seed)))) for seed in (1, 2)]
+    assert different_settings(*same) == {}
+
+
+def test_json_says_the_same(saved, capsys):
+    code, out = compare(saved("a"), saved("b", ttft=0.2), capsys, json=True)
+    document = json.loads(out)
+    assert code == 1
+    assert "TTFT p50, ms" in document["regressions"]
+    assert {"name", "before", "after", "percent", "verdict"} == set(document["changes"][0])
+
+
+def test_what_cannot_be_compared_is_one_readable_error(saved, tmp_path):
+    (tmp_path / "text").write_text("no JSON")
+    (tmp_path / "old").write_text('{"schema": "tk-bench/1"}')
+    late = json.loads(to_text(as_json(outcome())))
+    late["client"]["saturated"] = "it was late"
+    (tmp_path / "late").write_text(json.dumps(late))
+    for name, why in (
+        ("missing", "No such file"),
+        ("text", "no JSON"),
+        ("old", "tk-bench/1"),
+        ("late", "SATURATED"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            run_compare(CompareConfig(before=saved("a"), after=str(tmp_path / name)))
+    with pytest.raises(ConfigError, match="Two results"):
+        CompareConfig(before="a.json")

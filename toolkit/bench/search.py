@@ -1,0 +1,134 @@
+"""`tk bench --find-max-rps`: the highest rate of requests that a server answers within the objectives."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from toolkit.bench.document import SCHEMA, as_json
+from toolkit.bench.outcome import Outcome
+from toolkit.bench.run import measure, run_loop, save_numbered, to_text
+from toolkit.config.load import BenchConfig
+
+SECONDS = 20.0
+"""Of a run, unless the config says how long or how many."""
+FIRST_RATE = 1.0
+"""Requests per second of the first run, unless the config has a rate."""
+PRECISION = 1.05
+"""Between the highest rate that held and the lowest that did not."""
+LOWEST, HIGHEST = 0.01, 100_000.0
+"""Requests per second: beyond them nothing is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bracket:
+    """The highest rate that held and the lowest that did not: 0 and infinity while there is none."""
+
+    holds: float = 0.0
+    fails: float = math.inf
+
+    @property
+    def is_close(self) -> bool:
+        return self.fails <= self.holds * PRECISION or self.fails <= LOWEST or self.holds >= HIGHEST
+
+    def next(self, first: float) -> float:
+        """The rate to try: twice or half of what was tried, and once both ends are known, between them."""
+        if self.holds == 0.0 and math.isinf(self.fails):
+            return first
+        if self.holds == 0.0:
+            return self.fails / 2
+        if math.isinf(self.fails):
+            return self.holds * 2
+        return math.sqrt(self.holds * self.fails)
+
+
+async def find_max_rate(holds: Callable[[float], Awaitable[bool]], first: float) -> float:
+    """The highest rate at which `holds`, within 5 %; 0.0 when it holds at none."""
+    bracket = Bracket()
+    while not bracket.is_close:
+        rate = bracket.next(first)
+        if await holds(rate):
+            bracket = Bracket(rate, bracket.fails)
+        else:
+            bracket = Bracket(bracket.holds, rate)
+    return bracket.holds
+
+
+class SearchEndedError(Exception):
+    """The search cannot go on, and ends with what it has."""
+
+    def __init__(self, why: str, exit_code: int) -> None:
+        super().__init__(why)
+        self.why = why
+        self.exit_code = exit_code
+
+
+def run_search(config: BenchConfig) -> int:
+    """Searches and reports; the exit code of the command."""
+    tried: list[Outcome] = []
+    held: list[float] = []
+
+    async def holds(rate: float) -> bool:
+        probe = dataclasses.replace(
+            config,
+            request_rate=rate,
+            find_max_rps=False,
+            duration=SECONDS if config.num_prompts is None and config.duration is None else config.duration,
+        )
+        outcome = await measure(probe)
+        result = outcome.result
+        if outcome.interrupted:
+            raise SearchEndedError("Interrupted", 130)
+        if result.saturated is not None:
+            why = (
+                f"CLIENT SATURATED at {rate:.2f} requests/s: {result.saturated} (more processes: --clients N)"
+            )
+            raise SearchEndedError(why, 1)
+        tried.append(outcome)
+        save_numbered(outcome, len(tried))
+        if (result.good_share or 0.0) >= config.goodput_ratio:
+            held.append(rate)
+        print(_line(outcome, held=rate in held), file=sys.stderr)
+        return rate in held
+
+    first = config.request_rate if math.isfinite(config.request_rate) else FIRST_RATE
+    ended: SearchEndedError | None = None
+    try:
+        run_loop(lambda: find_max_rate(holds, first))
+    except SearchEndedError as error:
+        ended = error
+    found = max(held, default=0.0)
+    if config.json:
+        runs = [as_json(outcome) for outcome in sorted(tried, key=lambda o: o.config.request_rate)]
+        document = {
+            "schema": f"{SCHEMA}-search",
+            "max_requests_per_s": found,
+            "ended_early": None if ended is None else ended.why,
+            "runs": runs,
+        }
+        print(to_text(document), end="")
+    else:
+        print(_conclusion(config, found, ended))
+    if ended is not None:
+        return ended.exit_code
+    return 0 if found else 1
+
+
+def _line(outcome: Outcome, *, held: bool) -> str:
+    result = outcome.result
+    return (
+        f"{outcome.config.request_rate:10.2f} requests/s: {result.good_share or 0.0:7.2%} good, "
+        f"{result.per_second(result.output_tokens):,.0f} output tok/s, {'holds' if held else 'fails'}"
+    )
+
+
+def _conclusion(config: BenchConfig, found: float, ended: SearchEndedError | None) -> str:
+    wanted = f"{' '.join(config.goodput)} ms for {config.goodput_ratio:.1%} of requests"
+    if ended is not None:
+        return f"{ended.why}. The search has not ended; the highest rate that held {wanted} is {found:.2f} so far."
+    if found == 0.0:
+        return f"No rate holds {wanted}: not even {LOWEST:g} requests/s."
+    return f"{found:.2f} requests/s hold {wanted} (within 5%)."

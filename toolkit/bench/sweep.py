@@ -1,0 +1,117 @@
+"""`tk bench sweep`: one run after the other, over values of one flag or of several, and a line for each."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from toolkit.bench.document import SCHEMA, as_json
+from toolkit.bench.outcome import Outcome
+from toolkit.bench.run import measure, run_loop, save_numbered, to_text
+from toolkit.bench.summary import Summary
+from toolkit.config.fields import Option, build, options
+from toolkit.config.load import BenchConfig, SweepConfig
+from toolkit.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+DEFAULT = "max-concurrency=1,2,4,8,16,32,64"
+
+Point = dict[str, Any]
+"""The settings of one run that differ from the others'."""
+
+
+def points(config: SweepConfig) -> list[Point]:
+    """Every combination of the values. Raises ConfigError for a flag that there is not, or a value that it does not
+    take.
+    """
+    if config.find_max_rps:
+        raise ConfigError("A sweep does not search: leave --find-max-rps out.", param="find_max_rps")
+    rows: dict[str, Option] = {}
+    for row in options(BenchConfig):
+        rows |= {flag.removeprefix("--"): row for flag in (row.flag, *row.aliases)}
+    varied: dict[str, list[Any]] = {}
+    for text in config.vary or (DEFAULT,):
+        flag, _, values = text.partition("=")
+        flag = flag.lstrip("-").replace("_", "-")
+        if flag not in rows or not values:
+            raise ConfigError(
+                f"--vary takes a flag and values, such as {DEFAULT}; it got {text!r}.{did_you_mean(flag, rows)}",
+                param="vary",
+            )
+        row = rows[flag]
+        varied[row.name] = [row.parse(value, f"--vary {flag}") for value in values.split(",")]
+    return [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
+
+
+def config_at(config: SweepConfig, point: Point) -> BenchConfig:
+    """The config of one run. Raises ConfigError when its settings do not go together."""
+    shared = {row.name: getattr(config, row.name) for row in options(BenchConfig)}
+    return build(BenchConfig, shared | point)
+
+
+def run_sweep(config: SweepConfig) -> int:
+    """Measures and reports; the exit code of the command: 1 when a run says 1."""
+    where = points(config)
+    configs = [config_at(config, point) for point in where]  # all, before the first is run
+    outcomes: list[Outcome] = []
+    for number, (point, one) in enumerate(zip(where, configs, strict=True), 1):
+        shown = ", ".join(f"{name}={_short(value)}" for name, value in point.items())
+        print(f"{number}/{len(where)}: {shown}", file=sys.stderr)
+        outcome = run_loop(lambda one=one: measure(one))  # type: ignore[misc]  # a lambda's default has no type
+        outcomes.append(outcome)
+        save_numbered(outcome, number)
+        if outcome.interrupted:
+            break
+    if config.json:
+        runs = [as_json(outcome) for outcome in outcomes]
+        print(to_text({"schema": f"{SCHEMA}-sweep", "varied": where[: len(runs)], "runs": runs}), end="")
+    else:
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        console.print(_table(where, outcomes))
+        for outcome in outcomes:
+            if outcome.result.saturated is not None:
+                console.print(f"CLIENT SATURATED: {outcome.result.saturated}.", style="bold red")
+    return max(outcome.exit_code for outcome in outcomes)
+
+
+def _table(where: list[Point], outcomes: list[Outcome]) -> Table:
+    """A row for each run: throughput and latencies in milliseconds."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for name in where[0]:  # a long name in several lines, so that eight numbers fit beside it
+        table.add_column(name.replace("_", "\n"), justify="right", style="bold")
+    for name in ("req/s", "out tok/s", "TTFT p50", "p99", "ITL p50", "p99", "failed"):
+        table.add_column(name, justify="right")
+    for point, outcome in zip(where, outcomes, strict=False):
+        table.add_row(*(_short(value) for value in point.values()), *_cells(outcome))
+    return table
+
+
+def _cells(outcome: Outcome) -> Iterator[str]:
+    result = outcome.result
+    if result.saturated is not None:
+        yield from "-" * 6
+    else:
+        yield f"{result.per_second(result.num_succeeded):,.2f}"
+        yield f"{result.per_second(result.output_tokens):,.0f}"
+        yield from _ends(result.latencies.ttft)
+        yield from _ends(result.latencies.itl)
+    yield f"{result.num_failed:,}" if result.num_failed else ""
+
+
+def _ends(summary: Summary | None) -> tuple[str, str]:
+    """The lowest and the highest percentile, in milliseconds."""
+    if summary is None:
+        return "-", "-"
+    return f"{summary.percentiles[0][1].value * 1e3:,.2f}", f"{summary.percentiles[-1][1].value * 1e3:,.2f}"
+
+
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
