@@ -1,0 +1,84 @@
+"""A model over several processes, served: one of them dies or hangs, and nobody's answer is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.api.conftest import Reference
+from tests.api.serving import Server, command, gone, until
+from tests.api.test_api_recovery import Answer, read
+
+TOKENS = 160
+PROMPTS = [f"Story number {i}: " for i in range(8)]
+BODIES = [{"prompt": p, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True} for p in PROMPTS]
+
+
+def ranks(server: Server) -> list[psutil.Process]:
+    """The processes of all ranks but the first."""
+    [core] = server.children("toolkit.engine.process")
+    return [child for child in core.children() if "toolkit.executor.rank" in command(child)]
+
+
+def ask(server: Server, harm: Callable[[], object]) -> list[Answer]:
+    """Streams all answers, and does harm when each has begun."""
+
+    async def run() -> list[Answer]:
+        answers = [Answer() for _ in BODIES]
+        tasks = [asyncio.create_task(read(server, b, a)) for b, a in zip(BODIES, answers, strict=True)]
+        async with asyncio.timeout(60):
+            while not all(answer.text for answer in answers):
+                await asyncio.sleep(0.001)
+        assert not any(answer.finish_reason for answer in answers), "some had ended before"
+        harm()
+        await asyncio.gather(*tasks)
+        return answers
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def server(start: Callable[..., Server], model: Any) -> Server:
+    return start("--tensor-parallel-size", "2", "--worker-timeout", "3", model=model)
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (signal.SIGKILL, "rank 1 ended without a word (killed by signal 9)"),
+        (signal.SIGSTOP, "has not finished step"),
+    ],
+    ids=["killed", "hung"],
+)
+def test_streams_outlive_a_rank(
+    server: Server, reference: Reference, harm: signal.Signals, told: str
+) -> None:
+    [rank] = ranks(server)
+    answers = ask(server, lambda: rank.send_signal(harm))
+    assert [a.text for a in answers] == [reference.text(p, TOKENS) for p in PROMPTS]
+    assert {a.error for a in answers} == {None}
+    assert server.stderr.count(told) == 1, "the cause is told once"
+    assert "Traceback" not in server.stderr
+    until(lambda: gone(rank))
+    [other] = ranks(server)
+    assert other.pid != rank.pid
+    assert server.http.get("/server_info").json()["device"]["world_size"] == 2
+
+
+def test_nothing_is_left_of_a_server_that_is_killed(server: Server) -> None:
+    everything = [*psutil.Process(server.pid).children(recursive=True)]
+    assert any("toolkit.executor.rank" in command(process) for process in everything)
+    server.signal(signal.SIGKILL)
+    until(lambda: all(gone(process) for process in everything))
+
+
+def test_a_signal_ends_all_ranks(server: Server) -> None:
+    [rank] = ranks(server)
+    server.signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert gone(rank)

@@ -1,0 +1,91 @@
+"""The ranks of one model, and their collectives: NCCL between GPUs, gloo between CPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+# The newer name where there is one, since the older then warns at each call.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+PATIENCE = 1800.0
+"""Seconds that a rank waits for another: while weights are loaded, that is long. That one has ended, or hangs in a step, is for the
+executor to notice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks that share a model; every rank calls the same collectives in the same order."""
+
+    rank: int = 0
+    size: int = 1
+    tensors: dist.ProcessGroup | None = None
+    """For what is on the device; None in a group of one."""
+    numbers: dist.ProcessGroup | None = None
+    """For what is on the host."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, which is written over."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.tensors)
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, width] of every rank to [n, size · width], in rank order."""
+        if self.size == 1:
+            return x
+        n, width = x.shape
+        parts = torch.empty((self.size * n, width), dtype=x.dtype, device=x.device)
+        _gather(parts, x.contiguous(), group=self.tensors)
+        return parts.view(self.size, n, width).transpose(0, 1).reshape(n, self.size * width)
+
+    def least(self, number: int) -> int:
+        """The least of the ranks' numbers."""
+        return self._agree(number, dist.ReduceOp.MIN)
+
+    def total(self, number: int) -> int:
+        """The sum of the ranks' numbers."""
+        return self._agree(number, dist.ReduceOp.SUM)
+
+    def close(self) -> None:
+        """Leaves the other ranks."""
+        if self.size > 1:
+            dist.destroy_process_group()
+
+    def _agree(self, number: int, how: dist.ReduceOp.RedOpType) -> int:
+        if self.size == 1:
+            return number
+        value = torch.tensor([number], dtype=torch.int64)
+        dist.all_reduce(value, how, group=self.numbers)
+        return int(value)
+
+
+SINGLE = Group()
+"""One rank, which has everything."""
+
+
+def connect(rank: int, size: int, folder: Path, device: torch.device) -> Group:
+    """Waits until all ranks are there. They meet through files in `folder`, so that no port is
+    needed; it is to be new, and nobody else's.
+    """
+    if size == 1:
+        return SINGLE
+    store = FileStore(str(folder / "ranks"), size)
+    wait = timedelta(seconds=PATIENCE)
+    cuda = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=wait,
+        device_id=device if cuda else None,
+    )
+    world = dist.group.WORLD
+    return Group(rank, size, world, dist.new_group(backend="gloo", timeout=wait) if cuda else world)

@@ -1,0 +1,109 @@
+"""What the first rank's process and the others tell each other: MessagePack, in which arrays are their type, shape and bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from toolkit.config import EngineConfig
+from toolkit.logs import LogStyle
+from toolkit.scheduler import SchedulerOutput
+
+
+class Begin(msgspec.Struct, tag=True):
+    """To a new process: what to load. The ranks meet in `meeting`."""
+
+    config: EngineConfig
+    folder: str
+    meeting: str
+    rank: int
+    log: LogStyle
+
+
+class Step(msgspec.Struct, tag=True):
+    """The same for every rank."""
+
+    output: SchedulerOutput
+
+
+class Constrain(msgspec.Struct, tag=True):
+    """Masks of the oldest step that waits for them."""
+
+    masks: np.ndarray[Any, Any]
+
+
+class Call(msgspec.Struct, tag=True):
+    """Of a method of the worker, with arguments that MessagePack knows."""
+
+    method: str
+    arguments: list[Any]
+
+
+class End(msgspec.Struct, tag=True):
+    """No more is to come."""
+
+
+ToRank = Begin | Step | Constrain | Call | End
+
+
+class Here(msgspec.Struct, tag=True):
+    """A rank's process has begun, and goes to the meeting."""
+
+    rank: int
+
+
+class Running(msgspec.Struct, tag=True):
+    """A rank has loaded its part."""
+
+    rank: int
+
+
+class Answer(msgspec.Struct, tag=True):
+    """To a Call."""
+
+    rank: int
+    value: Any
+
+
+class Broken(msgspec.Struct, tag=True):
+    """A rank ends: `kind` names the ToolkitError class that it met, or is empty for a bug."""
+
+    rank: int
+    kind: str
+    message: str
+    traceback: str = ""
+
+
+FromRank = Here | Running | Answer | Broken
+
+
+def encode(message: ToRank | FromRank) -> bytes:
+    return _ENCODER.encode(message)
+
+
+def decode_to_rank(data: bytearray) -> ToRank:
+    message: ToRank = _TO_RANK.decode(data)
+    return message
+
+
+def decode_from_rank(data: bytearray) -> FromRank:
+    message: FromRank = _FROM_RANK.decode(data)
+    return message
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()
+    raise NotImplementedError(f"no message holds a {type(value).__name__}")
+
+
+def _array(kind: type, value: Any) -> Any:
+    dtype, shape, data = value
+    return np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_TO_RANK = msgspec.msgpack.Decoder(ToRank, dec_hook=_array)
+_FROM_RANK = msgspec.msgpack.Decoder(FromRank)
