@@ -9,12 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.cli import COMMANDS
 from toolkit.cli.completion import FILES
+from toolkit.cli.root import tree
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = (
-    "serve", "chat", "run", "bench", "bench offline", "bench latency", "bench prefill", "top", "man", "completion",
-)  # fmt: skip
+
+
+def paths_of(command, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The words of a command and of all below it."""
+    below = getattr(command, "commands", {})
+    return [path, *(one for name in below for one in paths_of(below[name], (*path, name)))]
 
 
 def tk(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -24,13 +29,19 @@ def tk(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_fits_a_terminal_of_80_by_24_with_the_prompt(command: str):
-    done = tk(*command.split(), "--help")
+@pytest.mark.parametrize("command", paths_of(tree()), ids=" ".join)
+def test_help_fits_a_terminal_of_80_by_24_with_the_prompt(command: tuple[str, ...]):
+    done = tk(*command, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert len(lines) <= 23
     assert max(map(len, lines)) <= 80
+
+
+def test_the_programs_help_has_every_command_once_with_what_it_does():
+    lines = [line.split(maxsplit=1) for line in tk("--help").stdout.splitlines() if line.startswith("  ")]
+    assert tuple(name for name, _ in lines) == COMMANDS
+    assert all(text[0].isupper() and not text.endswith(("...", ".")) for _, text in lines)
 
 
 def test_help_shows_common_settings_by_subject_and_help_all_the_rest():

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import toolkit.config
+from toolkit.cli.help import known_settings
+from toolkit.cli.root import tree
 from toolkit.config import (
     CacheConfig,
     DeviceConfig,
@@ -23,8 +25,8 @@ from toolkit.config import (
     ServerConfig,
     build,
     options,
+    sources,
 )
-from toolkit.config.sources import every_config, resolve
 from toolkit.errors import ConfigError
 
 ROWS = [
@@ -32,11 +34,20 @@ ROWS = [
 ]
 
 
+KNOWN = known_settings(tree())
+
+
 @pytest.fixture
 def toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Writes tk.toml into the folder that the command runs in."""
     monkeypatch.chdir(tmp_path)
     return (tmp_path / "tk.toml").write_text
+
+
+def resolve(rows, flags, environment=None, **more):
+    """The values alone."""
+    given = sources.resolve(rows, flags, ("serve",), KNOWN, environment=environment, **more)
+    return {name: one.value for name, one in given.items()}
 
 
 class TestPrecedence:
@@ -51,6 +62,18 @@ class TestPrecedence:
         assert "max_num_seqs" not in resolve(ROWS, {}, {})
         assert SchedulerConfig().max_num_seqs == 256
 
+    def test_each_setting_tells_where_it_comes_from(self, toml, tmp_path):
+        toml("seed = 3\n[serve]\nblock_size = 8")
+        given = sources.resolve(
+            ROWS, {"port": 1}, ("serve",), KNOWN, environment={"TK_DTYPE": "float16", "TK_PORT": "2"}
+        )
+        assert {name: (one.value, one.origin) for name, one in given.items()} == {
+            "port": (1, "--port"),
+            "dtype": ("float16", "TK_DTYPE"),
+            "seed": (3, str(tmp_path / "tk.toml")),
+            "block_size": (8, f"{tmp_path / 'tk.toml'} [serve]"),
+        }
+
     def test_flags_that_were_left_out_count_for_nothing(self, toml):
         assert resolve(ROWS, {"seed": None, "port": 0}, {"TK_SEED": "4"}) == {"seed": 4, "port": 0}
 
@@ -58,14 +81,31 @@ class TestPrecedence:
         monkeypatch.setenv("TK_DTYPE", "float16")
         assert resolve(ROWS, {}) == {"dtype": "float16"}
 
-    def test_the_file_here_beats_the_one_at_home(self, toml, tmp_path, monkeypatch):
+    def test_the_named_file_beats_the_one_here_beats_the_one_at_home(self, toml, tmp_path, monkeypatch):
+        """Only one of them is read."""
         home = tmp_path / "home" / ".config" / "tk"
         home.mkdir(parents=True)
         (home / "tk.toml").write_text("seed = 1")
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
         assert resolve(ROWS, {}, {}) == {"seed": 1}
-        toml("seed = 2")
-        assert resolve(ROWS, {}, {}) == {"seed": 2}
+        toml("port = 2")
+        assert resolve(ROWS, {}, {}) == {"port": 2}
+        (tmp_path / "other.toml").write_text("seed = 3")
+        (tmp_path / "another.toml").write_text("seed = 4")
+        variable = {"TK_CONFIG": str(tmp_path / "other.toml")}
+        assert resolve(ROWS, {}, variable) == {"seed": 3}
+        assert resolve(ROWS, {}, variable, file="another.toml") == {"seed": 4}
+
+    def test_the_users_own_folder_is_where_the_desktop_says(self, toml, tmp_path):
+        (tmp_path / "xdg" / "tk").mkdir(parents=True)
+        (tmp_path / "xdg" / "tk" / "tk.toml").write_text("seed = 5")
+        assert resolve(ROWS, {}, {"XDG_CONFIG_HOME": str(tmp_path / "xdg")}) == {"seed": 5}
+
+    def test_a_named_file_that_is_not_there_is_an_error(self, toml):
+        with pytest.raises(ConfigError, match=r"--config names .*nowhere\.toml, and there is no such file"):
+            resolve(ROWS, {}, {}, file="nowhere.toml")
+        with pytest.raises(ConfigError, match="TK_CONFIG names"):
+            resolve(ROWS, {}, {"TK_CONFIG": "nowhere.toml"})
 
 
 class TestFile:
@@ -82,10 +122,33 @@ class TestFile:
         toml("request_rate = 5.0\nseed = 3\ninterval = 2.0")
         assert resolve(ROWS, {}, {}) == {"seed": 3}
 
+    def test_a_section_is_for_its_command_alone_and_beats_what_stands_before_it(self, toml):
+        toml("seed = 1\nport = 2\n[run]\nseed = 4\n[serve]\nseed = 3\n[bench.offline]\nseed = 5")
+        assert resolve(ROWS, {}, {}) == {"seed": 3, "port": 2}
+        rows = [row for row in ROWS if row.name == "seed"]
+        for command, seed in ((("run",), 4), (("bench", "offline"), 5), (("bench", "latency"), 1)):
+            assert sources.resolve(rows, {}, command, KNOWN, environment={})["seed"].value == seed
+
     def test_a_key_that_no_command_knows_is_an_error_with_the_nearest(self, toml):
         toml("max_num_sequences = 3")
         with pytest.raises(ConfigError, match=r"tk\.toml.*'max_num_sequences'.*max_num_seqs"):
             resolve(ROWS, {}, {})
+
+    @pytest.mark.parametrize(
+        ("content", "says"),
+        [
+            ("[srve]\nport = 1", r"no section \[srve\]\. Did you mean serve"),
+            ("[bench.ofline]\nseed = 1", r"no section \[bench\.ofline\]\. Did you mean offline"),
+            ("[zzz]\nport = 1", r"There are: .*serve"),
+            ("[run]\nport = 1", r"no setting 'port' in \[run\]"),
+            ("[serve]\nprt = 1", r"no setting 'prt' in \[serve\]\. Did you mean port"),
+        ],
+    )
+    def test_a_section_or_its_key_that_nobody_knows_is_an_error_in_every_command(self, toml, content, says):
+        toml(content)
+        for command in (("serve",), ("top",)):
+            with pytest.raises(ConfigError, match=says):
+                sources.resolve([], {}, command, KNOWN, environment={})
 
     @pytest.mark.parametrize(
         ("content", "says"),
@@ -104,14 +167,13 @@ class TestFile:
         with pytest.raises(ConfigError, match=says):
             resolve(ROWS, {}, {})
 
-    def test_every_class_of_settings_is_known_to_the_file(self):
+    def test_every_class_of_settings_is_some_commands(self):
         found = set()
         for module in pkgutil.iter_modules(toolkit.config.__path__, "toolkit.config."):
             for value in vars(importlib.import_module(module.name)).values():
-                if isinstance(value, type) and dataclasses.is_dataclass(value) and options(value):
-                    found.add(value)
-        assert found <= set(every_config())
-        assert {ModelConfig, ServerConfig} < found
+                if isinstance(value, type) and dataclasses.is_dataclass(value):
+                    found |= {row.name for row in options(value)}
+        assert found == {name for names in KNOWN.values() for name in names}
 
 
 class TestValues:
@@ -217,14 +279,17 @@ class TestCommandLine:
                 assert f"{row.flag} " in shown, row.flag
                 assert row.help.split(".")[0].split()[0] in shown
 
-    @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["--version"]])
-    def test_help_and_version_import_nothing_heavy(self, tmp_path, arguments):
+    @pytest.mark.parametrize(
+        "arguments",
+        ["--help", "serve --help", "--version", "models", "show", "config show", "serve --dry-run"],
+    )
+    def test_what_runs_no_engine_imports_nothing_heavy(self, tmp_path, arguments):
         code = (
             "import atexit, sys\n"
             "from toolkit.cli import main\n"
             "heavy = ('torch', 'transformers', 'fastapi', 'textual', 'tokenizers', 'aiohttp')\n"
             "atexit.register(lambda: print('loaded', [name for name in heavy if name in sys.modules]))\n"
-            f"sys.argv = ['tk', *{arguments!r}]\n"
+            f"sys.argv = ['tk', *{arguments.split()!r}]\n"
             "main()\n"
         )
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)

@@ -156,6 +156,25 @@ def test_models_of_the_server_that_the_line_names_are_offered(complete, httpserv
     assert complete("tk bench --url http://127.0.0.1:9 --model ") == []
 
 
+def test_only_what_was_downloaded_is_offered_for_removal(complete):
+    (complete.folder / "mine").mkdir()
+    (complete.folder / "mine" / "config.json").touch()
+    cache = complete.folder.parent / ".cache" / "huggingface" / "hub"
+    (cache / "models--org--tiny").mkdir(parents=True)
+    (cache / "models--gpt2").mkdir()
+    assert set(complete("tk rm ")) == {"gpt2", "org/tiny"}
+    assert complete("tk rm gpt2 --yes org/") == ["org/tiny"]
+    assert set(complete("tk show ")) == {"gpt2", "mine", "org/tiny"}
+
+
+def test_words_that_name_a_command_of_a_setting_or_a_page_are_offered(complete):
+    assert complete("tk config ") == ["show"]
+    assert "serve" in complete("tk config show --command ")
+    assert complete("tk man collect") == ["collect-env"]
+    (complete.folder / "other.toml").touch()
+    assert complete("tk serve --config ot") == ["other.toml"]
+
+
 def test_readline_itself_completes_a_value_with_a_colon(complete):
     (complete.folder / "qwen3:8b").mkdir()
     (complete.folder / "qwen3:8b" / "config.json").touch()

@@ -2,112 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests import checkpoints
-
-
-class Hub:
-    """Repositories by name and revision; what was asked for is in `requests`."""
-
-    def __init__(self) -> None:
-        self.repos: dict[str, dict[str, dict[str, bytes]]] = {}
-        self.gated: set[str] = set()
-        self.private: dict[str, str] = {}
-        self.requests: list[tuple[str, str, str | None]] = []
-        self.broken = False
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                hub.answer(self)
-
-            do_HEAD = do_GET  # noqa: N815  # the base class asks for these names
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def add(self, name: str, folder: Path, revision: str = "main", **more: bytes) -> None:
-        files = {path.name: path.read_bytes() for path in folder.iterdir()}
-        files |= {"README.md": b"# A model", ".gitattributes": b"", "onnx/model.onnx": b"not for us"}
-        self.repos.setdefault(name, {})[revision] = files | more
-
-    def asked_for(self, word: str) -> list[str]:
-        return [path for _, path, _ in self.requests if word in path]
-
-    def answer(self, request: BaseHTTPRequestHandler) -> None:
-        path = request.path.partition("?")[0]
-        token = request.headers.get("Authorization")
-        self.requests.append((request.command, path, token))
-        if self.broken:
-            return self.reply(request, 503, {}, b"the hub is being mended")
-        parts = path.strip("/").split("/")
-        name = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
-        revision = (
-            parts[5] if parts[0] == "api" and len(parts) > 5 else parts[3] if parts[0] != "api" else "main"
-        )
-        repo = self.repos.get(name)
-        if repo is None or (name in self.private and token != f"Bearer {self.private[name]}"):
-            return self.reply(request, 401, {"X-Error-Code": "RepoNotFound"}, b"{}")
-        if name in self.gated and parts[0] != "api":
-            return self.reply(request, 403, {"X-Error-Code": "GatedRepo"}, b"{}")
-        commits = {commit_of(name, known): known for known in repo}
-        revision = commits.get(revision, revision)
-        if revision not in repo:
-            return self.reply(request, 404, {"X-Error-Code": "RevisionNotFound"}, b"{}")
-        commit, files = commit_of(name, revision), repo[revision]
-        if parts[0] == "api":
-            if "tree" in parts:
-                listing: object = [
-                    {"type": "file", "path": f, "size": len(c), "oid": hashlib.sha1(c).hexdigest()}
-                    for f, c in files.items()
-                ]
-            else:
-                listing = {
-                    "id": name, "modelId": name, "sha": commit, "private": False, "tags": [], "downloads": 0,
-                    "likes": 0, "siblings": [{"rfilename": file} for file in files],
-                }  # fmt: skip
-            return self.reply(
-                request, 200, {"Content-Type": "application/json"}, json.dumps(listing).encode()
-            )
-        content = files.get("/".join(parts[4:]))
-        if content is None:
-            return self.reply(request, 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}, b"")
-        etag = f'"{hashlib.sha256(content).hexdigest()}"'
-        return self.reply(request, 200, {"ETag": etag, "X-Repo-Commit": commit}, content)
-
-    def reply(self, request: BaseHTTPRequestHandler, code: int, headers: dict[str, str], body: bytes) -> None:
-        request.send_response(code)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            request.send_header(name, value)
-        request.end_headers()
-        if request.command != "HEAD":
-            request.wfile.write(body)
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-
-
-def commit_of(name: str, revision: str) -> str:
-    return hashlib.sha1(f"{name}@{revision}".encode()).hexdigest()
+from tests.hub import Hub, commit_of
+from toolkit.models.hub import cached_names
 
 
 @pytest.fixture
@@ -271,3 +178,30 @@ def test_of_a_tokenizer_no_weights_are_fetched(hub, ask):
     hub.broken = True
     assert ask("locate_tokenizer('org/tiny')") == str(folder)
     assert "There is no folder ./nowhere/at/all" in ask("locate_tokenizer('./nowhere/at/all')")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"HF_HOME": "~/hf"},
+        {"HF_HUB_CACHE": "/cache"},
+        {"XDG_CACHE_HOME": "/xdg"},
+        {"HF_HOME": "", "HF_HUB_CACHE": "rel"},
+    ],
+    ids=str,
+)
+def test_the_cache_is_looked_for_where_the_hubs_library_has_it(settings, monkeypatch):
+    """Completions find it without importing that library."""
+    for name in ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    asked: list[Path] = []
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: asked.append(self) or [])
+    cached_names()
+    theirs = subprocess.run(
+        [sys.executable, "-c", "from huggingface_hub import constants; print(constants.HF_HUB_CACHE)"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert [os.path.abspath(path) for path in asked] == [os.path.abspath(theirs.stdout.strip())]

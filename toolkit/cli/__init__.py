@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import sys
 
-COMMANDS = ("serve", "chat", "run", "bench", "top", "man", "completion")
+SUBJECTS = {
+    "Serve": ("serve", "chat", "run"),
+    "Measure": ("bench", "top"),
+    "Models": ("models", "pull", "show", "rm"),
+    "This machine": ("config", "doctor", "collect-env", "man", "completion"),
+}
+"""The commands, as the help groups them."""
+COMMANDS = tuple(name for names in SUBJECTS.values() for name in names)
 
 VALUES = "__values"
 """The command that completion scripts call for values that only the machine or a server knows."""
@@ -22,6 +29,9 @@ def main() -> None:
 
         print(*values(arguments[1], arguments[2:]), sep="\n")
     else:
-        from toolkit.cli.root import run
+        try:
+            from toolkit.cli.root import run
 
-        sys.exit(run())
+            sys.exit(run())
+        except KeyboardInterrupt:  # before a command has begun, or after it has ended
+            sys.exit(130)

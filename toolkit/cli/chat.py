@@ -11,7 +11,7 @@ from toolkit.config.clients import ChatConfig
 
 @command(app, "chat", ChatConfig)
 def chat(config: ChatConfig) -> None:
-    """Talk to a model. What comes through a pipe is one message, and the answer goes to stdout."""
+    """Talk to a model. With a PROMPT, or what comes through a pipe, answer once: only the answer goes to stdout."""
     from toolkit.chat.run import run
 
     raise typer.Exit(run(config))

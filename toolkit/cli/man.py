@@ -25,7 +25,9 @@ def man(
         typer.Argument(metavar="COMMAND", help="A command, such as bench offline; or tk.toml, or metrics."),
     ] = None,
 ) -> None:
-    """Show the manual of tk, of a command, of tk.toml or of the metrics."""
+    """Show the manual of tk or of a command.
+
+    tk man tk.toml describes the file of settings, tk man metrics what a server tells Prometheus."""
     path = shipped("man", page_name(page or []))
     reader = shutil.which("man")
     sys.stdout.flush()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
+import traceback
+from functools import cache
 from importlib import import_module
 
 import typer
 
 from toolkit.cli import COMMANDS
-from toolkit.cli.help import HELP_FLAGS, Group
+from toolkit.cli.help import HELP_FLAGS, Group, Program
 from toolkit.errors import ToolkitError
+from toolkit.logs import harmless, keep_traceback, shows_tracebacks
 
 EXIT_CODES = {
     0: "Done.",
-    1: "A fault of tk, with its traceback.",
+    1: "A fault of tk. The error says where its traceback is.",
     2: "A mistake that can be mended: a flag, a setting, a model, a server that is not there. The error says which.",
     130: "Ctrl-C.",
 }
@@ -21,9 +26,10 @@ EXIT_CODES = {
 
 app = typer.Typer(
     name="tk",
-    cls=Group,
+    cls=Program,
     help="Serve language models from the command line.",
-    epilog="Exit codes: 0 done, 1 measured in vain or a fault of tk, 2 a mistake to mend, 130 Ctrl-C. Manual: tk man.",
+    epilog="tk COMMAND --help has its flags, tk man COMMAND its manual. tk --version.\n"
+    "Exit codes: 0 done, 1 in vain or a fault of tk, 2 a mistake to mend, 130 Ctrl-C.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: it fits 80 columns, and brackets stay brackets
@@ -46,10 +52,11 @@ def root(
         raise typer.Exit(2)
 
 
+@cache
 def tree() -> Group:
     """Every command, as Typer's objects."""
     for name in COMMANDS:
-        import_module(f"toolkit.cli.{name}")
+        import_module(f"toolkit.cli.{name.replace('-', '_')}")
     group = typer.main.get_command(app)
     assert isinstance(group, Group)
     group.commands = {name: group.commands[name] for name in COMMANDS}
@@ -57,12 +64,38 @@ def tree() -> Group:
 
 
 def run() -> int:
-    """Runs the command that was asked for; its exit code. A mistake in the command line is one paragraph on stderr."""
+    """Runs the command that was asked for; its exit code. Whatever goes wrong is one paragraph on stderr."""
     try:
         return tree().main(prog_name="tk", standalone_mode=False) or 0
-    except ToolkitError as error:
-        print(f"tk: {error.message}", file=sys.stderr)
-        return 2
-    except typer.TyperException as error:
-        print(f"tk: {error.format_message()}", file=sys.stderr)
-        return error.exit_code
+    except Exception as error:
+        if shows_tracebacks():
+            traceback.print_exc()
+        return explain(error)
+
+
+def explain(error: Exception) -> int:
+    """Says on stderr what went wrong; the exit code for it."""
+    if isinstance(error, ToolkitError):
+        return _tell(error.message, 2)
+    if isinstance(error, typer.TyperException):
+        return _tell(error.format_message(), error.exit_code)
+    said = " ".join(str(error).split())[:300]
+    return _tell(
+        f"this is a fault of tk, not of yours: {type(error).__name__}{f': {said}' if said else ''}. "
+        f"{keep_traceback(error)} A report of it is welcome; 'tk collect-env' writes what it needs beside.",
+        1,
+    )
+
+
+def _tell(message: str, code: int) -> int:
+    """One line, or on a terminal one paragraph with its words whole; returns the code."""
+    text = harmless(f"tk: {message}")
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = (
+            textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+            for line in text.split("\n")
+        )
+        text = "\n".join(lines)
+    print(text, file=sys.stderr)
+    return code

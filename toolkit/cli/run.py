@@ -6,17 +6,26 @@ import sys
 
 from toolkit.cli.command import command
 from toolkit.cli.root import app
-from toolkit.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, RunConfig, SchedulerConfig
+from toolkit.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    SchedulerConfig,
+)
 from toolkit.errors import InvalidRequestError
 
 
-@command(app, "run", ModelConfig, RunConfig, DeviceConfig, CacheConfig, SchedulerConfig)
+@command(app, "run", ModelConfig, RunConfig, DeviceConfig, CacheConfig, SchedulerConfig, ParallelConfig)
 def run(
     model: ModelConfig,
     config: RunConfig,
     device: DeviceConfig,
     cache: CacheConfig,
     scheduler: SchedulerConfig,
+    parallel: ParallelConfig,
 ) -> None:
     """Answer one prompt and exit. The answer goes to stdout as it comes; standard input, when piped, joins the prompt."""
     if model.model is not None and config.prompt is None and " " in model.model:
@@ -30,7 +39,9 @@ def run(
     from toolkit.engine.llm import LLM
     from toolkit.sampling.params import SamplingParams
 
-    engine = EngineConfig(model=model, device=device, cache=cache, scheduler=scheduler).with_settings(
+    engine = EngineConfig(
+        model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel
+    ).with_settings(
         max_num_seqs=1  # one request needs no room for more
     )
     llm = LLM.from_config(engine)

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
+import typer
+
 from toolkit.cli.command import command
 from toolkit.cli.root import app
-from toolkit.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from toolkit.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+from toolkit.config.dry_run import DryRunConfig
 
 
-@command(app, "serve", ModelConfig, ServerConfig, DeviceConfig, CacheConfig, SchedulerConfig)
+@command(
+    app,
+    "serve",
+    ModelConfig,
+    ServerConfig,
+    DeviceConfig,
+    CacheConfig,
+    SchedulerConfig,
+    ParallelConfig,
+    DryRunConfig,
+)
 def serve(
     model: ModelConfig,
     server: ServerConfig,
     device: DeviceConfig,
     cache: CacheConfig,
     scheduler: SchedulerConfig,
+    parallel: ParallelConfig,
+    dry: DryRunConfig,
 ) -> None:
     """Serve a model with an OpenAI-compatible API."""
+    engine = EngineConfig(model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel)
+    if dry.dry_run:
+        from toolkit.inventory.dry_run import dry_run
+
+        raise typer.Exit(dry_run(engine, as_json=dry.json))
     import uvloop
 
     from toolkit.api.lifecycle import serve as run
 
-    uvloop.run(run(EngineConfig(model=model, device=device, cache=cache, scheduler=scheduler), server))
+    uvloop.run(run(engine, server))

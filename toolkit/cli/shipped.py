@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import Path
 
 from toolkit.errors import ToolkitError
@@ -15,6 +14,8 @@ def shipped(folder: str, name: str) -> Path:
     here = CHECKOUT / folder / name
     if here.is_file() and (CHECKOUT / "pyproject.toml").is_file():
         return here
+    from importlib import metadata  # takes longer than all of the command line's own modules
+
     for file in metadata.files("tk-llm") or []:
         if file.name == name and "share" in file.parts:
             return Path(str(file.locate()))

@@ -16,15 +16,16 @@ URL_FLAGS = ("--url", "--base-url")
 
 def values(kind: str, words: Sequence[str]) -> list[str]:
     """Values for a word of some `kind`: MODEL is a model of this machine, or of the server that the `words` of the line
-    name; NAME is a model of the server, the default one when none is named.
+    name; NAME is a model of the server, the default one when none is named; DOWNLOADED is one in the hub's cache.
     """
     url = _option(words, URL_FLAGS) or os.environ.get("TK_URL")
     if kind == "NAME" or (kind == "MODEL" and url):
         key = _option(words, ("--api-key",)) or os.environ.get("TK_API_KEY")
         return served(url or "http://127.0.0.1:8000", key)
-    from toolkit.models.hub import local_names
+    from toolkit.models.hub import cached_names, local_names
 
-    return sorted(local_names()) if kind == "MODEL" else []
+    names = {"MODEL": local_names, "DOWNLOADED": cached_names}
+    return sorted(names[kind]()) if kind in names else []
 
 
 def served(url: str, key: str | None) -> list[str]:

@@ -81,7 +81,7 @@ class Option:
 
     def shown(self, value: Any) -> Any:
         """The value as it may be seen by others: masked when it is secret, and without the password in a URL."""
-        if isinstance(value, tuple):
+        if isinstance(value, list | tuple):
             return tuple(self.shown(one) for one in value)
         if not isinstance(value, str) or not value:
             return value

@@ -12,8 +12,9 @@ from toolkit.cli.man import OTHERS
 from toolkit.docs.tree import Argument, Command, Flag
 
 MADE = "made by `make docs`"
-ASKED = ("MODEL", "NAME")
+ASKED = ("MODEL", "NAME", "DOWNLOADED")
 """Kinds of values that `tk __values` knows."""
+PATHS = ("FILE", "FOLDER")
 
 
 def bash(tk: Command) -> str:
@@ -49,7 +50,9 @@ def _kind(what: Flag | Argument, tk: Command) -> str:
     if what.value == "COMMAND":
         words = [word for command in tk.walk() for word in command.path[1:]]
         return " ".join(dict.fromkeys([*words, *(name.removeprefix("tk-") for name in OTHERS)]))
-    return f"@{what.value}" if what.value in ("FILE", *ASKED) else "@ANY"
+    if what.value in PATHS:
+        return "@FILE"
+    return f"@{what.value}" if what.value in ASKED else "@ANY"
 
 
 def _short(text: str) -> str:
@@ -110,7 +113,9 @@ def _zsh_flag(flag: Flag, tk: Command) -> list[str]:
 def _zsh_action(kind: str) -> str:
     if not kind.startswith("@"):
         return f"({kind})"
-    return {"@FILE": "_files", "@MODEL": "_tk__models", "@NAME": "_tk__names"}.get(kind, " ")
+    actions = {"@FILE": "_files", "@MODEL": "_tk__models"}
+    actions |= {f"@{asked}": f" _tk__values {asked}" for asked in ASKED if asked != "MODEL"}
+    return actions.get(kind, " ")
 
 
 def _zsh_text(text: str) -> str:
@@ -233,7 +238,7 @@ _tk() {
             compopt -o filenames 2>/dev/null
             _tk_offer "$(compgen -f -- "$cur")"
             ;;
-        @MODEL | @NAME)
+        @MODEL | @NAME | @DOWNLOADED)
             if [[ $kind == @MODEL && $cur == [./~]* ]]; then
                 compopt -o filenames 2>/dev/null
                 _tk_offer "$(compgen -d -- "$cur")"
@@ -260,18 +265,17 @@ _ZSH = """\
 # zsh completion for tk; @made@. Install: tk completion zsh --install
 
 _tk__models() {
-    local -a found
     if [[ $PREFIX == [./~]* ]]; then
         _files -/
         return
     fi
-    found=(${(f)"$(command tk @asks@ MODEL "${(@Q)words}" 2>/dev/null)"})
-    compadd -a found
+    _tk__values MODEL
 }
 
-_tk__names() {
+# Names of the kind $1. (An action for _arguments that begins with a space is called as it stands.)
+_tk__values() {
     local -a found
-    found=(${(f)"$(command tk @asks@ NAME "${(@Q)words}" 2>/dev/null)"})
+    found=(${(f)"$(command tk @asks@ "$1" "${(@Q)words}" 2>/dev/null)"})
     compadd -a found
 }
 

@@ -40,7 +40,7 @@ def endpoints() -> list[Endpoint]:
     """Every endpoint of `tk serve`, by path; those under /v1 first."""
     engine = SimpleNamespace(metrics=Metrics("tk", "model"))
     gate: Any = make_app(SimpleNamespace(config=ServerConfig(), engine=engine))  # type: ignore[arg-type]  # all it reads
-    paths = gate._app.openapi()["paths"]  # FastAPI's application, behind the gate
+    paths = gate.door.app.openapi()["paths"]  # FastAPI's application, behind gate and door
     found = [Endpoint(path, _methods(routes), _summary(routes)) for path, routes in paths.items()]
     found += [Endpoint(path, ("GET",), text) for path, text in _FASTAPI.items()]
     return sorted(found, key=lambda one: (not one.path.startswith("/v1/"), one.path))

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator
 from toolkit.cli.root import EXIT_CODES
 from toolkit.config.engine import MOST_GIB
 from toolkit.config.fields import Option
+from toolkit.config.sources import FILE_VARIABLE
 from toolkit.docs.exposed import Endpoint, Metric, endpoints, metrics
-from toolkit.docs.prose import PROSE
+from toolkit.docs.prose import PROSE, SETTINGS_FILES
 from toolkit.docs.roff import Page, bold, escape, italic
 from toolkit.docs.tree import Argument, Command, Flag
+from toolkit.logs import DEBUG
 
 TYPES = {
     int: "integer",
@@ -20,9 +22,9 @@ TYPES = {
     bool: "true or false",
     tuple: "string, or list of strings",
 }
-FILES = (
-    ("./tk.toml", "Settings, in the folder where a command runs."),
-    ("~/.config/tk/tk.toml", "Settings, when that folder has none."),
+LOG = (
+    "$XDG_STATE_HOME/tk/errors.log, else ~/.local/state/tk/errors.log",
+    "Tracebacks of faults; at 1 MiB it is kept as errors.log.1, and begun anew.",
 )
 
 
@@ -62,13 +64,15 @@ def _command_page(command: Command, tk: Command) -> Page:
             "Each setting is also a variable: " + ", ".join(bold(row.variable) for row in command.rows) + "."
         )
         page.text("A flag beats its variable, which beats tk.toml. A switch is true or false.")
-    page.items(prose.environment)
+        page.item(bold(FILE_VARIABLE), "As --config.")
+    page.items((*prose.environment, (DEBUG, "1: a fault shows its traceback on the terminal, too.")))
     page.section("EXIT STATUS")
     own = dict(prose.exit_codes)
     general = {str(code): text for code, text in EXIT_CODES.items()}
     page.items(sorted((general | own).items(), key=lambda code: int(code[0].split(",")[0])))
     page.section("FILES")
-    page.items((*FILES, *prose.files) if command.rows or command is tk else prose.files)
+    settings = SETTINGS_FILES if command.rows or command is tk else ()
+    page.items((*settings, *prose.files, LOG))
     page.section("SEE ALSO")
     page.paragraph(_references(_see_also(command, tk)))
     return page
@@ -156,11 +160,14 @@ def _settings_page(tk: Command) -> Page:
     page = Page("tk.toml", 5, "settings of tk")
     page.section("DESCRIPTION")
     page.text(
-        "A TOML file of settings, without tables. tk reads tk.toml in the folder where it runs, else the one in "
-        "~/.config/tk. A flag beats a TK_* variable, which beats this file, which beats the default.\n\n"
+        "A TOML file of settings. tk reads the one that --config or TK_CONFIG names, else tk.toml in the folder where it "
+        "runs, else the one in the user's own folder: one file, not several. A flag beats a TK_* variable, which beats "
+        "this file, which beats the default.\n\n"
         "A key is a flag with underscores for hyphens (hyphens are taken too), and has one name for all commands: each "
-        "takes the keys that it knows, which are said in brackets. A key that no command knows is an error, which names "
-        "the nearest."
+        "takes the keys that it knows, which are said in brackets. A section is for one command alone, such as [serve] or "
+        "[bench.offline], and beats the keys before it. A key or a section that no command knows is an error, which "
+        "names the nearest.\n\n"
+        "tk config show prints all of it as a file, and with --origin who says what."
     )
     page.section("SETTINGS")
     for title, settings in _settings(tk).items():
@@ -169,14 +176,16 @@ def _settings_page(tk: Command) -> Page:
             page.item(f"{bold(name)} ({escape(TYPES[row.type])})", _by_command(texts))
     page.section("EXAMPLES")
     page.code(
-        'model = "gpt2"\nport = 8080\nmax_model_len = 512\nenable_prefix_caching = false\napi_key = ["one", "two"]'
+        'max_model_len = 512\n\n[serve]\nmodel = "gpt2"\nport = 8080\nenable_prefix_caching = false\n'
+        'api_key = ["one", "two"]\n\n[bench.offline]\nnum_prompts = 64'
     )
     page.section("ENVIRONMENT")
     page.text("Each key is also a variable: TK_ and its name in capitals, such as TK_MAX_MODEL_LEN.")
+    page.items([(FILE_VARIABLE, "The file to read, as --config.")])
     page.section("EXIT STATUS")
     page.text("A file that cannot be read, and a key or a value that is wrong, end a command with 2.")
     page.section("FILES")
-    page.items(FILES)
+    page.items(SETTINGS_FILES)
     page.section("SEE ALSO")
     page.paragraph(_references(f"{command.page}(1)" for command in tk.walk()))
     return page

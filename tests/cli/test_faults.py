@@ -1,0 +1,135 @@
+"""A fault of tk is one paragraph; its traceback is in a file that stays small, and on the terminal only for TK_DEBUG."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit import logs
+from toolkit.logs import LogStyle, keep_traceback
+
+BROKEN = """
+import sys
+import toolkit.inventory.listing as listing
+
+def list_models(*arguments, **settings):
+    raise {error}
+
+listing.list_models = list_models
+sys.argv = ["tk", "models"]
+from toolkit.cli import main
+main()
+"""
+
+
+def broken_tk(home: Path, error: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`tk models` with a fault in it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TK_", "XDG_"))}
+    return subprocess.run(
+        [sys.executable, "-c", BROKEN.format(error=error)], env=kept | {"HOME": str(home)} | environment,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    return tmp_path
+
+
+def test_a_fault_is_a_paragraph_that_says_where_the_traceback_is(home):
+    done = broken_tk(home, "ZeroDivisionError('by zero')")
+    log = home / ".local/state/tk/errors.log"
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
+    assert "ZeroDivisionError: by zero" in done.stderr
+    assert str(log) in done.stderr
+    assert "Traceback" not in done.stderr
+    kept = log.read_text()
+    assert "Traceback (most recent call last):" in kept
+    assert "in list_models" in kept
+    assert log.stat().st_mode & 0o077 == 0
+    other = broken_tk(home, "KeyError('again')", XDG_STATE_HOME=str(home / "state"))
+    assert str(home / "state/tk/errors.log") in other.stderr
+
+
+@pytest.mark.parametrize(("value", "shown"), [("1", True), ("0", False), ("", False)])
+def test_the_variable_shows_it_and_the_exit_code_stays(home, value, shown):
+    done = broken_tk(home, "ZeroDivisionError('by zero')", TK_DEBUG=value)
+    assert done.returncode == 1
+    assert ("Traceback" in done.stderr) == shown
+    assert "this is a fault of tk" in done.stderr
+
+
+def test_ctrl_c_before_a_command_has_begun_is_no_fault(home):
+    done = broken_tk(home, "KeyboardInterrupt")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    code = BROKEN.format(error="None").replace("main()", "root.tree = list_models\nmain()")
+    code = "import toolkit.cli.root as root\n" + code.replace("raise None", "raise KeyboardInterrupt")
+    early = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (early.returncode, early.stderr) == (130, "")
+
+
+def test_a_mistake_of_the_user_is_none(home):
+    error = "__import__('toolkit.errors').errors.ConfigError('not so')"
+    done = broken_tk(home, error)
+    assert (done.returncode, done.stderr) == (2, "tk: not so\n")
+    assert not (home / ".local").exists()
+    debugged = broken_tk(home, error, TK_DEBUG="1")
+    assert debugged.returncode == 2
+    assert "Traceback" in debugged.stderr
+
+
+def test_where_nothing_can_be_written_there_is_still_no_traceback(home):
+    (home / ".local").write_text("a file where a folder should be")
+    done = broken_tk(home, "ZeroDivisionError('by zero')")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "TK_DEBUG=1 shows its traceback" in done.stderr
+
+
+def test_the_file_stays_small(home, monkeypatch):
+    monkeypatch.setattr(logs, "MOST_KEPT", 5000)
+    for number in range(100):
+        keep_traceback(ValueError(f"number {number}"))
+    folder = home / ".local/state/tk"
+    assert {path.name for path in folder.iterdir()} == {"errors.log", "errors.log.1"}
+    assert all(path.stat().st_size < 2 * 5000 for path in folder.iterdir())
+    assert "number 99" in (folder / "errors.log").read_text()
+
+
+def logged(style: LogStyle, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a server's log has of an error in it."""
+    root = logging.getLogger()
+    before, root.handlers = root.handlers, []
+    try:
+        style.apply()
+        try:
+            raise OSError("no such thing")
+        except OSError:
+            logging.getLogger("toolkit.test").exception("request 7 failed")
+    finally:
+        root.handlers = before
+    return capsys.readouterr().err
+
+
+def test_a_servers_log_for_people_has_one_line_for_an_error(home, capsys, monkeypatch):
+    line = logged(LogStyle("info"), capsys)
+    assert line.count("\n") == 1
+    assert "request 7 failed (OSError: no such thing. Its traceback is in " in line
+    assert "no such thing" in (home / ".local/state/tk/errors.log").read_text()
+    monkeypatch.setenv("TK_DEBUG", "1")
+    assert "Traceback" in logged(LogStyle("info"), capsys)
+
+
+def test_a_servers_log_for_programs_has_it_in_a_field(home, capsys):
+    line = logged(LogStyle("info", json=True), capsys)
+    assert line.count("\n") == 1
+    assert "Traceback" in line

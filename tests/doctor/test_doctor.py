@@ -1,0 +1,222 @@
+"""What tk doctor makes of good and bad machines, and what tk collect-env keeps to itself."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from toolkit.cli.completion import FILES
+from toolkit.doctor import installation, machine
+from toolkit.doctor.redact import redact
+from toolkit.inventory.device import Device
+
+GIB = 2**30
+GPU = Device("cuda", "NVIDIA H200", 140 * GIB, 139 * GIB)
+FACTS = {
+    "torch": "2.13.0", "cuda": "13.0", "available": True, "cpu_capability": "AVX512", "mkldnn": True, "num_threads": 4,
+    "gpu": "NVIDIA H200", "capability": "9.0", "kernels": None, "product": None,
+}  # fmt: skip
+
+
+def tk(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TK_")}
+    return subprocess.run(
+        [sys.executable, "-m", "toolkit", *arguments], env=kept | {"HOME": str(cwd), "OMP_NUM_THREADS": "1"} | environment,
+        cwd=cwd, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+class TestCommand:
+    def test_here_nothing_fails_and_what_is_only_to_be_looked_at_changes_no_exit_code(self, tmp_path):
+        """One port is taken, a variable is misspelled, and no completions are installed."""
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = str(taken.getsockname()[1])
+            done = tk(
+                "doctor",
+                "--json",
+                cwd=tmp_path,
+                TK_PORT=port,
+                TK_PROT="1",
+                SHELL="/bin/zsh",
+                HF_HOME=str(tmp_path),
+            )
+        assert done.returncode == 0, done.stderr
+        found = {one["name"]: one for one in json.loads(done.stdout)}
+        assert not [one for one in found.values() if one["status"] == "fail"]
+        assert found["torch"]["status"] == "pass"
+        assert found["port"]["status"] == "warn"
+        assert f"127.0.0.1:{port} cannot be had" in found["port"]["text"]
+        assert str(os.getpid()) in found["port"]["text"]
+        assert found["variables"]["text"] == "nothing reads TK_PROT"
+        assert "TK_PORT" in found["variables"]["fix"]
+        assert found["completions"]["fix"] == "tk completion zsh --install"
+        assert all(bool(one["fix"]) == (one["status"] != "pass") for one in found.values())
+
+    def test_a_setting_that_cannot_be_is_a_failure_and_exit_code_1(self, tmp_path):
+        (tmp_path / "tk.toml").write_text("[serve]\nprt = 1")
+        done = tk("doctor", cwd=tmp_path)
+        assert done.returncode == 1
+        [line] = [line for line in done.stdout.splitlines() if " settings " in line]
+        assert line.startswith("fail")
+        assert "Did you mean port" in line
+        assert done.stderr.endswith("1 failed.\n")
+        assert "\x1b" not in done.stdout
+
+
+class TestMachine:
+    """Of facts about machines that are not here."""
+
+    @pytest.mark.parametrize(
+        ("facts", "gpus", "status", "says"),
+        [
+            (FACTS, [GPU], "pass", "on NVIDIA H200, compute capability 9.0"),
+            (FACTS | {"available": False, "cuda": None}, [], "pass", "CPU only"),
+            (FACTS | {"available": False, "cuda": None}, [GPU], "fail", "the machine has a GPU"),
+            (FACTS | {"available": False}, [GPU], "fail", "cannot use the GPU"),
+            (FACTS | {"product": "RuntimeError: CUDA error"}, [GPU], "fail", "CUDA error"),
+            ({"error": "Illegal instruction"}, [], "fail", "PyTorch does not run: Illegal instruction"),
+        ],
+    )
+    def test_torch(self, facts, gpus, status, says):
+        finding = machine._torch(facts, gpus)
+        assert finding.status == status
+        assert says in finding.text
+        assert bool(finding.fix) == (status == "fail")
+
+    def test_kernels_that_do_not_compile(self):
+        broken = {"kernels": "RuntimeError: no gcc"}
+        assert machine._kernels(FACTS, [GPU]).status == "pass"
+        assert machine._kernels(FACTS | broken, [GPU]).status == "fail"
+        assert machine._kernels(FACTS | {"variant": "avx2"}, []).status == "pass"
+        assert machine._kernels(FACTS | broken, []).status == "warn"  # PyTorch's operations serve
+
+    def test_without_a_compiler_a_gpu_does_not_serve_and_a_cpu_does(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert machine._compiler([GPU]).status == "fail"
+        assert machine._compiler([]).status == "warn"
+
+    def test_a_card_without_a_driver(self, monkeypatch):
+        monkeypatch.setattr(machine, "has_nvidia_card", lambda: True)
+        finding = machine._driver([])
+        assert finding.status == "fail"
+        assert "--gpus all" in finding.fix
+        monkeypatch.setattr(machine, "has_nvidia_card", lambda: False)
+        assert machine._driver([]).status == "pass"
+
+    @pytest.mark.parametrize(("free", "status"), [(GIB // 2, "fail"), (5 * GIB, "warn"), (50 * GIB, "pass")])
+    def test_disk(self, monkeypatch, free, status):
+        monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
+        assert machine._disk().status == status
+
+    def test_memory_within_a_control_group(self, monkeypatch):
+        monkeypatch.setattr(machine, "find_device", lambda wanted: Device("cpu", "cpu", 4 * GIB, GIB))
+        assert machine._memory().status == "warn"
+
+
+class TestInstallation:
+    def test_a_package_that_is_missing_and_one_that_is_too_old(self, monkeypatch):
+        real = installation.version_of
+        versions = {"torch": "2.0.0", "orjson": None}
+        monkeypatch.setattr(installation, "version_of", lambda name: versions.get(name, real(name)))
+        finding = installation._packages()
+        assert finding.status == "fail"
+        assert "torch is 2.0.0, and tk needs >=2.11" in finding.text
+        assert "orjson is missing" in finding.text
+
+    def test_versions_other_than_the_tested_ones(self, tmp_path):
+        (tmp_path / "constraints.txt").write_text("torch==1.0\nNumPy==0.1\nunrelated==3")
+        finding = installation._pins(tmp_path / "constraints.txt")
+        assert finding.status == "warn"
+        assert "torch" in finding.text
+        assert "tested: 0.1" in finding.text
+
+    @pytest.mark.parametrize("shell", FILES)
+    def test_completions_are_found_where_install_puts_them_and_old_ones_are_told(
+        self, shell, tmp_path, monkeypatch
+    ):
+        for name in ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "ZDOTDIR", "BASH_COMPLETION_USER_DIR"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert installation._completions(shell).status == "warn"
+        assert tk("completion", shell, "--install", cwd=tmp_path).returncode == 0
+        assert installation._completions(shell).status == "pass"
+        installation.install_path(shell).write_text("of another time")
+        assert "another version" in installation._completions(shell).text
+
+
+class TestCollectEnv:
+    def test_it_tells_what_a_report_needs_and_nothing_private(self, tmp_path):
+        home = tmp_path / "home" / "ada.lovelace"
+        home.mkdir(parents=True)
+        secrets = {
+            "TK_API_KEY": "first-private-key,second-private-key",
+            "TK_ADMIN_KEY": "the-admins-own",
+            "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwx",
+            "TK_URL": "http://ada.lovelace:pa55word@gpu17.example.org:8000",
+            "HF_HOME": str(home / "models"),
+            "TK_OTLP_TRACES_ENDPOINT": "https://collector.example.org/v1/traces",
+            "TK_HOST": "10.1.2.3",
+            "TK_SERVED_MODEL_NAME": "sk-abcdefghijklmnopqrstuv",
+        }
+        (tmp_path / "tk.toml").write_text("max_num_seqs = 7")
+        done = tk(
+            "collect-env",
+            cwd=tmp_path,
+            **secrets,
+            HOME=str(home),
+            USER="ada.lovelace",
+            LOGNAME="ada.lovelace",
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        private = [
+            "private-key", "the-admins-own", "abcdefgh", "ada", "lovelace", "pa55word", "example.org", "gpu17", "10.1.2.3",
+            socket.gethostname(),
+        ]  # fmt: skip
+        told = done.stdout.replace("<host>", "").replace("<user>", "")
+        assert [word for word in private if word in told] == []
+        assert f"| tk | {toolkit.__version__}" in told
+        assert "| torch | " in told
+        assert "| max_num_seqs | `7` from " in told
+        assert "| HF_HOME | `~/models` |" in told
+
+    def test_it_is_markdown_whose_tables_have_two_columns(self, tmp_path):
+        done = tk("collect-env", cwd=tmp_path, TK_SYSTEM="a|b")
+        rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
+        assert len(rows) > 30
+        assert all(row.replace("\\|", "").count("|") == 3 for row in rows)
+        titles = [line for line in done.stdout.splitlines() if line.startswith("#")]
+        assert titles[:3] == ["### System", "### Device", "### Packages"]
+
+    @pytest.mark.parametrize(
+        ("text", "redacted"),
+        [
+            ("127.0.0.1:8000 and 0.0.0.0 stay", "127.0.0.1:8000 and 0.0.0.0 stay"),
+            ("10.0.0.7 goes", "<address> goes"),
+            ("fe80::1ff:fe23:4567:890a goes", "<address> goes"),
+            ("https://huggingface.co/org/model", "https://huggingface.co/org/model"),
+            ("http://bob:pw@inner:80/x", "http://<host>:80/x"),
+            ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
+            ("ghp_0123456789abcdefghij", "***"),
+            ("torch 2.13.0+cpu at 12:34:56", "torch 2.13.0+cpu at 12:34:56"),
+        ],
+    )
+    def test_what_is_taken_out(self, text, redacted, monkeypatch):
+        monkeypatch.setattr(getpass, "getuser", lambda: "somebody")
+        monkeypatch.setattr(socket, "gethostname", lambda: "somewhere")
+        assert redact(text) == redacted
+
+    def test_names_are_taken_out_as_words_and_root_is_nobody(self, monkeypatch):
+        monkeypatch.setattr(getpass, "getuser", lambda: "ann")
+        monkeypatch.setattr(socket, "gethostname", lambda: "box.lan")
+        assert redact("Ann's annual, box and boxes") == "<user>'s annual, <host> and boxes"
+        monkeypatch.setattr(getpass, "getuser", lambda: "root")
+        monkeypatch.setenv("HOME", "/root")
+        assert redact("root_path in /root/.cache") == "root_path in ~/.cache"

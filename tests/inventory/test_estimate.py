@@ -1,0 +1,348 @@
+"""What is said of a model before it runs is what the worker then finds, and what is published of well-known models."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+import torch
+import transformers
+from toolkit.kernels import cpu
+
+from tests import checkpoints
+from toolkit.bench.models import CONFIGS
+from toolkit.config import EngineConfig
+from toolkit.demo import MODEL_DIR
+from toolkit.distributed import Group, parallel
+from toolkit.errors import CheckpointError, ConfigError, OutOfMemoryError
+from toolkit.inventory import device
+from toolkit.inventory.checkpoint import RUNS, Checkpoint, read_folder
+from toolkit.inventory.device import Device, find_device
+from toolkit.inventory.estimate import CUDA_RUNTIME, estimate
+from toolkit.models.loader import build_model, load_config
+from toolkit.models.registry import SUPPORTED
+from toolkit.worker import memory
+from toolkit.worker.worker import Worker
+
+GIB = 2**30
+H200 = Device("cuda", "NVIDIA H200", 140 * GIB, 140 * GIB)
+CPU = Device("cpu", "cpu", 16 * GIB, 16 * GIB)
+PADDED = 1.25
+"""Weights that are packed for a CPU have rows of padding, which are much of models as small as these."""
+KINDS = (
+    "gpt2", "gpt2-untied-inverse-scale", "llama3-gqa", "llama-mqa-tied", "llama-biases-head-dim", "mistral-window",
+    "qwen2", "qwen3",
+)  # fmt: skip
+
+
+def settings(**more: object) -> EngineConfig:
+    return EngineConfig.from_settings({"device": "cpu", "max_num_seqs": 3, "num_threads": 1} | more)
+
+
+def run(folder: Path, config: EngineConfig):
+    """What a worker on this machine tells of itself."""
+    return Worker(config, folder).start(lambda phase, seconds: None)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in checkpoints.ARCHITECTURES])
+@pytest.mark.parametrize(
+    "more", [{}, {"dtype": "bfloat16", "max_model_len": 96}], ids=["default", "bfloat16"]
+)
+def test_a_worker_finds_what_was_said(checkpoint: Callable[[str], Path], kind: str, more: dict):
+    config = settings(**more)
+    made = estimate(read_folder(checkpoint(kind), kind), config, find_device("cpu"))
+    info = run(checkpoint(kind), config)
+    assert (made.num_parameters, made.dtype) == (info.num_parameters, info.dtype)
+    assert made.weights <= info.weight_bytes < PADDED * made.weights
+    assert (made.num_blocks, made.cache, made.max_model_len) == (
+        info.num_blocks,
+        info.cache_bytes,
+        info.max_model_len,
+    )
+    assert made.block_bytes / made.block_size == info.token_bytes
+
+
+@pytest.mark.skipif(not cpu.available(), reason="needs the CPU kernels")
+def test_int8_weights_are_a_quarter_and_the_head_with_them():
+    config = settings(quantization="int8")
+    made = estimate(read_folder(Path(MODEL_DIR), "demo"), config, find_device("cpu"))
+    info = run(Path(MODEL_DIR), config)
+    assert made.weights <= info.weight_bytes < 1.02 * made.weights
+    whole = estimate(read_folder(Path(MODEL_DIR), "demo"), settings(), find_device("cpu"))
+    assert 3.5 < whole.weights / made.weights < 4.0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"block_size": 4},
+        {"num_gpu_blocks_override": 60},
+        {"kv_cache_memory": 0.005},
+        {"kv_cache_dtype": "fp8"},
+        {"max_num_seqs": 1, "max_model_len": 50},
+    ],
+    ids=str,
+)
+def test_settings_of_the_cache_mean_the_same(more: dict):
+    config = settings(**more)
+    made = estimate(read_folder(Path(MODEL_DIR), "demo"), config, find_device("cpu"))
+    info = run(Path(MODEL_DIR), config)
+    assert (made.num_blocks, made.cache, made.max_model_len) == (
+        info.num_blocks,
+        info.cache_bytes,
+        info.max_model_len,
+    )
+
+
+def test_where_the_worker_refuses_it_was_said_and_with_the_same_advice():
+    config = settings(kv_cache_memory=0.001)
+    made = estimate(read_folder(Path(MODEL_DIR), "demo"), config, find_device("cpu"))
+    with pytest.raises(OutOfMemoryError, match=f"--max-model-len {made.largest_context} or less"):
+        run(Path(MODEL_DIR), config)
+    assert not made.fits
+    assert f"--max-model-len {made.largest_context} or less" in made.problem
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3-gqa", "qwen3"])
+def test_of_a_model_that_is_shared_out_it_says_what_each_rank_has(
+    checkpoint: Callable[[str], Path], kind: str
+):
+    folder = checkpoint(kind)
+    made = estimate(read_folder(folder, kind), settings(tensor_parallel_size=2), CPU)
+    with parallel(Group(0, 2)):
+        sketch = build_model(
+            load_config(folder), folder, device=torch.device("meta"), dtype=torch.float32, max_model_len=1
+        )
+    ranks = sum(parameter.nbytes for parameter in sketch.parameters())
+    assert made.weights == pytest.approx(ranks, rel=0.02)  # what cannot be halved stands in both
+    whole = estimate(read_folder(folder, kind), settings(), CPU)
+    assert made.block_bytes == whole.block_bytes // 2
+    assert made.device.free == CPU.free // 2
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "cross-encoder"])
+def test_an_encoder_has_weights_and_no_cache(tmp_path: Path, kind: str):
+    folder = encoder(tmp_path, kind)
+    made = estimate(read_folder(folder, kind), settings(), find_device("cpu"))
+    info = run(folder, settings())
+    assert (made.num_parameters, made.max_model_len) == (info.num_parameters, info.max_model_len)
+    assert made.weights <= info.weight_bytes < PADDED * made.weights
+    assert made.fits
+    assert not made.has_cache
+
+
+def encoder(folder: Path, kind: str) -> Path:
+    """A small one, written by Transformers."""
+    size = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": 99,
+    }
+    if kind == "roberta":
+        config = transformers.RobertaConfig(**size, max_position_embeddings=66, type_vocab_size=1)
+        model: transformers.PreTrainedModel = transformers.RobertaModel(config)
+    elif kind == "cross-encoder":
+        model = transformers.BertForSequenceClassification(
+            transformers.BertConfig(**size, max_position_embeddings=64, num_labels=1)
+        )
+    else:
+        model = transformers.BertModel(transformers.BertConfig(**size, max_position_embeddings=64))
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_the_architectures_are_those_of_the_registry():
+    assert set(RUNS) == set(SUPPORTED)
+
+
+def test_numbers_that_the_worker_has_are_the_workers():
+    from toolkit.inventory import estimate as ours
+    from toolkit.worker import worker
+
+    assert ours.CPU_SHARE == memory.CPU_SHARE
+    assert ours.SAMPLING_BYTES == worker.SAMPLING_BYTES
+
+
+def shape_of(name: str, folder: Path) -> Checkpoint:
+    """A checkpoint of a well-known model's shape, as Transformers has it: headers alone, in a file of the right size."""
+    raw = CONFIGS[name]
+    config = transformers.AutoConfig.for_model(**raw)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    header, end = {}, 0
+    for key, tensor in model.state_dict().items():
+        if key == "lm_head.weight" and raw["tie_word_embeddings"]:
+            continue
+        header[key] = {
+            "dtype": "BF16",
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + 2 * tensor.numel()],
+        }
+        end += 2 * tensor.numel()
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw))
+    written = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(written)) + written)
+        file.truncate(8 + len(written) + end)  # takes no room on the disk
+    return read_folder(folder, name)
+
+
+class TestWellKnownModels:
+    """Parameters as their authors publish them; bytes of cache by hand: 2 x layers x heads x size x bytes."""
+
+    @pytest.mark.parametrize(
+        ("name", "parameters", "token_bytes", "context"),
+        [
+            ("gpt2", 124_439_808, 2 * 12 * 12 * 64 * 2, 1024),
+            ("qwen3-0.6b", 596_049_920, 2 * 28 * 8 * 128 * 2, 40960),
+            ("llama-3.1-8b", 8_030_261_248, 2 * 32 * 8 * 128 * 2, 131072),
+        ],
+    )
+    def test_on_a_gpu(self, tmp_path, name, parameters, token_bytes, context):
+        made = estimate(shape_of(name, tmp_path / name), EngineConfig(), H200)
+        assert made.num_parameters == parameters
+        assert (made.dtype, made.weights) == ("bfloat16", 2 * parameters)
+        assert made.block_bytes == 16 * token_bytes
+        assert made.max_model_len == made.largest_context == context
+        room = 0.9 * 140 * GIB - 2 * parameters
+        assert 0.9 * room < made.cache < room - CUDA_RUNTIME
+
+    def test_fp8_is_half_of_the_linear_layers(self, tmp_path):
+        model = shape_of("llama-3.1-8b", tmp_path / "llama")
+        made = estimate(model, EngineConfig.from_settings({"quantization": "fp8"}), H200)
+        tables = 2 * 128256 * 4096  # the embedding and the head
+        norms = (2 * 32 + 1) * 4096
+        assert made.weights == (8_030_261_248 - tables - norms) + 2 * (tables + norms)
+
+    def test_what_others_use_of_a_gpu_is_not_ours(self, tmp_path):
+        model = shape_of("qwen3-0.6b", tmp_path / "qwen")
+        alone = estimate(model, EngineConfig(), H200)
+        shared = estimate(model, EngineConfig(), Device("cuda", "", 140 * GIB, 100 * GIB))
+        assert alone.cache - shared.cache == pytest.approx(40 * GIB, rel=1e-3)
+
+    def test_too_large_a_model_is_told_with_what_would_help(self, tmp_path):
+        model = shape_of("llama-3.1-8b", tmp_path / "llama")
+        on_cpu = estimate(model, EngineConfig(), CPU)
+        assert not on_cpu.fits
+        assert on_cpu.largest_context == 0
+        assert "29.92 GiB in float32" in on_cpu.problem  # 8,030,261,248 x 4 bytes
+        assert "--dtype bfloat16" in on_cpu.problem
+        small = estimate(model, EngineConfig(), Device("cuda", "", 24 * GIB, 24 * GIB))
+        assert not small.fits
+        assert 0 < small.largest_context < 131072
+        assert f"--max-model-len {small.largest_context}" in small.problem
+        longest = EngineConfig.from_settings({"max_model_len": small.largest_context})
+        assert estimate(model, longest, Device("cuda", "", 24 * GIB, 24 * GIB)).fits
+
+
+class TestDevices:
+    GPUS = tuple(
+        Device("cuda", f"GPU {number}", 80 * GIB, free * GIB) for number, free in enumerate((79, 40, 60))
+    )
+
+    def test_the_fullest_of_those_that_are_used_counts(self, monkeypatch):
+        monkeypatch.setattr(device, "find_gpus", lambda: list(self.GPUS))
+        assert find_device().name == "GPU 0"
+        assert find_device("cuda", 3).name == "GPU 1"
+        assert find_device("cpu").kind == "cpu"
+
+    def test_more_than_there_are_is_a_mistake(self, monkeypatch):
+        monkeypatch.setattr(device, "find_gpus", lambda: list(self.GPUS))
+        with pytest.raises(ConfigError, match="--tensor-parallel-size 4 needs as many GPUs, and there are 3"):
+            find_device("auto", 4)
+        monkeypatch.setattr(device, "find_gpus", list)
+        with pytest.raises(ConfigError, match="--device cuda"):
+            find_device("cuda")
+
+    @pytest.mark.parametrize(
+        ("visible", "names"),
+        [(None, "012"), ("2,0", "20"), ("1", "1"), ("", ""), ("-1", ""), ("0,9,1", "0"), ("UUID-of-2", "2")],
+    )
+    def test_the_variable_of_cuda_chooses_among_them(self, monkeypatch, visible, names):
+        """https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables"""
+        nvml = SimpleNamespace(
+            nvmlDeviceGetCount=lambda: 3,
+            nvmlDeviceGetHandleByIndex=str,
+            nvmlDeviceGetUUID=lambda handle: f"UUID-of-{handle}",
+        )
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert "".join(device._visible(nvml)) == names
+
+    @pytest.mark.parametrize(
+        ("reserved", "total"), [(2 * GIB, 78 * GIB), (None, 80 * GIB)], ids=["new", "old driver"]
+    )
+    def test_the_drivers_own_share_is_not_the_devices(self, monkeypatch, reserved, total):
+        def memory(handle, version=None):
+            if version is not None and reserved is None:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+            return SimpleNamespace(total=80 * GIB, free=70 * GIB, reserved=reserved)
+
+        monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 1)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", str)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", memory)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda handle: "NVIDIA X")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        assert device.find_gpus() == [Device("cuda", "NVIDIA X", total, 70 * GIB)]
+
+
+class TestMistakes:
+    def test_a_longer_context_than_the_models_own(self):
+        model = read_folder(Path(MODEL_DIR), "demo")
+        with pytest.raises(
+            ConfigError, match="--max-model-len is 513, and the model was made for at most 512"
+        ):
+            estimate(model, settings(max_model_len=513), CPU)
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ({"architectures": ["MysteryForCausalLM"]}, "does not run MysteryForCausalLM"),
+            ({"quantization_config": {"quant_method": "gptq"}}, r"quantized \(gptq\)"),
+            ({"n_embd": "wide"}, "n_embd"),
+        ],
+    )
+    def test_a_model_that_tk_does_not_run(self, tmp_path, change, says):
+        raw = json.loads((Path(MODEL_DIR) / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(raw | change))
+        (tmp_path / "model.safetensors").write_bytes((Path(MODEL_DIR) / "model.safetensors").read_bytes())
+        with pytest.raises(CheckpointError, match=says):
+            estimate(read_folder(tmp_path, "changed"), settings(), CPU)
+
+    def test_a_file_that_is_cut_short_and_one_that_is_missing(self, tmp_path):
+        for name in ("config.json", "model.safetensors"):
+            (tmp_path / name).write_bytes((Path(MODEL_DIR) / name).read_bytes())
+        whole = (tmp_path / "model.safetensors").read_bytes()
+        (tmp_path / "model.safetensors").write_bytes(whole[:-1])
+        with pytest.raises(
+            CheckpointError, match=f"cut short: it has {len(whole) - 1} bytes of {len(whole)}"
+        ):
+            read_folder(tmp_path, "cut")
+        index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match=r"lacks 1 of the 2 files.*model-2\.safetensors"):
+            read_folder(tmp_path, "missing")
+
+
+def test_nothing_of_it_imports_torch():
+    code = (
+        "import sys; sys.argv = ['tk', 'serve', '--dry-run']\n"
+        "from toolkit.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "sys.exit(bool({'torch', 'transformers', 'fastapi', 'textual'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "It fits.\n")

@@ -1,0 +1,358 @@
+"""tk models, pull, show and rm as a user runs them, with a hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.api.serving import until
+from tests.hub import Hub, commit_of
+from toolkit.demo import MODEL_DIR
+
+CARD = b"---\nlicense: apache-2.0\nlanguage: en\n---\n# A model"
+
+
+def run(
+    *arguments: str, cwd: Path, environment: dict[str, str], stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TK_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "toolkit", *arguments], env=kept | environment, cwd=cwd,
+        input=stdin, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    hub = Hub()
+    hub.add("org/tiny", Path(MODEL_DIR), **{"README.md": CARD})
+    yield hub
+    hub.close()
+
+
+@pytest.fixture(scope="module")
+def pulled(
+    hub: Hub, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """(HF_HOME with org/tiny in it, how it was pulled)."""
+    home = tmp_path_factory.mktemp("hf")
+    done = run("pull", "org/tiny", cwd=home, environment={"HF_ENDPOINT": hub.url, "HF_HOME": str(home)})
+    assert done.returncode == 0, done.stderr
+    return home, done
+
+
+@pytest.fixture
+def environment(hub: Hub, tmp_path: Path) -> dict[str, str]:
+    hub.requests.clear()
+    hub.ranges.clear()
+    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HOME": str(tmp_path)}
+
+
+@pytest.fixture
+def tk(environment: dict[str, str], tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """With an empty cache."""
+    (tmp_path / "here").mkdir()
+
+    def call(*arguments: str, stdin: str = "", **more: str) -> subprocess.CompletedProcess[str]:
+        return run(*arguments, cwd=tmp_path / "here", environment=environment | more, stdin=stdin)
+
+    return call
+
+
+@pytest.fixture
+def folder(pulled: tuple[Path, object], tmp_path: Path) -> Path:
+    """The folder of org/tiny in the cache, which has it."""
+    shutil.copytree(pulled[0] / "hub", tmp_path / "hf" / "hub", symlinks=True)
+    return tmp_path / "hf" / "hub" / "models--org--tiny" / "snapshots" / commit_of("org/tiny", "main")
+
+
+class TestPull:
+    def test_what_is_pulled_is_what_was_served_and_stdout_has_its_folder_alone(self, pulled):
+        home, done = pulled
+        folder = Path(done.stdout.rstrip("\n"))
+        assert folder == home / "hub/models--org--tiny/snapshots" / commit_of("org/tiny", "main")
+        for path in Path(MODEL_DIR).iterdir():
+            assert (folder / path.name).read_bytes() == path.read_bytes()
+        assert (folder / "README.md").read_bytes() == CARD
+        size = sum(path.stat().st_size for path in Path(MODEL_DIR).iterdir())
+        assert done.stderr == f"org/tiny: {size / 2**20:.1f} MiB to fetch.\n"  # no bar through a pipe
+
+    def test_it_runs_without_the_hub(self, tk, folder):
+        ran = tk("run", "org/tiny", "who are you?", HF_HUB_OFFLINE="1")
+        assert ran.returncode == 0, ran.stderr
+        assert "demo model" in ran.stdout
+
+    def test_a_second_time_nothing_is_fetched(self, hub, tk, folder):
+        again = tk("pull", "org/tiny")
+        assert (again.stdout, again.stderr) == (f"{folder}\n", "")
+        assert not [request for request in hub.requests if request[0] == "GET" and "/resolve/" in request[1]]
+
+    def test_a_connection_that_breaks_is_gone_on_with(self, hub, tk, tmp_path):
+        large = os.urandom(24 * 2**20)
+        (tmp_path / "large").mkdir()
+        (tmp_path / "large" / "config.json").write_bytes((Path(MODEL_DIR) / "config.json").read_bytes())
+        (tmp_path / "large" / "model.safetensors").write_bytes(large)
+        hub.add("org/large", tmp_path / "large")
+        hub.cut = 14 * 2**20
+        done = tk("pull", "org/large")
+        assert done.returncode == 0, done.stderr
+        assert (Path(done.stdout.rstrip("\n")) / "model.safetensors").read_bytes() == large
+        [asked] = [part for path, part in hub.ranges if path.endswith("model.safetensors")]
+        assert int(asked.removeprefix("bytes=").split("-")[0]) >= 10 * 2**20
+
+    def test_files_that_were_whole_when_it_failed_are_not_fetched_again(self, hub, tk):
+        hub.failing = {"model.safetensors"}
+        broken = tk("pull", "org/tiny")
+        assert (broken.returncode, broken.stdout) == (2, "")
+        assert "files that were complete are kept" in broken.stderr
+        assert "Traceback" not in broken.stderr
+        assert hub.asked_for("tokenizer.json")
+        hub.failing = set()
+        hub.requests.clear()
+        assert tk("pull", "org/tiny").returncode == 0
+        fetched = [path for kind, path, _ in hub.requests if kind == "GET" and "/resolve/" in path]
+        assert [Path(path).name for path in fetched] == ["model.safetensors"]
+
+    def test_ctrl_c_ends_it_at_once_and_leaves_no_pieces(self, hub, environment, tmp_path):
+        """The hub holds the weights back until the process is gone."""
+        hub.held = threading.Event()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "toolkit", "pull", "org/tiny"], env=os.environ | environment | {"HF_HUB_OFFLINE": "0"},
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        blobs = tmp_path / "hf/hub/models--org--tiny/blobs"
+        try:
+            until(
+                lambda: [
+                    path for kind, path, _ in hub.requests if kind == "GET" and "model.safetensors" in path
+                ]
+            )
+            process.send_signal(signal.SIGINT)
+            out, talk = process.communicate(timeout=30)
+        finally:
+            hub.held.set()
+            hub.held = None
+        assert (process.returncode, out) == (130, "")
+        assert talk.endswith("Stopped. Files that were complete are kept.\n")
+        assert "Traceback" not in talk
+        assert not list(blobs.glob("*.incomplete"))
+
+    @pytest.mark.parametrize(
+        ("name", "says"),
+        [
+            ("org/tny", "There is no model org/tny"),
+            ("./folder", "takes the name of a model of the hub"),
+            ("/etc", "takes the name of a model of the hub"),
+        ],
+    )
+    def test_what_cannot_be_pulled_is_one_line(self, tk, name, says):
+        done = tk("pull", name)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert says in done.stderr
+        assert done.stderr.count("\n") == 1
+
+    def test_a_gated_model_and_an_unknown_revision(self, hub, tk):
+        hub.add("org/locked", Path(MODEL_DIR))
+        hub.gated.add("org/locked")
+        assert "accept its terms" in tk("pull", "org/locked").stderr
+        assert "no revision 'v9'" in tk("pull", "org/tiny", "--revision", "v9").stderr
+
+    def test_without_a_network_it_says_so_and_where_an_earlier_download_is(self, tk, folder):
+        down = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+        never = tk("pull", "org/never", **down)
+        assert (never.returncode, never.stdout) == (2, "")
+        assert "the hub did not answer" in never.stderr
+        assert "http://127.0.0.1:9 (HF_ENDPOINT)" in never.stderr
+        assert f"is in {folder}" in tk("pull", "org/tiny", **down).stderr
+        assert "HF_HUB_OFFLINE is set" in tk("pull", "org/tiny", HF_HUB_OFFLINE="1").stderr
+
+    def test_a_disk_without_room_is_told_before_anything_is_fetched(self, hub, environment, tmp_path):
+        code = (
+            "import shutil, sys; sys.argv = ['tk', 'pull', 'org/tiny']\n"
+            "shutil.disk_usage = lambda path: type('Usage', (), {'free': 1000})\n"
+            "from toolkit.cli import main\nmain()"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | environment | {"HF_HUB_OFFLINE": "0"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert "org/tiny takes 7.4 MiB more, and 1000 B are free" in done.stderr.replace("\n", " ")
+        assert not hub.asked_for("model.safetensors")
+
+
+class TestShow:
+    def test_a_model_on_the_hub_is_described_without_its_weights(self, hub, tk):
+        done = tk("show", "org/tiny", "--json")
+        assert done.returncode == 0, done.stderr
+        shown = json.loads(done.stdout)
+        config = json.loads((Path(MODEL_DIR) / "config.json").read_text())
+        assert shown["config"] == config
+        assert shown["architecture"] == config["architectures"][0]
+        assert (shown["context"], shown["license"], shown["path"]) == (512, "apache-2.0", None)
+        assert shown["files"]["model.safetensors"] == (Path(MODEL_DIR) / "model.safetensors").stat().st_size
+        parts = [part for path, part in hub.ranges if path.endswith("model.safetensors")]
+        assert parts
+        assert not [
+            path for kind, path, _ in hub.requests if kind == "GET" and path.endswith("tokenizer.json")
+        ]
+
+    def test_pulled_it_is_described_the_same_and_without_the_hub(self, tk, folder, tmp_path):
+        on_hub = json.loads(tk("show", "org/tiny", "--json", HF_HOME=str(tmp_path / "other")).stdout)
+        here = json.loads(tk("show", "org/tiny", "--json", HF_HUB_OFFLINE="1").stdout)
+        assert here["path"] == str(folder)
+        for name in ("parameters", "dtype", "context", "tokenizer", "chat_template", "license", "config"):
+            assert here[name] == on_hub[name], name
+
+    def test_for_people_it_has_what_they_ask_about(self, tk):
+        done = tk("show")
+        assert (done.returncode, done.stderr) == (0, "")
+        facts = dict(
+            line.strip().split(maxsplit=1) for line in done.stdout.splitlines()[1:] if "  " in line.strip()
+        )
+        assert facts["parameters"] == "3.81M, stored in float16"
+        assert facts["context"] == "512 tokens"
+        assert facts["where"] == str(MODEL_DIR)
+
+    def test_one_that_tk_does_not_run_is_shown_all_the_same(self, tk, tmp_path):
+        folder = tmp_path / "here" / "strange"
+        folder.mkdir()
+        (folder / "config.json").write_text(
+            '{"architectures": ["StrangeModel"], "max_position_embeddings": 77}'
+        )
+        done = tk("show", "./strange")
+        assert done.returncode == 0, done.stderr
+        assert "StrangeModel - tk does not run StrangeModel" in done.stdout
+        assert "77 tokens" in done.stdout
+
+    def test_what_a_models_files_say_does_not_steer_the_terminal(self, tk, tmp_path):
+        folder = tmp_path / "here" / "evil"
+        folder.mkdir()
+        evil = "\x1b]0;owned\x07\x9b31m"
+        (folder / "config.json").write_text(
+            json.dumps({"architectures": [evil], "model_type": evil, "dtype": evil})
+        )
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": evil, "chat_template": evil})
+        )
+        (folder / "README.md").write_text(f"---\nlicense: {evil}\n---\n")
+        for line in (
+            "show ./evil",
+            "show ./evil --json",
+            "models",
+            "models --json",
+            "serve ./evil --dry-run",
+        ):
+            done = tk(*line.split())
+            assert not [sign for sign in "\x1b\x07\x9b" if sign in done.stdout + done.stderr], line
+
+    def test_a_name_that_nobody_has(self, tk):
+        done = tk("show", "org/nothing")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "There is no model org/nothing" in done.stderr
+
+
+def test_a_dry_run_of_a_model_on_the_hub_fetches_no_weights_and_says_the_same_as_of_one_here(hub, tk):
+    settings = ("--max-num-seqs", "2", "--device", "cpu", "--json")
+    on_hub = tk("serve", "org/tiny", "--dry-run", *settings)
+    assert on_hub.returncode == 0, on_hub.stderr
+    assert not [path for kind, path, _ in hub.requests if kind == "GET" and path.endswith("tokenizer.json")]
+    here = tk("serve", str(MODEL_DIR), "--dry-run", *settings)
+    drop = {"model", "memory_free_bytes"}
+    said = [
+        {key: value for key, value in json.loads(one.stdout).items() if key not in drop}
+        for one in (on_hub, here)
+    ]
+    assert said[0] == said[1]
+
+
+class TestModels:
+    def test_the_list_has_the_demo_folders_and_downloads(self, tk, tmp_path, folder):
+        (tmp_path / "here" / "mine").symlink_to(MODEL_DIR)
+        (tmp_path / "here" / "broken").mkdir()
+        (tmp_path / "here" / "broken" / "config.json").write_text("{")
+        rows = {row["name"]: row for row in json.loads(tk("models", "--json", "--", ".").stdout)}
+        assert rows.keys() == {"tk-demo", "mine", "broken", "org/tiny"}
+        for name in ("tk-demo", "mine", "org/tiny"):
+            assert rows[name]["fits"] == "yes"
+            assert (rows[name]["parameters"], rows[name]["context"]) == (3_814_912, 512)
+        assert rows["broken"]["fits"] == "not run"
+        assert "cannot be read" in rows["broken"]["problem"]
+
+    def test_a_model_that_was_only_described_is_not_at_hand(self, hub, tk):
+        assert tk("show", "org/tiny").returncode == 0
+        assert hub.asked_for("config.json")
+        assert [row["name"] for row in json.loads(tk("models", "--json").stdout)] == ["tk-demo"]
+
+    def test_the_table_goes_to_stdout_whole_and_the_rest_to_stderr(self, tk):
+        done = tk("models")
+        head, row = done.stdout.splitlines()
+        assert head.split() == ["MODEL", "KIND", "PARAMS", "DTYPE", "SIZE", "CONTEXT", "FITS"]
+        assert row.split() == ["tk-demo", "gpt2", "3.81M", "float16", "7.4", "MiB", "512", "yes"]
+        assert "\x1b" not in done.stdout + done.stderr
+        assert done.stderr.startswith("1 model, 7.4 MiB.")
+
+    def test_a_folder_that_is_not_there_is_a_mistake(self, tk):
+        done = tk("models", "nowhere")
+        assert (done.returncode, done.stderr) == (2, "tk: There is no folder nowhere.\n")
+
+
+class TestRemove:
+    def test_with_yes_it_is_gone_and_a_copy_of_it_with_the_same_commits_is_not(self, tk, tmp_path, folder):
+        shutil.copytree(
+            tmp_path / "hf/hub/models--org--tiny", tmp_path / "hf/hub/models--org--other", symlinks=True
+        )
+        before = {path for path in tmp_path.rglob("*") if "models--org--tiny" not in str(path)}
+        done = tk("rm", "org/tiny", "--yes")
+        assert done.returncode == 0, done.stderr
+        assert not folder.exists()
+        assert set(tmp_path.rglob("*")) >= before
+
+    def test_it_asks_and_a_no_keeps_the_model(self, environment, tmp_path, folder):
+        for answer, code in (("n", 1), ("", 1), ("y", 0)):
+            assert folder.exists()
+            ours, theirs = pty.openpty()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "toolkit", "rm", "org/tiny"], env=os.environ | environment, cwd=tmp_path,
+                stdin=theirs, stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            os.write(ours, f"{answer}\n".encode())
+            _, talk = process.communicate(timeout=60)
+            os.close(ours)
+            os.close(theirs)
+            assert "Remove 7.4 MiB? [y/N]" in talk
+            assert process.returncode == code
+        assert not folder.exists()
+
+    def test_where_nobody_can_be_asked_it_does_nothing(self, tk, folder):
+        done = tk("rm", "org/tiny", stdin="y\n")
+        assert done.returncode == 2
+        assert "--yes" in done.stderr
+        assert folder.exists()
+
+    @pytest.mark.parametrize("name", ["..", "/", "org/../../here", "org/nothing", "mine"])
+    def test_nothing_outside_of_the_cache_is_removed(self, tk, tmp_path, folder, name):
+        (tmp_path / "here" / "mine").mkdir()
+        before = set(tmp_path.rglob("*"))
+        done = tk("rm", name, "--yes")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert set(tmp_path.rglob("*")) >= before
+
+    def test_an_entry_of_the_cache_that_leads_elsewhere_is_left_alone(self, tk, tmp_path, folder):
+        entry = tmp_path / "hf" / "hub" / "models--org--tiny"
+        entry.rename(tmp_path / "elsewhere")
+        entry.symlink_to(tmp_path / "elsewhere")
+        done = tk("rm", "org/tiny", "--yes")
+        assert done.returncode == 2
+        assert "leads out of the cache" in done.stderr or "has no model" in done.stderr
+        assert list((tmp_path / "elsewhere" / "snapshots").iterdir())

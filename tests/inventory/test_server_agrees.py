@@ -1,0 +1,87 @@
+"""`tk serve --dry-run` says what the server then tells of itself, in its log and on /server_info."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.api.serving import Server
+
+SETTINGS = (
+    "--dtype",
+    "bfloat16",
+    "--max-num-seqs",
+    "5",
+    "--max-model-len",
+    "128",
+    "--block-size",
+    "8",
+    "--device",
+    "cpu",
+)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory):
+    running = Server(str(checkpoint("llama3-gqa")), *SETTINGS, cwd=tmp_path_factory.mktemp("server"))
+    yield running
+    running.stop()
+
+
+def dry_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "toolkit", "serve", str(folder), *arguments, "--dry-run"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_its_numbers_are_the_servers(server: Server, checkpoint: Callable[[str], Path]):
+    done = dry_run(checkpoint("llama3-gqa"), *SETTINGS, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    said = json.loads(done.stdout)
+    told = server.http.get("/server_info").json()["device"]
+    names = (
+        "dtype", "num_parameters", "block_size", "num_blocks", "cache_bytes", "max_model_len",
+    )  # fmt: skip
+    assert {name: said[name] for name in names} == {name: told[name] for name in names}
+    assert (
+        said["weight_bytes"] <= told["weight_bytes"] < 1.25 * said["weight_bytes"]
+    )  # packing pads small ones
+    assert (said["fits"], said["problem"]) == (True, None)
+    assert said["num_sequences"] == told["num_blocks"] * 8 / 128
+
+
+def test_for_people_it_has_the_numbers_of_the_ready_card(server: Server, checkpoint: Callable[[str], Path]):
+    done = dry_run(checkpoint("llama3-gqa"), *SETTINGS)
+    assert (done.returncode, done.stderr) == (0, "It fits.\n")
+    card = " ".join(server.stderr.split())
+    assert "640 tokens: 5.0 requests of the full 128" in card
+    assert "640 tokens" in done.stdout
+    assert "5.0 sequences of that length" in done.stdout
+
+
+def test_what_does_not_fit_ends_with_1_and_the_largest_context(checkpoint: Callable[[str], Path]):
+    tight = (*SETTINGS, "--kv-cache-memory", "0.00001")  # ten blocks of 2 x 2 x 8 x 2 x 8 x 2 bytes
+    done = dry_run(checkpoint("llama3-gqa"), *tight, "--json")
+    assert done.returncode == 1
+    said = json.loads(done.stdout)
+    assert not said["fits"]
+    assert said["largest_max_model_len"] == 10 * 8
+    fitting = dry_run(checkpoint("llama3-gqa"), *tight, "--max-model-len", str(said["largest_max_model_len"]))
+    assert fitting.returncode == 0, fitting.stderr
+
+
+def test_json_without_it_is_a_mistake():
+    done = subprocess.run(
+        [sys.executable, "-m", "toolkit", "serve", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (2, "tk: --json is for the answer of --dry-run.\n")

@@ -1,0 +1,26 @@
+"""`tk rm`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from toolkit.cli.help import Command
+from toolkit.cli.root import app
+
+
+@app.command("rm", cls=Command)
+def rm(
+    names: Annotated[
+        list[str], typer.Argument(metavar="DOWNLOADED", help="Models, as tk models lists them.")
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
+) -> None:
+    """Remove downloaded models.
+
+    All revisions of them, after a question; and nothing outside of the hub's cache.
+    """
+    from toolkit.inventory.removal import remove
+
+    raise typer.Exit(remove(names, yes=yes))

@@ -1,0 +1,113 @@
+"""What PyTorch and Triton can do here, found out in a process of its own: `python -m toolkit.doctor.probe` prints JSON.
+
+So the doctor itself stays light, and lives on when a broken library takes its process down.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+TIMEOUT = 120.0
+"""Seconds; the first import of PyTorch on a cold disk takes many."""
+
+
+class Probe:
+    """The other process; it begins at once, and the rest can be looked at meanwhile."""
+
+    _facts: dict[str, Any] | None = None
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """What it prints, once it has; `{"error": ...}` when it could not."""
+        if self._facts is None:
+            self._facts = self._wait(TIMEOUT)
+        return self._facts
+
+    def _wait(self, timeout: float) -> dict[str, Any]:
+        try:
+            out, err = self._process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return {"error": f"importing PyTorch took more than {timeout:.0f} s"}
+        try:
+            facts: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        except (ValueError, IndexError):
+            lines = err.strip().splitlines()
+            return {"error": lines[-1] if lines else f"the process ended with {self._process.returncode}"}
+        return facts
+
+
+def probe() -> dict[str, Any]:
+    """Versions, the GPU, whether a product and one of our kernels give what they should."""
+    import torch
+
+    facts: dict[str, Any] = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "available": torch.cuda.is_available(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "mkldnn": torch._C._has_mkldnn,
+        "num_threads": torch.get_num_threads(),
+    }
+    if facts["available"]:
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+        facts["kernels"] = _error_of(_run_kernel)
+    else:
+        facts |= _cpu_kernels()
+    device = "cuda" if facts["available"] else "cpu"
+    facts["product"] = _error_of(lambda: _run_product(device))
+    return facts
+
+
+def _cpu_kernels() -> dict[str, Any]:
+    """Why the C++ kernels do not run, or for which instructions they were compiled."""
+    try:
+        from toolkit.kernels import cpu
+    except Exception as error:  # a library of another version
+        return {"kernels": f"{type(error).__name__}: {error}"}
+    return {"kernels": cpu.problem(), "variant": cpu.variant()}
+
+
+def _run_product(device: str) -> None:
+    import torch
+
+    x = torch.arange(64 * 64, dtype=torch.float32, device=device).view(64, 64) / 4096
+    expected = (x[:, :, None] * x[None, :, :]).sum(1)
+    if not torch.allclose(x @ x, expected, rtol=1e-2):
+        raise RuntimeError(f"a product of matrices on {device} is wrong")
+
+
+def _run_kernel() -> None:
+    """A kernel of ours is compiled, and compared with plain PyTorch."""
+    import torch
+
+    from toolkit.kernels import reference
+    from toolkit.kernels.triton.norm import add_rms_norm
+
+    x = torch.linspace(-1, 1, 4096, device="cuda").view(4, 1024)
+    weight = torch.ones(1024, device="cuda")
+    ours, _ = add_rms_norm(x.clone(), None, weight, 1e-6)
+    if not torch.allclose(ours, reference.add_rms_norm(x, None, weight, 1e-6)[0], atol=1e-4):
+        raise RuntimeError("a Triton kernel gives wrong numbers")
+
+
+def _error_of(work: Any) -> str | None:
+    """What went wrong, in one line; None when nothing did."""
+    try:
+        work()
+    except Exception as error:  # whatever a driver, a compiler or a library raises
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+    return None
+
+
+if __name__ == "__main__":
+    print(json.dumps(probe()))

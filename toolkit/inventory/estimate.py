@@ -1,0 +1,195 @@
+"""Whether a device has room for a model, and for how many tokens of KV cache: the worker's arithmetic, before it runs.
+
+Weights and cache are exact. What a step takes beside them is measured by the worker on a GPU, and estimated here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.config import EngineConfig
+from toolkit.errors import CheckpointError, ConfigError
+from toolkit.inventory.checkpoint import TYPE_BYTES, Checkpoint, Tensor
+from toolkit.inventory.device import Device
+from toolkit.inventory.words import size
+
+CPU_SHARE = 0.4
+"""Of the memory that is free once the weights are loaded: what the worker gives the cache on a CPU."""
+CPU_RUNTIME = 400 * 2**20
+"""What the server's processes take on a CPU, beside weights and cache: 223 MiB when idle (2026-11-21)."""
+CUDA_RUNTIME = 700 * 2**20
+"""The driver's context, kernels and work spaces of one process."""
+SAMPLING_BYTES = 10
+"""For each logit, at most: a copy in fp32, counts of tokens, and a copy in the model's type."""
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Sizes in bytes, of one rank where there are several; lengths in tokens."""
+
+    device: Device
+    num_ranks: int
+    """Devices that share every layer."""
+    dtype: str
+    num_parameters: int
+    weights: int
+    step: int
+    """What the largest step takes beside the weights, and what the process takes anyway."""
+    block_size: int
+    num_blocks: int
+    block_bytes: int
+    max_model_len: int
+    max_positions: int
+    has_cache: bool
+
+    @property
+    def weights_fit(self) -> bool:
+        return self.weights + self.step <= self.device.free
+
+    @property
+    def cache(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """What the cache holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def largest_context(self) -> int:
+        """The longest sequence that fits, at most what the model was made for; 0 when none does."""
+        if not self.weights_fit:
+            return 0
+        return min(self.max_positions, self.num_tokens) if self.has_cache else self.max_positions
+
+    @property
+    def sequences(self) -> float:
+        """How many of the full length the cache holds."""
+        return self.num_tokens / self.max_model_len if self.has_cache else 0.0
+
+    @property
+    def fits(self) -> bool:
+        return self.largest_context >= self.max_model_len
+
+    @property
+    def problem(self) -> str | None:
+        """What is too large, and what to do."""
+        if self.fits:
+            return None
+        if not self.weights_fit:
+            half = " Half of that with --dtype bfloat16." if self.dtype == "float32" else ""
+            return (
+                f"The weights take {size(self.weights)} in {self.dtype} and a step {size(self.step)}; "
+                f"{size(self.device.free)} of {self.device.kind} memory are free.{half}"
+            )
+        advice = f"Use --max-model-len {self.num_tokens} or less, or give" if self.num_tokens else "Give"
+        return (
+            f"The KV cache has room for {self.num_tokens:,} tokens ({size(self.cache)}), and one request of the full "
+            f"length has {self.max_model_len:,}. {advice} the cache more memory (--gpu-memory-utilization, --kv-cache-memory)."
+        )
+
+
+def estimate(checkpoint: Checkpoint, engine: EngineConfig, device: Device) -> Estimate:
+    """Raises CheckpointError for a model that tk does not run or whose size nothing tells, ConfigError for settings
+    that do not fit it.
+    """
+    config: Any = checkpoint.config
+    ranks = engine.parallel.tensor_parallel_size
+    if device.kind == "cpu":
+        device = dataclasses.replace(device, total=device.total // ranks, free=device.free // ranks)
+    dtype = _dtype(engine.model.dtype, checkpoint, device)
+    max_model_len = _max_model_len(checkpoint, engine)
+    weights = weight_bytes(checkpoint, dtype, engine.model.quantization, ranks)
+    layers, heads, head_size = checkpoint.cache_shape
+    cache_type = dtype if engine.cache.kv_cache_dtype == "auto" else engine.cache.kv_cache_dtype
+    heads = max(1, heads // ranks) if heads else 0  # fewer heads than ranks: several ranks have the same one
+    block_bytes = 2 * layers * engine.cache.block_size * heads * head_size * TYPE_BYTES[cache_type]
+    step = _step_bytes(config, engine, dtype, device)
+    num_blocks = _num_blocks(engine, device, weights, step, block_bytes, max_model_len) if block_bytes else 0
+    return Estimate(
+        device=device,
+        num_ranks=ranks,
+        dtype=dtype,
+        num_parameters=checkpoint.num_parameters or 0,
+        weights=weights,
+        step=step,
+        block_size=engine.cache.block_size,
+        num_blocks=num_blocks,
+        block_bytes=block_bytes,
+        max_model_len=max_model_len,
+        max_positions=checkpoint.max_positions,
+        has_cache=block_bytes > 0,
+    )
+
+
+def weight_bytes(checkpoint: Checkpoint, dtype: str, quantization: str | None, num_ranks: int = 1) -> int:
+    """What one rank's weights take once they are loaded, but for padding. int8 rounds the output head, too."""
+    tied = bool(getattr(checkpoint.config, "tie_word_embeddings", False))
+
+    def number(tensor: Tensor) -> int:
+        is_head = tensor.is_vocabulary and (tied or "lm_head." in tensor.name)
+        rounded = tensor.is_linear or (is_head and quantization == "int8")
+        return TYPE_BYTES[quantization if quantization and rounded else dtype]
+
+    def share(tensor: Tensor) -> int:
+        return -(-tensor.size // num_ranks) if tensor.is_linear or tensor.is_vocabulary else tensor.size
+
+    return sum(share(tensor) * number(tensor) for tensor in checkpoint.weights)
+
+
+def _dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> str:
+    """auto: float32 on a CPU; on a GPU what config.json says, when that has 16 bits, else bfloat16."""
+    if wanted != "auto":
+        return wanted
+    if device.kind == "cpu":
+        return "float32"
+    saved = checkpoint.config.dtype
+    return saved if saved in ("bfloat16", "float16") else "bfloat16"
+
+
+def _max_model_len(checkpoint: Checkpoint, engine: EngineConfig) -> int:
+    wanted = engine.model.max_model_len
+    if wanted is not None and wanted > checkpoint.max_positions:
+        raise ConfigError(
+            f"--max-model-len is {wanted}, and the model was made for at most {checkpoint.max_positions} tokens.",
+            param="max_model_len",
+        )
+    found = wanted or checkpoint.context
+    if found is None:
+        raise CheckpointError(f"{checkpoint.name}: config.json does not say how long a sequence may be.")
+    return found
+
+
+def _step_bytes(config: Any, engine: EngineConfig, dtype: str, device: Device) -> int:
+    """The largest step's hidden states, logits and what sampling takes, and the process itself."""
+    on_gpu = device.kind == "cuda"
+    tokens = engine.scheduler.max_num_batched_tokens or (8192 if on_gpu else 2048)
+    requests = min(engine.scheduler.max_num_seqs, tokens)
+    inner: int = (
+        getattr(config, "intermediate_size", None)
+        or getattr(config, "n_inner", None)
+        or 4 * config.hidden_size
+    )
+    width = 4 * int(config.hidden_size) + 2 * inner
+    logits = requests * int(config.vocab_size) * (TYPE_BYTES[dtype] + SAMPLING_BYTES)
+    return tokens * width * TYPE_BYTES[dtype] + logits + (CUDA_RUNTIME if on_gpu else CPU_RUNTIME)
+
+
+def _num_blocks(
+    engine: EngineConfig, device: Device, weights: int, step: int, block_bytes: int, max_model_len: int
+) -> int:
+    cache = engine.cache
+    if cache.num_gpu_blocks_override is not None:
+        return cache.num_gpu_blocks_override
+    if cache.kv_cache_memory is not None:
+        return int(cache.kv_cache_memory * GIB) // block_bytes
+    if device.kind == "cuda":
+        others = device.total - device.free
+        room = int(device.total * cache.gpu_memory_utilization) - others - weights - step
+        return max(0, room) // block_bytes
+    room = int(max(0, device.free - weights - CPU_RUNTIME) * CPU_SHARE)
+    most_useful = engine.scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
+    return min(room // block_bytes, most_useful)

@@ -1,0 +1,104 @@
+"""Where models are: the demo model, folders, the hub's cache, and the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import CheckpointError
+from toolkit.inventory.checkpoint import TYPES, Checkpoint, Tensor, read_folder
+from toolkit.models import hub
+
+DEMO = "tk-demo"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model at hand; `problem` says why its folder cannot be read."""
+
+    name: str
+    path: Path
+    size: int
+    """Bytes on disk, all revisions."""
+    checkpoint: Checkpoint | None
+    problem: str | None = None
+
+
+def at_hand(folders: list[Path]) -> Iterator[Found]:
+    """The demo model, models in `folders` and one level below, and those in the hub's cache."""
+    from toolkit.demo import MODEL_DIR
+
+    yield _read(DEMO, Path(MODEL_DIR))
+    for folder in folders:
+        for config in sorted((*folder.glob("config.json"), *folder.glob("*/config.json"))):
+            yield _read(str(config.parent), config.parent)
+    for repo in cached():
+        newest = max(repo.revisions, key=lambda revision: revision.last_modified)
+        if (newest.snapshot_path / "config.json").is_file():
+            found = _read(repo.repo_id, newest.snapshot_path, repo.size_on_disk)
+            if (
+                found.checkpoint is None or found.checkpoint.has_weights
+            ):  # else only its description was asked for
+                yield found
+
+
+def cached() -> list[Any]:
+    """Models in the hub's cache (huggingface_hub's CachedRepoInfo), by name."""
+    if not hub.cached_names():
+        return []  # spares the import of the hub's library, a third of the command's time
+    from huggingface_hub import scan_cache_dir
+
+    repos = scan_cache_dir().repos
+    return sorted((repo for repo in repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
+
+
+def look_up(model: str | None, revision: str | None = None) -> Checkpoint:
+    """A model by the name that `tk serve` takes, of which nothing is fetched but its description. Raises
+    ModelNotFoundError and CheckpointError as `models.hub.locate` does.
+    """
+    if model is None or Path(model).expanduser().exists() or hub.is_path(model):
+        return read_folder(hub.locate(model), model or DEMO)
+    snapshot = hub.cached_snapshot(model, revision, with_weights=True)
+    return read_folder(snapshot, model) if snapshot is not None else _on_hub(model, revision)
+
+
+def _on_hub(name: str, revision: str | None) -> Checkpoint:
+    with hub.asking(name, revision):
+        from huggingface_hub import HfApi, hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, NotASafetensorsRepoError
+
+        api = HfApi()
+        info = api.model_info(name, revision=revision, files_metadata=True)
+        files = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        try:
+            raw = json.loads(Path(hf_hub_download(name, "config.json", revision=revision)).read_text())
+        except EntryNotFoundError:
+            raise CheckpointError(f"{name} has no config.json: it is no model that tk could run.") from None
+        try:
+            headers = api.get_safetensors_metadata(name, revision=revision).files_metadata.values()
+        except NotASafetensorsRepoError:
+            headers = []
+        tensors = tuple(
+            Tensor(key, TYPES.get(tensor.dtype, tensor.dtype), tuple(tensor.shape))
+            for header in headers
+            for key, tensor in header.tensors.items()
+        )
+
+    def read(file: str) -> str:
+        if file not in files:
+            return ""
+        with hub.asking(name, revision):
+            return Path(hf_hub_download(name, file, revision=revision)).read_text(errors="replace")
+
+    return Checkpoint(name, raw, files, tensors, read=read)
+
+
+def _read(name: str, folder: Path, size: int | None = None) -> Found:
+    try:
+        checkpoint = read_folder(folder, name)
+    except CheckpointError as error:
+        return Found(name, folder, size or 0, None, error.message)
+    return Found(name, folder, size if size is not None else checkpoint.size, checkpoint, checkpoint.problem)
