@@ -36,7 +36,12 @@ class FakeNVML:
     def __getattr__(self, name: str) -> Callable[..., object]:
         if name == "nvmlDeviceGetTemperature":
             raise self.NVMLError
-        values = {"nvmlDeviceGetPowerUsage": 250_000, "nvmlDeviceGetName": "H200", "nvmlDeviceGetCount": 1}
+        values = {
+            "nvmlDeviceGetPowerUsage": 250_000,
+            "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+            "nvmlDeviceGetName": "H200",
+            "nvmlDeviceGetCount": 1,
+        }
         reading = type("Reading", (), {"used": 3, "total": 4, "gpu": 50})
         return lambda *_: values.get(name, reading)
 
@@ -58,6 +63,7 @@ def test_gpu_metrics_are_nvml_s_in_base_units(gpu_text: str) -> None:
     ):
         assert f"tk:{line}" in gpu_text
     assert re.search(r"gpu_power_watts{.*} 250.0", gpu_text)
+    assert re.search(r"gpu_power_limit_watts{.*} 700.0", gpu_text)
     assert re.search(r"gpu_utilization_perc{.*} 0.5", gpu_text)
     assert "gpu_temperature_celsius{" not in gpu_text
 

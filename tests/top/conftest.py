@@ -1,4 +1,4 @@
-"""Canned metrics: readings of a server, written out by hand."""
+"""Canned servers: their metrics written out by hand, and answered without a network."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 TEXT = """\
 # HELP process_start_time_seconds Start time of the process since unix epoch in seconds.
 # TYPE process_start_time_seconds gauge
-process_start_time_seconds 1.7e+09
+process_start_time_seconds {start}
 # TYPE tk:num_requests_running gauge
 tk:num_requests_running{{engine="0",model_name="demo"}} {running}
 # TYPE tk:num_requests_waiting gauge
-tk:num_requests_waiting{{engine="0",model_name="demo"}} 3.0
+tk:num_requests_waiting{{engine="0",model_name="demo"}} {waiting}
 # TYPE tk:kv_cache_usage_perc gauge
 tk:kv_cache_usage_perc{{engine="0",model_name="demo"}} 0.432
 # TYPE tk:prompt_tokens_total counter
@@ -37,14 +37,28 @@ tk:time_to_first_token_seconds_sum{{engine="0",model_name="demo"}} {ttft_sum}
 tk:time_to_first_token_seconds_count{{engine="0",model_name="demo"}} {finished}
 """
 
+LIVE = {
+    "requests": [
+        {"id": "cmpl-old", "state": "running", "age": 9.0, "num_prompt_tokens": 100, "num_cached_tokens": 80,
+         "num_output_tokens": 40, "tokens_per_second": 20.5, "num_blocks": 9, "num_preemptions": 1, "priority": 0,
+         "origin": "10.0.0.1", "n": 1},
+        {"id": "cmpl-new", "state": "waiting", "age": 0.5, "num_prompt_tokens": 12, "num_cached_tokens": 0,
+         "num_output_tokens": 0, "tokens_per_second": 0.0, "num_blocks": 0, "num_preemptions": 0, "priority": 3,
+         "origin": "10.0.0.2", "n": 2},
+    ],
+    "object": "list",
+}  # fmt: skip
+
 
 @pytest.fixture
 def metrics():
     """A function from an amount of finished work, in requests, to the server's metrics then."""
 
-    def write(requests: float, running: float = 12.0) -> str:
+    def write(requests: float, running: float = 12.0, waiting: float = 3.0, start: float = 1.7e9) -> str:
         return TEXT.format(
+            start=start,
             running=running,
+            waiting=waiting,
             prompt=1000 * requests,
             hits=250 * requests,
             generated=500 * requests,
@@ -55,24 +69,55 @@ def metrics():
     return write
 
 
-@pytest.fixture
-def serve(metrics):
-    """A function from a list of readings to a transport that gives one after the other, and then the last.
+class Canned:
+    """A server that answers one reading after the other, and then the last; None stands for one that is gone.
 
-    None stands for a server that is gone. The list may be changed meanwhile.
+    `key` is what /tk/requests and /server_info want, `asked` what was asked for.
     """
 
-    def transport(readings: list[str | None]) -> httpx.MockTransport:
-        def answer(request: httpx.Request) -> httpx.Response:
-            if request.url.path == "/v1/models":
-                return httpx.Response(200, json={"data": [{"id": "demo-model"}]})
-            if request.url.path == "/version":
-                return httpx.Response(200, json={"version": "9.8.7"})
-            text = readings.pop(0) if len(readings) > 1 else readings[0]
+    def __init__(self, readings: list[str | None], *, is_tk: bool = True, key: str | None = None) -> None:
+        self.readings = readings
+        self.is_tk = is_tk
+        self.key = key
+        self.asked: list[str] = []
+        self.live = [dict(one) for one in LIVE["requests"]]
+
+    @property
+    def transport(self) -> httpx.MockTransport:
+        return httpx.MockTransport(self.answer)
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(f"{request.method} {request.url.path}")
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "demo-model"}]})
+        if request.url.path == "/version":
+            return httpx.Response(200, json={"version": "9.8.7"})
+        if request.url.path == "/metrics":
+            text = self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
             if text is None:
                 raise httpx.ConnectError("connection refused")
             return httpx.Response(200, text=text)
+        return self.operate(request)
 
-        return httpx.MockTransport(answer)
+    def operate(self, request: httpx.Request) -> httpx.Response:
+        """What only tk servers have, for whoever may."""
+        if not self.is_tk:
+            return httpx.Response(404, json={"detail": "Not Found"})
+        if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
+            return httpx.Response(401, json={"error": {"message": "This wants the admin key."}})
+        if request.url.path == "/server_info":
+            scheduler = {"max_num_seqs": 99, "scheduling_policy": "fcfs"}
+            return httpx.Response(200, json={"version": "9.8.7", "engine": {"scheduler": scheduler}})
+        if request.method == "DELETE":
+            id = request.url.path.rpartition("/")[2]
+            before = len(self.live)
+            self.live = [one for one in self.live if one["id"] != id]
+            if len(self.live) == before:
+                return httpx.Response(404, json={"error": {"message": f"There is no live request '{id}'."}})
+            return httpx.Response(200, json={"id": id, "num_requests": 1, "deleted": True})
+        return httpx.Response(200, json={"requests": self.live, "object": "list"})
 
-    return transport
+
+@pytest.fixture
+def canned():
+    return Canned

@@ -1,103 +1,203 @@
 from __future__ import annotations
 
 import math
-import re
+from itertools import pairwise
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from toolkit.bench.wire import ServerError
-from toolkit.top.arithmetic import increase, latency, quantile, rate, restarted, share
-from toolkit.top.history import History
-from toolkit.top.scrape import parse
+from toolkit.top.arithmetic import increase, latency, observed, quantiles, restarted, together
+from toolkit.top.bands import NUM_BANDS, band_of, lower_bound, spread
+from toolkit.top.parse import Parser
+from toolkit.top.reading import Histogram, Reading
+from toolkit.top.server import HISTORY, KEPT, Server
+from toolkit.top.view import charted, view_of
 
-INF = math.inf
+
+def reading(text, time, url="http://a"):
+    """A reading of Prometheus text."""
+    found = Parser().parse(text)
+    return Reading(url, time, 1.8e9 + time, numbers=found.numbers, parts=found.parts, histograms=found.histograms,
+                   labels=found.labels, model=found.model)  # fmt: skip
+
+
+def prometheus(buckets, q):
+    """`histogram_quantile`, as its documentation says it: cumulative counts by ascending bound, the last one +Inf."""
+    bounds, counts = list(buckets), list(buckets.values())
+    wanted = q * counts[-1]
+    index = next(i for i, count in enumerate(counts) if count >= wanted)
+    if math.isinf(bounds[index]):
+        return bounds[index - 1]
+    lower, before = (0.0, 0.0) if index == 0 else (bounds[index - 1], counts[index - 1])
+    return lower + (bounds[index] - lower) * (wanted - before) / (counts[index] - before)
+
+
+def pieces_of(buckets):
+    made, lower, below = [], 0.0, 0.0
+    for bound, count in buckets.items():
+        upper = lower if math.isinf(bound) else bound
+        if count > below:
+            made.append((lower, upper, count - below))
+        lower, below = upper, count
+    return made
 
 
 @pytest.mark.parametrize(
     ("buckets", "q", "expected"),
     [
-        ({1.0: 10, INF: 10}, 0.5, 0.5),  # evenly spread from 0
-        ({1.0: 0, 2.0: 10, INF: 10}, 0.5, 1.5),
-        ({1.0: 50, 2.0: 90, 4.0: 100, INF: 100}, 0.9, 2.0),
-        ({1.0: 50, 2.0: 90, 4.0: 100, INF: 100}, 0.99, 3.8),
-        ({1.0: 50, 2.0: 50, 4.0: 100, INF: 100}, 0.75, 3.0),  # an empty bucket in between
-        ({1.0: 5, INF: 10}, 0.99, 1.0),  # beyond the last bound: that bound
-        ({1.0: 0, INF: 0}, 0.5, None),
+        ({1.0: 10, math.inf: 10}, 0.5, 0.5),  # evenly spread from 0
+        ({1.0: 0, 2.0: 10, math.inf: 10}, 0.5, 1.5),
+        ({1.0: 50, 2.0: 90, 4.0: 100, math.inf: 100}, 0.9, 2.0),
+        ({1.0: 50, 2.0: 90, 4.0: 100, math.inf: 100}, 0.99, 3.8),
+        ({1.0: 50, 2.0: 50, 4.0: 100, math.inf: 100}, 0.75, 3.0),  # an empty bucket in between
+        ({1.0: 5, math.inf: 10}, 0.99, 1.0),  # beyond the last bound: that bound
+        ({1.0: 0, math.inf: 0}, 0.5, None),
         ({}, 0.5, None),
     ],
 )
 def test_quantiles_interpolate_within_a_bucket(buckets, q, expected):
-    assert quantile(buckets, q) == (None if expected is None else pytest.approx(expected))
+    assert quantiles(pieces_of(buckets), (q,)) == [None if expected is None else pytest.approx(expected)]
 
 
-def test_rates_are_increases_over_the_time_between(metrics):
-    old, new = parse(metrics(10), time=100.0), parse(metrics(30), time=104.0)
-    assert rate("generation_tokens_total", old, new) == pytest.approx(20 * 500 / 4)
-    assert increase("prompt_tokens_total", old, new) == pytest.approx(20_000)
-    assert increase("prompt_tokens_total", None, new) == pytest.approx(30_000)
-    assert share("prefix_cache_hits_total", "prefix_cache_queries_total", old, new) == pytest.approx(0.25)
-
-
-def test_what_the_server_does_not_have_is_none(metrics):
-    old, new = parse(metrics(10), time=0.0), parse(metrics(10), time=1.0)
-    assert rate("no_such_total", old, new) is None
-    assert (
-        share("prefix_cache_hits_total", "prefix_cache_queries_total", old, new) is None
-    )  # nothing was asked
-
-
-def test_latencies_are_those_between_the_readings():
-    head = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0\n# TYPE vllm:x histogram\n"
-    lines = 'vllm:x_bucket{{le="1.0"}} {}\nvllm:x_bucket{{le="2.0"}} {}\nvllm:x_bucket{{le="+Inf"}} {}\n'
-    lines += "vllm:x_sum {}\nvllm:x_count {}\n"
-    old = parse(head + lines.format(100, 100, 100, 50.0, 100), time=0.0)
-    new = parse(head + lines.format(100, 110, 110, 65.0, 110), time=1.0)
-    found = latency("x", old, new)
-    assert (found.p50, found.mean, found.count) == (pytest.approx(1.5), pytest.approx(1.5), 10)
-    assert latency("x", None, new).count == 110
-
-
-def test_several_engines_are_added_and_the_prefix_is_found():
-    text = "# TYPE p:num_requests_running gauge\n" + "".join(
-        f'p:num_requests_running{{engine="{engine}",model_name="m"}} {engine + 1}\n' for engine in range(3)
+@settings(max_examples=200, deadline=None)
+@given(counts=st.lists(st.integers(0, 50), min_size=2, max_size=12).filter(any), q=st.floats(0.01, 1.0))
+def test_quantiles_of_one_histogram_are_prometheus_s(counts, q):
+    bounds = [0.001 * 1.5**i for i in range(len(counts) - 1)] + [math.inf]
+    cumulative = dict(zip(bounds, np.cumsum(counts).tolist(), strict=True))
+    assert quantiles(pieces_of(cumulative), (q,))[0] == pytest.approx(
+        prometheus(cumulative, q), rel=1e-6, abs=1e-9
     )
-    scrape = parse(text, time=0.0)
-    assert scrape.total("num_requests_running") == 6
-    assert scrape.mean("num_requests_running") == 2
-    assert scrape.model == "m"
 
 
-def test_without_a_start_time_the_birth_of_the_counters_is_taken(metrics):
-    assert parse(metrics(1), time=0.0).start_time == 1.7e9
-    text = re.sub("process_start_time_seconds", "something_else", metrics(1))
-    assert parse(text, time=0.0).start_time is None
-    text += "# TYPE tk:generation_tokens_created gauge\ntk:generation_tokens_created 1.6e+09\n"
-    assert parse(text, time=0.0).start_time == 1.6e9
+def test_quantiles_over_servers_with_different_bounds_are_those_of_all_observations():
+    rng = np.random.default_rng(1)
+    pieces = [(0.0, 0.3, 300), (0.3, 1.0, 500), (0.1, 0.5, 900), (0.5, 4.0, 100), (4.0, 4.0, 20)]
+    drawn = np.concatenate([rng.uniform(low, high, 400 * count) for low, high, count in pieces])
+    wanted = (0.1, 0.5, 0.9, 0.99)
+    assert quantiles(pieces, wanted) == pytest.approx(np.quantile(drawn, wanted).tolist(), rel=0.01)
 
 
-@pytest.mark.parametrize("text", ["<html>hello</html>", "", "# TYPE other gauge\nother 1\n", 'a{b="c} 1'])
-def test_metrics_of_something_else_are_a_readable_error(text):
-    with pytest.raises(ServerError, match="/metrics"):
-        parse(text, time=0.0)
+def test_increases_and_latencies_are_those_between_the_readings(metrics):
+    old, new = reading(metrics(10), 100.0), reading(metrics(30), 104.0)
+    assert increase("prompt_tokens_total", old, new) == 20_000
+    assert increase("prompt_tokens_total", None, new) == 30_000
+    assert increase("no_such_total", old, new) is None
+    found = latency(observed("time_to_first_token_seconds", old, new))
+    assert found.count == 20
+    assert (found.p50, found.p90, found.p99) == pytest.approx((0.005, 0.009, 0.0099))
+    assert found.mean == pytest.approx(0.006)
+    assert latency(observed("no_such", old, new)).p50 is None
+
+
+def test_rates_are_per_second_and_shares_are_of_the_window(metrics):
+    server = Server("http://a", 30.0)
+    for time, requests in ((100.0, 10), (104.0, 30), (106.0, 35)):
+        server.add(reading(metrics(requests), time))
+    view = view_of([server])
+    assert view.generation_rate == pytest.approx(5 * 500 / 2)  # between the last two
+    assert view.mean_generation_rate == pytest.approx(25 * 500 / 6)
+    assert view.prefix_hit_rate == pytest.approx(0.25)
+    assert view.span == pytest.approx(6.0)
+    assert view.recent_preemptions == 0
+    assert view.preemptions == 7
+    since_start = view_of([server], since_start=True)
+    assert since_start.latencies["TTFT"].count == 35
+
+
+def test_several_servers_are_added(metrics):
+    servers = [Server(f"http://{name}", 30.0) for name in "abc"]
+    for server, requests in zip(servers, (10, 20, 30), strict=True):
+        server.add(reading(metrics(0), 0.0, server.url))
+        server.add(reading(metrics(requests), 2.0, server.url))
+    servers[2].add(Reading("http://c", 3.0, 0.0, error="gone"))  # what is away does not count
+    view = view_of(servers)
+    assert view.mean_generation_rate == pytest.approx((10 + 20) * 500 / 2)
+    assert view.running == 24
+    assert view.kv_usage == pytest.approx(0.432)
+    assert view.latencies["TTFT"].count == 30
+    assert charted(view, servers).points["running"][-1] == 24
 
 
 def test_a_restart_of_the_server_forgets_what_was_before(metrics):
-    history = History(window=30.0)
-    history.add(parse(metrics(100), time=0.0))
-    history.add(parse(metrics(110), time=1.0))
-    assert restarted(history.scrapes[-1], parse(metrics(5), time=2.0))
-    history.add(parse(metrics(5), time=2.0))
-    assert history.view().generation_rate is None
-    history.add(parse(metrics(7), time=3.0))
-    assert history.view().generation_rate == pytest.approx(1000)
+    server = Server("http://a", 30.0)
+    for time, requests in ((0.0, 100), (1.0, 110), (2.0, 5)):
+        server.add(reading(metrics(requests), time))
+    assert view_of([server]).generation_rate is None
+    server.add(reading(metrics(7), 3.0))
+    view = view_of([server])
+    assert view.generation_rate == pytest.approx(1000)
+    assert view.latencies["TTFT"].count == 2
+    assert list(server.points["generation"]) == [5000, None, 1000]
+
+
+def test_a_server_that_began_anew_is_known_by_its_start_even_when_it_is_ahead(metrics):
+    old, new = reading(metrics(10), 0.0), reading(metrics(20, start=1.75e9), 1.0)
+    assert restarted(old, new)
+    assert not restarted(old, reading(metrics(20), 1.0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(work=st.lists(st.integers(0, 1000), min_size=2, max_size=12), away=st.sets(st.integers(0, 11)))
+def test_no_rate_is_ever_negative_whatever_the_counters_do(work, away):
+    server = Server("http://a", 3.0)
+    for second, requests in enumerate(work):
+        if second in away:
+            server.add(Reading("http://a", float(second), 0.0, error="away"))
+            continue
+        counters = {"generation_tokens_total": float(requests), "prompt_tokens_total": 2.0 * requests}
+        seen = {
+            "time_to_first_token_seconds": Histogram(
+                requests, requests, [(0.0, 1.0, requests)] * (requests > 0)
+            )
+        }
+        server.add(Reading("http://a", float(second), 0.0, numbers=counters, histograms=seen))
+    view = view_of([server])
+    rates = [
+        view.generation_rate,
+        view.mean_generation_rate,
+        view.mean_prompt_rate,
+        *server.points["generation"],
+    ]
+    assert all(rate >= 0 for rate in rates if rate is not None)
+    highest = max((b - a for a, b in pairwise(work)), default=0)
+    assert all(
+        point <= max(highest, 0) * len(work) for point in server.points["generation"] if point is not None
+    )
+    assert all(0 <= found.count <= 1000 for found in view.latencies.values())
 
 
 def test_the_window_slides(metrics):
-    history = History(window=10.0)
+    server = Server("http://a", 10.0)
     for second in range(60):
-        history.add(parse(metrics(second), time=float(second)))
-    view = history.view()
+        server.add(reading(metrics(second), float(second)))
+    view = view_of([server])
     assert view.span == pytest.approx(10.0)
     assert view.latencies["TTFT"].count == 10
-    assert history.view(since_start=True).latencies["TTFT"].count == 59
-    assert len(view.generation_history) == 59
+    assert len(charted(view, [server]).points["generation"]) == 59
+
+
+def test_memory_is_bounded_by_the_window_and_the_width_of_a_screen(metrics):
+    server = Server("http://a", 3600.0)
+    first = reading(metrics(0), 0.0)
+    for index in range(20_000):
+        server.add(Reading("http://a", 0.1 * index, 0.0, numbers=first.numbers, histograms=first.histograms))
+    assert len(server._kept) <= KEPT + 2
+    assert max(len(points) for points in server.points.values()) == HISTORY
+
+
+def test_bands_hold_what_falls_into_them():
+    rng = np.random.default_rng(2)
+    pieces = [(0.0, 0.001, 50), (0.02, 0.05, 400), (1.0, 1.01, 7), (600.0, 600.0, 3)]
+    counts = np.zeros(NUM_BANDS)
+    for low, high, count in pieces:
+        drawn = rng.uniform(low, high, 2000 * count)
+        counts += np.bincount([band_of(value) for value in drawn], minlength=NUM_BANDS) / 2000
+    assert np.asarray(spread(pieces)) == pytest.approx(counts, abs=0.4)
+    assert all(band_of(lower_bound(band) * 1.0001) == band for band in range(NUM_BANDS))
+
+
+def test_together_keeps_all_that_was_seen():
+    both = together([Histogram(2, 3.0, [(0, 1, 2)]), Histogram(1, 5.0, [(1, 5, 1)])])
+    assert (both.count, both.sum, both.pieces) == (3, 8.0, [(0, 1, 2), (1, 5, 1)])

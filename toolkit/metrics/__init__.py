@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -304,6 +305,10 @@ class HTTPMetrics:
             buckets=LONG_SECONDS,
             registry=registry,
         )
+        tasks = Gauge(
+            "http_server_tasks", "Tasks of the event loops: some for each open request.", registry=registry
+        )
+        tasks.set_function(_num_tasks)
 
     def observe(self, route: object, method: str, status: int, seconds: float) -> None:
         """`route`: what matched, None when nothing did; raw paths would make a series for every typing error."""
@@ -311,3 +316,11 @@ class HTTPMetrics:
         family = f"{status // 100}xx" if status else "none"
         self._requests.labels(method, family, handler).inc()
         self._duration.labels(method, handler).observe(seconds)
+
+
+def _num_tasks() -> int:
+    """Of the loop that runs, if one does."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0

@@ -21,6 +21,10 @@ GPU_READINGS: dict[str, tuple[str, Callable[[Any, Any], float]]] = {
         lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
     ),
     "gpu_power_watts": ("Power drawn.", lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
+    "gpu_power_limit_watts": (
+        "Power that it may draw.",
+        lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
+    ),
     "gpu_temperature_celsius": (
         "Temperature.",
         lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),

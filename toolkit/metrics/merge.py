@@ -42,7 +42,7 @@ def snapshot(registry: CollectorRegistry) -> list[Family]:
 def merged(snapshots: Iterable[list[Family]]) -> list[Family]:
     """The sums of all samples. A moment of creation is the earliest one.
 
-    A gauge is to be set by one process alone: in the others it is 0.
+    A gauge is to be set by one process alone, in the others it is 0; or each process has its part of it.
     """
     families: dict[str, Family] = {}
     known: dict[tuple[str, ...], Sample] = {}

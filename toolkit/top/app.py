@@ -1,185 +1,312 @@
-"""The screen of `tk top`."""
+"""The screen of `tk top`, and what the keys do."""
 
 from __future__ import annotations
 
-import asyncio
+import os
+from collections.abc import Iterable
 from typing import ClassVar
 
-from rich.text import Text
-from textual.app import App, ComposeResult
+from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import BindingType
-from textual.containers import Horizontal, Vertical
-from textual.widgets import Footer, Sparkline, Static
+from textual.screen import Screen
+from textual.widgets import Input
 
-from toolkit.bench.wire import ServerError
-from toolkit.top import words
-from toolkit.top.history import History, View
-from toolkit.top.source import Identity, Source
+from toolkit.errors import ToolkitError
+from toolkit.top import chrome
+from toolkit.top.commands import commands
+from toolkit.top.dialogs import RequestDialog, help_dialog, question
+from toolkit.top.keys import BINDINGS
+from toolkit.top.pages.latency import LatencyPage
+from toolkit.top.pages.overview import OverviewPage
+from toolkit.top.pages.page import Page
+from toolkit.top.pages.requests import RequestsPage, Row
+from toolkit.top.pages.servers import ServersPage
+from toolkit.top.pages.settings import SettingsPage
+from toolkit.top.paint import Block
+from toolkit.top.palette import DARK, LIGHT, THEMES, Palette
+from toolkit.top.reader import Reader
+from toolkit.top.recording import Recorder
+from toolkit.top.state import State
+from toolkit.top.widgets import Painted
 
-FACT = 12  # columns of a fact's name
+REDRAW = 0.04
+"""Seconds after a reading, in which those of other servers come."""
+INTERVALS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+PLAIN = "ansi-dark"
+"""Textual's theme for NO_COLOR: the terminal's own foreground and background."""
+WHEEL = 3
+"""Rows that the wheel of a mouse moves."""
+MARGIN = 1
+"""Columns left and right of a page."""
 
 
 class TopApp(App[None]):
-    """Reads the source every `interval` seconds and shows the last `window` seconds."""
+    """Reads every server of the state each `state.interval` seconds, and shows one of five pages."""
 
     CSS = """
     Screen { layout: vertical; }
-    Static { text-wrap: nowrap; text-overflow: ellipsis; }
-    #title { height: 1; padding: 0 1; text-style: bold; }
-    #status { height: 1; padding: 0 1; color: $text-muted; }
-    #status.lost { color: $text-error; text-style: bold; }
-    #panels.lost { opacity: 50%; }
-    .panel { border: round $primary; border-title-style: bold; padding: 0 1; }
-    #throughput { height: 1fr; min-height: 6; }
-    .rate { height: 1fr; }
-    .rate Static { width: 18; }
-    .rate Sparkline { width: 1fr; height: 1fr; }
-    #prompt-line > .sparkline--max-color { color: $secondary; }
-    #prompt-line > .sparkline--min-color { color: $secondary-darken-2; }
-    #middle { height: 6; }
-    #requests, #cache { width: 1fr; height: 6; }
-    #latency { height: 7; }
+    #title, #tabs, #keys { height: 1; }
+    #title, #why, #keys { background: $surface; }
+    #why { height: 2; }
+    #filter { display: none; height: 1; border: none; padding: 0 1; background: $surface; }
+    #filter.open { display: block; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [("q", "quit", "Quit"), ("p", "pause", "Pause")]
-    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = BINDINGS
     TITLE = "tk top"
+    AUTO_FOCUS = None
+    NOTIFICATION_TIMEOUT = 3
 
-    def __init__(self, source: Source, *, interval: float, window: float) -> None:
-        super().__init__()
-        self.source = source
-        self.interval = interval
-        self.history = History(window)
-        self.identity: Identity | None = None
-        self.paused = False
+    def __init__(self, state: State, *, theme: str = "dark", recorder: Recorder | None = None) -> None:
+        # Asked for here, NO_COLOR takes Textual's own colors away, too; else they become grey.
+        super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
+        self.state = state
+        self.reader = Reader(state, recorder, self._redraw_soon, self._fail)
+        self.failure: BaseException | None = None
+        """What has ended the screen, when it was not the user."""
+        self.animation_level = "none"
+        for one in THEMES.values():
+            self.register_theme(one)
+        self.theme = PLAIN if self.no_color else f"tk-{theme}"
+        self.palette = self._palette()
+        state.colors = self.palette.has_colors
+        state.is_recording = recorder is not None
+        self.requests_page = RequestsPage(several=len(state.servers) > 1)
+        self.servers_page = ServersPage()
+        self.pages: list[Page] = [
+            OverviewPage(),
+            self.requests_page,
+            LatencyPage(),
+            self.servers_page,
+            SettingsPage(),
+        ]
+        self.page = self.pages[0]
+        self._will_redraw = False
 
     def compose(self) -> ComposeResult:
-        yield Static(f"tk top  {self.source.url}", id="title")
-        yield Static("Connecting ...", id="status")
-        with Vertical(id="panels"):
-            with Vertical(id="throughput", classes="panel") as panel:
-                panel.border_title = "Throughput"
-                for name in ("generation", "prompt"):
-                    with Horizontal(classes="rate"):
-                        yield Static(id=f"{name}-rate")
-                        yield Sparkline([], id=f"{name}-line")
-            with Horizontal(id="middle"):
-                yield panel_of("requests", "Requests")
-                yield panel_of("cache", "KV cache")
-            yield panel_of("latency", "Latency")
-        yield Footer()
+        """See App."""
+        yield Painted(lambda width, _: [chrome.title(self.state, width)], id="title")
+        yield Painted(
+            lambda width, _: [chrome.tabs(self.pages, self.page, width)], id="tabs", clicked=self._click_tab
+        )
+        yield Painted(self._draw_page, id="body", clicked=self._click_row)
+        yield Painted(lambda width, height: chrome.why(self.state, width, height), id="why")
+        yield Painted(lambda width, _: [chrome.keys(self.page, self.state, width)], id="keys")
+        yield Input(placeholder="Show only rows that contain ...", id="filter", compact=True)
 
     def on_mount(self) -> None:
-        self.show(View())
-        self.run_worker(self.keep_looking(), exclusive=True)
+        """Begins to read."""
+        self.redraw()
+        self.reader.start()
+        self.set_interval(1.0, self._grow_old)
 
     async def on_unmount(self) -> None:
-        await self.source.close()
+        """Lets go of the servers."""
+        await self.reader.close()
 
-    async def keep_looking(self) -> None:
-        """Reads and shows as long as the screen is there; a server that is gone is tried again each time."""
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + self.interval
-            if not self.paused:
-                await self.look()
-            await asyncio.sleep(max(0.0, due - loop.time()))
+    def _fail(self, error: BaseException) -> None:
+        self.failure = error
+        self.exit()
 
-    async def look(self) -> None:
-        """One reading, shown."""
-        try:
-            scrape = await self.source.scrape()
-            if self.identity is None:
-                self.identity = await self.source.identity()
-        except ServerError as error:
-            self.identity = None  # another may stand there when it comes back
-            self.report(f"Trying again every {self.interval:g} s. {error.message}", lost=True)
-            return
-        self.history.add(scrape)
-        self.show(self.history.view())
-        if not self.paused:
-            self.report(f"every {self.interval:g} s", lost=False)
+    def _redraw_soon(self) -> None:
+        """Once for all servers that answer at about the same time."""
+        if not self._will_redraw:
+            self._will_redraw = True
+            self.set_timer(REDRAW, self.redraw)
+
+    def _grow_old(self) -> None:
+        """Numbers do so without anything being read."""
+        if not self.state.is_paused and any(self.state.is_stale(server) for server in self.state.servers):
+            self.redraw()
+
+    def redraw(self) -> None:
+        """Computes the numbers anew, and shows them."""
+        self._will_redraw = False
+        self.state.refresh()
+        self.page.show(self.state)
+        self.repaint()
+
+    def repaint(self) -> None:
+        """Shows what is known. All of it: titles and keys tell of the page, dialogs of its rows."""
+        for screen in self.screen_stack:
+            for painted in screen.query(Painted):
+                painted.repaint()
+
+    def _draw_page(self, width: int, height: int) -> Block:
+        made = self.page.draw(self.state, width - 2 * MARGIN, height)
+        if self.page.shows_age and self.state.all_stale:
+            made = [[(text, "stale") for text, _ in line] for line in made]
+        return [[(" " * MARGIN, ""), *line] for line in made]
+
+    def _palette(self) -> Palette:
+        if self.no_color:
+            return Palette(None)
+        return Palette(DARK if self.current_theme.dark else LIGHT)
+
+    def _click_tab(self, x: int, _: int) -> None:
+        page = chrome.tab_at(self.pages, x)
+        if page is not None:
+            self._turn_to(page)
+
+    def _click_row(self, _: int, y: int) -> None:
+        if self.page.listing is not None:
+            self.page.listing.point_at(y)
+            self.repaint()
+
+    def on_mouse_scroll_down(self) -> None:
+        """The cursor down."""
+        self.action_move(WHEEL)
+
+    def on_mouse_scroll_up(self) -> None:
+        """The cursor up."""
+        self.action_move(-WHEEL)
+
+    def _turn_to(self, page: Page) -> None:
+        self._close_filter()
+        self.page = page
+        self.reader.wants_requests = page.wants_requests
+        if page.wants_requests:
+            self.reader.read_now()
+        self.redraw()
+
+    def action_page(self, number: int) -> None:
+        """Turns to a page."""
+        self._turn_to(self.pages[number - 1])
+
+    def action_next_page(self, by: int) -> None:
+        """The next page, or the one before."""
+        if len(self.screen_stack) == 1:
+            self._turn_to(self.pages[(self.pages.index(self.page) + by) % len(self.pages)])
+
+    def action_turn(self, by: int) -> None:
+        """Another part of the page; of a page that is all there, the next page."""
+        if self.page.turn(by):
+            self.repaint()
+        else:
+            self.action_next_page(by)
 
     def action_pause(self) -> None:
-        self.paused = not self.paused
-        self.report("Paused; p goes on." if self.paused else "Going on ...", lost=False)
+        """Stops reading, or goes on."""
+        self.state.is_paused = not self.state.is_paused
+        self.reader.read_now()
+        self.repaint()
 
-    def report(self, text: str, *, lost: bool) -> None:
-        """The status line. `lost`: the numbers below it are old."""
-        status = self.query_one("#status", Static)
-        status.update(Text(text))
-        status.set_class(lost, "lost")
-        self.query_one("#panels").set_class(lost, "lost")
-
-    def show(self, view: View) -> None:
-        """Puts the numbers on the screen."""
-        heading = words.heading(self.source.url, self.identity or Identity(), view)
-        self.query_one("#title", Static).update(Text(heading))
-        for name, value, history in (
-            ("generation", view.generation_rate, view.generation_history),
-            ("prompt", view.prompt_rate, view.prompt_history),
-        ):
-            line = self.query_one(f"#{name}-line", Sparkline)
-            line.data = right_aligned(history, line.size.width)
-            peak = f"\npeak {words.count(max(line.data))}" if history else ""
-            self.query_one(f"#{name}-rate", Static).update(
-                Text.assemble(f"{name}\n{words.per_second(value, 'tok')}", (peak, "dim"))
-            )
-        self.query_one("#requests", Static).update(
-            facts(
-                running=words.count(view.running),
-                waiting=words.count(view.waiting),
-                finished=words.per_second(view.finished_rate, "req"),
-                reasons=words.reasons(view.finished),
-            )
+    def action_interval(self, by: int) -> None:
+        """The next longer interval, or the next shorter one."""
+        now = self.state.interval
+        others = (
+            [one for one in INTERVALS if one > now]
+            if by > 0
+            else [one for one in INTERVALS if one < now][::-1]
         )
-        cache = self.query_one("#cache", Static)
-        usage = bar(view.kv_usage, cache.content_size.width - FACT - 8)
-        cache.update(
-            facts(
-                used=f"{usage} {words.percent(view.kv_usage)}",
-                prefix_hits=f"{words.percent(view.prefix_hit_rate)}  {words.span(view.span or 0.0)}",
-                preemptions=words.count(view.preemptions),
-            )
+        if others:
+            self.state.interval = others[0]
+        self.reader.read_now()
+        self.repaint()
+
+    def action_move(self, by: int) -> None:
+        """The cursor down or up."""
+        if self.page.listing is not None:
+            self.page.listing.move(by)
+            self.repaint()
+
+    def action_move_page(self, by: int) -> None:
+        """The cursor by a screen."""
+        if self.page.listing is not None:
+            self.page.listing.move_page(by)
+            self.repaint()
+
+    def action_sort(self) -> None:
+        """By the next column."""
+        if self.page.listing is not None:
+            self.page.listing.sort_next()
+            self.redraw()
+
+    def action_reverse(self) -> None:
+        """The other way round."""
+        if self.page.listing is not None:
+            self.page.listing.reverse()
+            self.redraw()
+
+    def action_filter(self) -> None:
+        """Asks for what rows must contain."""
+        if self.page.listing is not None:
+            field = self.query_one("#filter", Input)
+            field.value = self.page.listing.filter
+            field.add_class("open")
+            self.query_one("#keys").display = False
+            field.focus()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Filters while it is typed."""
+        if self.page.listing is not None and event.input.has_class("open"):
+            self.page.listing.filter = event.value
+            self.redraw()
+
+    def on_input_submitted(self) -> None:
+        """Back to the table, which stays filtered."""
+        self._close_filter()
+
+    def _close_filter(self) -> None:
+        field = self.query_one("#filter", Input)
+        field.remove_class("open")
+        self.query_one("#keys").display = True
+        self.set_focus(None)
+
+    def action_leave(self) -> None:
+        """Out of the filter, then to all servers."""
+        self._close_filter()
+        if self.page.listing is not None and self.page.listing.filter:
+            self.page.listing.filter = ""
+        elif len(self.state.servers) > 1:
+            self.state.focus = None
+        self.redraw()
+
+    def action_open(self) -> None:
+        """A request in full, or a server alone."""
+        row = self.page.listing.current if self.page.listing is not None else None
+        if isinstance(row, Row):
+            self.push_screen(RequestDialog(self.requests_page, row))
+        elif self.page is self.servers_page and row is not None:
+            self.state.focus = row.server
+            self._turn_to(self.pages[0])
+
+    def action_abort(self) -> None:
+        """Ends the request under the cursor, or that which is open, after asking."""
+        row = (
+            self.screen.row if isinstance(self.screen, RequestDialog) else self.requests_page.listing.current
         )
-        panel = self.query_one("#latency", Static)
-        panel.border_title = f"Latency, {words.span(view.span or 0.0)}"
-        panel.update(latency_table(view))
+        if row is None or self.page is not self.requests_page:
+            return
 
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self.run_worker(self._abort(row))
 
-def panel_of(name: str, title: str) -> Static:
-    """A framed text."""
-    panel = Static(id=name, classes="panel")
-    panel.border_title = title
-    return panel
+        text = (
+            f"{row.request.id} of {row.request.origin or 'an unknown client'}: its client gets what there is."
+        )
+        self.push_screen(question("End this request?", text, "Enter ends it, Esc goes back"), answered)
 
+    async def _abort(self, row: Row) -> None:
+        try:
+            await self.state.source_of(row.server).abort(row.request.id)
+        except ToolkitError as error:
+            self.notify(error.message, severity="error", markup=False)
+            return
+        self.notify(f"{row.request.id} has been ended.", markup=False)
+        self.reader.read_now()
 
-def facts(**rows: str) -> Text:
-    """One fact a line, cut where the panel ends."""
-    lines = [
-        Text.assemble((f"{name.replace('_', ' '):<{FACT}}", "dim"), value) for name, value in rows.items()
-    ]
-    return Text("\n").join(lines)
+    def action_help(self) -> None:
+        """What the keys do."""
+        self.push_screen(help_dialog())
 
+    def action_theme(self) -> None:
+        """Light or dark."""
+        if not self.no_color:
+            self.theme = "tk-light" if self.current_theme.dark else "tk-dark"
+            self.palette = self._palette()
+            self.repaint()
 
-def bar(share: float | None, width: int) -> str:
-    """A share from 0 to 1 as a bar of `width` columns."""
-    filled = round(min(max(share or 0.0, 0.0), 1.0) * width)
-    return "█" * filled + "░" * (width - filled)
-
-
-def latency_table(view: View) -> Text:
-    """Names down, quantiles across."""
-    columns = ("p50", "p90", "p99", "mean", "count")
-    text = Text()
-    text.append(f"{'':<8}" + "".join(f"{column:>13}" for column in columns), "dim")
-    for name, latency in view.latencies.items():
-        cells = [words.seconds(value) for value in (latency.p50, latency.p90, latency.p99, latency.mean)]
-        text.append(f"\n{name:<8}", "dim")
-        text.append("".join(f"{cell:>13}" for cell in [*cells, words.count(latency.count)]))
-    return text
-
-
-def right_aligned(history: tuple[float, ...], width: int) -> list[float]:
-    """One point a column, the newest at the right; the zero at the left makes the bars begin at nothing."""
-    points = list(history[-(width - 1) :]) if width > 1 else []
-    return [0.0] * (width - len(points)) + points
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        """What Ctrl-P lists."""
+        return commands(self)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from toolkit.top.scrape import Scrape
+from toolkit.top.reading import Histogram, Reading
+
+Piece = tuple[float, float, float]  # above, up to, how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,66 +22,96 @@ class Latency:
     count: float
 
 
-def increase(name: str, old: Scrape | None, new: Scrape) -> float | None:
+def increase(name: str, old: Reading | None, new: Reading) -> float | None:
     """How much a counter rose; since the server's start when `old` is None. None: no such counter."""
-    now = new.total(name)
+    now = new.numbers.get(name)
     if now is None:
         return None
-    before = old.total(name) if old is not None else None
-    return max(0.0, now - (before or 0.0))
+    before = old.numbers.get(name, 0.0) if old is not None else 0.0
+    return max(0.0, now - before)
 
 
-def rate(name: str, old: Scrape, new: Scrape) -> float | None:
-    """Increase per second."""
-    gained = increase(name, old, new)
-    seconds = new.time - old.time
-    return None if gained is None or seconds <= 0 else gained / seconds
-
-
-def share(part: str, whole: str, old: Scrape | None, new: Scrape) -> float | None:
-    """Increase of one counter over that of another; None when the other did not rise."""
-    gained, of = increase(part, old, new), increase(whole, old, new)
-    return None if gained is None or not of else gained / of
-
-
-def latency(name: str, old: Scrape | None, new: Scrape) -> Latency:
-    """What a histogram observed between two readings; since the server's start when `old` is None."""
-    before = old.buckets(name) if old is not None else {}
-    buckets = {bound: count - before.get(bound, 0.0) for bound, count in new.buckets(name).items()}
-    count = increase(f"{name}_count", old, new) or 0.0
-    total = increase(f"{name}_sum", old, new) or 0.0
-    return Latency(
-        p50=quantile(buckets, 0.50),
-        p90=quantile(buckets, 0.90),
-        p99=quantile(buckets, 0.99),
-        mean=total / count if count else None,
-        count=count,
+def observed(name: str, old: Reading | None, new: Reading) -> Histogram:
+    """What a histogram took in between two readings; since the server's start when `old` is None."""
+    now = new.histograms.get(name, Histogram())
+    before = old.histograms.get(name) if old is not None else None
+    if before is None:
+        return now
+    counts = {(above, up_to): count for above, up_to, count in before.pieces}
+    pieces = [(above, up_to, count - counts.get((above, up_to), 0.0)) for above, up_to, count in now.pieces]
+    return Histogram(
+        max(0.0, now.count - before.count),
+        max(0.0, now.sum - before.sum),
+        [piece for piece in pieces if piece[2] > 0],
     )
 
 
-def quantile(buckets: Mapping[float, float], q: float) -> float | None:
-    """The q-quantile of cumulative counts by ascending upper bound, as Prometheus's `histogram_quantile`.
+def together(histograms: Iterable[Histogram]) -> Histogram:
+    """Those of several servers as one. Their bounds may differ."""
+    several = list(histograms)
+    return Histogram(
+        sum(one.count for one in several),
+        sum(one.sum for one in several),
+        [piece for one in several for piece in one.pieces],
+    )
 
-    Linear within a bucket; the first begins at 0. What lies above the last finite bound is that bound.
-    None when nothing was observed.
+
+def latency(histogram: Histogram) -> Latency:
+    """The distribution in short."""
+    p50, p90, p99 = quantiles(histogram.pieces, (0.50, 0.90, 0.99))
+    return Latency(p50, p90, p99, mean(histogram), histogram.count)
+
+
+def mean(histogram: Histogram) -> float | None:
+    """Of all observations; None when there are none."""
+    return histogram.sum / histogram.count if histogram.count else None
+
+
+def quantiles(pieces: Sequence[Piece], wanted: Sequence[float]) -> list[float | None]:
+    """The quantiles `wanted`, ascending, of observations that are spread evenly within their piece.
+
+    For the buckets of one histogram that is Prometheus' `histogram_quantile`. Pieces of several may overlap. All None
+    when nothing was observed.
     """
-    total = max(buckets.values(), default=0.0)
+    total = sum(count for _, _, count in pieces)
     if total <= 0:
-        return None
-    wanted = q * total
-    lower, below = 0.0, 0.0
-    for bound, count in buckets.items():
-        if count >= wanted and count > below:
-            if math.isinf(bound):
-                return lower
-            return lower + (bound - lower) * (wanted - below) / (count - below)
-        lower, below = bound, count
-    return lower
+        return [None] * len(wanted)
+    slopes: defaultdict[float, float] = defaultdict(float)  # of the cumulative count, from this bound on
+    opened: defaultdict[float, int] = defaultdict(int)  # pieces that begin here, less those that end
+    steps: defaultdict[float, float] = defaultdict(float)  # of the cumulative count, at this bound
+    for above, up_to, count in pieces:
+        if up_to > above:
+            slopes[above] += count / (up_to - above)
+            slopes[up_to] -= count / (up_to - above)
+            opened[above] += 1
+            opened[up_to] -= 1
+        else:
+            steps[up_to] += count
+    found: list[float | None] = []
+    below = slope = last = 0.0
+    num_open = 0
+    for bound in sorted(slopes.keys() | steps.keys()):
+        reached = below + slope * (bound - last)
+        while len(found) < len(wanted) and slope > 0 and wanted[len(found)] * total <= reached:
+            found.append(min(bound, last + (wanted[len(found)] * total - below) / slope))
+        below = reached + steps.get(bound, 0.0)
+        while len(found) < len(wanted) and bound in steps and wanted[len(found)] * total <= below:
+            found.append(bound)
+        num_open += opened.get(bound, 0)
+        slope = slope + slopes.get(bound, 0.0) if num_open else 0.0  # without what rounding would leave
+        last = bound
+    return found + [last] * (len(wanted) - len(found))  # those at the very end, which rounding has missed
 
 
-def restarted(old: Scrape, new: Scrape) -> bool:
-    """Whether the server began anew in between, so that its counters cannot be subtracted."""
-    if old.start_time is not None and new.start_time is not None and old.start_time != new.start_time:
+def restarted(old: Reading, new: Reading) -> bool:
+    """Whether the server's counters began anew in between, so that they cannot be subtracted.
+
+    So it is, too, when one of several processes was replaced: then some counters only fall a little.
+    """
+    if old.start_time != new.start_time and None not in (old.start_time, new.start_time):
         return True
-    counters = ("generation_tokens_total", "prompt_tokens_total", "e2e_request_latency_seconds_count")
-    return any((new.total(name) or 0.0) < (old.total(name) or 0.0) for name in counters)
+    counters = (name for name in old.numbers if name.endswith("_total") and not name.startswith("process_"))
+    if any(new.numbers.get(name, 0.0) < old.numbers[name] for name in counters):
+        return True
+    none = Histogram()
+    return any(new.histograms.get(name, none).count < one.count for name, one in old.histograms.items())

@@ -1,31 +1,99 @@
-"""The snapshot for pipes: one fact a line."""
+"""The snapshot for pipes and scripts: one fact a line, or JSON."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
 from toolkit.top import words
-from toolkit.top.history import View
-from toolkit.top.source import Identity
+from toolkit.top.diagnosis import diagnose
+from toolkit.top.server import Server
+from toolkit.top.state import State
+from toolkit.top.view import View, view_of
+
+SCHEMA = 1
+WIDTH = 12
+"""Columns of a name."""
+COLUMN = 11
 
 
-def snapshot(url: str, identity: Identity, view: View) -> str:
-    """The view as text that ends in a newline."""
+def snapshot(state: State) -> str:
+    """The servers one after the other. Latencies and hit rate are those since each server's start."""
+    return "\n\n".join(_text(server) for server in state.servers)
+
+
+def as_json(state: State) -> str:
+    """The servers and, as `total`, all together. Times in seconds, rates per second, sizes in bytes, shares from 0 to 1;
+    null is what a server does not tell.
+    """
+    content = {
+        "schema": SCHEMA,
+        "time": time.time(),
+        "servers": [_told(server) for server in state.servers],
+        "total": _numbers(view_of(state.servers, since_start=True)),
+    }
+    return msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
+
+
+def _told(server: Server) -> dict[str, Any]:
+    view = view_of([server], since_start=True)
+    return {
+        "url": server.url,
+        "up": server.is_up,
+        "error": server.error or None,
+        **_numbers(view),
+        "why_slow": asdict(diagnose(server)),
+        "requests": None
+        if server.requests is None
+        else [msgspec.to_builtins(one) for one in server.requests],
+    }
+
+
+def _numbers(view: View) -> dict[str, Any]:
+    return {name: value for name, value in asdict(view).items() if name not in ("points", "ages", "span")}
+
+
+def _text(server: Server) -> str:
+    if server.last is None:
+        return f"{server.url}\n{server.error}"
+    view = view_of([server], since_start=True)
+    up = f"up {words.duration(server.last.wall - view.start_time)}" if view.start_time is not None else ""
+    version = f"version {view.version}" if view.version else ""
+    heading = "  ".join(part for part in (view.model or "unknown model", version, server.url, up) if part)
+    found = diagnose(server)
     facts = {
         "generation": words.per_second(view.generation_rate, "tok"),
         "prompt": words.per_second(view.prompt_rate, "tok"),
         "running": words.count(view.running),
         "waiting": words.count(view.waiting),
         "finished": words.reasons(view.finished),
-        "preemptions": words.count(view.preemptions),
+        "batch": words.decimal(view.batch_size),
         "kv cache": words.percent(view.kv_usage),
         "prefix hits": words.percent(view.prefix_hit_rate),
+        "preemptions": words.count(view.preemptions),
+        **_gpu(view),
+        "why slow": f"{found.kind}: {found.text}",
     }
-    lines = [words.heading(url, identity, view)]
-    lines += [f"{name:<12}{fact}" for name, fact in facts.items()]
+    if found.advice:
+        facts["try"] = found.advice
+    lines = [heading, *(f"{name:<{WIDTH}}{fact}" for name, fact in facts.items())]
     titles = ("p50", "p90", "p99", "mean", "count")
-    lines.append(
-        f"{'latency':<12}" + "".join(f"{title:>12}" for title in titles) + f"   {words.span(view.span)}"
-    )
+    lines.append(f"{'since start':<{WIDTH}}" + "".join(f"{title:>{COLUMN}}" for title in titles))
     for name, latency in view.latencies.items():
         values = [words.seconds(value) for value in (latency.p50, latency.p90, latency.p99, latency.mean)]
-        lines.append(f"{name:<12}" + "".join(f"{cell:>12}" for cell in [*values, words.count(latency.count)]))
-    return "\n".join(lines) + "\n"
+        cells = [*values, words.count(latency.count)]
+        lines.append(f"{name:<{WIDTH}}" + "".join(f"{cell:>{COLUMN}}" for cell in cells))
+    if server.error:
+        lines.append(server.error)
+    return "\n".join(lines)
+
+
+def _gpu(view: View) -> dict[str, str]:
+    if view.gpu_power is None and view.gpu_utilization is None:
+        return {}
+    memory = f"{words.size(view.gpu_memory_used)} of {words.size(view.gpu_memory_total)}"
+    power = f"{words.count(view.gpu_power)} W, {words.decimal(view.tokens_per_joule)} tokens per joule"
+    return {"gpu": f"{words.percent(view.gpu_utilization, 0)} busy, {memory}, {power}"}

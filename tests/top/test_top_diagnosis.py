@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from toolkit.config.engine import PARTS
+from toolkit.config.fields import options
+from toolkit.config.server import ServerConfig
+from toolkit.top import diagnosis
+from toolkit.top.arithmetic import Latency
+from toolkit.top.diagnosis import diagnose, setting, worst
+from toolkit.top.reading import Reading
+from toolkit.top.server import Server
+from toolkit.top.view import View
+
+SETTINGS = {
+    "engine": {"scheduler": {"max_num_seqs": 64, "max_num_batched_tokens": None}, "cache": {"enable_prefix_caching": True}},
+    "server": {"api_workers": 1},
+    "device": {"device": "cuda:0", "max_num_batched_tokens": 8192},
+}  # fmt: skip
+BUSY = {
+    "span": 30.0,
+    "running": 64.0,
+    "waiting": 0.0,
+    "mean_generation_rate": 900.0,
+    "mean_prompt_rate": 100.0,
+    "kv_usage": 0.5,
+}
+
+
+def a_server(settings=SETTINGS, labels=(("scheduling_policy", "fcfs"),)):
+    server = Server("http://a:1", 30.0)
+    server.add(Reading("http://a:1", 1.0, 1.0, labels=dict(labels), settings=settings))
+    return server
+
+
+def itl(p50, p99):
+    return {"ITL": Latency(p50, p50, p99, p50, 100), "queue": Latency(0.4, 1, 2, 1, 100)}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kind", "evidence", "flag"),
+    [
+        ({"running": 0.0}, "idle", "nothing runs", ""),
+        ({"running": 5.0, "batch_size": 4.0}, "client", "5 of 64 places taken", "send more"),
+        ({"running": 60.0}, "fine", "60 run", ""),
+        ({"waiting": 9.0, "latencies": itl(0.01, 0.02)}, "queue", "9 wait for 400 ms while 64 run",
+         "--max-num-seqs (64 now)"),
+        ({"waiting": 9.0, "kv_usage": 0.99, "running": 20.0}, "KV cache", "99% used, 9 wait", "--gpu-memory-utilization"),
+        ({"recent_preemptions": 3.0}, "KV cache", "3 preempted in 30 s", "--kv-cache-dtype fp8"),
+        ({"mean_prompt_rate": 9000.0, "latencies": itl(0.01, 0.2)}, "prefill", "91% of the computed tokens are prompts'",
+         "lower --max-num-batched-tokens (8192 now)"),
+        ({"mean_prompt_rate": 9000.0, "prefix_hit_rate": 0.99, "latencies": itl(0.01, 0.2)}, "fine", "64 run", ""),
+        ({"mean_prompt_rate": 9000.0, "waiting": 4.0, "running": 10.0}, "prefill", "91%",
+         "raise --max-num-batched-tokens"),
+        ({"gpu_power": 690.0, "gpu_power_limit": 700.0}, "power", "690 of the 700 W", "--quantization fp8"),
+        ({"cpu_cores": {"server": 0.97}}, "front end", "97% of a core", "--api-workers 2"),
+        ({"rejected": 12.0}, "queue", "12 refused in 30 s", "--max-queue"),
+    ],
+)  # fmt: skip
+def test_each_bottleneck_is_named_with_its_evidence_and_its_flag(numbers, kind, evidence, flag):
+    found = diagnose(a_server(), View(**(BUSY | numbers)))
+    assert found.kind == kind
+    assert evidence in found.text
+    assert flag in found.advice
+    assert (found.level == 2) == bool(
+        flag.startswith(("--", "raise", "lower")) or kind in ("power", "front end")
+    )
+
+
+def test_on_a_cpu_the_flag_is_that_of_its_memory():
+    server = a_server(SETTINGS | {"device": {"device": "cpu"}})
+    assert "--kv-cache-memory" in diagnose(server, View(**(BUSY | {"recent_preemptions": 3.0}))).advice
+
+
+def test_without_the_prefix_cache_prompts_are_its_fault():
+    settings = {"engine": {"cache": {"enable_prefix_caching": False}}}
+    numbers = BUSY | {"mean_prompt_rate": 9000.0, "latencies": itl(0.01, 0.2)}
+    assert diagnose(a_server(settings), View(**numbers)).advice == "--enable-prefix-caching"
+
+
+def test_vllm_gets_its_own_flags():
+    server = a_server(None, (("cache_dtype", "auto"),))
+    assert diagnose(server, View(**(BUSY | {"cpu_cores": {"server": 0.97}}))).advice == "--api-server-count 2"
+
+
+def test_without_numbers_nothing_is_claimed():
+    assert diagnose(Server("http://a:1", 30.0)).kind == "unknown"
+
+
+def test_of_several_servers_the_worst_is_told():
+    servers = [a_server(), a_server()]
+    assert worst(servers).kind == "unknown"
+    servers[1].add(
+        Reading("http://b", 2.0, 2.0, numbers={"num_requests_running": 3.0, "num_requests_waiting": 0.0})
+    )
+    found = worst(servers)
+    assert found.text.startswith("a:1: 3 of 64 places taken")
+
+
+def test_settings_are_what_the_device_has_made_of_them():
+    assert setting(a_server(), "max_num_batched_tokens") == 8192
+    assert setting(a_server(None), "scheduling_policy") == "fcfs"
+    assert setting(a_server(), "no_such_setting") is None
+
+
+def test_every_flag_that_it_advises_exists():
+    known = {row.flag for config in (*PARTS.values(), ServerConfig) for row in options(config)}
+    advised = set(re.findall(r"--[a-z-]+[a-z]", Path(diagnosis.__file__).read_text()))
+    assert advised - known == {"--api-server-count"}  # vLLM's

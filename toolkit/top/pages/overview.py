@@ -1,0 +1,226 @@
+"""The first page: how much, how full, how fast."""
+
+from __future__ import annotations
+
+from toolkit.top import words
+from toolkit.top.draw import bar, chart, level, spark, time_axis
+from toolkit.top.pages.page import Page
+from toolkit.top.paint import Block, Line, beside, ends, rule, share_out
+from toolkit.top.server import Point
+from toolkit.top.state import State
+from toolkit.top.view import View
+
+NAME = 9
+"""Columns of a fact's name."""
+PANEL = 24
+"""Least columns of a panel of facts."""
+FACTS = 5
+LATENCY = 7
+TALL = 36
+"""From this height on there is a second row of charts."""
+LATENCY_COLUMNS = ("p50", "p90", "p99", "mean", "count")
+
+
+class OverviewPage(Page):
+    """Rates, charts, facts and latencies of the servers that are looked at."""
+
+    title = "Overview"
+
+    def draw(self, state: State, width: int, height: int) -> Block:
+        """See Page."""
+        return overview(state.view, width, height)
+
+
+def overview(view: View, width: int, height: int) -> Block:
+    """The page in `width` columns and `height` lines."""
+    charts = height - FACTS - LATENCY
+    upper = charts if height < TALL else (charts + 1) // 2
+    made = _throughput(view, width, upper)
+    if upper < charts:
+        made += _load(view, width, charts - upper)
+    return [*made, *_facts(view, width), *_latencies(view, width)][:height]
+
+
+def _throughput(view: View, width: int, height: int) -> Block:
+    left, right = share_out(width, 2)
+    generation = (view.generation_rate, view.mean_generation_rate)
+    prompts = (view.prompt_rate, view.mean_prompt_rate)
+    return beside(
+        (_rate(view, "Generation", generation, "generation", "gen", left, height), left),
+        (_rate(view, "Prompts", prompts, "prompt", "prompt", right, height), right),
+    )
+
+
+def _rate(
+    view: View, title: str, rates: tuple[Point, Point], name: str, hue: str, width: int, height: int
+) -> Block:
+    """A heading, the rate of now and its mean, and a chart of `name`."""
+    now, mean = rates
+    points = view.points.get(name, [])
+    peak = max((point for point in points[-width:] if point is not None), default=None)
+    said: Line = [(words.decimal(now), f"value {hue}"), (" tok/s", "dim")]
+    note: Line = [(f"mean {words.short(mean)}  peak {words.short(peak)}", "dim")]
+    head: Block = [rule(title, width), ends(said, note, width)]
+    return head + _plot(view, name, hue, width, height - len(head))
+
+
+def _plot(view: View, name: str, hue: str, width: int, height: int, top: float | None = None) -> Block:
+    """A chart, over a time axis where there is room for one."""
+    has_axis = height >= 8
+    made = chart(view.points.get(name, []), width, height - has_axis, hue, top)
+    return [*made, time_axis(view.ages, width)] if has_axis else made
+
+
+def _load(view: View, width: int, height: int) -> Block:
+    """Charts of what the throughput depends on."""
+    shown = [
+        ("Running", words.count(view.running), "running", "run", None),
+        ("Waiting", words.count(view.waiting), "waiting", "wait", None),
+        ("KV cache", words.percent(view.kv_usage), "kv", "kv", 1.0),
+    ]
+    if view.gpu_power is not None:
+        shown.append(("Power", f"{words.count(view.gpu_power)} W", "power", "power", view.gpu_power_limit))
+    widths = share_out(width, len(shown))
+    blocks = []
+    for (title, value, name, hue, top), size in zip(shown, widths, strict=True):
+        head: Block = [rule(title, size), [(value, f"value {hue}")]]
+        blocks.append((head + _plot(view, name, hue, size, height - len(head), top), size))
+    return beside(*blocks)
+
+
+def _facts(view: View, width: int) -> Block:
+    """Panels of numbers, as many as fit."""
+    panels = [_requests, _cache]
+    if view.gpu_utilization is not None or view.gpu_power is not None:
+        panels.append(_gpu)
+    panels += [_steps, _processes] if view.cpu_cores else [_steps]
+    panels.append(_ends)
+    fitting = max(1, min(len(panels), (width + 2) // (PANEL + 2)))
+    widths = share_out(width, fitting)
+    return beside(*((panel(view, size), size) for panel, size in zip(panels, widths, strict=False)))
+
+
+def _panel(title: str, width: int, *facts: tuple[str, Line]) -> Block:
+    lines: Block = [[(f"{name:<{NAME}}", "dim"), *value] for name, value in facts]
+    return [rule(title, width), *lines]
+
+
+def _trend(value: str, points: list[Point], width: int, style: str = "value", digits: int = 6) -> Line:
+    """A number, and beside it how it went."""
+    return [(f"{value:>{digits}} ", style), *spark(points, max(0, width - NAME - digits - 1))]
+
+
+def _share(value: float | None, width: int, style: str | None = None) -> Line:
+    size = width - NAME - 6
+    return [
+        *bar(value, size, level(value) if style is None else style),
+        (f"{words.percent(value, 0):>6}", "value"),
+    ]
+
+
+def _requests(view: View, width: int) -> Block:
+    waiting = "value warn" if view.waiting else "value"
+    return _panel(
+        "Requests",
+        width,
+        ("running", _trend(words.count(view.running), view.points.get("running", []), width)),
+        ("waiting", _trend(words.count(view.waiting), view.points.get("waiting", []), width, waiting)),
+        ("finished", _trend(words.decimal(view.mean_finished_rate), view.points.get("finished", []), width)),
+        ("batch", _trend(words.decimal(view.batch_size), view.points.get("batch", []), width)),
+    )
+
+
+def _cache(view: View, width: int) -> Block:
+    recent = view.recent_preemptions
+    preempted: Line = [(f"{words.short(view.preemptions):>6}", "value")]
+    if recent:
+        lately = f"  {words.count(recent)} in {words.duration(view.span)}"
+        preempted.append((lately if len(lately) + NAME + 6 <= width else f"  +{words.short(recent)}", "warn"))
+    return _panel(
+        "KV cache",
+        width,
+        ("used", _share(view.kv_usage, width)),
+        ("hits", _share(view.prefix_hit_rate, width, "bar")),
+        ("preempted", preempted),
+        (
+            "refused",
+            [(f"{words.short(view.rejected or 0.0):>6}", "value warn" if view.rejected else "value")],
+        ),
+    )
+
+
+def _gpu(view: View, width: int) -> Block:
+    memory = None
+    if view.gpu_memory_used is not None and view.gpu_memory_total:
+        memory = view.gpu_memory_used / view.gpu_memory_total
+    power: Line = [(f"{words.count(view.gpu_power)} W", "value")]
+    if view.gpu_power_limit and view.gpu_power is not None:
+        share = view.gpu_power / view.gpu_power_limit
+        power = [
+            *bar(share, width - NAME - 6, level(share)),
+            (f"{words.count(view.gpu_power):>4} W", "value"),
+        ]
+    return _panel(
+        "GPU",
+        width,
+        ("busy", _share(view.gpu_utilization, width, "bar")),
+        ("memory", _share(memory, width, "bar")),
+        ("power", power),
+        ("tokens/J", [(f"{words.decimal(view.tokens_per_joule):>6}", "value")]),
+    )
+
+
+def _steps(view: View, width: int) -> Block:
+    return _panel(
+        "Steps",
+        width,
+        ("per sec.", [(f"{words.decimal(view.steps_rate):>6}", "value")]),
+        ("tokens", [(f"{words.decimal(view.step_tokens):>6}", "value"), (" in each", "dim")]),
+        ("requests", [(f"{words.decimal(view.batch_size):>6}", "value"), (" in each", "dim")]),
+    )
+
+
+def _processes(view: View, width: int) -> Block:
+    rows = sorted(view.cpu_cores.items(), key=lambda one: -one[1])[: FACTS - 1]
+    return _panel(
+        "Processes",
+        width,
+        *(
+            (name, [(f"{cores:>6.2f}", "value"), (" cores ", "dim"), (words.size(view.memory.get(name)), "")])
+            for name, cores in rows
+        ),
+    )
+
+
+def _ends(view: View, width: int) -> Block:
+    rows = sorted(view.finished.items(), key=lambda one: -one[1])[: FACTS - 1]
+    total = sum(view.finished.values())
+    return _panel(
+        "Finished",
+        width,
+        *(
+            (name, [(f"{words.count(n):>9} ", "value"), (words.percent(n / total), "dim")])
+            for name, n in rows
+        ),
+    )
+
+
+def _latencies(view: View, width: int) -> Block:
+    """Names down, quantiles across, and the medians' last while."""
+    size = 10
+    numbers = NAME + size * len(LATENCY_COLUMNS)
+    room = width - numbers - 2
+    head: Line = [(" " * NAME, ""), *((f"{title:>{size}}", "dim") for title in LATENCY_COLUMNS)]
+    if room > 12:
+        head.append(("  " + "p50 over time", "dim"))
+    lines: Block = [rule(f"Latency, {words.span(view.span)}", width), head]
+    for name in ("TTFT", "ITL", "TPOT", "E2E", "queue"):
+        found = view.latencies.get(name)
+        values = [] if found is None else [found.p50, found.p90, found.p99, found.mean]
+        cells = [words.seconds(value) for value in values] or [words.NOTHING] * 4
+        cells.append(words.short(found.count if found is not None else None))
+        line: Line = [(f"{name:<{NAME}}", "dim")]
+        styles = ("value", "", "value", "", "dim")
+        line += [(f"{cell:>{size}}", style) for cell, style in zip(cells, styles, strict=True)]
+        lines.append([*line, ("  ", ""), *spark(view.points.get(name, []), max(0, room))])
+    return lines
