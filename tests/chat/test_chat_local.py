@@ -70,9 +70,11 @@ def test_a_server_that_dies_shows_the_end_of_its_log(state):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_the_server_does_not_outlive_the_chat(number):
     program = f"""
-import sys, time
-from toolkit.chat.local import local_server
-with local_server(None, tick=lambda s: None, command=[sys.executable, "-c", {SERVER!r}]) as server:
+import signal, sys, time
+from toolkit.chat.local import local_server, turned_into_exit
+command = [sys.executable, "-c", {SERVER!r}]
+signals = turned_into_exit(signal.SIGTERM, signal.SIGHUP)
+with signals, local_server(None, tick=lambda s: None, command=command) as server:
     print(server.url, flush=True)
     time.sleep(60)
 """

@@ -1,56 +1,183 @@
-"""The command as a program, with pipes at both ends."""
+"""The command as a program, with pipes at its ends."""
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from toolkit.chat import store
+from toolkit.chat.conversation import Conversation
+
 PROGRAM = "from toolkit.cli import main; main()"
+COMMAND = [sys.executable, "-c", PROGRAM, "chat"]
 
 
 @pytest.fixture
-def tk(tmp_path, monkeypatch):
+def tk(server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("TK_URL", server.url)
 
     def run(*flags: str, stdin: str = "Hi\nthere\n") -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", PROGRAM, "chat", *flags]
-        return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            [*COMMAND, *flags], input=stdin, capture_output=True, text=True, timeout=60, check=False
+        )
 
     return run
 
 
 def test_the_whole_of_stdin_is_one_message_and_stdout_is_the_answer(server, tk):
-    done = tk("--url", server.url, "--system", "Be brief.")
-    assert (done.returncode, done.stdout) == (0, "Hello, wörld.\n")
+    done = tk("--system", "Be brief.")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Hello, wörld.\n", "")
     assert [message["content"] for message in server.bodies[0]["messages"]] == ["Be brief.", "Hi\nthere"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "stdin", "asked"),
+    [
+        (("review this",), "+ a line\n", "review this\n\n+ a line"),
+        (("fake", "Why?"), "", "Why?"),
+        (("--prompt", "Why?"), "", "Why?"),
+        (("What is it?",), "", "What is it?"),
+    ],
+)
+def test_a_question_on_the_command_line_comes_before_what_is_piped_in(server, tk, flags, stdin, asked):
+    assert tk(*flags, stdin=stdin).stdout == "Hello, wörld.\n"
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": asked}]
+    assert server.bodies[0]["model"] == "fake"
+
+
+def test_markdown_and_escape_codes_go_through_a_pipe_as_they_came(server, tk):
+    server.pieces = ["# **A** ", "\x1b[1mb\x1b[0m\n"]
+    done = tk()
+    assert (done.stdout, done.stderr) == ("# **A** \x1b[1mb\x1b[0m\n", "")
+
+
+def test_what_an_old_encoding_lacks_is_replaced(server, tk, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    server.pieces = ["wörld 🎉"]
+    assert tk("What is it?", stdin="").stdout == "w?rld ?\n"
+
+
+def test_bytes_that_are_no_text_are_replaced_in_a_question(server, tk):
+    assert tk(b"caf\xe9 or tea?".decode(errors="surrogateescape"), stdin="").returncode == 0
+    assert server.bodies[0]["messages"][0]["content"] == "caf? or tea?"
+
+
+def test_json_holds_the_answer_and_its_numbers(server, tk):
+    server.pieces = [
+        {"reasoning_content": "Hm."},
+        0.05,
+        "Yes.",
+        {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "f", "arguments": "{}"}}]},
+    ]
+    done = tk("--json")
+    answer = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert answer["time_to_first_token"] < answer["time"]
+    assert answer["tokens_per_second"] > 0
+    assert {
+        key: answer[key] for key in ("model", "content", "reasoning", "finish_reason", "usage", "error")
+    } == {
+        "model": "fake",
+        "content": "Yes.",
+        "reasoning": "Hm.",
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 5, "cached_tokens": 3, "completion_tokens": 42},
+        "error": None,
+    }
+    assert answer["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+
+
+def test_a_schema_is_asked_for_and_an_answer_that_is_cut_is_a_failure(server, tk, tmp_path):
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    server.pieces = ['{"a": ', "1}"]
+    done = tk("--schema", "schema.json", "--no-stream")
+    assert (done.returncode, done.stdout) == (0, '{"a": 1}\n')
+    assert server.bodies[0]["stream"] is False
+    assert server.bodies[0]["response_format"] == {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True},
+    }
+    server.finish_reason = "length"
+    done = tk("--schema", "schema.json")
+    assert (done.returncode, done.stdout) == (1, '{"a": 1}\n')
+    assert "cut" in done.stderr
+
+
+def test_an_answer_that_breaks_off_is_exit_code_1(server, tk):
+    server.break_after = 2
+    done = tk()
+    assert (done.returncode, done.stdout) == (1, "Hello, \n")
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert json.loads(tk("--json").stdout)["error"]
 
 
 def test_the_key_comes_from_the_environment(server, tk, monkeypatch):
     server.api_key = "right"
     monkeypatch.setenv("TK_API_KEY", "right")
-    monkeypatch.setenv("TK_URL", server.url)
     assert tk().stdout == "Hello, wörld.\n"
 
 
 def test_errors_are_one_line_on_stderr(server, tk, unused_tcp_port):
     for flags, message in (
-        (("other", "--url", server.url), "No model other."),
+        (
+            ("other",),
+            "No model other. (other stands for a model here; a question of one word needs --prompt.)",
+        ),
         (("--url", f"127.0.0.1:{unused_tcp_port}"), "No server answers at"),
+        (("--schema", "missing.json"), "cannot read missing.json"),
+        (("--continue",), "No conversation is saved yet"),
     ):
         done = tk(*flags)
         assert done.returncode == 2
         assert done.stdout == ""
         assert message in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
-    assert "no message" in tk("--url", server.url, stdin="  \n").stderr
+    assert "no message" in tk(stdin="  \n").stderr
+
+
+def test_the_last_conversation_goes_on(server, tk):
+    path = store.new_path()
+    messages = [{"role": "user", "content": "One"}, {"role": "assistant", "content": "Two"}]
+    store.write(path, Conversation("Be kind.", messages), "fake")
+    assert tk("-c", "And then", stdin="what?").returncode == 0
+    assert [message["content"] for message in server.bodies[0]["messages"]] == [
+        "Be kind.",
+        "One",
+        "Two",
+        "And then\n\nwhat?",
+    ]
+    assert [message["content"] for message in store.read(path).conversation.messages][2:] == [
+        "And then\n\nwhat?",
+        "Hello, wörld.",
+    ]
+    assert tk("-c", "--system", "Be brief.", stdin="And?").returncode == 0
+    assert server.bodies[1]["messages"][0]["content"] == "Be brief."
+    assert tk(stdin="Something else").returncode == 0
+    assert len(store.newest(5)) == 1  # what a script asks is not kept
+
+
+def test_ctrl_c_writes_what_came_and_is_exit_code_130(server, tk):
+    server.stall_after = 2
+    with subprocess.Popen(
+        [*COMMAND, "What is it?"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    ) as chat:
+        assert server.stalled.wait(30)
+        came = b""
+        while came != b"Hello, ":
+            came += chat.stdout.read1(100)
+        chat.send_signal(signal.SIGINT)
+        assert (chat.stdout.read(), chat.wait(20)) == (b"\n", 130)
+    assert server.disconnected.wait(20)
 
 
 def test_a_reader_that_goes_away_is_no_error(server, tk):
     server.pieces = ["word "] * 20_000
-    command = f"{sys.executable} -c '{PROGRAM}' chat --url {server.url} | head -c 5"
+    command = f"{sys.executable} -c '{PROGRAM}' chat | head -c 5"
     done = subprocess.run(
         ["bash", "-c", command], input="Hi", capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,132 +1,160 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
-import threading
-import time
 
+import orjson
 import pytest
-from prompt_toolkit.input import create_pipe_input
-from prompt_toolkit.output import DummyOutput
 
+from tests.chat.fake_server import said
 from toolkit.bench.wire import ServerError
-from toolkit.chat.client import AnswerStats, ChatClient
-from toolkit.chat.repl import converse, make_prompt
+from toolkit.chat import store
+from toolkit.chat.client import Address, ChatClient, ModelCard
 from toolkit.chat.session import Session
+from toolkit.chat.signals import Signals
+from toolkit.chat.terminal import Keyboard
 from toolkit.config.clients import ChatConfig
 
 
-def said(body):
-    return [(message["role"], message["content"]) for message in body["messages"]]
+def kept(session):
+    return said({"messages": session.conversation.messages})
 
 
-def test_an_answer_streams_to_stdout_and_its_speed_to_stderr(server, connect, screen):
-    Session(connect(temperature=0.5, max_tokens=9), screen.terminal).handle("Hi")
+async def test_an_answer_goes_to_stdout_and_its_numbers_to_stderr(server, connect, screen):
+    server.pieces.insert(1, 0.05)
+    await connect(temperature=0.5, top_p=0.9, max_tokens=9, seed=7).handle("Hi")
     assert screen.answers == "Hello, wörld.\n"
-    assert "42 tokens" in screen.talk
-    assert "tok/s" in screen.talk
+    assert re.search(
+        r"TTFT \d+\.\d\d s · [\d,.]+ tok/s · in 5 \(3 cached\) · out 42 · context 47/100 \(47%\)", screen.talk
+    )
     assert server.bodies[0] | {"messages": None} == {
         "messages": None,
         "model": "fake",
         "temperature": 0.5,
+        "top_p": 0.9,
         "max_tokens": 9,
+        "seed": 7,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
 
 
-def test_the_history_goes_back_with_the_second_question(server, connect, screen):
-    session = Session(connect(system="Be kind."), screen.terminal)
-    session.handle("First")
-    session.handle("Second")
+async def test_an_answer_that_is_not_streamed_is_the_same(server, connect, screen):
+    await connect(stream=False).handle("Hi")
+    assert screen.answers == "Hello, wörld.\n"
+    assert "out 42" in screen.talk
+    assert "tok/s" not in screen.talk  # there is no first token to count from
+    assert server.bodies[0]["stream"] is False
+
+
+async def test_the_history_goes_back_with_the_second_question(server, connect, screen):
+    server.pieces = [{"reasoning_content": "Hm."}, "Hello."]
+    session = connect(system="Be kind.")
+    await session.handle("First")
+    await session.handle("//Second")
     assert said(server.bodies[1]) == [
         ("system", "Be kind."),
         ("user", "First"),
-        ("assistant", "Hello, wörld."),
-        ("user", "Second"),
+        ("assistant", "Hello."),
+        ("user", "/Second"),
     ]
+    assert "Hm." not in str(server.bodies[1])  # what was thought stays here
+    await session.handle("/etc/hosts is a file")
+    assert said(server.bodies[2])[-1] == ("user", "/etc/hosts is a file")
 
 
-def interrupt_when(event):
+async def interrupt_when(event):
     """Ctrl-C, as soon as the event has come and the client waits."""
-
-    def wait() -> None:
-        assert event.wait(20)
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
+    assert await asyncio.to_thread(event.wait, 20)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_ctrl_c_stops_the_answer_keeps_what_came_and_closes_the_connection(server, connect, screen):
+async def test_ctrl_c_stops_the_answer_keeps_what_came_and_closes_the_connection(server, connect, screen):
     server.stall_after = 2
-    session = Session(connect(), screen.terminal)
-    thread = interrupt_when(server.stalled)
-    session.handle("Go on for ever")
-    thread.join()
+    session = connect()
+    await asyncio.gather(session.handle("Go on for ever"), interrupt_when(server.stalled))
     assert screen.answers == "Hello, \n"
-    assert "stopped, ~2 tokens" in screen.talk
-    assert server.disconnected.wait(20)
+    assert "stopped · TTFT" in screen.talk
+    assert "out ~2" in screen.talk
+    assert await asyncio.to_thread(server.disconnected.wait, 20)
+    assert not session.signals.leave
 
     server.stall_after = None
-    session.handle("Again")
+    await session.handle("Again")
     assert ("assistant", "Hello, ") in said(server.bodies[1])
     assert screen.answers.endswith("Hello, wörld.\n")
 
 
-def test_an_answer_stopped_before_it_began_leaves_the_question_to_ask_again(server, connect, screen):
+def test_a_second_ctrl_c_leaves_within_a_second_and_no_later():
+    signals = Signals(Keyboard())
+    for now, leaves in ((10.0, False), (11.5, False), (12.4, True)):
+        signals.press(now)
+        assert signals.leave is leaves
+
+
+async def test_an_answer_stopped_before_it_began_leaves_the_question_to_ask_again(server, connect, screen):
     server.stall_after = 0
-    session = Session(connect(), screen.terminal)
-    thread = interrupt_when(server.stalled)
-    session.handle("Hi")
-    thread.join()
-    assert session.conversation.turns == []
+    session = connect()
+    await asyncio.gather(session.handle("Hi"), interrupt_when(server.stalled))
+    assert kept(session) == []
     server.stall_after = None
-    session.handle("/regenerate")
-    assert session.conversation.turns == [("Hi", "Hello, wörld.")]
+    await session.handle("/retry")
+    assert kept(session) == [("user", "Hi"), ("assistant", "Hello, wörld.")]
 
 
-def test_regenerate_replaces_the_last_answer(server, connect, screen):
-    session = Session(connect(), screen.terminal)
-    session.handle("One")
-    session.handle("Two")
-    server.pieces = ["Better."]
-    session.handle("/regenerate")
-    assert said(server.bodies[2]) == said(server.bodies[1])
-    assert session.conversation.turns == [("One", "Hello, wörld."), ("Two", "Better.")]
+async def test_a_full_disk_is_one_line(server, connect, screen, monkeypatch):
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "write", full)
+    assert await connect().handle("Hi")
+    assert "The conversation is not saved: No space left on device" in screen.talk
 
 
-def test_a_failed_regenerate_keeps_the_old_answer(server, connect, screen):
-    session = Session(connect(), screen.terminal)
-    session.handle("One")
-    session.client.model = "gone"
-    session.handle("/regenerate")
-    session.handle("/regenerate")
-    assert session.conversation.turns == [("One", "Hello, wörld.")]
-    assert said(server.bodies[2]) == [("user", "One")]
+async def test_a_tool_that_is_called_is_shown_and_its_result_asked_for(server, connect, screen, tmp_path):
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+    (tmp_path / "tools.json").write_bytes(orjson.dumps(tools))
+    session = connect(tools=str(tmp_path / "tools.json"))
+    server.pieces = [
+        "Let me see.",
+        {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "get_weather", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '"Paris"}'}}]},
+        {"tool_calls": [{"index": 1, "id": "b", "function": {"name": "get_time", "arguments": "{}"}}]},
+    ]
+    await session.handle("How is Paris?")
+    assert server.bodies[0]["tools"] == tools
+    assert 'get_weather({"city": "Paris"})' in screen.talk
+    assert session.open_call["function"]["name"] == "get_weather"
+    server.pieces = ["It is mild."]
+    await session.handle("18 degrees")
+    assert session.open_call["function"]["name"] == "get_time"
+    assert len(server.bodies) == 1
+    await session.handle("noon")
+    assistant, *results = server.bodies[1]["messages"][1:]
+    assert [call["function"] for call in assistant["tool_calls"]] == [
+        {"name": "get_weather", "arguments": '{"city": "Paris"}'},
+        {"name": "get_time", "arguments": "{}"},
+    ]
+    assert results == [
+        {"role": "tool", "tool_call_id": "a", "content": "18 degrees"},
+        {"role": "tool", "tool_call_id": "b", "content": "noon"},
+    ]
+    await session.handle("/undo")
+    assert kept(session) == []
 
 
-def test_the_commands(server, connect, screen, tmp_path):
-    session = Session(connect(), screen.terminal)
-    session.handle("/regenerate")
-    assert "nothing to answer again" in screen.talk
-    session.handle("Hi")
-    session.handle(f"/save {tmp_path / 'talk.txt'}")
-    assert (tmp_path / "talk.txt").read_text() == "user: Hi\n\nassistant: Hello, wörld.\n"
-    session.handle(f"/save {tmp_path / 'missing' / 'talk.txt'}")
-    assert "Cannot write" in screen.talk
-    session.handle("/new")
-    assert session.conversation.turns == []
-    session.handle("/system Be brief.")
-    session.handle("Hi")
-    assert said(server.bodies[-1]) == [("system", "Be brief."), ("user", "Hi")]
-    session.handle("/systen")
-    assert "Did you mean /system" in screen.talk
-    assert session.handle("/help")
-    assert not session.handle("/exit")
+async def test_reasoning_is_kept_apart_and_shown_when_asked_for(server, connect, screen):
+    server.pieces = [{"reasoning": "First, "}, {"reasoning_content": "think."}, "Yes."]
+    session = connect()
+    await session.handle("/show reasoning")
+    assert "has no reasoning" in screen.talk
+    await session.handle("Is it?")
+    assert screen.answers == "Yes.\n"
+    await session.handle("/show reasoning")
+    assert "First, think." in screen.talk
 
 
 @pytest.mark.parametrize(
@@ -136,54 +164,46 @@ def test_the_commands(server, connect, screen, tmp_path):
         ({"api_key": "wrong"}, r"wants another API key \(--api-key\): Invalid API key\."),
     ],
 )
-def test_a_refusal_is_one_line_and_the_conversation_goes_on(server, connect, screen, settings, message):
+async def test_a_refusal_is_one_line_and_the_conversation_goes_on(server, connect, screen, settings, message):
     server.api_key = "right"
-    session = Session(connect(**{"api_key": "right"} | settings), screen.terminal)
-    assert session.handle("Hi")
+    session = connect(**{"api_key": "right"} | settings)
+    assert await session.handle("Hi")
     assert re.search(message, screen.talk)
     assert len(screen.talk.strip().splitlines()) == 1
     assert screen.answers == ""
 
 
-def test_a_server_that_is_not_there_is_one_line(screen, unused_tcp_port):
-    client = ChatClient(f"http://127.0.0.1:{unused_tcp_port}", ChatConfig(), api_key=None, model="m")
-    Session(client, screen.terminal).handle("Hi")
+async def test_a_server_that_is_not_there_is_one_line(screen, unused_tcp_port):
+    client = ChatClient(Address(f"http://127.0.0.1:{unused_tcp_port}"))
+    await Session(client, ModelCard("m"), ChatConfig(), screen.terminal).handle("Hi")
     assert f"No server answers at http://127.0.0.1:{unused_tcp_port}" in screen.talk
     with pytest.raises(ServerError, match="No server answers"):
-        client.first_model()
+        client.address.models()
+    await client.close()
 
 
-def test_an_answer_that_breaks_off_is_kept_and_named(server, connect, screen):
-    server.break_after = 2
-    session = Session(connect(), screen.terminal)
-    session.handle("Hi")
-    assert session.conversation.turns == [("Hi", "Hello, ")]
-    assert "broke" in screen.talk
+@pytest.mark.parametrize(
+    ("how", "message"), [("break_after", "broke off"), ("fail_after", "The engine died.")]
+)
+async def test_an_answer_that_breaks_off_is_kept_and_the_conversation_goes_on(
+    server, connect, screen, how, message
+):
+    setattr(server, how, 2)
+    session = connect()
+    await session.handle("Hi")
+    assert kept(session) == [("user", "Hi"), ("assistant", "Hello, ")]
+    assert message in screen.talk
+    setattr(server, how, None)
+    await session.handle("Go on")
+    assert screen.answers == "Hello, \nHello, wörld.\n"
 
 
-def test_the_prompt_reads_until_ctrl_d(server, connect, screen, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    with create_pipe_input() as keys:
-        keys.send_text("Hi\r")
-        keys.send_text("\x03")  # Ctrl-C at an empty prompt
-        keys.send_text("one\x1b\rtwo\r")  # Alt-Enter begins a new line
-        keys.send_text("\x04")
-        converse(Session(connect(), screen.terminal), make_prompt(keys, DummyOutput()))
-    assert "Ctrl-D or /exit leaves." in screen.talk
-    assert [said(body)[-1][1] for body in server.bodies] == ["Hi", "one\ntwo"]
-    history = tmp_path / "tk" / "chat-history"
-    assert "+Hi" in history.read_text()
-    assert history.stat().st_mode & 0o077 == 0
-
-
-def test_control_characters_do_not_reach_a_terminal(screen):
-    screen.out.isatty = lambda: True
-    screen.terminal.piece("a\x1b[2Jb\x07\x9bc\n\td")
-    assert screen.answers == "a[2Jbc\n\td"
-
-
-def test_speed_is_counted_from_the_first_token():
-    stats = AnswerStats(first=1.0, last=3.0, pieces=5, tokens=21)
-    assert stats.line() == "21 tokens, 10.0 tok/s, first after 1.00 s"
-    assert AnswerStats(first=1.0, last=1.0, pieces=1).line() == "~1 token, first after 1.00 s"
-    assert AnswerStats().line() == ""
+async def test_a_form_that_cannot_be_read_is_one_line(connect, screen, tmp_path):
+    (tmp_path / "list.json").write_text("[]")
+    session = connect()
+    await session.handle(f"/set schema {tmp_path / 'list.json'}")
+    await session.handle("Hi")
+    assert "holds no object" in screen.talk.replace("\n", " ")
+    await session.handle("/set schema /missing.json")
+    await session.handle("Hi")
+    assert "cannot read /missing.json" in screen.talk.replace("\n", " ")

@@ -52,9 +52,8 @@ def local_server(
     process = start([*command, "--host", "127.0.0.1", "--port", str(port)], log, {"TK_API_KEY": key})
     url = f"http://127.0.0.1:{port}"
     try:
-        with turned_into_exit(signal.SIGTERM, signal.SIGHUP):
-            wait_until_ready(url, process, log, tick)
-            yield LocalServer(url, key)
+        wait_until_ready(url, process, log, tick)
+        yield LocalServer(url, key)
     finally:
         died = process.poll() is not None
         stop(process)

@@ -1,4 +1,4 @@
-"""Where tk keeps what outlives one run: the history of questions, the log of a private server."""
+"""Where tk chat keeps what outlives one run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ from pathlib import Path
 
 
 def state_folder() -> Path:
-    """`$XDG_STATE_HOME/tk`, else `~/.local/state/tk`; made when it is missing, for its owner's eyes only."""
-    base = os.environ.get("XDG_STATE_HOME")
-    folder = (Path(base) if base else Path.home() / ".local" / "state") / "tk"
+    """Of questions asked before and the log of a private server: `$XDG_STATE_HOME/tk`, else `~/.local/state/tk`."""
+    return _folder("XDG_STATE_HOME", ".local/state", "tk")
+
+
+def data_folder() -> Path:
+    """Of conversations: `$XDG_DATA_HOME/tk/chats`, else `~/.local/share/tk/chats`."""
+    return _folder("XDG_DATA_HOME", ".local/share", "tk/chats")
+
+
+def _folder(variable: str, usual: str, name: str) -> Path:
+    """Made when it is missing, for its owner's eyes only."""
+    base = os.environ.get(variable)
+    folder = (Path(base) if base else Path.home() / usual) / name
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
 

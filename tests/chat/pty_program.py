@@ -1,0 +1,90 @@
+"""A program on a terminal of its own: what it shows is read from an emulator, and keys are typed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import pyte
+
+PATIENCE = 30.0  # seconds until a screen that does not come is a failure
+ENTER, ESCAPE, TAB = "\r", "\x1b", "\t"
+CTRL_C, CTRL_D, CTRL_R, CTRL_T, CTRL_Z = "\x03", "\x04", "\x12", "\x14", "\x1a"
+
+
+class PtyProgram:
+    """Runs a command in a session of its own, on `columns` and `rows`."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], columns: int = 80, rows: int = 24
+    ) -> None:
+        self.master, self.slave = pty.openpty()
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.before = termios.tcgetattr(self.slave)
+        self.screen = pyte.HistoryScreen(columns, rows, history=10_000, ratio=0.001)
+        self.screen.write_process_input = self.type  # how a terminal answers where its cursor is
+        self.stream = pyte.ByteStream(self.screen)
+        self.raw = b""
+        slave = self.slave
+
+        def take_terminal() -> None:
+            os.setsid()
+            fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, preexec_fn=take_terminal,
+            env=os.environ | {"TERM": "xterm-256color"} | environment,
+        )  # fmt: skip
+
+    def type(self, keys: str) -> None:
+        os.write(self.master, keys.encode())
+
+    def resize(self, columns: int, rows: int) -> None:
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.screen.resize(rows, columns)
+
+    def wait(self, what: str | Callable[[], bool]) -> None:
+        """Until a text is on the screen, or something is true."""
+        until = time.monotonic() + PATIENCE
+        while not (what in self.text if isinstance(what, str) else what()):
+            if time.monotonic() > until:
+                raise AssertionError(f"not on the screen: {what!r}\n{self.text}")
+            self.read(0.05)
+
+    def read(self, seconds: float) -> None:
+        """Takes in what the program writes within this time."""
+        if select.select([self.master], [], [], seconds)[0]:
+            data = os.read(self.master, 65536)
+            self.raw += data
+            self.stream.feed(data)
+
+    def exit_code(self) -> int:
+        """When it has ended by itself."""
+        self.wait(lambda: self.process.poll() is not None)
+        return self.process.returncode
+
+    @property
+    def lines(self) -> list[str]:
+        return [line.rstrip() for line in self.screen.display]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
+    def is_as_before(self) -> bool:
+        """Whether the terminal's mode is what it was."""
+        return termios.tcgetattr(self.slave)[:4] == self.before[:4]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+        os.close(self.slave)
