@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -169,15 +169,22 @@ def free_port() -> int:
 class Client:
     """One request for a long answer, made in a thread: how it went."""
 
-    def __init__(self, server: Server, max_tokens: int, stream: bool = True) -> None:
+    def __init__(
+        self,
+        server: Server,
+        max_tokens: int,
+        stream: bool = True,
+        prompt: Sequence[int] = (1, 2, 3),
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.status = 0
         self.events: list[str] = []
         """What followed each `data: `, of a stream; the body, otherwise."""
         self.broken: Exception | None = None
         """The connection ended before the answer did."""
-        self._url = server.url
+        self._url, self._headers = server.url, headers
         self._body = {
-            "prompt": [1, 2, 3],
+            "prompt": list(prompt),
             "max_tokens": max_tokens,
             "ignore_eos": True,
             "stream": stream,
@@ -201,15 +208,16 @@ class Client:
         last = json.loads(next(e for e in reversed(self.events) if e != "[DONE]"))
         return last["usage"]["completion_tokens"] if last.get("usage") else None
 
-    def finish(self) -> None:
+    def finish(self) -> Client:
         """Waits until the answer, or the connection, has ended."""
         self._thread.join(WAIT)
         assert not self._thread.is_alive(), "the client still waits for an answer"
+        return self
 
     def _run(self) -> None:
         try:
             with (
-                httpx.Client(base_url=self._url, timeout=2 * WAIT) as http,
+                httpx.Client(base_url=self._url, timeout=2 * WAIT, headers=self._headers) as http,
                 http.stream("POST", "/v1/completions", json=self._body) as answer,
             ):
                 self.status = answer.status_code

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.api.conftest import Reference
 from tests.api.test_api_errors import check_error
 from tests.checkpoints import make_tokenizer
 from toolkit.api import talk
 from toolkit.api.answers import AnswerPlan
+from toolkit.api.fields import _Request
 from toolkit.api.limits import check_shape
 from toolkit.api.schemas import ChatRequest
 from toolkit.api.service import Service
@@ -59,10 +65,10 @@ def test_what_cannot_be_told_on_is_refused(
     assert found.split(".")[0] == param
 
 
-@pytest.mark.parametrize("given", ["[1]", "true", "[" * 100_000, "{"], ids=lambda text: text[:8])
-def test_beside_tools_a_schema_is_an_object(given: str) -> None:
+@pytest.mark.parametrize("form", ["[1]", "true", "[" * 100_000, "{"], ids=lambda text: text[:8])
+def test_beside_tools_a_schema_is_an_object(form: str) -> None:
     plan = AnswerPlan(None, Llama3, [Tool(function=FunctionTool(name="f"))], True, False, False)
-    asked = SamplingParams(structured_outputs=StructuredOutputsParams(json=given))
+    asked = SamplingParams(structured_outputs=StructuredOutputsParams(json=form))
     with pytest.raises(InvalidRequestError, match=r"no JSON|a JSON object") as caught:
         plan.params(asked, make_tokenizer())
     assert caught.value.param == "structured_outputs"
@@ -95,6 +101,8 @@ def test_the_form_of_a_response_is_told_as_it_was_given(http: httpx.Client) -> N
         ({"prompt": [None] * 600_000}, "prompt.0"),
         ({"prompt": "a", "stop": [None] * 600_000}, "stop.0"),
         ({"prompt": "a", "logit_bias": {str(i): None for i in range(200_000)}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(70_000)}}, "logit_bias"),
+        ({"prompt": "a", "stop": ["a"] * 600_000}, "stop"),
     ],
     ids=lambda value: ascii(value)[:60],
 )
@@ -114,9 +122,59 @@ def test_tokens_that_are_named_again_and_again_count_once(http: httpx.Client, re
     assert time.monotonic() - start < 5.0
 
 
-def test_a_conversation_has_a_number_of_messages(http: httpx.Client) -> None:
-    answer = post(http, CHAT, {"messages": [{"role": "user", "content": ""}] * 20_000})
-    assert check_error(answer, 400)["param"] == "messages"
+MANY = [{"role": "user", "content": ""}] * 20_000
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "x"}] * 20_000}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": MANY}),
+        (CHAT, {"messages": PARTS}),
+        (RESPONSES, {"input": MANY}),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}] * 20_000}]}),
+        ("/v1/messages", {"max_tokens": 1, "messages": MANY}),
+        ("/v1/messages", {"max_tokens": 1, "messages": PARTS}),
+    ],
+    ids=["messages", "parts", "items", "parts of items", "Anthropic's messages", "their parts"],
+)
+def test_a_conversation_has_a_number_of_messages_and_each_of_parts(
+    http: httpx.Client, path: str, body: dict[str, object]
+) -> None:
+    found = check_error(post(http, path, body), 400)
+    assert found["param"].split(".")[0] in ("messages", "input")
+    assert "at most 16384" in found["message"]
+
+
+def test_a_conversation_that_is_absurdly_long_is_never_tokenized(http: httpx.Client) -> None:
+    answer = post(http, CHAT, {"messages": [{"role": "user", "content": "x" * 2**20}]})
+    assert re.search("The prompt has 104[0-9]{4} characters", check_error(answer, 400)["message"])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@settings(deadline=None)
+@given(value=JSON, cut=st.integers(0, 40) | st.just(None), ascii=st.booleans())
+def test_a_body_means_what_python_s_own_reader_takes_it_for(
+    value: object, cut: int | None, ascii: bool
+) -> None:
+    body = json.dumps(value, ensure_ascii=ascii).encode(errors="surrogatepass")[:cut]
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    def outcome(read: Callable[[], object]) -> str:
+        try:
+            return repr(read())  # NaN is not equal to itself
+        except ValueError as error:
+            return repr(error)
+
+    ours = outcome(lambda: asyncio.run(_Request({"type": "http", "headers": []}, receive).json()))
+    assert ours == outcome(lambda: json.loads(body))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -11,6 +17,18 @@ import pytest
 from tests.api.serving import Client, Server, until
 
 PROBES = ("/livez", "/readyz", "/health")
+BREAKABLE = """
+import os, sys
+if "toolkit.engine.process" in sys.orig_argv:
+    from toolkit.executor import UniprocExecutor
+    execute = UniprocExecutor.execute
+    def instead(self, step):
+        if os.path.exists(os.environ["BROKEN"]):
+            raise RuntimeError("a kernel met its end")
+        return execute(self, step)
+    UniprocExecutor.execute = instead
+"""
+"""What Python runs before an engine: its steps fail while there is a file."""
 
 
 def statuses(server: Server) -> dict[str, int]:
@@ -54,3 +72,54 @@ def test_while_the_engine_is_started_again_the_server_lives_and_is_not_ready(
     message = server.http.get("/health").json()["error"]["message"]
     assert "started again" in message
     until(lambda: statuses(server) == dict.fromkeys(PROBES, 200))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_an_engine_whose_steps_all_fail_is_not_well_though_requests_come(
+    start: Callable[..., Server], tmp_path: Path, num_workers: int
+) -> None:
+    broken = tmp_path / "broken"
+    (tmp_path / "sitecustomize.py").write_text(BREAKABLE)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    server = start("--api-workers", str(num_workers), PYTHONPATH=path, BROKEN=str(broken))
+
+    def ask() -> int:
+        return Client(server, 3, stream=False).finish().status
+
+    assert ask() == 200
+    broken.touch()
+    stop = threading.Event()
+
+    def keep_asking() -> set[int]:
+        return {ask() for _ in iter(stop.is_set, True)}
+
+    with ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(keep_asking) for _ in range(8)]
+        try:
+            until(lambda: statuses(server)["/health"] == 503)
+            end = time.monotonic() + 3  # several steps are asked for in that time
+            while time.monotonic() < end:
+                assert statuses(server) == {"/livez": 200, "/readyz": 503, "/health": 503}
+        finally:
+            stop.set()
+        assert all(done.result() == {500} for done in asking)
+    assert "RuntimeError: a kernel met its end" in server.http.get("/health").json()["error"]["message"]
+    broken.unlink()
+    assert ask() == 200
+    until(lambda: statuses(server) == dict.fromkeys(PROBES, 200))
+
+
+def test_a_model_whose_numbers_are_lost_is_not_well(start: Callable[..., Server], model: Path) -> None:
+    """No step raises anything, and none gives a token."""
+    from safetensors.torch import load_file, save_file
+
+    ruined = model.parent / "ruined"
+    shutil.copytree(model, ruined)
+    weights = load_file(ruined / "model.safetensors")
+    save_file(
+        {n: w * float("nan") for n, w in weights.items()}, ruined / "model.safetensors", {"format": "pt"}
+    )
+    server = start(model=ruined)
+    Client(server, 3, stream=False).finish()
+    assert statuses(server) == {"/livez": 200, "/readyz": 503, "/health": 503}
+    assert "not finite" in server.http.get("/health").json()["error"]["message"]

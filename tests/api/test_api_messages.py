@@ -225,3 +225,67 @@ def test_calls_and_what_they_gave_are_given_to_the_template(caller: anthropic.An
     told = caller.messages.count_tokens(model="", messages=turns).input_tokens
     rendered = '[user]What is a KV cache?[assistant]Let me see.weather{"days": 2, "dry": true}[tool]Sunny[user]And then?'
     assert told == len(rendered)
+
+
+# ---- errors
+
+
+def told(error: pytest.ExceptionInfo[anthropic.APIStatusError]) -> str:
+    """What kind of error Anthropic's client found in the body."""
+    body: Any = error.value.body
+    assert (body["type"], body["request_id"]) == ("error", error.value.request_id)
+    assert body["error"]["message"] in str(error.value)
+    kind: str = body["error"]["type"]
+    assert error.value.type == kind
+    return kind
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "name"),
+    [
+        ({"model": "none"}, anthropic.NotFoundError, "not_found_error"),
+        ({"temperature": 9.0}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"max_tokens": "few"}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"messages": []}, anthropic.BadRequestError, "invalid_request_error"),
+        (
+            {"messages": [{"role": "user", "content": "x" * 9000}]},
+            anthropic.BadRequestError,
+            "invalid_request_error",
+        ),
+    ],
+)
+def test_errors_are_those_that_anthropic_s_client_knows(
+    messages_client: anthropic.Anthropic, asked: Any, kind: type[anthropic.APIStatusError], name: str
+) -> None:
+    for stream in (False, True):
+        given: Any = {"model": "tiny", "max_tokens": 4, "messages": QUESTION, "stream": stream} | asked
+        given["extra_body"] = {key: given.pop(key) for key in ("temperature", "max_tokens") if key in asked}
+        with pytest.raises(kind) as error:
+            messages_client.messages.create(**{"max_tokens": 4} | given)
+        assert told(error) == name
+
+
+def test_errors_from_before_and_behind_the_routes_are_too(start: Any, model: Path) -> None:
+    limits = ("--requests-per-minute", "3", "--request-timeout", "0.4")
+    server = start(*limits, "--api-key", "k", "--admin-key", "boss", model=model)
+    asked: Any = {"model": "", "max_tokens": 8000, "messages": QUESTION}
+    with anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0) as nobody:
+        with pytest.raises(anthropic.AuthenticationError) as error:
+            nobody.messages.create(**asked)
+        assert told(error) == "authentication_error"
+    with anthropic.Anthropic(base_url=server.url, api_key="k", max_retries=0) as client:
+        with pytest.raises(anthropic.NotFoundError) as error:
+            client.post("/v1/messages/batches", cast_to=object)
+        assert told(error) == "not_found_error"
+        server.core.suspend()
+        with pytest.raises(anthropic.APIStatusError) as error:
+            client.messages.create(**asked)
+        assert (error.value.status_code, told(error)) == (504, "timeout_error")
+        with pytest.raises(anthropic.APIStatusError) as error, client.messages.stream(**asked) as stream:
+            assert stream.get_final_text() == "never whole"
+        assert told(error) == "timeout_error"
+        with pytest.raises(anthropic.RateLimitError) as error:
+            client.messages.create(**asked)
+        assert told(error) == "rate_limit_error"
+    server.http.headers["X-API-Key"] = "k"
+    assert "type" not in server.http.get("/v1/models/none").json(), "elsewhere errors are OpenAI's"

@@ -15,8 +15,9 @@ from openai.types.responses import Response
 from tests import checkpoints
 from tests.api.conftest import Reference
 from tests.api.serving import Server, until
-from toolkit.api.responses import ResponsesRequest, _Answer
-from toolkit.api.schemas import PromptTokensDetails, Usage
+from toolkit.api.replies import PromptTokensDetails, Usage
+from toolkit.api.response_answer import Answer
+from toolkit.api.response_request import ResponsesRequest
 from toolkit.api.talk import Piece
 from toolkit.sampling.params import SamplingParams
 
@@ -122,11 +123,21 @@ def test_an_answer_that_ends_by_itself_is_completed(client: openai.OpenAI) -> No
         ({"input": []}, "messages"),
         ({"input": 5}, "input"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input.0"),
-        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input"),
+        ({"input": [{"type": "web_search_call", "id": "1"}]}, "input"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "messages"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": "x", "store": True}, "store"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools.0"),
+        ({"input": "x", "tools": [{"type": "function", "name": "f"}] * 200}, "tools"),
+        ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools"),  # the template has no place
+        ({"input": "x", "tool_choice": "required"}, "tool_choice"),
+        ({"input": "x", "tool_choice": "maybe"}, "tool_choice"),
+        ({"input": "x", "tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"input": "x", "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"input": "x", "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"input": "x", "max_output_tokens": 0}, "max_tokens"),
         ({"input": "x", "temperature": 3}, "temperature"),
         ({"input": "\ud800"}, "input"),
@@ -159,5 +170,5 @@ async def test_reasoning_is_counted_by_itself() -> None:
     group = SimpleNamespace(num_tokens=14, usage=lambda: Usage(3, 14, 17, PromptTokensDetails(0)))
     tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: list(text.encode()))
     talk = Reasoned(group=group, tokenizer=tokenizer, params=SamplingParams(), finish_reason="stop")
-    answer = await _Answer(ResponsesRequest(input="Where?"), talk, "1", "tiny").collect()
+    answer = await Answer(ResponsesRequest(input="Where?"), talk, "1", "tiny").collect()
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == len("as it is")

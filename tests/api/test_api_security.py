@@ -102,6 +102,20 @@ def test_only_pages_of_the_named_origins_may_ask(guarded: Server) -> None:
     assert allowed.headers["access-control-allow-origin"] == "https://app.example"
     assert allowed.headers["x-content-type-options"] == "nosniff"
     assert "origin" in error(preflight("https://evil.example"), 400)["message"]
+    counted = guarded.metric("http_requests_total", method="OPTIONS", status="2xx")
+    named = guarded.http.options(
+        COMPLETIONS,
+        headers={
+            "Origin": "https://app.example",
+            "Access-Control-Request-Method": "POST",
+            "X-Request-Id": "before-the-flight",
+        },
+    )
+    assert named.headers["x-request-id"] == "before-the-flight"
+    until(lambda: guarded.metric("http_requests_total", method="OPTIONS", status="2xx") == counted + 1)
+    refused = guarded.http.post(COMPLETIONS, json=SHORT, headers={"Origin": "https://app.example"})
+    error(refused, 401)
+    assert refused.headers["access-control-allow-origin"] == "https://app.example", "the page may read why"
     answer = guarded.http.post(
         COMPLETIONS, json=SHORT, headers=bearer("first") | {"Origin": "https://app.example"}
     )
@@ -195,7 +209,10 @@ def test_a_rate_and_a_time_limit(start: Callable[..., Server]) -> None:
     long = {"prompt": [1], "max_tokens": 8000, "ignore_eos": True}
     answer = server.http.post(COMPLETIONS, json=long)
     assert error(answer, 504)["type"] == "timeout_error"
+    counted = server.metric("tk:errors_total", code="504")
     events = server.http.post(COMPLETIONS, json=long | {"stream": True}).text.strip().split("\n\n")
+    until(lambda: server.metric("tk:errors_total", code="504") == counted + 1)  # though its status was 200
+    until(lambda: "(not finished: The request was not finished within 0.5 s.)" in server.stderr)
     assert events[-1] == "data: [DONE]"
     assert "0.5 s" in json.loads(events[-2].removeprefix("data: "))["error"]["message"]
     search = long | {"use_beam_search": True, "best_of": 4}
@@ -226,7 +243,7 @@ def test_a_rate_and_a_time_limit(start: Callable[..., Server]) -> None:
 def test_bodies_that_would_make_too_much_are_refused(server: Server, body: bytes) -> None:
     begun = time.monotonic()
     answer = server.http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
-    assert any(word in error(answer, 400)["message"] for word in ("nested", "values"))
+    assert any(word in error(answer, 400)["message"] for word in ("nested", "values", "lists"))
     assert time.monotonic() - begun < 3
 
 

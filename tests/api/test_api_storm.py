@@ -112,12 +112,15 @@ def size(server: Server) -> tuple[int, int]:
 def test_after_thousands_of_visits_nothing_is_left(stormed: Server) -> None:
     storm(stormed, 1, max(200, NUM_VISITS // 4))
     memory, files = size(stormed)
+    tasks = stormed.metric("http_server_tasks")
     engine = stormed.core.memory_info().rss
     storm(stormed, 2, NUM_VISITS)
     after, files_after = size(stormed)
     assert after - memory < MEMORY
     assert stormed.core.memory_info().rss - engine < MEMORY
     assert files_after <= files + 2
+    assert 0 < tasks < 20
+    assert stormed.metric("http_server_tasks") == tasks, "no task outlives its request"
     assert stormed.metric("tk:kv_cache_usage_perc") == 0
     assert is_well(stormed)
     assert "Traceback" not in stormed.stderr

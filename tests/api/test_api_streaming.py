@@ -7,7 +7,13 @@ import asyncio
 import msgspec
 import pytest
 
-from toolkit.api.schemas import ChatChunk, ChatChunkChoice, ChatDelta, Completion, CompletionChoice
+from toolkit.api.replies import (
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    Completion,
+    CompletionChoice,
+)
 from toolkit.api.streaming import HOLE, SERVER_SEND, EventStream, EventTemplate, event
 
 TEXTS = ("", " word", '"', "\\", "\n\t", "\x00", "\x1f", "é日本🙂", "</script>", "\u2028", '","text":"', HOLE)

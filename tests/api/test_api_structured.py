@@ -204,6 +204,35 @@ def test_a_named_tool_is_called_once(ai):
     assert choice.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_stop_strings_and_tokens_do_not_cut_calls_that_have_to_be(ai, choice):
+    """Every call of the weather has these in its arguments."""
+    body: Any = {"tool_choice": choice, "tools": TOOLS[:1], "seed": 1, "stop": ["days", ": "]}
+    body["extra_body"] = NO_THOUGHTS | {"stop_token_ids": [ord('"') - 33]}
+    whole = create(ai, **body).choices[0]
+    check_calls(whole.message.tool_calls)
+    assert whole.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    chunks = [c.choices[0] for c in create(ai, **body, stream=True)]
+    parts = [c.function.arguments for one in chunks for c in one.delta.tool_calls or [] if c.index == 0]
+    assert "".join(parts) == whole.message.tool_calls[0].function.arguments
+    assert chunks[-1].finish_reason == whole.finish_reason
+
+
+def test_a_free_call_that_a_stop_string_cuts_is_not_told_as_a_call(ai):
+    """The client of a stream has its beginning by then; the reason tells that it is not to be made."""
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
+    body: Any = {"extra_body": NO_THOUGHTS | {"structured_outputs": {"choice": [text]}}}
+    for stop, arguments, reason in [
+        ("days", '{"city": "Oslo", "', "stop"),
+        ("\n</tool", '{"city": "Oslo", "days": 2}', "tool_calls"),
+    ]:
+        whole = create(ai, **body, stop=stop).choices[0]
+        chunks = [c.choices[0] for c in create(ai, **body, stop=stop, stream=True)]
+        streamed = [c.function.arguments for one in chunks for c in one.delta.tool_calls or []]
+        assert whole.message.tool_calls[0].function.arguments == "".join(streamed) == arguments
+        assert whole.finish_reason == chunks[-1].finish_reason == reason
+
+
 def test_one_call_where_they_are_not_parallel(ai):
     answer = create(ai, tool_choice="required", parallel_tool_calls=False, n=4, seed=3)
     assert [len(choice.message.tool_calls) for choice in answer.choices] == [1] * 4
@@ -377,6 +406,9 @@ def test_an_answer_that_does_not_reason_is_content(ai):
             "tool_choice",
             "weather, note, now",
         ),
+        ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "'none', 'auto' or 'required'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function", "missing"),
+        ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice", "'function'"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "one name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, None, "pattern"),
         (

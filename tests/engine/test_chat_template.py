@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests import checkpoints
-from toolkit.engine import chat_template
+from toolkit.engine import sandbox
 from toolkit.engine.chat_template import read_templates
 from toolkit.engine.tokenizer import Tokenizer
 from toolkit.errors import InvalidRequestError
@@ -419,7 +419,7 @@ class TestLimits:
         ids=["loops", "filtered-loops", "macros", "recursive-loop", "calls"],
     )
     def test_what_does_not_end_is_ended(self, folder, tmp_path, monkeypatch, template):
-        monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+        monkeypatch.setattr(sandbox, "SECONDS", 0.3)
         start = time.monotonic()
         with pytest.raises(InvalidRequestError, match=r"longer than 0\.3 seconds"):
             render(folder, tmp_path, template)
@@ -438,7 +438,7 @@ class TestLimits:
         ],
     )
     def test_what_grows_without_bound_is_ended(self, folder, tmp_path, template):
-        with pytest.raises(InvalidRequestError, match=f"more than {chat_template.CHARACTERS} characters"):
+        with pytest.raises(InvalidRequestError, match=f"more than {sandbox.CHARACTERS} characters"):
             render(folder, tmp_path, template)
 
     @pytest.mark.parametrize(
@@ -458,8 +458,81 @@ class TestLimits:
         ],
     )
     def test_what_filters_and_methods_make_is_measured_first(self, folder, tmp_path, template):
-        with pytest.raises(InvalidRequestError, match=f"more than {chat_template.CHARACTERS} characters"):
+        with pytest.raises(InvalidRequestError, match=f"more than {sandbox.CHARACTERS} characters"):
             render(folder, tmp_path, template)
+
+    @pytest.mark.parametrize(
+        "writes",
+        [
+            "{{ many }}",
+            "{{ many | string | length }}",
+            "{{ (many ~ '') | length }}",
+            "{{ many | tojson }}",
+            "{{ {'a': many}.values() }}",
+            "{{ [1, [{'a': many}]] | upper }}",
+            "{{ namespace(a=many) }}",
+            "{{ '%s' % (many,) }}",
+            "{{ '%s' | format(many) }}",
+            "{{ '{}'.format(many) }}",
+            "{{ [many] | join }}",
+            "{{ ''.join([many]) }}",
+            "{{ [many] | map('string') | list }}",
+            "{{ many | replace('a', 'b') }}",
+            "{{ 'b'.replace(many, 'a') }}",
+            "{{ many | indent }}",
+            "{{ many | trim }}",
+            "{{ [{'k': 1, 'v': many}] | groupby('k') }}",
+            "{{ ('%(a)s' * 1000) % {'a': 'x' * 100000} }}",
+            "{{ ('{0}' * 1000).format('x' * 100000) }}",
+            "{{ ([1] * 1000) | tojson(indent=10 ** 6) }}",
+            "{{ ([1] * 1000) | tojson(separators=('x' * 100000, '')) }}",
+        ],
+    )
+    def test_a_list_with_one_long_text_many_times_is_weighed_before_it_is_written(
+        self, folder, tmp_path, writes
+    ):
+        """Written out it would be a thousand gigabytes."""
+        many = "{% set many = ['text' * 250000] * 1000000 %}"
+        with pytest.raises(InvalidRequestError, match=f"more than {sandbox.CHARACTERS} characters"):
+            render(folder, tmp_path, many + writes)
+
+    @pytest.mark.parametrize(
+        "compares",
+        [
+            "{{ n.a }}",
+            "{{ n.a == n.b }}",
+            "{{ n.a is eq n.b }}",
+            "{{ n.a in [n.b] }}",
+            "{{ [n.a, n.b] | sort | length }}",
+            "{{ [n.a, n.b] | select | unique | list | length }}",
+            "{{ [n.a, n.b] | select | max | length }}",
+            "{{ {n.a: 1} }}",
+            "{{ {}[n.a] }}",
+        ],
+    )
+    def test_what_branches_without_end_is_not_written_nor_compared(
+        self, folder, tmp_path, monkeypatch, compares
+    ):
+        """Two tuples of 2 to the power of 40 numbers each, that are made of a few."""
+        made = (
+            "{% set n = namespace(a=(0,), b=(0,)) %}{% for i in range(40) %}{% set n.a = (n.a, n.a) %}"
+            "{% set n.b = (n.b, n.b) %}{% endfor %}"
+        )
+        monkeypatch.setattr(sandbox, "SECONDS", 0.3)
+        with pytest.raises(InvalidRequestError, match=r"longer than 0\.3 seconds"):
+            render(folder, tmp_path, made + compares)
+
+    def test_lists_and_tables_are_written_and_compared_as_jinja_does(self, folder, tmp_path):
+        template = (
+            "{{ [1, 'a', {'b': (2, none)}] }}|{{ {'k': [1]}.items() | list }}|{{ [1] ~ {} }}|{{ [1, 2] == [1, 2] }}|"
+            "{{ [1] in [[1], 2] }}|{{ [[2], [1]] | sort }}|{{ [1, 1, 2] | unique | list }}|{{ ['a'] | string | upper }}|"
+            "{{ [3, 1] | map('string') | join('-') }}|{{ 2 is in [1, 2] }}|{{ {(1, 2): 3}[(1, 2)] }}|{{ [1] is string }}|"
+            "{{ '%s and %s' % ([1], {}) }}|{{ '{} {a}'.format([1], a=2) }}|{{ none }}|{{ undefined_thing }}|{{ 1.50 }}"
+        )
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        expected = ImmutableSandboxedEnvironment().from_string(template).render()
+        assert render(folder, tmp_path, template) == expected
 
     @pytest.mark.parametrize(
         "template",
@@ -504,7 +577,7 @@ class TestLimits:
         self, folder, tmp_path, monkeypatch
     ):
         """One that is stopped does not stop the one beside it."""
-        monkeypatch.setattr(chat_template, "SECONDS", 0.5)
+        monkeypatch.setattr(sandbox, "SECONDS", 0.5)
         template = "{% if messages[0].content == 'long' %}" + NESTED.replace("%s", "") + "{% endif %}done"
         tokenizer = Tokenizer(make(folder, template, tmp_path))
         long, short = (

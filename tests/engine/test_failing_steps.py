@@ -144,3 +144,21 @@ def test_an_error_that_sticks_to_the_device_stops_the_engine(llm, monkeypatch):
     fail_when(llm, monkeypatch, lambda ids: RuntimeError("CUDA error: an illegal memory access"))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         llm.generate("a", PARAMS)
+
+
+def test_what_failed_is_told_until_a_step_goes_well_and_a_request_s_own_fault_is_none(llm, monkeypatch):
+    core = llm._core
+    with monkeypatch.context() as patch:
+        fail_when(llm, patch, lambda ids: RuntimeError("a kernel met its end"))
+        drive(llm, [[7, 9]])
+        assert core.failure == "RuntimeError: a kernel met its end"
+    drive(llm, [[7, 9]])
+    assert core.failure is None
+    nothing_left = SamplingParams(max_tokens=3, allowed_token_ids=[5], bad_words_token_ids=[[5, 5]])
+    [(tokens, reason, _)] = drive(llm, [[7, 9]], nothing_left).values()
+    assert (tokens, reason) == ([5], "error")
+    assert core.failure is None
+    with torch.inference_mode():
+        core.executor._worker.runner.model.embed.weight[POISON] = torch.nan
+    drive(llm, [[POISON, 3]])
+    assert "not finite" in core.failure

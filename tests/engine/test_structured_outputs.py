@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import jsonschema
@@ -339,6 +342,79 @@ def test_lenient_passes_over_what_cannot_be_held(llm):
     wanted = {"type": "array", "uniqueItems": True, "items": {"const": 1}, "minItems": 2, "maxItems": 2}
     [[(text, _)]] = texts(llm, params(json=wanted, lenient=True))
     assert json.loads(text) == [1, 1]
+
+
+# ---- while grammars are compiled
+
+
+def submit(llm: LLM, number: int, asked: SamplingParams) -> None:
+    _, request = llm._inputs.process("x", asked)
+    request.number = number
+    llm._core.add(request)
+
+
+def num_calls(work: Callable[[], object]) -> int:
+    """Functions that work calls, Python's and C's."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def ends(llm: LLM) -> dict[int, tuple[str, str | None]]:
+    """(finish reason, error) of all that still run, by number."""
+    found = {}
+    for _ in range(2000):
+        if not llm._core.has_work:
+            break
+        for output in llm._core.step()[0].outputs:
+            if output.finish_reason is not None:
+                found[output.number] = (output.finish_reason, output.error)
+    return found
+
+
+def test_a_step_costs_nothing_for_those_whose_grammars_are_being_compiled(llm, monkeypatch):
+    core, count = llm._core, 300
+    compiling: Future = Future()
+    submit(llm, 0, params(500, ignore_eos=True))
+    core.step()
+
+    def steps() -> None:
+        for _ in range(32):
+            core.step()
+
+    alone = num_calls(steps)
+    with monkeypatch.context() as patch:
+        patch.setattr(core._constraints._compiler, "compile", lambda *_: compiling)
+        for number in range(1, count + 1):
+            submit(llm, number, params(choice=["yes", "no"]))
+    assert num_calls(steps) < alone + count, "not even one call for each of them in all of these steps"
+    assert len(core.scheduler.running) == 1
+    ready = core._constraints._compiler.compile('start: "yes" | "no"', [checkpoints.EOS])
+    compiling.set_result(ready.result())
+    assert ends(llm) == {0: ("length", None)} | dict.fromkeys(range(1, count + 1), ("stop", None))
+
+
+def test_those_whose_grammar_cannot_be_compiled_end_with_the_cause_once(llm, monkeypatch):
+    compiling: Future = Future()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._core._constraints._compiler, "compile", lambda *_: compiling)
+        for number, n in [(0, 1), (1, 2), (3, 1)]:
+            submit(llm, number, params(choice=["yes"], n=n))
+    llm._core.step()
+    assert llm._core.scheduler.num_waiting == 4
+    llm._core.scheduler.abort("0/0")
+    compiling.set_exception(ValueError("no such form"))
+    assert ends(llm) == dict.fromkeys((1, 2, 3), ("error", "no such form"))
+    assert not llm._core.has_work
 
 
 def test_a_chain_of_as_many_rules_as_there_may_be_is_followed(llm):

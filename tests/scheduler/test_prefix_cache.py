@@ -238,3 +238,20 @@ def test_a_preempted_request_finds_what_it_had_generated():
     assert second.num_preemptions > 0
     assert max(resumed_at) > 5
     assert second.output_token_ids == expected_answer(second)[0]
+
+
+@pytest.mark.parametrize("budget", [8, 100])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_resumed_requests_have_in_common_is_computed_once(budget: int, depth: int):
+    """As after the engine died: fifty come at once, with one long prompt and each with some tokens of its own."""
+    requests = [
+        make_request(f"{i}", [*[2, 3] * 12], max_tokens=8, ignore_eos=True, seed=i) for i in range(50)
+    ]
+    answers = [expected_answer(request)[0] for request in requests]
+    for request, answer in zip(requests, answers, strict=True):
+        request.resume(answer[:5])
+    plan = Plan(num_blocks=600, max_num_seqs=50, budget=budget, depth=depth, arrivals=[(0, requests)])
+    outcome = run(plan)
+    assert [request.output_token_ids for request in requests] == answers
+    computed = sum(sum(num_tokens) for _, num_tokens, *_ in outcome.trace)
+    assert computed == 24 + 50 * (5 + 3 - 1), "the prompt once, and of each its own tokens but for the last"

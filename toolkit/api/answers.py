@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from toolkit.api.reasoning import END_OF_THINKING, THINK, Reasoning, ReasoningSplitter, reasoning_after
-from toolkit.api.schemas import AssistantMessage, ChatDelta, ChatRequest
+from toolkit.api.replies import AssistantMessage, ChatDelta
+from toolkit.api.schemas import ChatRequest
 from toolkit.api.tool_formats import FORMATS, Llama3, Piece, ToolFormat, detect, held_to_calls
 from toolkit.api.tools import Function, NamedTool, Tool, ToolCallDelta, ToolCallMessage
 from toolkit.config import ServerConfig
@@ -61,8 +62,12 @@ class AnswerPlan:
     def params(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
         """With what the answer is held to, and the marks of its parts in its text. Raises InvalidRequestError for forms
         that exclude each other.
+
+        An answer that has to be calls ends with them: stop strings and stop tokens are for text, and would cut arguments.
         """
         form = self._held_to(params.structured_outputs)
+        if self.forced:
+            params = msgspec.structs.replace(params, stop=[], stop_token_ids=[])
         if form is not None and self.reasoning is not None:
             form = msgspec.structs.replace(form, reasoning=self.reasoning)
         marks = [THINK, END_OF_THINKING] if self.reasoning is not None else []
@@ -124,10 +129,14 @@ class AnswerParser:
             message.tool_calls = [_whole(call) for call in delta.tool_calls]
         return message
 
+    @property
+    def called(self) -> bool:
+        """Whether the answer calls tools, and its end has not cut a call's arguments."""
+        return self._calls is not None and self._calls.num_calls > 0 and not self._calls.within_arguments
+
     def finish_reason(self, reason: str) -> str:
         """A call that the request did not name is a reason of its own."""
-        called = self._calls is not None and self._calls.num_calls > 0
-        return "tool_calls" if called and reason == "stop" and not self._named else reason
+        return "tool_calls" if self.called and reason == "stop" and not self._named else reason
 
     def _call(self, piece: Piece) -> ToolCallDelta:
         if piece.name is None or self._calls is None:

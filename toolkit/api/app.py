@@ -54,19 +54,19 @@ def make_app(service: Service, tracer: Tracer | None = None) -> Gate:
 
     @app.exception_handler(ToolkitError)
     async def mistake(request: Request, error: ToolkitError) -> Response:
-        return error_response(error)
+        return error_response(error, request.scope)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return error_response(validation_error(list(error.errors())))
+        return error_response(validation_error(list(error.errors())), request.scope)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
         if isinstance(error.__cause__, ToolkitError):  # met while FastAPI read the body
-            return error_response(error.__cause__)
+            return error_response(error.__cause__, request.scope)
         told = RouteError(f"{error.detail}: {request.method} {request.url.path}")
         told.status = error.status_code
-        response = error_response(told)
+        response = error_response(told, request.scope)
         response.headers.update(error.headers or {})
         return response
 
@@ -76,7 +76,7 @@ def make_app(service: Service, tracer: Tracer | None = None) -> Gate:
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        return error_response(error)  # and Starlette raises it again, for the gate to log
+        return error_response(error, request.scope)  # and Starlette raises it again, for the gate to log
 
     gate = app.state.gate = Gate(app, service, tracer)
     return gate

@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 
+from toolkit.api.limits import check_queue
 from toolkit.api.service import Service
 from toolkit.engine.async_llm import RequestStream
 from toolkit.engine.beam_search import BeamSearch
@@ -28,7 +29,8 @@ async def beam_search(
     priority: int,
 ) -> list[BeamSearch]:
     """The finished searches of all prompts. `truncate`: as `truncate_prompt_tokens`. Raises InvalidRequestError when a
-    prompt cannot be run, EngineError when a request fails, RequestTimeoutError when the whole search takes too long.
+    prompt cannot be run, TooManyRequestsError, EngineError when a request fails, RequestTimeoutError when the whole search
+    takes too long.
     """
     if len(prompts) * params.beam_width > MAX_BEAMS:
         raise InvalidRequestError(
@@ -42,6 +44,9 @@ async def beam_search(
         stop_token_ids=params.stop_token_ids,
     )
     requests = [inputs.process(prompt, whole)[1] for prompt in prompts]
+    num_tokens = sum(len(one.prompt_token_ids) for one in requests)
+    width = params.beam_width  # each beam is a request of its own
+    check_queue(service.engine, service.config, len(requests) * width, num_tokens * width)
     searches = [BeamSearch(one.prompt_token_ids, params, one.eos_token_ids) for one in requests]
     name = f"{request_id}-{uuid.uuid4().hex[:8]}"
     timeout = service.config.request_timeout

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from toolkit.api.answers import AnswerPlan
 from toolkit.api.docs import answers
 from toolkit.api.fields import Route
-from toolkit.api.schemas import (
+from toolkit.api.replies import (
     AssistantMessage,
     ChatChoice,
     ChatChunk,
@@ -21,10 +21,10 @@ from toolkit.api.schemas import (
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
-    ChatRequest,
     TokenLogprob,
     TopLogprob,
 )
+from toolkit.api.schemas import ChatRequest
 from toolkit.api.service import Group, prompt_logprobs_json, service_for
 from toolkit.api.streaming import DONE, HOLE, EventStream, EventTemplate, event, while_connected
 from toolkit.api.talk import begin

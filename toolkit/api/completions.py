@@ -13,14 +13,14 @@ from starlette.responses import Response
 from toolkit.api.beam_search import beam_search
 from toolkit.api.docs import answers
 from toolkit.api.fields import Route
-from toolkit.api.schemas import (
+from toolkit.api.replies import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    CompletionRequest,
     PromptTokensDetails,
     Usage,
 )
+from toolkit.api.schemas import CompletionRequest
 from toolkit.api.service import Group, Service, prompt_logprobs_json, service_for, start
 from toolkit.api.streaming import DONE, HOLE, EventStream, EventTemplate, event, while_connected
 from toolkit.engine.outputs import Delta, PositionLogprobs

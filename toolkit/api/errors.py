@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
 from toolkit.errors import InvalidRequestError, ToolkitError
 
@@ -34,11 +35,45 @@ def error_body(error: Exception) -> bytes:
     return msgspec.json.encode(ErrorBody(error_detail(error)))
 
 
-def error_response(error: Exception) -> Response:
-    status = error.status if isinstance(error, ToolkitError) else 500
+def status_of(error: Exception) -> int:
+    """The HTTP status that says what an error says."""
+    return error.status if isinstance(error, ToolkitError) else 500
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether a request is to Anthropic's interface."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "")).startswith("/v1/messages")
+
+
+def anthropic_error(error: Exception, request_id: str) -> dict[str, Any]:
+    """The body of an error as Anthropic's clients expect it: what all errors have, with a type that they know."""
+    detail, status = error_detail(error), status_of(error)
+    detail.type = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": detail, "request_id": request_id}
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_response(error: Exception, scope: Scope) -> Response:
+    """The answer to a request, in the words of the interface that it is to."""
+    if speaks_anthropic(scope):
+        body = msgspec.json.encode(anthropic_error(error, scope["state"]["request_id"]))
+    else:
+        body = error_body(error)
     retry_after = getattr(error, "retry_after", None)
     headers = {"Retry-After": str(retry_after)} if retry_after is not None else None
-    return Response(error_body(error), status, headers, "application/json")
+    return Response(body, status_of(error), headers, "application/json")
 
 
 def validation_error(errors: Sequence[Any]) -> InvalidRequestError:

@@ -28,6 +28,6 @@ async def health(request: Request) -> Response:
 @router.get("/readyz", response_model=None)
 async def readyz(request: Request) -> Response:
     """As /health, and 503 while the server shuts down: send it no requests when this fails."""
-    if request.app.state.gate.draining:
+    if request.app.state.gate.door.draining:
         raise ServerUnavailableError("The server is shutting down.")
     return await health(request)

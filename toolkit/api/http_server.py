@@ -9,20 +9,13 @@ import ssl
 from collections.abc import Iterator
 
 import uvicorn
-from starlette.datastructures import Headers
-from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
-from starlette.types import ASGIApp
 
 from toolkit.api.app import make_app
 from toolkit.api.connection import Connection
-from toolkit.api.errors import error_response
-from toolkit.api.fields import IGNORED
-from toolkit.api.security import SECURITY_HEADERS
 from toolkit.api.service import Service
 from toolkit.api.tracing import Tracer
 from toolkit.config import ServerConfig
-from toolkit.errors import ConfigError, InvalidRequestError
+from toolkit.errors import ConfigError
 
 CLOSE_TIMEOUT = 10.0
 """Seconds that open connections get to take in the end of their answers."""
@@ -41,7 +34,7 @@ class HTTPServer:
         self.gate = make_app(service, self._tracer)
         # uvicorn waits for open connections without a limit of its own: whoever drains has one.
         self._config = uvicorn.Config(
-            _with_cors(self.gate, config),
+            self.gate,
             http=Connection,
             ws="none",
             log_config=None,
@@ -101,13 +94,13 @@ class HTTPServer:
 
     async def drained(self) -> None:
         """Refuses new work, and waits until all that was accepted is answered."""
-        self.gate.draining = True
+        self.gate.door.draining = True
         while self.gate.num_active:
             await asyncio.sleep(0.02)
 
     async def end(self) -> None:
         """Closes all connections, at the end of the answers that they are in."""
-        self.gate.draining = True
+        self.gate.door.draining = True
         self._server.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._serving, CLOSE_TIMEOUT)
@@ -137,33 +130,6 @@ def tls(config: ServerConfig) -> ssl.SSLContext | None:
                 f"--ssl-ca-certs {config.ssl_ca_certs} cannot be used: {error}.", param="ssl_ca_certs"
             ) from None
     return context
-
-
-def _with_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
-    """Answers browsers' preflights, where pages of other origins are let in."""
-    if not config.allowed_origins:
-        return app
-    return _CORS(
-        app,
-        allow_origins=config.allowed_origins,
-        allow_methods=config.allowed_methods,
-        allow_headers=config.allowed_headers,
-        allow_credentials=config.allow_credentials,
-        expose_headers=["X-Request-Id", "Retry-After", IGNORED],
-    )
-
-
-class _CORS(CORSMiddleware):
-    """What it refuses has the body that all errors have; what it answers does not pass the gate, and has its headers."""
-
-    def preflight_response(self, request_headers: Headers) -> Response:
-        response = super().preflight_response(request_headers)
-        if response.status_code >= 400:
-            refused = error_response(InvalidRequestError(f"{bytes(response.body).decode()}.", code="cors"))
-            refused.headers["Vary"] = response.headers["Vary"]
-            response = refused
-        response.raw_headers.extend(SECURITY_HEADERS)
-        return response
 
 
 class _Server(uvicorn.Server):

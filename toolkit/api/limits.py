@@ -22,7 +22,7 @@ BODY_TIMEOUT = 120.0
 """Seconds that a body gets to come in."""
 MAX_VALUES = 2**21
 """Values of one body: more tokens than any context holds."""
-MAX_NESTS = 2**18
+MAX_NESTS = 2**16
 """Lists and objects of one body."""
 MAX_DEPTH = 64
 """Lists and objects inside each other."""
@@ -159,10 +159,8 @@ def check_queue(engine: AsyncLLM, config: ServerConfig, num_answers: int = 1, nu
     if config.max_queue_tokens is None:
         return
     most = math.ceil(config.max_queue_tokens / config.api_workers)
-    if tokens >= most:
-        raise _refused(engine, "queue", f"Requests of {tokens} tokens wait to run, which is the most.", 1.0)
-    if tokens + num_tokens > most and num_answers > 1:
-        message = f"Requests of {tokens} tokens wait to run and {most} may, so that {num_tokens} are too many at once."
+    if tokens and tokens + max(num_tokens, 1) > most:  # alone, any request may wait
+        message = f"Requests of {tokens} tokens wait to run and {most} may, so that {num_tokens or 'any'} more are too many."
         raise _refused(engine, "queue", message, 1.0)
 
 

@@ -12,9 +12,9 @@ from pydantic import AfterValidator, ConfigDict, Field
 from starlette.responses import Response
 
 from toolkit.api.docs import answers
-from toolkit.api.errors import error_detail
+from toolkit.api.errors import anthropic_error
 from toolkit.api.fields import BY_KIND, LIST, TEXT, Body, Route, Text, encodable
-from toolkit.api.schemas import ChatRequest
+from toolkit.api.schemas import MAX_MESSAGES, ChatRequest
 from toolkit.api.service import service_for
 from toolkit.api.streaming import EventStream, while_connected
 from toolkit.api.talk import Piece, Talk, as_chat, begin, chat_prompt
@@ -31,6 +31,8 @@ _DELTAS = {
 """The type of a block's events, and where they have the text."""
 
 # ---- requests
+
+MANY = Field(max_length=MAX_MESSAGES, fail_fast=True)
 
 
 class TextBlock(Body):
@@ -64,7 +66,7 @@ class ResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: Annotated[Annotated[Text, TEXT] | Annotated[list[TextBlock], LIST], BY_KIND] = ""
+    content: Annotated[Annotated[Text, TEXT] | Annotated[list[TextBlock], MANY, LIST], BY_KIND] = ""
     is_error: bool = Field(False, description="The content says so itself: templates have no place for this")
     cache_control: Any = None
 
@@ -73,7 +75,7 @@ Block = Annotated[
     TextBlock | ThinkingBlock | CallBlock | ResultBlock,
     Field(discriminator="type"),
 ]
-Content = Annotated[Annotated[Text, TEXT] | Annotated[list[Block], LIST], BY_KIND]
+Content = Annotated[Annotated[Text, TEXT] | Annotated[list[Block], MANY, LIST], BY_KIND]
 
 
 class InputMessage(Body):
@@ -120,7 +122,7 @@ class CountRequest(Body):
     )
 
     model: str | None = None
-    messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[InputMessage], Field(min_length=1), MANY]
     system: Content | None = Field(None, description="What the system says first")
     tools: list[InputTool] | None = None
     tool_choice: InputToolChoice | None = None
@@ -201,7 +203,12 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     talk = await begin(service, body.chat(), id)
     if body.stream:
         events = _events(talk, id, service.model_name)
-        return EventStream(events, talk.group.close, service.config.sse_keep_alive, _error_event)
+        return EventStream(
+            events,
+            talk.group.close,
+            service.config.sse_keep_alive,
+            lambda error: _event(**anthropic_error(error, request.state.request_id)),
+        )
     try:
         done = await while_connected(request, _collect(talk, id, service.model_name))
     finally:
@@ -302,8 +309,3 @@ def _usage(talk: Talk) -> dict[str, Any]:
 
 def _event(type: str, **more: Any) -> bytes:
     return b"event: " + type.encode() + b"\ndata: " + _encoder.encode({"type": type} | more) + b"\n\n"
-
-
-def _error_event(error: Exception) -> bytes:
-    detail = error_detail(error)
-    return _event("error", error={"type": detail.type, "message": detail.message})

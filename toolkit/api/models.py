@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from toolkit import __version__
 from toolkit.api.docs import answers
-from toolkit.api.schemas import ModelCard, ModelList
+from toolkit.api.replies import ModelCard, ModelList
 from toolkit.api.service import Service
 from toolkit.metrics import CONTENT_TYPE
 

@@ -10,10 +10,11 @@ from typing import TypeVar
 import msgspec
 from fastapi import Request
 
+from toolkit.api.limits import check_queue
 from toolkit.api.service import Service
 from toolkit.api.streaming import while_connected
 from toolkit.engine.async_llm import LONG_TEXT
-from toolkit.engine.pooling import Comparison, PoolingInput, PoolingProcessor, Vector, pooled
+from toolkit.engine.pooling import Comparison, PoolingInput, PoolingProcessor, Vector, num_at_once, pooled
 
 T = TypeVar("T")
 
@@ -39,7 +40,8 @@ class Pooling:
     def __init__(self, service: Service, request: Request, prefix: str, priority: int) -> None:
         self.id = f"{prefix}-{request.state.request_id}"
         self.processor = PoolingProcessor(service.engine.inputs)
-        self._engine, self._request, self._priority = service.engine, request, priority
+        self._engine, self._config = service.engine, service.config
+        self._request, self._priority = request, priority
 
     async def prepare(self, given: Sequence[str | list[int]], truncate: int | None) -> list[PoolingInput]:
         """Raises InvalidRequestError for an input that cannot be run."""
@@ -54,7 +56,9 @@ class Pooling:
         return await _beside(size, lambda: self.processor.comparison(firsts, seconds, truncate, names))
 
     async def run(self, inputs: Sequence[PoolingInput]) -> list[Vector]:
-        """The vectors, in the order of the inputs. Ends when the client goes; raises EngineError."""
+        """The vectors, in the order of the inputs. Ends when the client goes; raises TooManyRequestsError, EngineError."""
+        num_tokens = sum(len(one.token_ids) for one in inputs)
+        check_queue(self._engine, self._config, num_at_once(self._engine, inputs), num_tokens)
         # The engine's names end in something that nobody else has: two clients may send one X-Request-Id.
         name = f"{self.id}-{uuid.uuid4().hex[:8]}"
         work = pooled(self._engine, inputs, request_id=name, priority=self._priority)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from toolkit.api.errors import error_detail
 from toolkit.engine.record import RequestRecord
 
 logger = logging.getLogger(__name__)
@@ -18,10 +19,12 @@ def log_request(
     first, each = record.time_to_first_token, record.time_per_output_token
     fields = {
         "request_id": request_id,
+        "client": record.origin,
         "model": model,
         "path": path,
         "status": status,
         "complete": record.is_complete,
+        "error": None if record.error is None else error_detail(record.error).message,
         "prompt_tokens": record.num_prompt_tokens,
         "cached_tokens": record.num_cached_tokens,
         "output_tokens": record.num_output_tokens,
@@ -35,7 +38,7 @@ def log_request(
         model,
         path,
         status,
-        "" if record.is_complete else " (not finished)",
+        _not_finished(record),
         fields["prompt_tokens"],
         fields["output_tokens"],
         _milliseconds(first),
@@ -43,6 +46,12 @@ def log_request(
         seconds,
         extra={"fields": fields},
     )
+
+
+def _not_finished(record: RequestRecord) -> str:
+    if record.error is not None:
+        return f" (not finished: {error_detail(record.error).message})"
+    return "" if record.is_complete else " (not finished)"
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -1,6 +1,4 @@
-"""Requests, as pydantic models (they validate and document), and responses, as msgspec structs (they are
-fast).
-"""
+"""Requests for completions and chats, as pydantic models: they validate and document."""
 
 from __future__ import annotations
 
@@ -13,9 +11,9 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from toolkit.api.fields import BY_KIND, LIST, TEXT, TO_FIRST_MISTAKE, Body, Prompts, encodable
 from toolkit.api.fields import Text as Text  # for those who take it from here
 from toolkit.api.structured import ResponseFormat, StructuredOutputs, asked_form
-from toolkit.api.tools import Tool, ToolCall, ToolCallDelta, ToolCallMessage, ToolChoice, chosen_tools
+from toolkit.api.tools import Tool, ToolCall, ToolChoice, chosen_tools
 from toolkit.errors import InvalidRequestError
-from toolkit.sampling.params import BeamSearchParams, SamplingParams
+from toolkit.sampling.params import MAX_STOP_STRINGS, BeamSearchParams, SamplingParams
 
 # ---- requests
 
@@ -23,12 +21,21 @@ from toolkit.sampling.params import BeamSearchParams, SamplingParams
 Int = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 """What the engine's arrays and messages hold."""
 MAX_MESSAGES = 16_384
-"""Of one conversation."""
+"""Of one conversation, and parts of one message."""
+MAX_TOOLS = 128
+"""That one request tells of."""
+MAX_BIASES = 65_536
+"""Tokens of one `logit_bias`."""
+
+
+STOPS = Field(max_length=MAX_STOP_STRINGS, fail_fast=True)
 
 
 def _only_numbers(given: Any) -> Any:
     """Ends the reading at the first mistake, where each would be told of by itself."""
     if isinstance(given, dict):
+        if len(given) > MAX_BIASES:
+            raise ValueError(f"Input should have at most {MAX_BIASES} tokens, not {len(given)}")
         wrong = next((key for key, value in given.items() if not isinstance(value, int | float)), None)
         if wrong is not None:
             raise ValueError(f"Input should be a valid number at {wrong[:32]!a}")
@@ -49,8 +56,8 @@ class SamplingFields(Body):
     temperature: float | None = Field(None, description="0 to 2; 0 always takes the likeliest token")
     top_p: float | None = None
     n: int | None = Field(None, description="How many answers")
-    stop: Annotated[Annotated[Text, TEXT] | Annotated[list[Text], TO_FIRST_MISTAKE, LIST], BY_KIND] | None = (
-        Field(None, description="Texts that end an answer, and are not part of it")
+    stop: Annotated[Annotated[Text, TEXT] | Annotated[list[Text], STOPS, LIST], BY_KIND] | None = Field(
+        None, description="Texts that end an answer, and are not part of it"
     )
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -148,7 +155,9 @@ class CompletionRequest(SamplingFields):
         False, description="Finds n answers by beam search over best_of (or n) beams"
     )
     length_penalty: float = Field(1.0, description="Of beam search: above 0 prefers long answers")
-    early_stopping: bool | Literal["never"] = Field(False, description="Of beam search: when it is content")
+    early_stopping: Literal[True, False, "never"] = Field(
+        False, description="Of beam search: when it is content"
+    )
 
     @property
     def prompt_only(self) -> bool:
@@ -249,7 +258,8 @@ def _only_text(content: Any) -> Any:
 
 
 Content = Annotated[
-    Annotated[Text, TEXT] | Annotated[list[TextPart | RefusalPart], TO_FIRST_MISTAKE, LIST],
+    Annotated[Text, TEXT]
+    | Annotated[list[TextPart | RefusalPart], TO_FIRST_MISTAKE, Field(max_length=MAX_MESSAGES), LIST],
     BY_KIND,
     BeforeValidator(_only_text),
 ]
@@ -288,10 +298,13 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: list[Tool] | None = Field(None, max_length=128, description="Functions that the model may call")
+    tools: list[Tool] | None = Field(
+        None, max_length=MAX_TOOLS, description="Functions that the model may call"
+    )
     tool_choice: ToolChoice | None = Field(
         None,
-        description="Default: auto. required and a named tool hold the answer to calls with valid arguments",
+        description="Default: auto. required and a named tool hold the answer to calls with valid arguments, which stop and "
+        "stop_token_ids do not cut",
     )
     parallel_tool_calls: bool = Field(True, description="Whether one answer may have several calls")
     add_generation_prompt: bool = True
@@ -397,132 +410,3 @@ def _text(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
     if content is None:
         return ""
     return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-# ---- responses
-
-
-class PromptTokensDetails(msgspec.Struct):
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class CompletionLogprobs(msgspec.Struct):
-    """Parallel lists, one entry for each token."""
-
-    tokens: list[str] = []
-    token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] = []
-    text_offset: list[int] = []
-
-
-class CompletionChoice(msgspec.Struct):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType | None = msgspec.UNSET
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-class Completion(msgspec.Struct):
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-
-
-class TopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class AssistantMessage(msgspec.Struct):
-    role: str
-    content: str | None
-    refusal: None = None
-    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    tool_calls: list[ToolCallMessage] | msgspec.UnsetType = msgspec.UNSET
-
-
-class ChatChoice(msgspec.Struct):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-class ChatCompletion(msgspec.Struct):
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType | None = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-class ChatDelta(msgspec.Struct, omit_defaults=True):
-    role: str | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
-
-
-class ChatChunkChoice(msgspec.Struct):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-class ChatChunk(msgspec.Struct):
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-class ModelCard(msgspec.Struct):
-    id: str
-    created: int
-    max_model_len: int
-    tasks: list[str]
-    """`generate`, `embed`, `score`."""
-    object: str = "model"
-    owned_by: str = "tk"
-
-
-class ModelList(msgspec.Struct):
-    data: list[ModelCard]
-    object: str = "list"

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from toolkit.api.fields import Body, check_fields
 from toolkit.api.limits import check_queue
-from toolkit.api.schemas import PromptTokensDetails, Usage
+from toolkit.api.replies import PromptTokensDetails, Usage
 from toolkit.config import ServerConfig
 from toolkit.engine.async_llm import AsyncLLM, RequestStream
 from toolkit.engine.input_processor import Prompt
@@ -128,8 +128,7 @@ async def start(
         if num_answers > 1 and params.prompt_logprobs is not None:  # `echo` tells them in each answer
             _check_told("prompt_logprobs", num_tokens * params.n, params.prompt_logprobs)
         taken.append((request, text))
-    if num_answers > 1:
-        check_queue(engine, service.config, num_answers, num_tokens)
+    check_queue(engine, service.config, num_answers, num_tokens)
     streams: list[RequestStream] = []
     try:
         for request, text in taken:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -13,6 +14,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from toolkit.api.errors import error_body
+from toolkit.engine.record import current_record
+from toolkit.errors import ToolkitError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
@@ -116,9 +121,18 @@ class EventStream(Response):
                 raise
             except Exception as error:
                 self._sending = True
+                _note(error)
                 chunk = self._error_event(error)
                 await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
         await send_body({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _note(error: Exception) -> None:
+    """Has the gate count an error that its status does not tell of."""
+    if (record := current_record.get()) is not None:
+        record.error = error
+    if not isinstance(error, ToolkitError):
+        logger.error("a streamed answer could not be finished", exc_info=error)
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:

@@ -276,7 +276,8 @@ class Supervisor:
         if not self._begun.done() or self._core is None or self._info is None:
             self._fail(WorkerDiedError(f"{died}. The log has its last words."))
             return
-        self._departed = merged([self._departed, worker.families])
+        counted = [family for family in worker.families if family.kind != "gauge"]  # those are of the living
+        self._departed = merged([self._departed, counted])
         self._core.send(Leave(worker.client))
         now = time.monotonic()
         while self._restarts and self._restarts[0] < now - RESTART_WINDOW:

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from toolkit.api.answers import AnswerPlan
 from toolkit.api.errors import validation_error
-from toolkit.api.schemas import ChatDelta, ChatRequest
+from toolkit.api.replies import ChatDelta
+from toolkit.api.schemas import ChatRequest
 from toolkit.api.service import Group, Service, start
 from toolkit.api.tools import Function
 from toolkit.engine.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ class Talk:
     """Of the answer that `pieces` has read to its end."""
     stop_reason: int | str | None = None
     calls: bool = False
-    """Whether it has called a tool."""
+    """Whether it has called a tool, with all of the arguments."""
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The one answer as it comes, in its parts. Raises EngineError."""
@@ -54,12 +55,12 @@ class Talk:
             if parser is not None:
                 told = parser.add(delta.text, ended=reason is not None)
                 reason = None if reason is None else parser.finish_reason(reason)
+                self.calls = parser.called
             if told.reasoning_content:
                 yield Piece("reasoning", told.reasoning_content)
             if told.content:
                 yield Piece("text", told.content)
             for call in told.tool_calls or ():
-                self.calls = True
                 function = call.function or Function()
                 yield Piece("call", function.arguments or "", call.id, function.name)
             if reason is not None:

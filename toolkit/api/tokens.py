@@ -99,7 +99,11 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         raise InvalidRequestError(
             f"tokens has the token {wrong}, and the model's tokens are 0 to {size - 1}.", param="tokens"
         )
-    return _json(Detokenized(tokenizer.decode(body.tokens, skip_special_tokens=False)))
+    if len(body.tokens) > LONG_TEXT:
+        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+    else:
+        text = tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return _json(Detokenized(text))
 
 
 @router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerInfo))

@@ -53,6 +53,8 @@ class ToolFormat(abc.ABC):
     def __init__(self, known: Sequence[str], *, parallel: bool = True) -> None:
         """`known`: names of the tools; `parallel`: whether there is more than a first call."""
         self.num_calls = 0
+        self.within_arguments = False
+        """Whether the text so far ends within the arguments of a call."""
         self._known = frozenset(known)
         self._parallel = parallel
         self._text = ""
@@ -188,7 +190,7 @@ class ToolFormat(abc.ABC):
                 self._check_name(name)
             elif key in ("arguments", "parameters") and name is not None and index is None:
                 index = self._begin(name)
-                yield from self._value(self._teller(index))
+                yield from self._arguments(index)
             elif key in ("arguments", "parameters") and index is None:
                 held.clear()
                 yield from self._value(held.append)
@@ -207,8 +209,11 @@ class ToolFormat(abc.ABC):
         self._tell("", index, name)
         return index
 
-    def _teller(self, index: int) -> Callable[[str], None]:
-        return lambda character: self._tell(character, index)
+    def _arguments(self, index: int) -> Steps:
+        """Reads the arguments of a call, which are told as they come."""
+        self.within_arguments = True
+        yield from self._value(lambda character: self._tell(character, index))
+        self.within_arguments = False
 
     def _check_name(self, name: str) -> None:  # noqa: B027  # most formats take any name
         """Raises _NoCallError for a name that no call has."""
@@ -344,7 +349,7 @@ class Mistral(ToolFormat):
         yield from self._skip("[ARGS]")
         yield from self._skip_space()
         if name and (yield from self._peek()) == "{":
-            yield from self._value(self._teller(self._begin(name)))
+            yield from self._arguments(self._begin(name))
         elif self._kept is not None:
             self._tell(self._text[self._kept : self._at])
             self._kept = None

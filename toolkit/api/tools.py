@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import Field
 
-from toolkit.api.fields import Body, Text
+from toolkit.api.fields import BY_SHAPE, TABLE, WORD, Body, Text
 from toolkit.api.structured import Schema
 from toolkit.errors import InvalidRequestError
 
@@ -65,7 +65,8 @@ class ToolCall(Body):
         }
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ChoiceWord = Literal["none", "auto", "required"]
+ToolChoice = Annotated[Annotated[ChoiceWord, WORD] | Annotated[NamedTool, TABLE], BY_SHAPE]
 
 
 class Function(msgspec.Struct, omit_defaults=True):

@@ -77,7 +77,7 @@ class Tracer:
         if record.time_to_first_token is not None:
             span.set_attribute("gen_ai.latency.time_to_first_token", record.time_to_first_token)
         span.set_attribute("gen_ai.latency.e2e", seconds)
-        if status >= 500:
+        if status >= 500 or record.error is not None:
             span.set_status(Status(StatusCode.ERROR))
         span.end(ended)
 

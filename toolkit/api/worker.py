@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
 import sys
-import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -44,6 +44,8 @@ from toolkit.errors import EngineDeadError, ToolkitError
 from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
 from toolkit.metrics.merge import snapshot
+
+logger = logging.getLogger(__name__)
 
 CONNECTIONS_PER_TURN = 32
 
@@ -107,7 +109,7 @@ class Worker:
                 self._engine.resume(link, message.info)
                 self._engine.read().add_done_callback(_end_if_failed)
             elif isinstance(message, Dead):
-                self._http.gate.draining = True
+                self._http.gate.door.draining = True
                 self._engine.fail(EngineDeadError(message.message))
             elif isinstance(message, End):
                 self._engine.abort_all(message.reason)
@@ -165,7 +167,7 @@ def _end_if_failed(reading: asyncio.Task[None]) -> None:
 
 
 def _end_with(error: BaseException) -> NoReturn:
-    traceback.print_exception(error)
+    logger.critical("this process ends, and another takes its place", exc_info=error)
     sys.stderr.flush()
     os._exit(1)
 

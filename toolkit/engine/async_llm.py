@@ -156,6 +156,7 @@ class AsyncLLM:
         self._waiting: dict[str, int] = {}
         """Those that have not begun to run, and the tokens of their prompts."""
         self.num_waiting_tokens = 0
+        """Of those prompts, and of those that are held back until there is room for them (`engine.pooling`)."""
         self._reader: asyncio.Task[None] | None = None
         self._reviver: Reviver | None = None
         """None when somebody else sees to the core, and calls `resume`."""

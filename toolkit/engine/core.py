@@ -23,6 +23,7 @@ from toolkit.engine.messages import (
 )
 from toolkit.engine.request_list import describe, has_id
 from toolkit.engine.tokenizer import Tokenizer
+from toolkit.errors import WorkersLostError
 from toolkit.executor import Executor, Pending
 from toolkit.sampling.grammar import Masks
 from toolkit.scheduler import (
@@ -68,6 +69,8 @@ class EngineCore:
         self._steps: deque[tuple[SchedulerOutput, Pending]] = deque()
         self._constraints = Constraints(read_tokenizer, info.vocab_size)
         self._clients = [0]
+        self.failure: str | None = None
+        """Why the latest step failed, or gave no token that it should have given; None when it went well."""
         self._scheduled: list[Request] = []
         self._scheduled_at = 0.0
 
@@ -94,7 +97,7 @@ class EngineCore:
         leader: Request | None = None
         for index in range(new.params.n):
             request = self._sequence(new, index, leader)
-            self.scheduler.add(request)
+            self.scheduler.add(request, in_line=not new.grammar)
             if new.grammar:
                 self._constraints.add(request, new.grammar)
             leader = leader or request
@@ -135,6 +138,8 @@ class EngineCore:
 
     def launch(self) -> None:
         """Launches steps, up to the depth of the overlap."""
+        for request in self._constraints.take_compiled():
+            self.scheduler.line_up(request)
         while len(self._steps) < self._depth:
             started = time.monotonic()
             step = self.scheduler.schedule()
@@ -165,9 +170,14 @@ class EngineCore:
         results = self.scheduler.update(step, result)
         self._constrain()
         outputs = self._end_failed()
+        num_sampled = int(np.count_nonzero(result.token_ids >= 0))
+        if num_sampled or not len(result.token_ids):
+            self.failure = None
         for news in results.others:
             outputs.setdefault(news.request.client, []).append(_to_output(news, result))
-        return self._messages(outputs, results, step, len(result.token_ids))
+            if news.error is not None and not num_sampled and not news.request.excludes_tokens:
+                self.failure = news.error
+        return self._messages(outputs, results, step, num_sampled)
 
     def drop_steps(self) -> None:
         """Forgets the steps under way; their requests are computed anew."""
@@ -241,8 +251,9 @@ class EngineCore:
         """A step failed: its requests are computed anew, less those that cannot be. Raises when no step can
         run any more.
         """
-        if is_fatal(error):
+        if is_fatal(error) or isinstance(error, WorkersLostError):
             raise error
+        self.failure = f"{type(error).__name__}: {error}"
         out_of_memory = is_out_of_memory(error)
         logger.error(
             "a step of %d tokens for %d requests failed%s",
@@ -265,7 +276,7 @@ class EngineCore:
             f"out of memory in a step of {step.total_tokens} tokens ({error}); lower --gpu-memory-utilization or "
             f"--kv-cache-memory"
             if out_of_memory
-            else f"the step failed: {type(error).__name__}: {error}"
+            else f"the step failed: {self.failure}"
         )
         outputs: dict[int, list[EngineOutput]] = {}
         for request in given_up:

@@ -166,7 +166,7 @@ class InputProcessor:
     def chat_prompt(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """The tokens of a conversation by the model's chat template (`Tokenizer.encode_chat` has the options)."""
         self.require_generation()
-        return self.require_tokenizer().encode_chat(messages, **options)
+        return self.require_tokenizer().encode_chat(messages, check=self.check_length, **options)
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):

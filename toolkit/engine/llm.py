@@ -29,7 +29,7 @@ from toolkit.engine.pooling import (
 )
 from toolkit.engine.tokenizer import load_tokenizer
 from toolkit.errors import EngineError, InvalidRequestError
-from toolkit.executor import Executor, UniprocExecutor
+from toolkit.executor import Executor, start_executor
 from toolkit.models.hub import locate, locate_tokenizer
 from toolkit.sampling.params import BeamSearchParams, SamplingParams
 from toolkit.worker import Report
@@ -70,7 +70,7 @@ class LLM:
         folder = locate(config.model.model, config.model.revision)
         if config.model.tokenizer is not None:
             locate_tokenizer(config.model.tokenizer)  # what is missing is said before the model is loaded
-        self._attach(config, UniprocExecutor(config, folder, report or (lambda name, seconds: None)), folder)
+        self._attach(config, start_executor(config, folder, report or (lambda name, seconds: None)), folder)
 
     def _attach(self, config: EngineConfig, executor: Executor, folder: Path) -> None:
         self.config = config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -244,6 +245,8 @@ async def pooled(
     vectors: list[Vector] = []
     running: deque[tuple[RequestStream, int]] = deque()
     num_tokens = 0
+    held_back = sum(len(one.token_ids) for one in inputs)
+    engine.num_waiting_tokens += held_back
     try:
         for index, one in enumerate(inputs):
             while running and num_tokens + len(one.token_ids) > most:
@@ -253,14 +256,24 @@ async def pooled(
             stream = engine.begin(one.request(f"{request_id}-{index}", priority))
             running.append((stream, len(one.token_ids)))
             num_tokens += len(one.token_ids)
+            held_back -= len(one.token_ids)
+            engine.num_waiting_tokens -= len(one.token_ids)
         while running:
             vectors.append(await _vector(running[0][0]))
             running.popleft()
     finally:
+        engine.num_waiting_tokens -= held_back
         for stream, _ in running:
             stream.close()
     engine.metrics.prompt_tokens.inc(sum(len(one.token_ids) for one in inputs))
     return vectors
+
+
+def num_at_once(engine: AsyncLLM, inputs: Sequence[PoolingInput]) -> int:
+    """How many of the inputs `pooled` begins before any is done."""
+    most = STEPS_AHEAD * engine.info.max_num_batched_tokens
+    ends = itertools.accumulate(len(one.token_ids) for one in inputs)
+    return max(1, sum(1 for end in ends if end <= most))
 
 
 async def _vector(stream: RequestStream) -> Vector:

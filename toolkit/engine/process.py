@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import threading
-import traceback
 from pathlib import Path
 
 import msgspec
@@ -40,7 +39,7 @@ from toolkit.engine.messages import (
 )
 from toolkit.engine.sockets import Socket, address, has_message, open_socket
 from toolkit.engine.tokenizer import load_tokenizer
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, WorkersLostError
 from toolkit.models.hub import locate_tokenizer
 from toolkit.pooling import PoolingParams
 from toolkit.sampling.params import SamplingParams
@@ -77,8 +76,10 @@ class CoreProcess:
             self._serve()
         except ToolkitError as error:
             self._send(Failed(type(error).__name__, error.message))
+        except WorkersLostError as error:
+            self._send(Failed("", str(error)))
         except Exception as error:
-            traceback.print_exc()
+            logger.exception("the engine ended")
             self._send(Failed("", _root_cause(error)))
         finally:
             for outbox in self._outboxes.values():
@@ -89,10 +90,14 @@ class CoreProcess:
         start.log.apply()
 
         from toolkit.engine.core import EngineCore
-        from toolkit.executor import UniprocExecutor
+        from toolkit.executor import start_executor
 
-        executor = UniprocExecutor(
-            start.config, Path(start.folder), lambda name, seconds: self._send(Phase(name, seconds))
+        executor = start_executor(
+            start.config,
+            Path(start.folder),
+            lambda name, seconds: self._send(Phase(name, seconds)),
+            start.log,
+            self._end_now,
         )
         self._core = EngineCore(start.config, executor, lambda: load_tokenizer(tokenizer_folder(start)))
         gc.collect()
@@ -176,15 +181,23 @@ class CoreProcess:
         self._pinged.add(client)
 
     def _answer(self, news: dict[int, EngineOutputs]) -> None:
-        """Sends a step's news, and that it has run."""
-        canary = news.pop(CANARY, None)
-        error = next((output.error for output in canary.outputs), None) if canary is not None else None
+        """Sends a step's news, that it has run, and whether it failed."""
+        news.pop(CANARY, None)
         self._send_all(news)
         news.clear()
         for client in self._pinged:
-            self._send(Pong(error), client)
+            self._send(Pong(self._core.failure), client)
         self._pinged.clear()
         self._core.leave(CANARY)
+
+    def _end_now(self, kind: str, message: str) -> None:
+        """Tells the first front end what ended the engine, and ends it. From another thread than the one that is stuck."""
+        context = zmq.Context()
+        outbox = open_socket(context, zmq.PUSH)
+        outbox.connect(address(self._sockets, "out0"))
+        outbox.send(msgspec.msgpack.encode(Failed(kind, message)))
+        context.destroy(linger=2000)  # returns when it is sent
+        os._exit(1)
 
     def _forget(self, client: int) -> None:
         """Ends what a client that is gone has asked for."""

@@ -14,13 +14,15 @@ class RequestRecord:
     monotonic clock.
     """
 
-    __slots__ = ("origin", "started", "streams")
+    __slots__ = ("error", "origin", "started", "streams")
 
     def __init__(self, started: float, origin: str = "") -> None:
         """`origin`: the address that the request came from."""
         self.started = started
         self.origin = origin
         self.streams: list[RequestStream] = []
+        self.error: Exception | None = None
+        """What ended a streamed answer that had begun."""
 
     @property
     def num_prompt_tokens(self) -> int:

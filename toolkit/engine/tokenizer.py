@@ -94,10 +94,16 @@ class Tokenizer:
         return stream.add(token_ids) + stream.end()
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], *, allow_special_tokens: bool = False, **options: Any
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        allow_special_tokens: bool = False,
+        check: Callable[[str], None] = lambda text: None,
+        **options: Any,
     ) -> list[int]:
         """The tokens of a conversation; `render_chat` has the options. The template writes special tokens itself: where
-        one's text stands in a message, a tool or another option it is text, unless `allow_special_tokens`.
+        one's text stands in a message, a tool or another option it is text, unless `allow_special_tokens`. `check` is
+        given the whole text before it is tokenized, and may raise what it wants.
         """
         template = options.pop("chat_template", None)
         given = {"messages": messages, **options}
@@ -107,6 +113,7 @@ class Tokenizer:
             mark = _unused_character(given)
             given = _with_texts(given, functools.partial(self._break, mark))
         text = self.render_chat(given.pop("messages"), chat_template=template, **given)
+        check(text)
         parts = [text] if mark is None else text.split(mark)
         return [token for part in parts for token in self.encode(part, add_special_tokens=False)]
 

@@ -151,6 +151,12 @@ class Request:
         return self.num_prompt_tokens + (self.params.min_tokens if self.grammar is None else 0)
 
     @property
+    def excludes_tokens(self) -> bool:
+        """Whether what was asked for leaves some tokens out, maybe all of them."""
+        params = self.params
+        return self.grammar is not None or bool(params.allowed_token_ids or params.bad_words_token_ids)
+
+    @property
     def tells_singly(self) -> bool:
         """Whether there is something to tell beside the next token: the first one brings the cached tokens."""
         return not self.whole and (

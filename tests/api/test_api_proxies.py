@@ -1,0 +1,58 @@
+"""Who a client is, behind a proxy: what the proxy says counts only where the server was told to believe it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.api.serving import Client, Server, until
+
+COMPLETIONS = "/v1/completions"
+LIMITS = ("--max-requests-per-key", "1", "--log-format", "json", "--uvicorn-log-level", "info")
+
+
+@pytest.fixture(scope="module", params=["127.0.0.0/8", "10.0.0.0/8", None])
+def proxied(
+    request: pytest.FixtureRequest, bare_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, bool]]:
+    """A server whose clients come from this machine, and whether it believes proxies there."""
+    trusted = request.param
+    flags = [] if trusted is None else ["--forwarded-allow-ips", trusted]
+    server = Server(str(bare_model), *LIMITS, *flags, cwd=tmp_path_factory.mktemp("cwd"))
+    yield server, trusted is not None and trusted.startswith("127")
+    server.stop()
+
+
+def test_the_client_is_who_a_trusted_proxy_says_and_else_who_connects(proxied: tuple[Server, bool]) -> None:
+    server, believes = proxied
+
+    def ask(forwarded: str) -> int:
+        headers = {"X-Forwarded-For": forwarded, "X-Request-Id": forwarded.replace(", ", "-")}
+        return server.http.post(
+            COMPLETIONS, json={"prompt": [1], "max_tokens": 1}, headers=headers
+        ).status_code
+
+    running = Client(server, 8000, headers={"X-Forwarded-For": "192.0.2.1"})
+    until(lambda: running.events)
+    [live] = server.http.get("/tk/requests").json()["requests"]
+    assert live["origin"] == ("192.0.2.1" if believes else "127.0.0.1")
+
+    assert ask("192.0.2.1") == 429, "one request is this client's share"
+    assert ask("192.0.2.2") == (200 if believes else 429), "another one's is its own"
+    # A client can put anything before what the proxy adds: the last that is no proxy is who came.
+    assert ask("192.0.2.3, 192.0.2.1") == 429
+    assert ask("192.0.2.1, 192.0.2.4") == (200 if believes else 429)
+
+    server.http.delete(f"/tk/requests/{live['id']}")
+    running.finish()
+    until(server.is_idle)
+    until(lambda: '"192.0.2.1-192.0.2.4"' in server.stderr)
+    lines = [json.loads(line) for line in server.stderr.splitlines() if line.startswith("{")]
+    clients = {line["request_id"]: line["client"] for line in lines if "request_id" in line}
+    assert clients["192.0.2.1-192.0.2.4"] == ("192.0.2.4" if believes else "127.0.0.1")
+    assert clients["192.0.2.3-192.0.2.1"] == ("192.0.2.1" if believes else "127.0.0.1")
+    access = [line["message"] for line in lines if f"POST {COMPLETIONS} HTTP/1.1" in line.get("message", "")]
+    assert any(told.startswith("192.0.2.4:") for told in access) == believes
