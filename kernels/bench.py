@@ -1,4 +1,5 @@
-"""Time the kernels against what this GPU can do: `python -m toolkit.kernels.bench [--tune]`.
+"""Time the kernels against what this GPU can do: `python -m toolkit.kernels.bench [--tune]`. Without a GPU, those of the CPU
+(`toolkit.kernels.cpu.bench`).
 
 Decode is bound by memory: its share is of the bandwidth of a large copy measured in the same run. Prefill is
 bound by arithmetic: its share is of a large bf16 matrix product. Kernels are timed as replays of a CUDA graph
@@ -9,6 +10,7 @@ rows are timed the same way, each together with a norm of its input that it has 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from .bench_calls import BLOCK_SIZE, COLD_BYTES, Maker, Row, fp8_products, layer_rows, logits_rows, state_rows
+from .cpu import bench as cpu_bench
 from .triton import activation, attention, linear, norm, sampling
 from .triton.attention import Batch, Logits, Tile
 from .triton.fp8 import FP8
@@ -172,7 +175,8 @@ def main() -> None:
     )
     tune = parser.parse_args().tune
     if not torch.cuda.is_available():
-        sys.exit("toolkit.kernels.bench needs an NVIDIA GPU, and PyTorch sees none.")
+        cpu_bench.run(os.cpu_count() or 1)
+        return
     torch.manual_seed(0)
     bandwidth, rate = copy_bandwidth(), matmul_rate()
     print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s, bf16 {rate / 1e12:.0f} TFLOP/s")

@@ -199,6 +199,30 @@ def linear_fp8(
     return y.to(x.dtype)
 
 
+def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows in int8, fp32 scales `[rows, 1]`) of `[rows, size]`: row ~ int8 * scale, each row's greatest magnitude at 127."""
+    x = x.float()
+    greatest = x.abs().amax(-1, keepdim=True)
+    scale = greatest / torch.full_like(greatest, 127)
+    factor = torch.where(scale > 0, 1 / scale, 0)
+    return (x * factor).round().to(torch.int8), scale
+
+
+def linear_int8(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """`linear` with a weight in int8 and fp32 scales `[weight's rows]`; each row of x is rounded to int8, too."""
+    rows, x_scale = quantize_int8(x)
+    products = (rows.double() @ weight.double().T).float() * (scale * x_scale)
+    y = linear(products, torch.eye(len(weight)), bias, activation, gated)
+    return y.to(x.dtype)
+
+
 def _activation(x: Tensor, kind: str) -> Tensor:
     if kind == "silu":
         return F.silu(x)

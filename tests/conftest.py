@@ -8,7 +8,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores; threads that wait for each other would starve
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # several processes share the cores; threads that wait for each other would starve
 
 import sys
 from collections.abc import Callable

@@ -15,25 +15,37 @@ ROOMS = {
     "metrics": set(),
     "demo": set(),
     "scheduler": {"sampling"},
-    "sampling": set(),
+    "sampling": {"kernels"},
     "attention": {"kernels"},
     "quantization": {"kernels"},
-    "layers": {"attention", "quantization", "kernels"},
-    "models": {"layers", "attention", "quantization", "demo"},
-    "worker": {"models", "layers", "attention", "quantization", "sampling", "scheduler", "kernels"},
-    "executor": {"worker", "scheduler", "sampling"},
+    "distributed": set(),
+    "layers": {"attention", "quantization", "kernels", "distributed"},
+    "models": {"layers", "attention", "quantization", "demo", "distributed"},
+    "worker": {
+        "models",
+        "layers",
+        "attention",
+        "quantization",
+        "sampling",
+        "scheduler",
+        "kernels",
+        "distributed",
+    },
+    "executor": {"worker", "models", "scheduler", "sampling", "distributed"},
     "engine": {"executor", "scheduler", "worker", "models", "sampling"},
     "api": {"engine", "sampling", "worker"},
-    "bench": {"engine", "executor", "worker", "scheduler", "sampling", "demo"},
+    "bench": {"engine", "executor", "worker", "scheduler", "sampling", "demo", "kernels"},
     "chat": {"bench"},
     "top": {"bench"},
-    "cli": {"api", "engine", "bench", "chat", "top", "sampling", "models"},
+    "inventory": {"models", "demo"},
+    "doctor": {"inventory", "cli", "kernels"},
+    "cli": {"api", "engine", "bench", "chat", "top", "sampling", "models", "inventory", "doctor"},
     "docs": {"cli", "api", "worker"},
 }
 """What each room may import of ours, besides what everybody may: config, errors, logs, metrics, pooling."""
 
 EVERYBODY = {"config", "errors", "logs", "metrics", "pooling"}
-LIGHT = {"config", "pooling", "cli", "errors", "scheduler", "demo"}
+LIGHT = {"config", "pooling", "cli", "errors", "scheduler", "demo", "inventory"}
 HEAVY = {"torch", "transformers", "textual", "fastapi", "aiohttp", "uvicorn", "tokenizers"}
 
 

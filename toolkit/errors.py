@@ -72,6 +72,10 @@ class EngineError(ToolkitError):
     type = "engine_error"
 
 
+class WorkersLostError(Exception):
+    """A process of the engine has ended, or does not answer: no further step can be run. Nobody's mistake, and no bug of its own."""
+
+
 class EngineDeadError(EngineError):
     """The engine core's process ended; the message carries the root cause."""
 

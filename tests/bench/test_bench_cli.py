@@ -50,6 +50,25 @@ async def test_json_goes_to_stdout_and_the_files_say_the_same(server, tmp_path):
     assert "Loading" in err
 
 
+async def test_what_cannot_be_saved_is_printed_nevertheless(server, tmp_path):
+    (tmp_path / "mine.html").mkdir()
+    code, out, err = await tk(
+        *(
+            "--url",
+            server.url,
+            "--num-prompts",
+            "3",
+            "--result-dir",
+            str(tmp_path),
+            "--result-filename",
+            "mine",
+        )
+    )
+    assert code == 2
+    assert "requests     3 succeeded" in out
+    assert f"cannot be saved in {tmp_path}: Is a directory" in " ".join(err.split())
+
+
 async def test_the_table_is_plain_text_in_a_pipe(server):
     _, out, err = await tk("--url", server.url, "--num-prompts", "3")
     assert "requests     3 succeeded" in out

@@ -12,6 +12,7 @@ import pytest
 
 from toolkit.bench.answer import Answer, Counts
 from toolkit.bench.http import Http
+from toolkit.bench.processes import ClientProcesses
 from toolkit.bench.record import RequestRecord
 from toolkit.bench.run import measure, settle
 from toolkit.bench.share import number_of_clients
@@ -54,6 +55,12 @@ class TestProcesses:
         outcome = await measure(config(server, num_prompts=6, clients=2))
         assert outcome.interrupted
         assert outcome.result.num_unfinished == 6
+
+    async def test_a_terminals_ctrl_c_reaches_none_of_them(self, server):
+        """The first process hears it and tells them, also those that are still importing what they need."""
+        async with ClientProcesses.started(settle(config(server))[0], "fake", 2) as processes:
+            groups = {os.getpgid(process.pid) for process in processes._processes}
+        assert os.getpgrp() not in groups
 
     @pytest.mark.parametrize(
         ("settings", "cores", "expected"),
@@ -161,6 +168,24 @@ class TestCounting:
         record = feed([piece(2), piece(5), piece(6)])
         assert (record.output_tokens, record.sizes_known) == (6, True)
         assert (record.gaps, record.sizes) == (array("d", [1.0, 1.0]), array("q", [3, 1]))
+
+    @pytest.mark.parametrize("counts", [{"prompt_tokens": None, "completion_tokens": None}, {"other": 1}])
+    def test_a_count_that_is_not_there_is_none(self, counts):
+        pieces = [event("completions", text, "compact") for text in ("a", "b")]
+        record = feed([*pieces, orjson.dumps({"choices": [], "usage": counts})])
+        assert (record.output_tokens, record.prompt_tokens, record.sizes_known) == (2, 0, False)
+
+    def test_a_count_that_is_no_number_is_an_error(self):
+        counts = {"prompt_tokens": "3", "completion_tokens": "4"}
+        with pytest.raises(RequestFailedError, match="unreadable event"):
+            feed([orjson.dumps({"choices": [], "usage": counts})])
+
+    def test_a_running_count_that_goes_back_brings_no_tokens(self):
+        def piece(tokens):
+            counts = {"prompt_tokens": 1, "completion_tokens": tokens}
+            return orjson.dumps({"choices": [{"index": 0, "text": "x"}], "usage": counts})
+
+        assert feed([piece(2), piece(1), piece(3)]).token_gaps().min() >= 0
 
     def test_so_do_token_ids(self):
         pieces = [

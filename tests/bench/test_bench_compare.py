@@ -74,6 +74,26 @@ def test_a_large_difference_of_few_values_is_not_taken_for_more_than_chance():
     assert not Change("x", 10.0, 20.0, error=None, higher_is_better=False).regresses(5.0)
 
 
+def test_what_nobody_can_tell_is_not_passed_over(saved, capsys):
+    short = {"seconds": 0.9, "rate": 8.0}
+    _, out = compare(saved("a", **short), saved("b", itl=0.05, **short), capsys)
+    assert "cannot tell" in out
+    assert "of which nobody can tell whether by chance" in " ".join(out.split())
+    _, out = compare(saved("a", **short), saved("a", **short), capsys)
+    assert "nobody" not in out
+
+
+def test_goodput_is_compared_where_the_objectives_are_the_same(saved):
+    strict = by_name(ttft=0.13, goodput=("ttft:120",))
+    assert "good requests/s" not in strict
+    before, after = (
+        json.loads(to_text(as_json(outcome(goodput=("ttft:105",), ttft=ttft)))) for ttft in (0.1, 0.2)
+    )
+    found = {change.name: change for change in changes(before, after)}["good requests/s"]
+    assert found.worse
+    assert (found.before > 5, found.after) == (True, 0.0)
+
+
 def test_more_failures_are_a_regression(saved, capsys):
     code, out = compare(saved("a"), saved("b", fail_every=4), capsys)
     assert code == 1

@@ -101,9 +101,11 @@ async def test_chunks_of_unknown_size_are_said_to_be_such(server):
 
 async def test_without_usage_chunks_stand_for_tokens_and_the_report_says_so(server):
     server.tokens_per_chunk, server.final_usage = 2, False
-    result = (await measure(config(server, num_prompts=3, random_output_len=12))).result
-    assert result.output_tokens == 3 * 6
-    assert not result.sizes_known
+    outcome = await measure(config(server, num_prompts=3, random_output_len=12))
+    assert outcome.result.output_tokens == 3 * 6
+    assert not outcome.result.sizes_known
+    assert "a chunk counts as one" in table(outcome)
+    assert "shorter than asked" not in table(outcome)
 
 
 async def test_failures_are_grouped_with_an_example(server):
@@ -269,6 +271,10 @@ async def test_a_server_that_starts_is_waited_for(server, unused_tcp_port):
 
     outcome, _ = await asyncio.gather(measure(settings), later())
     assert outcome.result.num_succeeded == 1
+
+
+def test_a_run_without_a_request_says_so():
+    assert "No request came before the end" in table(outcome(seconds=0.0))
 
 
 @pytest.mark.parametrize(

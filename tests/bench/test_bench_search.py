@@ -7,11 +7,40 @@ import json
 
 import pytest
 
+from tests.bench.results import outcome
 from tests.bench.test_bench_cli import tk
+from toolkit.bench import search, sweep
 from toolkit.bench.search import find_max_rate
-from toolkit.bench.sweep import config_at, points
-from toolkit.config.load import SweepConfig
+from toolkit.bench.sweep import config_at, points, run_sweep
+from toolkit.bench.wire import ServerError
+from toolkit.config.load import BenchConfig, SweepConfig
 from toolkit.errors import ConfigError
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The configs that runs were made with; `measured.answer` says what comes of one."""
+
+    class Measured(list):
+        answer = staticmethod(lambda config: outcome(rate=config.request_rate, goodput=config.goodput))
+
+    configs = Measured()
+
+    async def measure(config):
+        configs.append(config)
+        return configs.answer(config)
+
+    monkeypatch.setattr(search, "measure", measure)
+    monkeypatch.setattr(sweep, "measure", measure)
+    return configs
+
+
+def searched(capsys, **settings):
+    """(exit code, the JSON, what was said on the way)"""
+    settings = {"goodput": ("ttft:1000",), "json": True, "request_rate": 40.0} | settings
+    code = search.run_search(BenchConfig(find_max_rps=True, **settings))
+    out, err = capsys.readouterr()
+    return code, json.loads(out), err
 
 
 class TestSearch:
@@ -41,17 +70,58 @@ class TestSearch:
 
         assert asyncio.run(find_max_rate(always, 1.0)) >= 100_000.0
 
-    async def test_the_command_reports_every_run(self, server, tmp_path):
-        server.refuse_every = 1
-        code, out, err = await tk(
-            *("--url", server.url, "--find-max-rps", "--goodput", "ttft:1000", "--rps", "40"),
-            *("--duration", "0.05", "--json", "--result-dir", str(tmp_path)),
-        )
-        assert len(list(tmp_path.glob("*.html"))) == len(json.loads(out)["runs"]) > 5
-        assert code == 1
-        assert json.loads(out)["max_requests_per_s"] == 0.0
+    def test_the_command_reports_every_run(self, measured, tmp_path, capsys):
+        measured.answer = lambda config: outcome(
+            rate=config.request_rate, seconds=2.0, ttft=0.1 if config.request_rate <= 7 else 2.0,
+            goodput=config.goodput, result_dir=config.result_dir,
+        )  # fmt: skip
+        code, document, err = searched(capsys, result_dir=str(tmp_path))
+        assert len(list(tmp_path.glob("*.html"))) == len(document["runs"]) > 5
+        assert code == 0
+        assert 7 / 1.05 <= document["max_requests_per_s"] <= 7
         assert "40.00 requests/s:   0.00% good" in err
         assert "fails" in err
+        assert {config.duration for config in measured} == {20.0}
+
+    def test_no_run_asks_what_an_earlier_one_has_asked(self, measured, capsys):
+        measured.answer = lambda config: outcome(
+            rate=config.request_rate,
+            seconds=2.0,
+            ttft=2.0 * (config.request_rate > 7),
+            goodput=config.goodput,
+        )
+        searched(capsys, seed=5)
+        assert [config.seed for config in measured] == list(range(5, 5 + len(measured)))
+
+    async def test_a_server_that_refuses_everything_ends_it_and_says_why(self, server):
+        server.refuse_every = 1
+        code, out, _ = await tk(
+            *("--url", server.url, "--find-max-rps", "--goodput", "ttft:1000", "--rps", "40"),
+            *("--num-prompts", "3"),
+        )
+        assert code == 1
+        assert len(server.bodies) == 3
+        assert "Every request failed at 40.00 requests/s: HTTP 503: The queue is full." in out
+
+    def test_a_run_in_which_nothing_arrives_says_nothing_of_the_server(self, measured, capsys):
+        measured.answer = lambda config: outcome(rate=0.02, seconds=0.0, goodput=config.goodput)
+        code, document, _ = searched(capsys, request_rate=0.02)
+        assert (code, len(measured)) == (1, 1)
+        assert "none came in 20 s" in document["ended_early"]
+
+    @pytest.mark.parametrize(("error", "expected"), [(ServerError("Gone."), 1), (KeyboardInterrupt(), 130)])
+    def test_what_ends_it_early_loses_nothing(self, measured, capsys, error, expected):
+        def answer(config):
+            if len(measured) > 2:
+                raise error
+            return outcome(rate=config.request_rate, seconds=2.0, goodput=config.goodput)
+
+        measured.answer = answer
+        code, document, _ = searched(capsys, request_rate=2.0)
+        assert code == expected
+        assert document["max_requests_per_s"] == 4.0
+        assert len(document["runs"]) == 2
+        assert document["ended_early"] in ("Gone", "Interrupted")
 
 
 class TestSweep:
@@ -82,6 +152,34 @@ class TestSweep:
         config = SweepConfig(vary=("rps=4",), num_prompts=7, ignore_eos=False)
         made = config_at(config, points(config)[0])
         assert (made.request_rate, made.num_prompts, made.ignore_eos) == (4.0, 7, False)
+
+    def test_no_run_asks_what_an_earlier_one_has_asked_unless_it_is_told_to(self):
+        config = SweepConfig(vary=("rps=1,2,4",), seed=9)
+        seeds = [config_at(config, point, number).seed for number, point in enumerate(points(config))]
+        assert seeds == [9, 10, 11]
+        assert config_at(config, {"seed": 3}, 2).seed == 3
+        assert config_at(SweepConfig(), {}, 2).seed is None
+
+    def test_a_server_that_dies_takes_no_earlier_result_with_it(self, measured, capsys):
+        def answer(config):
+            if len(measured) > 2:
+                raise ServerError("Gone.")
+            return outcome(rate=config.request_rate)
+
+        measured.answer = answer
+        with pytest.raises(ServerError, match="Gone"):
+            run_sweep(SweepConfig(vary=("rps=2,4,8",)))
+        assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["2", "4"]
+
+    def test_the_table_names_its_percentiles_the_good_share_and_the_errors(self, measured, capsys):
+        measured.answer = lambda config: outcome(
+            rate=config.request_rate, fail_every=4, metric_percentiles="90,95", goodput=("ttft:1000",)
+        )
+        run_sweep(SweepConfig(vary=("rps=2,4",)))
+        head, *rows = capsys.readouterr().out.splitlines()[1:]
+        assert " ".join(head.split()) == "rate req/s out tok/s TTFT p90 p95 ITL p90 p95 failed good"
+        assert [row.split()[-2:] for row in rows[:2]] == [["15", "75.0%"], ["30", "75.0%"]]
+        assert rows[2:] == ["HTTP 503: <full>"]
 
     async def test_a_line_and_a_file_for_each(self, server, tmp_path):
         code, out, err = await tk(

@@ -19,7 +19,9 @@ KINDS = [
     SamplingParams(temperature=0.0, max_tokens=6, logprobs=2, prompt_logprobs=1),
     SamplingParams(temperature=0.9, max_tokens=6, seed=1, top_k=7, top_p=0.8, n=2),
     SamplingParams(temperature=0.9, max_tokens=6, min_p=0.05, repetition_penalty=1.2, logit_bias={3: 2.0}),
-    SamplingParams(temperature=1.0, max_tokens=6, structured_outputs=StructuredOutputsParams(regex="[ab]{4}")),
+    SamplingParams(
+        temperature=1.0, max_tokens=6, structured_outputs=StructuredOutputsParams(regex="[ab]{4}")
+    ),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -79,11 +80,44 @@ def test_the_wheel_has_every_file_that_the_package_reads(tree: Path, names: set[
     data |= {
         f"toolkit/{path.relative_to(tree)}"
         for path in (tree / "kernels").rglob("*")
-        if path.is_file() and path.suffix not in (".py", ".md")
+        if path.is_file() and path.suffix not in (".py", ".md", ".cpp", ".h")
     }
     if (tree / "toolkit" / "demo" / "model").is_dir():
         assert "toolkit/demo/model/config.json" in data
     assert data <= names
+
+
+def test_the_wheel_has_the_cpu_kernels_built_for_any_python(built: tuple[Path, Path], names: set[str]):
+    if shutil.which("g++") is None:
+        pytest.skip("there is no C++ compiler")
+    assert "toolkit/kernels/cpu/_kernels.so" in names
+    assert not [name for name in names if name.endswith((".cpp", ".h", ".o"))]
+    assert built[0].name.startswith(f"tk_llm-{toolkit.__version__}-py3-none-")
+    assert not built[0].name.endswith("-any.whl")
+
+
+def test_without_a_compiler_the_build_goes_on_without_the_cpu_kernels(tree: Path, tmp_path: Path):
+    (tmp_path / "no").touch()
+    missing = {"CC": str(tmp_path / "no"), "CXX": str(tmp_path / "no")}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "setup.py",
+            "-q",
+            "build",
+            "-b",
+            tmp_path / "build",
+            "--build-lib",
+            tmp_path / "lib",
+        ],
+        cwd=tree,
+        env=os.environ | missing,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "lib" / "toolkit" / "kernels" / "cpu" / "library.py").is_file()
+    assert not list((tmp_path / "lib").rglob("*.so"))
 
 
 def test_the_wheel_has_man_pages_and_completions_where_systems_look(tree: Path, names: set[str]):

@@ -142,7 +142,11 @@ def test_what_is_drawn_does_not_depend_on_the_neighbours():
         together = sample(rounded.clone(), state, tokens_of, rows, np.full_like(rows, position))
         for row in range(len(kinds)):
             alone = sample(
-                rounded[row : row + 1].clone(), state, tokens_of, rows[row : row + 1], np.array([position])
+                rounded[row : row + 1].clone(),
+                state,
+                tokens_of,
+                rows[row : row + 1],
+                np.array([position], np.int32),
             )
             assert alone.item() == together[row].item(), (kinds[row], position)
 

@@ -1,4 +1,9 @@
-"""The CPU backend: gathers each request's keys and values, then runs PyTorch's fused attention on them."""
+"""The CPU backend: our C++ kernels, which read the cache where it lies.
+
+Where they cannot run (they were not built, the cache is in FP8 or float16, heads are larger than 256) each
+request's keys and values are gathered, and PyTorch's fused attention runs on them: 2 to 6 times the time of a
+decode step's attention.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,8 @@ import torch.nn.functional as F
 
 from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionShape, HeadTransform
 from toolkit.attention.heads import split_heads
-from toolkit.kernels import reference
+from toolkit.kernels import cpu, reference
+from toolkit.kernels.cpu.attention import DTYPES, MOST_HEAD_SIZE, Layer, Step
 
 
 @dataclass(slots=True)
@@ -37,6 +43,10 @@ class _Plan:
 class CPUBackend(AttentionBackend):
     name = "cpu"
 
+    def __init__(self) -> None:
+        self._layers: dict[int, Layer] = {}
+        """By their keys' address."""
+
     @classmethod
     def unfit(cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
         return None if device.type == "cpu" else "needs a CPU"
@@ -50,6 +60,12 @@ class CPUBackend(AttentionBackend):
         shape: AttentionShape,
         transform: HeadTransform,
     ) -> torch.Tensor:
+        layer = self._layers.get(k_cache.data_ptr())
+        if layer is None and _kernels_fit(k_cache):
+            layer = self._layers[k_cache.data_ptr()] = _layer(k_cache, v_cache, shape, transform)
+        if layer is not None:
+            transformed: torch.Tensor = layer.write(qkv, _step(batch))
+            return transformed
         query, key, value = split_heads(qkv, batch, shape, transform)
         if k_cache.dtype == key.dtype:
             k_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, key)
@@ -66,34 +82,83 @@ class CPUBackend(AttentionBackend):
         batch: AttentionBatch,
         shape: AttentionShape,
     ) -> torch.Tensor:
-        if shape.soft_cap:
-            raise NotImplementedError("PyTorch's fused attention has no soft cap")
-        plan = batch.plan.get(shape.sliding_window)
-        if plan is None:
-            plan = batch.plan[shape.sliding_window] = _plan(batch, k_cache.shape[1], shape.sliding_window)
-        keys = k_cache.flatten(0, 1).index_select(0, plan.slots).to(query.dtype)
-        values = v_cache.flatten(0, 1).index_select(0, plan.slots).to(query.dtype)
-        out = torch.empty(query.shape, dtype=query.dtype)
-        group = shape.num_heads // shape.num_kv_heads
-        for part in plan.parts:
-            q, k, v = query[part.queries], keys[part.keys].transpose(0, 1), values[part.keys].transpose(0, 1)
-            if len(q) == 1:
-                # One query token: the heads that share a key are its rows.
-                rows = q.view(1, shape.num_kv_heads, group, shape.head_size)
-                result = F.scaled_dot_product_attention(rows, k[None], v[None], scale=shape.scale)
-                out[part.queries] = result.view_as(q)
-            else:
-                result = F.scaled_dot_product_attention(
-                    q.transpose(0, 1)[None],
-                    k[None],
-                    v[None],
-                    attn_mask=part.mask,
-                    is_causal=part.causal,
-                    scale=shape.scale,
-                    enable_gqa=group > 1,
-                )
-                out[part.queries] = result[0].transpose(0, 1)
-        return out
+        layer = self._layers.get(k_cache.data_ptr())
+        return (
+            layer.attend(query, _step(batch)) if layer else _gathered(query, k_cache, v_cache, batch, shape)
+        )
+
+
+def _kernels_fit(k_cache: torch.Tensor) -> bool:
+    return cpu.available() and k_cache.dtype in DTYPES and k_cache.shape[3] <= MOST_HEAD_SIZE
+
+
+def _layer(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, shape: AttentionShape, transform: HeadTransform
+) -> Layer:
+    return Layer(
+        k_cache,
+        v_cache,
+        shape.num_heads,
+        scale=shape.scale,
+        sliding_window=shape.sliding_window,
+        soft_cap=shape.soft_cap,
+        cos_sin=transform.cos_sin,
+        q_weight=transform.q_weight,
+        k_weight=transform.k_weight,
+        eps=transform.eps,
+    )
+
+
+def _step(batch: AttentionBatch) -> Step:
+    """What the kernels take of a step; made once for all layers."""
+    step: Step | None = batch.plan.get("step")
+    if step is None:
+        step = batch.plan["step"] = Step(
+            batch.positions,
+            batch.slot_mapping,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.rows,
+            batch.block_table,
+        )
+    return step
+
+
+def _gathered(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: AttentionBatch,
+    shape: AttentionShape,
+) -> torch.Tensor:
+    if shape.soft_cap:
+        raise NotImplementedError("PyTorch's fused attention has no soft cap")
+    plan = batch.plan.get(shape.sliding_window)
+    if plan is None:
+        plan = batch.plan[shape.sliding_window] = _plan(batch, k_cache.shape[1], shape.sliding_window)
+    keys = k_cache.flatten(0, 1).index_select(0, plan.slots).to(query.dtype)
+    values = v_cache.flatten(0, 1).index_select(0, plan.slots).to(query.dtype)
+    out = torch.empty(query.shape, dtype=query.dtype)
+    group = shape.num_heads // shape.num_kv_heads
+    for part in plan.parts:
+        q, k, v = query[part.queries], keys[part.keys].transpose(0, 1), values[part.keys].transpose(0, 1)
+        if len(q) == 1:
+            # One query token: the heads that share a key are its rows.
+            rows = q.view(1, shape.num_kv_heads, group, shape.head_size)
+            result = F.scaled_dot_product_attention(rows, k[None], v[None], scale=shape.scale)
+            out[part.queries] = result.view_as(q)
+        else:
+            result = F.scaled_dot_product_attention(
+                q.transpose(0, 1)[None],
+                k[None],
+                v[None],
+                attn_mask=part.mask,
+                is_causal=part.causal,
+                scale=shape.scale,
+                enable_gqa=group > 1,
+            )
+            out[part.queries] = result[0].transpose(0, 1)
+    return out
 
 
 def _plan(batch: AttentionBatch, block_size: int, window: int) -> _Plan:

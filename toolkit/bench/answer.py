@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from itertools import pairwise
+from operator import index
 from typing import Any
 
 import msgspec
@@ -110,17 +111,24 @@ class Answer:
             event: dict[str, Any] = orjson.loads(data)
             usage = event.get("usage")
             choices = event.get("choices")
-            if usage:
-                self.total = usage["completion_tokens"]
-                self.record.prompt_tokens = usage["prompt_tokens"]
-                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-                self.record.cached_tokens = cached if cached is not None else self.record.cached_tokens
+            counted = self._take_usage(usage) if usage else False
             if choices:
-                self._piece(data, choices[0], now, counted=bool(usage))
+                self._piece(data, choices[0], now, counted=counted)
             elif "error" in event:
                 raise RequestFailedError("error in the stream", error_message(data))
         except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError):
             raise RequestFailedError("unreadable event", data.decode(errors="replace")[:200]) from None
+
+    def _take_usage(self, usage: dict[str, Any]) -> bool:
+        """Whether it says how many tokens the answer has until now; servers leave out, or null, what they do not count."""
+        record, total = self.record, usage.get("completion_tokens")
+        if total is not None:
+            self.total = index(total)
+        if (prompt := usage.get("prompt_tokens")) is not None:
+            record.prompt_tokens = index(prompt)
+        if (cached := (usage.get("prompt_tokens_details") or {}).get("cached_tokens")) is not None:
+            record.cached_tokens = index(cached)
+        return total is not None
 
     def _piece(self, data: bytes, choice: dict[str, Any], now: float, *, counted: bool) -> None:
         """One piece of the answer; `counted` when it comes with the tokens until now."""
@@ -132,7 +140,7 @@ class Answer:
         ids = choice.get("token_ids")
         self.sizes_said |= not self.times and (counted or ids is not None)
         if self.sizes_said and (counted or ids is not None):
-            carried = len(ids) if ids is not None else (self.total or 0) - self.counted
+            carried = len(ids) if ids is not None else max(0, (self.total or 0) - self.counted)
             self._count(carried, now)
         elif any(said):
             self._count(1, now)

@@ -28,12 +28,15 @@ class Clock:
 
 
 async def wait_until_ready(http: Http, url: str, patience: float) -> None:
-    """Returns when the server answers anything at all, after at most `patience` seconds. Raises ServerError."""
+    """Returns when the server answers, for at most `patience` seconds with anything but a fault: a proxy has one to say
+    for a server that is starting. Raises ServerError.
+    """
     end = time.perf_counter() + patience
     while True:
         try:
-            await http.get("/v1/models", timeout=30.0)
-            return
+            status, _ = await http.get("/v1/models", timeout=30.0)
+            if status < 500 or time.perf_counter() >= end:
+                return
         except RequestFailedError as error:
             if time.perf_counter() >= end:
                 waited = f", {patience:g} s long" if patience else ""

@@ -139,6 +139,10 @@ def _throughput(before: Document, after: Document) -> Iterator[Change]:
         else:
             old, new = before["throughput"], after["throughput"]
             yield Change(title, old[key], new[key], None, higher_is_better=True)
+    good = [document["goodput"] for document in (before, after)]
+    if good[0]["objectives_s"] and good[0]["objectives_s"] == good[1]["objectives_s"]:
+        old, new = (one["requests_per_s"] for one in good)
+        yield Change("good requests/s", old, new, None, higher_is_better=True)
 
 
 def _error(*intervals: list[float | None]) -> float | None:
@@ -235,6 +239,10 @@ def _print(
         console.print(Text(f"{bad} worse by more than {config.threshold:g}%.", style="bold red"))
     else:
         console.print(f"Nothing is worse by more than {config.threshold:g}%, beyond chance.")
+    unknown = sum(c.worse and c.significant is None and abs(c.percent) > config.threshold for c in found)
+    if unknown:
+        note = f"{unknown} worse by more than {config.threshold:g}%, of which nobody can tell whether by chance: "
+        console.print(Text(f"{note}longer runs would.", style="yellow"), soft_wrap=not console.is_terminal)
 
 
 def _shown(setting: object) -> str:

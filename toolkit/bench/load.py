@@ -77,7 +77,8 @@ async def closed_loop(
 async def sleep_until(due: float, clock: Callable[[], float]) -> None:
     """Sleeps until `clock` reads `due`.
 
-    Timers are half a millisecond off; where there is time for it, the last one is spent looking at the clock.
+    Timers are half a millisecond off; where there is time for it, the last one is spent looking at the clock. Where
+    there is none at all, others run once nevertheless: a client that is behind still sends what it has, and hears Ctrl-C.
     """
     wait = due - clock()
     if wait > 5 * TIMER_RESOLUTION:
@@ -85,6 +86,7 @@ async def sleep_until(due: float, clock: Callable[[], float]) -> None:
         while clock() < due:
             await asyncio.sleep(0)
     else:
+        await asyncio.sleep(max(wait, 0.0))
         while (wait := due - clock()) > 0:
             await asyncio.sleep(wait)
 

@@ -6,7 +6,6 @@ They speak MessagePack through the pipes of standard input and output. A client 
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 import time
 from array import array
@@ -100,7 +99,10 @@ class ClientProcesses:
             for index in range(clients):
                 processes.append(
                     await asyncio.create_subprocess_exec(
-                        *(sys.executable, "-m", "toolkit.bench.processes"), stdin=PIPE, stdout=PIPE
+                        *(sys.executable, "-m", "toolkit.bench.processes"),
+                        stdin=PIPE,
+                        stdout=PIPE,
+                        start_new_session=True,  # Ctrl-C is for the first process, which says when to stop
                     )
                 )
                 _tell(processes[-1], Job(config, model, index, clients))
@@ -214,7 +216,6 @@ def _say(message: FromClient) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process says when to stop
     raise_file_limit()
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         try:

@@ -30,6 +30,7 @@ from toolkit.bench.share import Job, LoadShare, number_of_clients
 from toolkit.bench.stats import evaluate
 from toolkit.bench.wire import RequestFailedError, ServerError
 from toolkit.config.load import BenchConfig
+from toolkit.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -51,10 +52,18 @@ def run(config: BenchConfig) -> int:
 
     outcome = run_loop(lambda: measure(config, prepare))
     document = as_json(outcome)
-    for one in files:
-        save(one, outcome, document)
-        print(f"Saved {one.json}, {one.jsonl.name}, {one.html.name}", file=sys.stderr)
-    if config.json:
+    try:
+        for one in files:
+            save(one, outcome, document)
+            print(f"Saved {one.json}, {one.jsonl.name}, {one.html.name}", file=sys.stderr)
+    finally:  # a full disk takes no more than the files
+        report(outcome, document)
+    return outcome.exit_code
+
+
+def report(outcome: Outcome, document: dict[str, Any]) -> None:
+    """Prints the result."""
+    if outcome.config.json:
         print(to_text(document), end="")
         if outcome.result.saturated is not None:
             print(f"CLIENT SATURATED: {outcome.result.saturated}.", file=sys.stderr)
@@ -64,7 +73,6 @@ def run(config: BenchConfig) -> int:
         from toolkit.bench.table import print_table
 
         print_table(Console(highlight=False), outcome)
-    return outcome.exit_code
 
 
 def run_loop(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -83,9 +91,19 @@ def save(files: ResultFiles, outcome: Outcome, document: dict[str, Any]) -> None
     """Writes the result, the requests and the report with plots."""
     from toolkit.bench.html import html_report
 
-    files.json.write_text(to_text(document))
-    files.jsonl.write_bytes(b"".join(request_lines(outcome)))
-    files.html.write_text(html_report(outcome))
+    try:
+        files.json.write_text(to_text(document))
+        files.jsonl.write_bytes(b"".join(request_lines(outcome)))
+        files.html.write_text(html_report(outcome))
+    except OSError as error:
+        raise ConfigError(f"The result cannot be saved in {files.json.parent}: {error.strerror}.") from None
+
+
+def seed_of_run(seed: int | None, number: int) -> int | None:
+    """The seed of one of several runs: with the same one in all of them, the second would find its prompts in the
+    server's prefix cache.
+    """
+    return None if seed is None else seed + number
 
 
 def save_numbered(outcome: Outcome, number: int) -> None:
@@ -123,7 +141,7 @@ async def measure(
                 shares = [await load_from_here(http, config, model, stop)]
             else:
                 shares = await load_from_processes(config, model, clients, stop)
-        after = await read_metrics(http) if before is not None else None
+            after = await read_metrics(http) if before is not None else None  # a second Ctrl-C loses nothing
     return Outcome(
         config=config,
         model=model,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from toolkit.bench.document import SCHEMA, as_json
 from toolkit.bench.outcome import Outcome
-from toolkit.bench.run import measure, run_loop, save_numbered, to_text
+from toolkit.bench.run import measure, run_loop, save_numbered, seed_of_run, to_text
+from toolkit.bench.wire import ServerError
 from toolkit.config.load import BenchConfig
 
 SECONDS = 20.0
@@ -75,10 +76,16 @@ def run_search(config: BenchConfig) -> int:
         probe = dataclasses.replace(
             config,
             request_rate=rate,
+            seed=seed_of_run(config.seed, len(tried)),
             find_max_rps=False,
             duration=SECONDS if config.num_prompts is None and config.duration is None else config.duration,
         )
-        outcome = await measure(probe)
+        try:
+            outcome = await measure(probe)
+        except ServerError as error:
+            if not tried:
+                raise
+            raise SearchEndedError(str(error).rstrip("."), 1) from None
         result = outcome.result
         if outcome.interrupted:
             raise SearchEndedError("Interrupted", 130)
@@ -87,8 +94,15 @@ def run_search(config: BenchConfig) -> int:
                 f"CLIENT SATURATED at {rate:.2f} requests/s: {result.saturated} (more processes: --clients N)"
             )
             raise SearchEndedError(why, 1)
+        if not result.num_sent:
+            why = f"At {rate:.2f} requests/s none came in {probe.duration or 0.0:g} s: --duration says how long to look"
+            raise SearchEndedError(why, 1)
         tried.append(outcome)
         save_numbered(outcome, len(tried))
+        if not result.num_succeeded:
+            first_error = result.errors[0]
+            why = f"Every request failed at {rate:.2f} requests/s: {first_error.cause}: {first_error.example.rstrip('.')}"
+            raise SearchEndedError(why, 1)
         if (result.good_share or 0.0) >= config.goodput_ratio:
             held.append(rate)
         print(_line(outcome, held=rate in held), file=sys.stderr)
@@ -100,6 +114,8 @@ def run_search(config: BenchConfig) -> int:
         run_loop(lambda: find_max_rate(holds, first))
     except SearchEndedError as error:
         ended = error
+    except KeyboardInterrupt:  # between two loads
+        ended = SearchEndedError("Interrupted", 130)
     found = max(held, default=0.0)
     if config.json:
         runs = [as_json(outcome) for outcome in sorted(tried, key=lambda o: o.config.request_rate)]

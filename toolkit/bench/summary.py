@@ -35,13 +35,6 @@ class Estimate:
     low: float | None = None
     high: float | None = None
 
-    @property
-    def error(self) -> float | None:
-        """The standard error that the interval comes from, were it a normal one."""
-        if self.low is None or self.high is None:
-            return None
-        return (self.high - self.low) / (2 * NORMAL_95)
-
 
 @dataclass(frozen=True, slots=True)
 class Summary:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.bench.document import SCHEMA, as_json
 from toolkit.bench.outcome import Outcome
-from toolkit.bench.run import measure, run_loop, save_numbered, to_text
+from toolkit.bench.run import measure, run_loop, save_numbered, seed_of_run, to_text
 from toolkit.bench.summary import Summary
 from toolkit.config.fields import Option, build, options
 from toolkit.config.load import BenchConfig, SweepConfig
@@ -47,37 +47,53 @@ def points(config: SweepConfig) -> list[Point]:
     return [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
 
 
-def config_at(config: SweepConfig, point: Point) -> BenchConfig:
-    """The config of one run. Raises ConfigError when its settings do not go together."""
+def config_at(config: SweepConfig, point: Point, number: int = 0) -> BenchConfig:
+    """The config of run `number`, from 0. Raises ConfigError when its settings do not go together."""
     shared = {row.name: getattr(config, row.name) for row in options(BenchConfig)}
+    shared["seed"] = seed_of_run(config.seed, number)
     return build(BenchConfig, shared | point)
 
 
 def run_sweep(config: SweepConfig) -> int:
-    """Measures and reports; the exit code of the command: 1 when a run says 1."""
+    """Measures and reports; the exit code of the command: 1 when a run says 1. Runs that have ended are reported also
+    when the next one cannot be made.
+    """
     where = points(config)
-    configs = [config_at(config, point) for point in where]  # all, before the first is run
+    configs = [
+        config_at(config, point, number) for number, point in enumerate(where)
+    ]  # all, before any is run
     outcomes: list[Outcome] = []
-    for number, (point, one) in enumerate(zip(where, configs, strict=True), 1):
-        shown = ", ".join(f"{name}={_short(value)}" for name, value in point.items())
-        print(f"{number}/{len(where)}: {shown}", file=sys.stderr)
-        outcome = run_loop(lambda one=one: measure(one))  # type: ignore[misc]  # a lambda's default has no type
-        outcomes.append(outcome)
-        save_numbered(outcome, number)
-        if outcome.interrupted:
-            break
+    try:
+        for number, (point, one) in enumerate(zip(where, configs, strict=True), 1):
+            shown = ", ".join(f"{name}={_short(value)}" for name, value in point.items())
+            print(f"{number}/{len(where)}: {shown}", file=sys.stderr)
+            outcome = run_loop(lambda one=one: measure(one))  # type: ignore[misc]  # a lambda's default has no type
+            outcomes.append(outcome)
+            save_numbered(outcome, number)
+            if outcome.interrupted:
+                break
+    finally:
+        if outcomes:
+            _report(config, where, outcomes)
+    return max(outcome.exit_code for outcome in outcomes)
+
+
+def _report(config: SweepConfig, where: list[Point], outcomes: list[Outcome]) -> None:
     if config.json:
         runs = [as_json(outcome) for outcome in outcomes]
         print(to_text({"schema": f"{SCHEMA}-sweep", "varied": where[: len(runs)], "runs": runs}), end="")
     else:
         from rich.console import Console
+        from rich.text import Text
 
         console = Console(highlight=False)
         console.print(_table(where, outcomes))
         for outcome in outcomes:
             if outcome.result.saturated is not None:
                 console.print(f"CLIENT SATURATED: {outcome.result.saturated}.", style="bold red")
-    return max(outcome.exit_code for outcome in outcomes)
+        errors = {group.cause: group.example for outcome in outcomes for group in outcome.result.errors}
+        for cause, example in errors.items():
+            console.print(Text(f"{cause}: {example}", style="red"), soft_wrap=not console.is_terminal)
 
 
 def _table(where: list[Point], outcomes: list[Outcome]) -> Table:
@@ -87,7 +103,10 @@ def _table(where: list[Point], outcomes: list[Outcome]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for name in where[0]:  # a long name in several lines, so that eight numbers fit beside it
         table.add_column(name.replace("_", "\n"), justify="right", style="bold")
-    for name in ("req/s", "out tok/s", "TTFT p50", "p99", "ITL p50", "p99", "failed"):
+    percentiles = outcomes[0].config.percentiles
+    first, last = f"p{percentiles[0]:g}", f"p{percentiles[-1]:g}"
+    good = ["good"] * any(outcome.config.goodput for outcome in outcomes)
+    for name in ("req/s", "out tok/s", f"TTFT {first}", last, f"ITL {first}", last, "failed", *good):
         table.add_column(name, justify="right")
     for point, outcome in zip(where, outcomes, strict=False):
         table.add_row(*(_short(value) for value in point.values()), *_cells(outcome))
@@ -104,6 +123,8 @@ def _cells(outcome: Outcome) -> Iterator[str]:
         yield from _ends(result.latencies.ttft)
         yield from _ends(result.latencies.itl)
     yield f"{result.num_failed:,}" if result.num_failed else ""
+    if result.good_share is not None and result.saturated is None:
+        yield f"{result.good_share:.1%}"
 
 
 def _ends(summary: Summary | None) -> tuple[str, str]:

@@ -86,9 +86,17 @@ def problems(outcome: Outcome) -> Iterator[tuple[str, str]]:
     config, result, server = outcome.config, outcome.result, outcome.server
     if outcome.interrupted:
         yield "yellow", f"Interrupted; {result.num_unfinished:,} requests had not ended."
+    elif not result.num_sent:
+        yield "yellow", "No request came before the end: --duration and the rate say how many there are."
     for group in result.errors:
         yield "red", f"{group.count:,} x {group.cause}: {group.example}"
-    if config.ignore_eos and result.output_tokens < result.output_tokens_asked:
+    if counts_nothing(result):
+        yield (
+            "yellow",
+            "The server does not say how many tokens it made: a chunk counts as one, so that rates of tokens, TPOT and "
+            "ITL are those of chunks.",
+        )
+    elif config.ignore_eos and result.output_tokens < result.output_tokens_asked:
         yield (
             "yellow",
             f"The answers were shorter than asked: {result.output_tokens:,} of "
@@ -111,6 +119,11 @@ def problems(outcome: Outcome) -> Iterator[tuple[str, str]]:
             f"CLIENT SATURATED: {result.saturated}.\nThroughput and latencies would be the client's, not the server's, "
             "and are left out. Lower the load, or send from more processes: --clients N.",
         )
+
+
+def counts_nothing(result: Result) -> bool:
+    """Whether the server counted no tokens, neither those of the prompts nor those of the answers."""
+    return result.chunks > 0 and not result.sizes_known and result.prompt_tokens == 0
 
 
 def carry_several(result: Result) -> bool:

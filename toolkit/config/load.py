@@ -116,8 +116,8 @@ class BenchConfig:
     ignore_eos: bool = option(True, "Ask for answers of full length, past the end-of-sequence token.")
     seed: int | None = option(
         None,
-        "Seeds the arrivals, lengths and prompts. Default: another one in each run, so that no prompt is in the "
-        "server's prefix cache already.",
+        "Seeds the arrivals, lengths and prompts; each further run of a sweep or a search adds one. Default: another "
+        "one in each run, so that no prompt is in the server's prefix cache already.",
         minimum=0,
     )
     num_warmups: int = option(

@@ -1,7 +1,7 @@
 """The pieces models are made of. Activations are packed: [num_tokens, hidden], without a batch dimension."""
 
 from toolkit.layers.activation import activation_kind
-from toolkit.layers.embedding import Embedding
+from toolkit.layers.embedding import Embedding, VocabularyEmbedding
 from toolkit.layers.linear import GatedLinear, Linear, MergedLinear, OutputHead
 from toolkit.layers.norm import LayerNorm, RMSNorm
 from toolkit.layers.rotary import RotaryEmbedding
@@ -19,6 +19,7 @@ __all__ = [
     "RotaryEmbedding",
     "Slot",
     "Slots",
+    "VocabularyEmbedding",
     "activation_kind",
     "plain_slots",
 ]

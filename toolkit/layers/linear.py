@@ -3,101 +3,143 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from toolkit.distributed import Share, current, even, whole
 from toolkit.layers.activation import FUNCTIONS
-from toolkit.layers.embedding import Embedding, padded_table
+from toolkit.layers.embedding import Embedding, vocabulary_share, vocabulary_table
 from toolkit.layers.fused import fused
-from toolkit.layers.weights import QuantizedSlot, Slot, Slots
-from toolkit.quantization import fp8, new_weight
+from toolkit.layers.packed import Packed, pack
+from toolkit.layers.weights import JoinedSlot, QuantizedSlot, Slot, Slots
+from toolkit.quantization import fp8, int8, new_weight, quantizes_head
 
-PACKED_ROWS = 16
-"""Rows of the products that a packed layout is made for; it serves any number."""
+Split = Literal["out", "in"] | None
 
 
 class Linear(nn.Module):
-    """y = act(x Wᵀ + b), W: [out, in]. `activation` is a kind of `toolkit.layers.activation`, or none."""
+    """y = act(x Wᵀ + b), W: [out, in]. `activation` is a kind of `toolkit.layers.activation`, or none.
+
+    Under tensor parallelism `split` says what of W each rank has: all of it (None); a share of its rows, and so of the
+    output ("out": column-parallel, in the words of Megatron-LM, arXiv:1909.08053); or a share of its columns, for as much of the
+    input ("in": row-parallel), and then the ranks' products are added up.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     scale: torch.Tensor | None = None
-    """Of each row of the weight, fp32 [out], where it is in FP8 (`toolkit.quantization`)."""
-    packed: torch.Tensor | None = None
+    """Of each row of the weight, fp32 [out], where it is in FP8 or int8 (`toolkit.quantization`)."""
+    gated = False
+    """Whether the output is that of the first half of the weight's rows, activated, times that of the second."""
+    packed: Packed | None = None
+    """What computes the product on a CPU, in the weight's place."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, activation: str | None = None
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        activation: str | None = None,
+        split: Split = None,
     ) -> None:
         super().__init__()
-        self.activation = activation
-        weight, self.scale = new_weight(out_features, in_features)
+        columns = even(in_features, "features") if split == "in" else whole(in_features)
+        rows = even(out_features, "features") if split == "out" else whole(out_features)
+        self._make(columns, [rows], bias, activation)
+
+    def _make(self, columns: Share, parts: Sequence[Share], bias: bool, activation: str | None) -> None:
+        """`parts`: of the projections whose outputs lie side by side."""
+        self.columns, self.parts, self.activation = columns, tuple(parts), activation
+        self.group = current()
+        num_rows = sum(part.count for part in parts)
+        weight, self.scale = new_weight(num_rows, columns.count)
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.bias = nn.Parameter(torch.empty(num_rows), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.columns.whole:
+            return self._product(x, self.bias)
+        y = self.group.all_reduce(self._product(x, None))
+        return y if self.bias is None else y + self.bias
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.packed is not None:
+            return self.packed(x)
         if self.scale is not None:
-            return fp8.linear(x, self.weight, self.scale, self.bias, self.activation)
+            return fp8.linear(x, self.weight, self.scale, bias, self.activation)
         kernels = fused(x.device)
         if kernels is None:
-            y = self._product(x)
+            y = F.linear(x, self.weight, bias)
             return FUNCTIONS[self.activation](y) if self.activation else y
         if kernels.fits(len(x), self.weight):
-            fused_y: torch.Tensor = kernels.linear(x, self.weight, self.bias, self.activation)
+            fused_y: torch.Tensor = kernels.linear(x, self.weight, bias, self.activation)
             return fused_y
-        if self.activation == "gelu_tanh" and self.bias is not None and x.dtype != torch.float32:
+        if self.activation == "gelu_tanh" and bias is not None and x.dtype != torch.float32:
             # cuBLAS adds the bias and applies the tanh form of GELU while it has the sums in registers.
-            return torch._addmm_activation(self.bias, x, self.weight.T, use_gelu=True)
-        y = self._product(x)
+            return torch._addmm_activation(bias, x, self.weight.T, use_gelu=True)
+        y = F.linear(x, self.weight, bias)
         return kernels.activation(y, self.activation) if self.activation else y
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if self.packed is not None:
-            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-            return y
-        return F.linear(x, self.weight, self.bias)
-
     def pack(self) -> None:
-        """Puts the weight into oneDNN's own layout, where this CPU and type have one; once, after loading.
-
-        Products of few rows are 2 to 7 times as fast as with the plain layout, which is then given up.
+        """Puts the weight into the layout that a CPU multiplies fastest with, where it has one; once, after loading. The plain layout
+        is then given up.
         """
-        if can_pack(self.weight.dtype):
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), PACKED_ROWS)
+        bias = self.bias if self.columns.whole else None
+        self.packed = pack(
+            self.weight.detach(), bias, self.scale, activation=self.activation, gated=self.gated
+        )
+        if self.packed is not None:
             self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
     def slots(self, name: str, *, transpose: bool = False) -> Slots:
         """The layer's tensors under the checkpoint's name for it."""
-        return self._slots(name, slice(None), transpose=transpose)
+        return {f"{name}.{kind}": slot for kind, slot in self._places(0, self.parts[0], transpose).items()}
 
-    def _slots(self, name: str, rows: slice, *, transpose: bool = False) -> Slots:
-        """The tensors of some rows of the weight."""
-        weight = self.weight[rows]
+    def _places(self, index: int, share: Share, transpose: bool = False) -> dict[str, Slot]:
+        """Where weight and bias of a projection go; `share`: what of the checkpoint's rows goes there."""
+        first = sum(part.count for part in self.parts[:index])
+        rows = slice(first, first + share.count)
+        shares = share, self.columns
         if self.scale is None:
-            slots = {f"{name}.weight": Slot(weight, transpose)}
+            places = {"weight": Slot(self.weight[rows], transpose, shares)}
         else:
-            slots = {f"{name}.weight": QuantizedSlot(weight, transpose, scale=self.scale[rows])}
+            scale = self.scale[rows]
+            places = {"weight": QuantizedSlot(self.weight[rows], transpose, shares, scale=scale)}
         if self.bias is not None:
-            slots[f"{name}.bias"] = Slot(self.bias[rows])
-        return slots
+            places["bias"] = Slot(self.bias[rows], shares=(share,))
+        return places
 
 
 class MergedLinear(Linear):
     """Several projections of one input, done as one product; the outputs lie side by side."""
 
-    def __init__(self, in_features: int, out_features: Sequence[int], *, bias: bool) -> None:
-        super().__init__(in_features, sum(out_features), bias=bias)
-        self.out_features = tuple(out_features)
+    def __init__(self, in_features: int, parts: Sequence[Share], *, bias: bool) -> None:
+        """`parts`: how much of each projection's output this rank has."""
+        nn.Module.__init__(self)
+        self._make(whole(in_features), parts, bias, None)
 
     def merged_slots(self, names: Sequence[str]) -> Slots:
         """The tensors of the projections that the checkpoint keeps apart, in order."""
-        slots: Slots = {}
-        start = 0
-        for name, size in zip(names, self.out_features, strict=True):
-            slots |= self._slots(name, slice(start, start + size))
-            start += size
-        return slots
+        return {
+            f"{name}.{kind}": slot
+            for index, (name, part) in enumerate(zip(names, self.parts, strict=True))
+            for kind, slot in self._places(index, part).items()
+        }
+
+    def slots(self, name: str, *, transpose: bool = False) -> Slots:
+        """The tensors of a checkpoint that keeps the projections together, one after the other."""
+        total, begin = sum(part.total for part in self.parts), 0
+        joined: dict[str, list[Slot]] = {}
+        for index, part in enumerate(self.parts):
+            share = Share(total, begin + part.begin, part.count)
+            for kind, slot in self._places(index, share, transpose).items():
+                joined.setdefault(kind, []).append(slot)
+            begin += part.total
+        return {f"{name}.{kind}": JoinedSlot(slots) for kind, slots in joined.items()}
 
 
 class OutputHead(Linear):
@@ -109,50 +151,60 @@ class OutputHead(Linear):
         """`tied`: the embedding whose table is also the weight."""
         nn.Module.__init__(self)
         self.vocab_size, self.activation, self.bias = vocab_size, None, None
+        self.group, self.columns, self.parts = current(), whole(hidden), (vocabulary_share(vocab_size),)
+        self._tied = (tied,)  # in a tuple, it is no module of this one's
+        self._quantized = quantizes_head()
         self.weight = (
-            tied.table if tied else nn.Parameter(padded_table(vocab_size, hidden), requires_grad=False)
+            tied.table if tied else nn.Parameter(vocabulary_table(vocab_size, hidden), requires_grad=False)
         )
 
     def forward(self, x: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
         """[n, hidden] to [n, vocab_size]; on a GPU a view of `buffer` [n, rows of the weight], where one is given."""
         kernels = fused(x.device)
-        if buffer is None or kernels is None:
+        if self.packed is not None:
+            logits = self.packed(x, torch.float32)
+        elif buffer is None or kernels is None:
             logits = super().forward(x)
         elif kernels.fits(len(x), self.weight):
             logits = kernels.linear(x, self.weight, out=buffer)
         else:
             logits = torch.mm(x, self.weight.T, out=buffer)
-        return logits[:, : self.vocab_size]
+        logits = self.group.all_gather(logits)[:, : self.vocab_size]
+        return logits if logits.is_cuda else logits.contiguous()
 
-    def slots(self, name: str, *, transpose: bool = False) -> Slots:
-        return self._slots(name, slice(self.vocab_size), transpose=transpose)
+    def pack(self) -> None:
+        weight = self.weight.detach()
+        weight, scale = int8.quantize(weight) if self._quantized else (weight, None)
+        self.packed = pack(weight, None, scale, activation=None, gated=False)
+        if self.packed is not None:
+            self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+            (tied,) = self._tied
+            if tied is not None:
+                tied.share(self.packed)
 
 
 class GatedLinear(MergedLinear):
     """act(gate) · up of one input, both [num_tokens, out] (Shazeer, 2020); `weight` holds gate's rows, then up's."""
 
+    activation: str
+    gated = True
+
     def __init__(self, in_features: int, out_features: int, *, bias: bool, activation: str) -> None:
-        super().__init__(in_features, (out_features, out_features), bias=bias)
-        self.gate = activation
+        share = even(out_features, "features")
+        super().__init__(in_features, (share, share), bias=bias)
+        self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None:
+            return self.packed(x)
         if self.scale is not None:
-            return fp8.linear(x, self.weight, self.scale, self.bias, self.gate, gated=True)
+            return fp8.linear(x, self.weight, self.scale, self.bias, self.activation, gated=True)
         kernels = fused(x.device)
         if kernels is None:
-            gate, up = self._product(x).chunk(2, dim=1)
-            return FUNCTIONS[self.gate](gate) * up
+            gate, up = F.linear(x, self.weight, self.bias).chunk(2, dim=1)
+            return FUNCTIONS[self.activation](gate) * up
         if kernels.fits(len(x), self.weight):
-            y: torch.Tensor = kernels.linear(x, self.weight, self.bias, self.gate, gated=True)
+            y: torch.Tensor = kernels.linear(x, self.weight, self.bias, self.activation, gated=True)
         else:
-            y = kernels.gated_activation(self._product(x), self.gate)
+            y = kernels.gated_activation(F.linear(x, self.weight, self.bias), self.activation)
         return y
-
-
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has packed products of this type here."""
-    if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32

@@ -6,21 +6,46 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from toolkit.kernels import cpu
+from toolkit.kernels.cpu.norm import DTYPES, Norm
 from toolkit.layers.fused import fused
 from toolkit.layers.weights import Slot, Slots
 
 
-class LayerNorm(nn.Module):
-    """Layer normalization (Ba et al., 2016)."""
+class _Normalization(nn.Module):
+    """(norm(x + residual), x + residual) of x and residual, both [num_tokens, size]. The sum may be written
+    into `residual`.
+    """
+
+    bias: nn.Parameter | None
+    packed: Norm | None = None
+    """What computes it on a CPU."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
-        self.bias = nn.Parameter(torch.zeros(size), requires_grad=False)
+        self.register_parameter("bias", None)
         self.eps = eps
 
+    def pack(self) -> None:
+        """Prepares our kernel, where it runs; once, after loading, on a CPU."""
+        if cpu.available() and self.weight.dtype in DTYPES:
+            self.packed = Norm(self.weight, self.bias, self.eps)
+
+
+class LayerNorm(_Normalization):
+    """Layer normalization (Ba et al., 2016)."""
+
+    bias: nn.Parameter
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+        self.bias = nn.Parameter(torch.zeros(size), requires_grad=False)
+
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual); both [num_tokens, size]. On a GPU the sum is written into `residual`."""
+        if self.packed is not None:
+            normed, total = self.packed(x, residual)
+            return normed, total
         kernels = fused(x.device)
         if kernels is not None:
             both: tuple[torch.Tensor, torch.Tensor] = kernels.add_layer_norm(
@@ -34,16 +59,13 @@ class LayerNorm(nn.Module):
         return {f"{name}.weight": Slot(self.weight), f"{name}.bias": Slot(self.bias)}
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(_Normalization):
     """Root mean square normalization (Zhang & Sennrich, 2019)."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
-        self.eps = eps
-
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual); both [num_tokens, size]. On a GPU the sum is written into `residual`."""
+        if self.packed is not None:
+            normed, total = self.packed(x, residual)
+            return normed, total
         kernels = fused(x.device)
         if kernels is not None:
             both: tuple[torch.Tensor, torch.Tensor] = kernels.add_rms_norm(x, residual, self.weight, self.eps)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from toolkit.quantization import fp8
+from toolkit.distributed import Share
+from toolkit.quantization import quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,8 @@ class Slot:
     target: torch.Tensor
     transpose: bool = False
     """GPT-2's files hold [in, out]; ours are [out, in]."""
+    shares: tuple[Share | None, ...] = ()
+    """What this rank has of the target's first dimensions; None, and dimensions left out: all."""
 
     @property
     def whole(self) -> bool:
@@ -23,9 +27,23 @@ class Slot:
         return False
 
     @property
+    def region(self) -> tuple[Share, ...]:
+        """What goes here of the checkpoint's tensor, by its dimensions."""
+        shares = [*self.shares, *[None] * (self.target.dim() - len(self.shares))]
+        region = tuple(
+            share or Share(size, 0, size) for share, size in zip(shares, self.target.shape, strict=True)
+        )
+        return region[::-1] if self.transpose else region
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape the tensor has in the checkpoint."""
-        return tuple(reversed(self.target.shape)) if self.transpose else tuple(self.target.shape)
+        return tuple(share.total for share in self.region)
+
+    @property
+    def parts(self) -> Sequence[Slot]:
+        """Slots that are each of one region."""
+        return (self,)
 
     def rows(self, first: int, count: int) -> Slot:
         """The place of some rows of the checkpoint tensor."""
@@ -40,7 +58,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedSlot(Slot):
-    """The place of a tensor whose rows are kept in FP8, each with a scale. No other copy of it is made on the way."""
+    """The place of a tensor whose rows are kept in FP8 or int8, each with a scale. No other copy of it is made on the way."""
 
     scale: torch.Tensor
     """[rows of the target], fp32"""
@@ -58,12 +76,24 @@ class QuantizedSlot(Slot):
 
     def fill(self, tensor: torch.Tensor) -> None:
         tensor = tensor.to(self.target.device)
-        weight, scale = fp8.quantize(tensor.T if self.transpose else tensor)
+        weight, scale = quantize(tensor.T if self.transpose else tensor, self.target.dtype)
         self.target.copy_(weight)
         self.scale.copy_(scale)
 
 
-Slots = dict[str, Slot]
+@dataclass(frozen=True, slots=True)
+class JoinedSlot:
+    """The places of a checkpoint tensor that holds several projections, one after the other, of each of which a rank has a share."""
+
+    parts: Sequence[Slot]
+    """They begin at `Share.begin` of what is theirs of the whole."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parts[0].shape
+
+
+Slots = dict[str, Slot | JoinedSlot]
 """By the tensor's name in the checkpoint."""
 
 

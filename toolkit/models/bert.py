@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from toolkit.attention.packed import PackedBatch, attend
+from toolkit.distributed import whole
 from toolkit.errors import CheckpointError
 from toolkit.layers import Embedding, LayerNorm, Linear, MergedLinear, Slots, activation_kind, plain_slots
 from toolkit.models.registry import Encoder, Scorer
@@ -20,7 +21,7 @@ class Layer(nn.Module):
         super().__init__()
         hidden, eps = config.hidden_size, config.layer_norm_eps
         self.num_heads = config.num_attention_heads
-        self.qkv = MergedLinear(hidden, (hidden, hidden, hidden), bias=True)
+        self.qkv = MergedLinear(hidden, [whole(hidden)] * 3, bias=True)
         self.attn_out = Linear(hidden, hidden, bias=True)
         self.attn_norm = LayerNorm(hidden, eps)
         kind = activation_kind(config.hidden_act)

@@ -8,8 +8,18 @@ import torch
 from torch import nn
 
 from toolkit.attention import Attention, AttentionBatch, AttentionShape
+from toolkit.distributed import even
 from toolkit.errors import CheckpointError
-from toolkit.layers import Embedding, LayerNorm, Linear, OutputHead, Slots, activation_kind
+from toolkit.layers import (
+    Embedding,
+    LayerNorm,
+    Linear,
+    MergedLinear,
+    OutputHead,
+    Slots,
+    VocabularyEmbedding,
+    activation_kind,
+)
 from toolkit.models.registry import CausalLM
 
 
@@ -24,13 +34,15 @@ class Block(nn.Module):
         if config.scale_attn_by_inverse_layer_idx:
             scale /= index + 1
         self.attn_norm = LayerNorm(hidden, config.layer_norm_epsilon)
-        self.qkv = Linear(hidden, 3 * hidden, bias=True)
-        self.attn = Attention(AttentionShape(config.n_head, config.n_head, head_size, scale))
-        self.attn_out = Linear(hidden, hidden, bias=True)
+        heads = even(config.n_head, "attention heads")
+        self.qkv = MergedLinear(hidden, [heads.times(head_size)] * 3, bias=True)
+        self.attn = Attention(AttentionShape(heads.count, heads.count, head_size, scale))
+        self.attn_out = Linear(hidden, hidden, bias=True, split="in")
         self.mlp_norm = LayerNorm(hidden, config.layer_norm_epsilon)
         inner = config.n_inner or 4 * hidden
-        self.up = Linear(hidden, inner, bias=True, activation=activation_kind(config.activation_function))
-        self.down = Linear(inner, hidden, bias=True)
+        kind = activation_kind(config.activation_function)
+        self.up = Linear(hidden, inner, bias=True, activation=kind, split="out")
+        self.down = Linear(inner, hidden, bias=True, split="in")
 
     def forward(
         self,
@@ -65,7 +77,7 @@ class GPT2(CausalLM):
             raise CheckpointError("GPT-2 with cross attention (add_cross_attention) is not supported.")
         self.vocab_size = config.vocab_size
         self.tied = config.tie_word_embeddings
-        self.embed = Embedding(config.vocab_size, config.n_embd)
+        self.embed = VocabularyEmbedding(config.vocab_size, config.n_embd)
         self.embed_positions = Embedding(config.n_positions, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         self.norm = LayerNorm(config.n_embd, config.layer_norm_epsilon)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from toolkit.attention import Attention, AttentionBatch, AttentionShape, HeadTransform
+from toolkit.distributed import even, kv_heads
 from toolkit.layers import (
-    Embedding,
     GatedLinear,
     Linear,
     MergedLinear,
@@ -21,6 +21,7 @@ from toolkit.layers import (
     RMSNorm,
     RotaryEmbedding,
     Slots,
+    VocabularyEmbedding,
     activation_kind,
 )
 from toolkit.models.registry import CausalLM
@@ -44,14 +45,15 @@ class SelfAttention(nn.Module):
         hidden, num_heads, eps = config.hidden_size, config.num_attention_heads, config.rms_norm_eps
         num_kv_heads = config.num_key_value_heads or num_heads
         size = getattr(config, "head_dim", None) or hidden // num_heads
+        heads, kv = even(num_heads, "attention heads"), kv_heads(num_kv_heads)
         self.qkv = MergedLinear(
-            hidden, (num_heads * size, num_kv_heads * size, num_kv_heads * size), bias=shape.qkv_bias
+            hidden, (heads.times(size), kv.times(size), kv.times(size)), bias=shape.qkv_bias
         )
         self.q_norm = RMSNorm(size, eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(size, eps) if shape.qk_norm else None
         window = shape.sliding_windows[index] if shape.sliding_windows else 0
         self.attn = Attention(
-            AttentionShape(num_heads, num_kv_heads, size, size**-0.5, window),
+            AttentionShape(heads.count, kv.count, size, size**-0.5, window),
             HeadTransform(
                 rotary.cos_sin,
                 self.q_norm.weight if self.q_norm else None,
@@ -59,7 +61,7 @@ class SelfAttention(nn.Module):
                 eps,
             ),
         )
-        self.out = Linear(num_heads * size, hidden, bias=shape.out_bias)
+        self.out = Linear(num_heads * size, hidden, bias=shape.out_bias, split="in")
 
     def forward(self, x: torch.Tensor, batch: AttentionBatch, wanted: torch.Tensor | None) -> torch.Tensor:
         """Of the tokens `wanted`, or all."""
@@ -85,7 +87,7 @@ class GatedMLP(nn.Module):
         self.gate_up = GatedLinear(
             config.hidden_size, inner, bias=shape.mlp_bias, activation=activation_kind(config.hidden_act)
         )
-        self.down = Linear(inner, config.hidden_size, bias=shape.mlp_bias)
+        self.down = Linear(inner, config.hidden_size, bias=shape.mlp_bias, split="in")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down(self.gate_up(x))
@@ -132,7 +134,7 @@ class Llama(CausalLM):
         shape = self.shape(config)
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.vocab_size = config.vocab_size
-        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.embed = VocabularyEmbedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(config, head_size, max_model_len)
         self.layers = nn.ModuleList(
             Layer(config, shape, i, self.rotary) for i in range(config.num_hidden_layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -16,10 +16,11 @@ from toolkit.layers import QuantizedSlot, Slot, Slots
 from toolkit.models.config import ArchitectureConfig, parse_config
 from toolkit.models.registry import SUPPORTED, Model, has_head, resolve_architecture
 from toolkit.models.safetensors import read_header, read_into
-from toolkit.quantization import fp8, quantized
+from toolkit.quantization import METHODS, quantized
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PREFIXES = ("transformer.", "model.", "bert.", "roberta.")
+_QUANTIZED = {method.DTYPE for method in METHODS.values()}
 _NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 """Buffers that old checkpoints carry along."""
 
@@ -53,7 +54,7 @@ def load_config(folder: Path) -> ArchitectureConfig:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise CheckpointError(
             f"The weights in {folder} are quantized ({method}), and tk reads none that are. Take the model they were made "
-            f"from: --quantization fp8 rounds it while it is loaded."
+            f"from: --quantization fp8 (on a GPU) or int8 (on a CPU) rounds it while it is loaded."
         )
     if not set(raw.get("architectures") or []) & set(SUPPORTED):
         resolve_architecture(_Named(raw.get("architectures"), raw.get("model_type")), str(folder))
@@ -109,19 +110,18 @@ def load_weights(model: Fillable, folder: Path, load_format: str, seed: int = 0)
         files = _weight_files(folder, "model", "safetensors")
         if files:
             found = [
-                (tensor, slot)
+                (tensor.part(slot.region), slot)
                 for file in files
                 for tensor in read_header(file)
-                if (slot := places.find(file, tensor.name, tensor.shape)) is not None
+                for slot in places.find(file, tensor.name, tensor.shape)
             ]
             places.require_all(folder)
             read_into(found)
             return
         for file in _pickled_files(folder, load_format):
             for name, tensor in _read_pickled(file).items():
-                slot = places.find(file, name, tuple(tensor.shape))
-                if slot is not None:
-                    slot.fill(tensor)
+                for slot in places.find(file, name, tuple(tensor.shape)):
+                    slot.fill(tensor[tuple(slice(s.begin, s.begin + s.count) for s in slot.region)])
         places.require_all(folder)
 
 
@@ -134,14 +134,14 @@ class _Places:
         self._slots = model.slots()
         self._missing = dict.fromkeys(self._slots)
 
-    def find(self, file: Path, name: str, shape: tuple[int, ...]) -> Slot | None:
-        """A tensor's slot; None when it is not needed. Raises CheckpointError when it has no place or another shape."""
+    def find(self, file: Path, name: str, shape: tuple[int, ...]) -> Sequence[Slot]:
+        """A tensor's slots; none when it is not needed. Raises CheckpointError when it has no place or another shape."""
         known = _known_name(name, self._slots)
         if known is None:
             if name.endswith(_NOT_WEIGHTS) or name == "lm_head.weight":
-                return None
+                return ()
             if any(part in name for part in self._unused):
-                return None
+                return ()
             raise CheckpointError(
                 f"{file} has a tensor {name} that {self._model} has no place for.{did_you_mean(name, self._slots)}"
             )
@@ -151,7 +151,7 @@ class _Places:
                 f"{file}: {name} has the shape {list(shape)}, and config.json asks for {list(slot.shape)}."
             )
         self._missing.pop(known, None)
-        return slot
+        return slot.parts
 
     def require_all(self, folder: Path) -> None:
         """Raises CheckpointError when the checkpoint lacks a tensor."""
@@ -168,14 +168,15 @@ def fill_dummy(model: Fillable, seed: int) -> None:
     """Random weights, the same for the same seed on the same kind of device; norms stay as they are."""
     generator = torch.Generator(next(model.named_parameters())[1].device).manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1 and parameter.dtype != fp8.DTYPE:
+        if parameter.dim() > 1 and parameter.dtype not in _QUANTIZED:
             parameter.normal_(0.0, 0.02, generator=generator)
         elif name.endswith(".bias"):
             parameter.zero_()
-    for slot in model.slots().values():
-        if isinstance(slot, QuantizedSlot):
-            weight = torch.empty(slot.shape, device=slot.target.device)
-            slot.fill(weight.normal_(0.0, 0.02, generator=generator))
+    for part in (part for slot in model.slots().values() for part in slot.parts):
+        if isinstance(part, QuantizedSlot):
+            shape = tuple(share.count for share in part.region)
+            weight = torch.empty(shape, device=part.target.device)
+            part.fill(weight.normal_(0.0, 0.02, generator=generator))
 
 
 def _weight_files(folder: Path, stem: str, suffix: str) -> list[Path]:

@@ -12,7 +12,7 @@ from torch import nn
 from toolkit.attention import Attention, AttentionBatch
 from toolkit.attention.packed import PackedBatch
 from toolkit.errors import CheckpointError
-from toolkit.layers import Linear, OutputHead, Slots
+from toolkit.layers import LayerNorm, Linear, OutputHead, RMSNorm, Slots
 
 SUPPORTED = {
     "GPT2LMHeadModel": "toolkit.models.gpt2:GPT2",
@@ -62,8 +62,14 @@ class Model(nn.Module, abc.ABC):
     def pack_weights(self) -> None:
         """Puts the weights into the layout that a CPU computes fastest with."""
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear | LayerNorm | RMSNorm):
                 module.pack()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights, packed or not."""
+        packed = [module.packed for module in self.modules() if isinstance(module, Linear)]
+        return sum(p.nbytes for p in self.parameters()) + sum(p.nbytes for p in packed if p is not None)
 
 
 class Encoder(Model):

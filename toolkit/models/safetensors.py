@@ -13,12 +13,13 @@ import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from toolkit.distributed import Share
 from toolkit.errors import CheckpointError
 from toolkit.layers import Slot
 
@@ -52,6 +53,22 @@ class StoredTensor:
     start: int
     """Of its first byte in the file."""
     num_bytes: int
+    """From the first row to the end of the last one."""
+    columns: Share | None = None
+    """Which of each row's entries are meant; None: all."""
+
+    def part(self, region: Sequence[Share]) -> StoredTensor:
+        """A region of the tensor: any rows, and of matrices any columns."""
+        if not region or all(share.whole for share in region):
+            return self
+        rows, *others = region
+        return replace(
+            self,
+            shape=tuple(share.count for share in region),
+            start=self.start + rows.begin * self.row_bytes,
+            num_bytes=rows.count * self.row_bytes,
+            columns=None if all(share.whole for share in others) else others[0],
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,6 +94,9 @@ class _Piece:
 
     def read(self, buffer: torch.Tensor) -> torch.Tensor:
         """The rows, in `buffer` (bytes)."""
+        if self.tensor.columns is not None:  # only the pages that they lie on are read
+            mapped = self.map()
+            return buffer[: mapped.nbytes].view(mapped.dtype).view(mapped.shape).copy_(mapped)
         target = buffer[: self._num_bytes]
         with self.tensor.file.open("rb") as stream:
             stream.seek(self._start)
@@ -94,7 +114,11 @@ class _Piece:
             )
         if hasattr(mmap, "MADV_WILLNEED"):
             mapped.madvise(mmap.MADV_WILLNEED)
-        return torch.frombuffer(mapped, dtype=self.tensor.dtype, offset=before).view(self._shape)
+        rows = torch.frombuffer(mapped, dtype=self.tensor.dtype, offset=before)
+        columns = self.tensor.columns
+        if columns is None:
+            return rows.view(self._shape)
+        return rows.view(self.count, columns.total).narrow(1, columns.begin, columns.count)
 
     @property
     def _start(self) -> int:
@@ -186,7 +210,7 @@ def read_buffered(tensors: Sequence[tuple[StoredTensor, Slot]], *, pinned: bool)
 def _pieces(tensors: Sequence[tuple[StoredTensor, Slot]], size: int) -> Iterator[tuple[_Piece, Slot]]:
     """The tensors in runs of rows of at most `size` bytes, or of one row, with the places of those rows."""
     for tensor, slot in tensors:
-        step = tensor.shape[0] if slot.whole else max(1, size // max(1, tensor.row_bytes))
+        step = max(1, tensor.shape[0] if slot.whole else size // max(1, tensor.row_bytes))
         for first in range(0, tensor.shape[0], step):
             count = min(step, tensor.shape[0] - first)
             yield _Piece(tensor, first, count), slot.rows(first, count)

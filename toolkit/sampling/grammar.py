@@ -114,11 +114,6 @@ class GrammarState:
         self.error: str | None = None
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether it can be followed."""
-        return self.compiled.done() and self.compiled.exception() is None
-
-    @property
     def failure(self) -> str | None:
         """Why it cannot be followed, or any further."""
         if self.error is None and self.compiled.done() and (error := self.compiled.exception()) is not None:

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from toolkit.kernels import cpu
+from toolkit.kernels.cpu.sampling import sample as cpu_sample
 from toolkit.sampling.grammar import Masks
 from toolkit.sampling.state import SamplingState, to_device
 
@@ -35,13 +37,24 @@ def sample(
     position); masked: indices of requests that are bound to a grammar, and what their next tokens may be.
     """
     device = logits.device
-    rows_on_device = torch.from_numpy(rows).to(device, torch.int64)
     if state.biases[rows].any():
         add_biases(logits, state, token_ids, rows, lengths)
     if state.penalties[rows].any():
         _penalize(logits, state, token_ids, rows, lengths)
     if masked is not None:
         mask_logits(logits, *(to_device(torch.from_numpy(part), device) for part in masked))
+    if device.type == "cpu" and cpu.available():
+        tokens: torch.Tensor = cpu_sample(
+            logits, torch.from_numpy(rows), torch.from_numpy(lengths), state.floats, state.ints
+        )
+        return tokens
+    return choose(logits, state, rows, lengths)
+
+
+def choose(logits: torch.Tensor, state: SamplingState, rows: IntArray, lengths: IntArray) -> torch.Tensor:
+    """The next tokens [n] int64 by temperature, min-p, top-k and top-p alone; -1 where the logits are not finite."""
+    device = logits.device
+    rows_on_device = torch.from_numpy(rows).to(device, torch.int64)
     best, greedy = logits.max(dim=-1)
     chosen = greedy
     if state.random[rows].any():

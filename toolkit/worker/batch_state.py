@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from toolkit.attention import AttentionBatch
 from toolkit.sampling.state import SamplingState
 from toolkit.scheduler import NewRow, SchedulerOutput
+
+IntArray = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +62,14 @@ class BatchState:
         ends = counts.cumsum()
         request = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(int(ends[-1])) - (ends - counts - step.num_computed)[request]
-        rows = step.rows[request].astype(np.int64)
+        rows = step.rows[request]
         context_lens = step.num_computed + step.num_tokens
 
         def on_device(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(self.device)
 
-        row, position = on_device(rows), on_device(positions)
-        blocks = self.block_table[row, position // self.block_size].to(torch.int64)
+        blocks = self._take(self.block_table, rows, positions // self.block_size)
+        position = on_device(positions)
         batch = AttentionBatch(
             positions=position,
             slot_mapping=blocks * self.block_size + position % self.block_size,
@@ -78,4 +82,19 @@ class BatchState:
             query_lens=step.num_tokens,
             context_lens=context_lens,
         )
-        return self.token_ids[row, position], batch
+        return self._take(self.token_ids, rows, positions), batch
+
+    def append(self, rows: IntArray, lengths: IntArray, tokens: torch.Tensor) -> None:
+        """Puts sampled tokens [n] at the places `lengths` of rows; a negative one as token 0."""
+        if self.device.type == "cpu":
+            self.token_ids.numpy()[rows, lengths] = tokens.clamp(min=0).numpy()
+            return
+        place = torch.from_numpy(np.stack((rows, lengths))).to(self.device, torch.int64)
+        self.token_ids[place[0], place[1]] = tokens.clamp(min=0).to(torch.int32)
+
+    def _take(self, table: torch.Tensor, rows: IntArray, columns: IntArray) -> torch.Tensor:
+        """Elements of a table on the device, int64. NumPy has few of them in a third of PyTorch's time."""
+        if self.device.type == "cpu":
+            return torch.from_numpy(table.numpy()[rows, columns].astype(np.int64))
+        row, column = (torch.from_numpy(index).to(self.device, torch.int64) for index in (rows, columns))
+        return table[row, column].to(torch.int64)

@@ -28,6 +28,8 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     weight_bytes: int
     cache_bytes: int
     async_scheduling: bool
+    world_size: int = 1
+    """Ranks that share the model; sizes are of one of them."""
     attention_size: int = 0
     """Of all layers together: query heads times head size."""
     generates: bool = True

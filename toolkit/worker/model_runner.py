@@ -122,12 +122,13 @@ class ModelRunner:
         """
         token_ids, batch = self.state.inputs(step)
         which = np.flatnonzero(step.samples)
+        if len(which) == len(token_ids) and not self._keeps_hidden(step):
+            return None, functools.partial(self._choose, step, which, self.model(token_ids, batch))
         last = torch.from_numpy(step.num_tokens.cumsum()[which] - 1).to(self.device, torch.int64)
         if self._keeps_hidden(step):
             hidden = self.model(token_ids, batch)
             return hidden, functools.partial(self._choose, step, which, hidden[last])
-        if len(which) < len(token_ids):
-            batch.wanted = last
+        batch.wanted = last
         return None, functools.partial(self._choose, step, which, self.model(token_ids, batch))
 
     def _choose(
@@ -146,8 +147,7 @@ class ModelRunner:
         raw = logits.clone() if k >= 0 else logits
         masked = None if masks is None else (np.searchsorted(which, step.constrained), masks)
         tokens = sample(logits, self.state.sampling, self.state.token_ids, rows, lengths, masked)
-        place = torch.from_numpy(np.stack((rows, lengths))).to(self.device, torch.int64)
-        self.state.token_ids[place[0], place[1]] = tokens.clamp(min=0).to(torch.int32)
+        self.state.append(rows, lengths, tokens)
         logprobs = gather_logprobs(raw, tokens, k) if k >= 0 else None
         return Sampled(tokens, np.arange(len(which)), logprobs)
 

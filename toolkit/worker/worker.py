@@ -13,7 +13,9 @@ import torch
 
 from toolkit.attention import choose_backend
 from toolkit.config import EngineConfig
+from toolkit.distributed import SINGLE, connect, parallel
 from toolkit.errors import ConfigError, OutOfMemoryError
+from toolkit.kernels import cpu
 from toolkit.layers.fused import fused
 from toolkit.models.config import ArchitectureConfig
 from toolkit.models.loader import build_model, choose_dtype, load_config, load_weights
@@ -47,21 +49,32 @@ class Worker:
     _graph_shapes: list[StepShape]
     _stream: torch.cuda.Stream | None = None
 
-    def __init__(self, config: EngineConfig, folder: Path) -> None:
+    def __init__(
+        self, config: EngineConfig, folder: Path, rank: int = 0, meeting: Path | None = None
+    ) -> None:
+        """`meeting`: a new folder where the ranks of a model that is shared out find each other."""
         self.config = config
         self.folder = folder
+        self._rank, self._meeting = rank, meeting
+        self.group = SINGLE
 
     def start(self, report: Report) -> WorkerInfo:
         """Loads the model and makes the cache. Raises ToolkitError for what the user can mend."""
-        device = _choose_device(self.config.device.device)
+        device = _choose_device(self.config.device.device, self._rank)
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         with self._on_stream():
             return self._start(device, _Phases(report))
 
     def _start(self, device: torch.device, phases: _Phases) -> WorkerInfo:
+        size = self.config.parallel.tensor_parallel_size
         if device.type == "cpu":
-            torch.set_num_threads(self.config.device.num_threads or memory.usable_cores())
+            num_threads = self.config.device.num_threads or max(1, memory.usable_cores() // size)
+            torch.set_num_threads(num_threads)
+            cpu.set_num_threads(num_threads)
+        if self._meeting is not None:
+            with phases("ranks"):
+                self.group = connect(self._rank, size, self._meeting, device)
         with phases("config"):
             model_config = load_config(self.folder)
             dtype = choose_dtype(self.config.model.dtype, model_config, device)
@@ -82,6 +95,10 @@ class Worker:
             with phases("warm-up"):
                 self._warm_up()
         return self.info
+
+    def close(self) -> None:
+        """Leaves the other ranks, if there are any."""
+        self.group.close()
 
     def execute(self, step: SchedulerOutput) -> PendingOutput:
         with self._on_stream():
@@ -141,24 +158,28 @@ class Worker:
         phases: _Phases,
     ) -> Model:
         def build(device: torch.device, max_model_len: int) -> Model:
-            return build_model(
-                model_config,
-                self.folder,
-                device=device,
-                dtype=dtype,
-                max_model_len=max_model_len,
-                quantization=self.config.model.quantization,
-            )
+            with parallel(self.group):
+                return build_model(
+                    model_config,
+                    self.folder,
+                    device=device,
+                    dtype=dtype,
+                    max_model_len=max_model_len,
+                    quantization=self.config.model.quantization,
+                )
 
         with phases("weights"):
             sketch = build(torch.device("meta"), 1)
-            self._num_parameters = sum(slot.target.numel() for slot in sketch.slots().values())
+            self._num_parameters = sum(
+                part.target.numel() for slot in sketch.slots().values() for part in slot.parts
+            )
             self._weight_bytes = sum(p.nbytes for p in sketch.parameters())
             memory.require_weights_fit(self._weight_bytes, device, dtype)
             model = build(device, max_model_len)
             load_weights(model, self.folder, self.config.model.load_format, self.config.model.seed)
             if device.type == "cpu":
                 model.pack_weights()
+                self._weight_bytes = model.nbytes
         return model
 
     def _make_cache(
@@ -204,7 +225,7 @@ class Worker:
 
             self._graph_shapes = graph_shapes(num_rows, budget, max_model_len)
 
-        room = int(memory.available(device) * memory.CPU_SHARE)
+        room = int(memory.available(device) * memory.CPU_SHARE / self.group.size)
         if device.type == "cuda" and config.cache.num_gpu_blocks_override is None:
             probe_blocks = 1  # what lies in the blocks does not matter here
             self.runner = runner(probe_blocks, 0, max_model_len)
@@ -223,6 +244,7 @@ class Worker:
             most_useful=num_rows * -(-max_model_len // block_size),
             device=device,
         )
+        num_blocks, num_host_blocks = self.group.least(num_blocks), self.group.least(num_host_blocks)
         overridden = config.cache.num_gpu_blocks_override is not None and config.model.max_model_len is None
         if overridden and num_blocks * block_size < max_model_len:
             logger.warning("max_model_len is %d: all that the given blocks hold", num_blocks * block_size)
@@ -268,6 +290,7 @@ class Worker:
             num_parameters=self._num_parameters,
             weight_bytes=self._weight_bytes,
             cache_bytes=num_blocks * per_block,
+            world_size=self.group.size,
             async_scheduling=device.type == "cuda" if wanted is None else wanted,
             attention_size=_attention_size(model),
         )
@@ -366,7 +389,7 @@ def _attention_size(model: Model) -> int:
     return sum(layer.shape.num_heads * layer.shape.head_size for layer in layers)
 
 
-def _choose_device(wanted: str) -> torch.device:
+def _choose_device(wanted: str, rank: int) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -374,4 +397,6 @@ def _choose_device(wanted: str) -> torch.device:
             "--device cuda: PyTorch sees no NVIDIA GPU here (nvidia-smi shows whether the driver does).",
             param="device",
         )
+    if rank:
+        torch.cuda.set_device(rank)
     return torch.device("cuda", torch.cuda.current_device())

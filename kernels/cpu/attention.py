@@ -1,0 +1,143 @@
+"""Attention over the paged cache, and what is done to queries, keys and values before it."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from toolkit.kernels.cpu.library import FLOAT, POINTER, SIZE, Kernel
+
+MOST_HEAD_SIZE = 256
+DTYPES = (torch.float32, torch.bfloat16)
+
+_write = Kernel("tk_write", POINTER, POINTER, POINTER)
+_attend = Kernel("tk_attend", POINTER, POINTER, POINTER, SIZE, POINTER)
+
+
+class _Layer(ctypes.Structure):
+    """As in attention.h."""
+
+    _fields_ = [  # ctypes wants a list
+        *((name, POINTER) for name in ("k_cache", "v_cache", "cos_sin", "q_weight", "k_weight")),
+        *((name, SIZE) for name in ("half", "num_heads", "num_kv_heads", "head_size", "block_size")),
+        ("sliding_window", SIZE),
+        ("is_bf16", SIZE),
+        *((name, FLOAT) for name in ("scale", "soft_cap", "eps")),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, POINTER) for name in ("positions", "slot_mapping", "query_start_loc", "seq_lens", "rows")),
+        ("block_table", POINTER),
+        *((name, SIZE) for name in ("max_blocks", "num_reqs", "num_tokens")),
+    ]
+
+
+class Step:
+    """What a step's attention is over, as in `toolkit.attention.AttentionBatch`; prepared once for all
+    layers.
+
+    positions, slot_mapping: int64 `[num_tokens]`; query_start_loc `[num_reqs + 1]`, seq_lens and rows
+    `[num_reqs]`, block_table `[num_rows, max_blocks]`: int32. Raises ValueError for others.
+    """
+
+    def __init__(
+        self,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        rows: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> None:
+        tensors = (positions, slot_mapping, query_start_loc, seq_lens, rows, block_table)
+        self.num_tokens, num_reqs = len(slot_mapping), len(seq_lens)
+        if [tensor.dtype for tensor in tensors] != [torch.int64] * 2 + [torch.int32] * 4:
+            raise ValueError(
+                f"a step's tensors are two of int64, four of int32, not {[t.dtype for t in tensors]}"
+            )
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise ValueError("a step's tensors are contiguous")
+        if (len(positions), len(query_start_loc), len(rows)) != (self.num_tokens, num_reqs + 1, num_reqs):
+            raise ValueError(f"a step's lengths do not agree: {[len(tensor) for tensor in tensors]}")
+        self._tensors = tensors  # the structure has no more than their addresses
+        self._step = _Step(
+            *(tensor.data_ptr() for tensor in tensors), block_table.shape[1], num_reqs, self.num_tokens
+        )
+        self.address = ctypes.addressof(self._step)
+
+
+class Layer:
+    """One attention layer over its caches `[num_blocks, block_size, num_kv_heads, head_size]`.
+
+    `cos_sin` `[max_model_len, 2, half]`, `q_weight` and `k_weight` `[head_size]` as in
+    `reference.qk_norm_rope_write`; all tensors are fp32, or all bfloat16. Raises ValueError for others.
+    """
+
+    def __init__(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        num_heads: int,
+        *,
+        scale: float,
+        sliding_window: int = 0,
+        soft_cap: float = 0.0,
+        cos_sin: torch.Tensor | None = None,
+        q_weight: torch.Tensor | None = None,
+        k_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        _, block_size, num_kv_heads, head_size = k_cache.shape
+        given = [part for part in (k_cache, v_cache, cos_sin, q_weight, k_weight) if part is not None]
+        if k_cache.dtype not in DTYPES or any(part.dtype != k_cache.dtype for part in given):
+            raise ValueError(
+                f"a layer's tensors are all fp32 or all bfloat16, not {[part.dtype for part in given]}"
+            )
+        if v_cache.shape != k_cache.shape or not all(part.is_contiguous() for part in given):
+            raise ValueError("a layer's tensors are contiguous, its caches of one shape")
+        if head_size > MOST_HEAD_SIZE or num_heads % num_kv_heads:
+            raise ValueError(
+                f"heads are of size {MOST_HEAD_SIZE} at most, and those of keys divide those of queries; here are "
+                f"{num_heads} over {num_kv_heads} of size {head_size}"
+            )
+        half = 0 if cos_sin is None else cos_sin.shape[2]
+        if 2 * half > head_size:
+            raise ValueError(f"heads of size {head_size} have no {half} pairs to rotate")
+        self._tensors = given
+        self.dtype, self.num_heads, self.head_size = k_cache.dtype, num_heads, head_size
+        self.width = (num_heads + 2 * num_kv_heads) * head_size
+        addresses = [None if part is None else part.data_ptr() for part in (cos_sin, q_weight, k_weight)]
+        sizes = (half, num_heads, num_kv_heads, head_size, block_size, sliding_window)
+        is_bf16 = self.dtype == torch.bfloat16
+        self._layer = _Layer(
+            k_cache.data_ptr(), v_cache.data_ptr(), *addresses, *sizes, is_bf16, scale, soft_cap, eps
+        )
+        self._address = ctypes.addressof(self._layer)
+
+    def write(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
+        """As `reference.qk_norm_rope_write`: keys and values go to their slots; the queries `[num_tokens,
+        num_heads, head_size]` that it returns lie in `qkv` `[num_tokens, width]`, which is changed.
+        """
+        if qkv.shape != (step.num_tokens, self.width) or qkv.dtype != self.dtype or not qkv.is_contiguous():
+            raise ValueError(
+                f"q | k | v is [{step.num_tokens}, {self.width}] in {self.dtype}, contiguous, not {qkv.dtype} "
+                f"{list(qkv.shape)}"
+            )
+        _write.run(self._address, step.address, qkv.data_ptr())
+        return qkv.as_strided(
+            (step.num_tokens, self.num_heads, self.head_size), (self.width, self.head_size, 1)
+        )
+
+    def attend(self, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """As `reference.paged_attention`. q: `[num_tokens, num_heads, head_size]`, whose tokens may lie
+        apart.
+
+        The tokens are those of the step's requests: there are none past the last.
+        """
+        if len(q) != step.num_tokens or q.dtype != self.dtype or q.stride()[1:] != (self.head_size, 1):
+            raise ValueError(f"q has {step.num_tokens} tokens of whole heads in {self.dtype}")
+        out = torch.empty(q.shape, dtype=q.dtype)
+        _attend.run(self._address, step.address, q.data_ptr(), q.stride(0), out.data_ptr())
+        return out

@@ -1,0 +1,119 @@
+"""The library of CPU kernels: finding it, choosing the variant for this machine, calling it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PATH = Path(__file__).with_name("_kernels.so")
+VARIANTS = ("portable", "avx2", "avx512_vnni", "avx512_bf16")
+"""Instruction sets that kernels are compiled for, each a superset of those before it."""
+
+POINTER, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class Kernel:
+    """A function of the library; `run` is that of the variant in use, and takes what `argtypes` says.
+
+    Pointers are given as integers (`tensor.data_ptr()`) or None. Nothing is checked here: callers do.
+    """
+
+    __slots__ = ("argtypes", "name", "run")
+    run: Any
+
+    def __init__(self, name: str, *argtypes: Any) -> None:
+        self.name, self.argtypes = name, list(argtypes)
+        _kernels.append(self)
+        self.bind(_variant)
+
+    def bind(self, variant: str | None) -> None:
+        """Takes the variant's function; None: there is no library."""
+        if _library is None or variant is None:
+            self.run = _missing
+            return
+        self.run = getattr(_library, f"{self.name}_{variant}")
+        self.run.argtypes, self.run.restype = self.argtypes, None
+
+
+def problem() -> str | None:
+    """Why the kernels cannot run; None: they can."""
+    return _problem
+
+
+def available() -> bool:
+    return _problem is None
+
+
+def variant() -> str | None:
+    """The variant in use."""
+    return _variant
+
+
+def variants() -> tuple[str, ...]:
+    """The variants that this machine can run."""
+    return VARIANTS[: VARIANTS.index(_best) + 1] if _best else ()
+
+
+@contextmanager
+def using(variant: str) -> Iterator[None]:
+    """All kernels are this variant's inside; for tests and measurements."""
+    before = _variant
+    _use(variant)
+    try:
+        yield
+    finally:
+        _use(before)
+
+
+def set_num_threads(count: int) -> None:
+    """How many threads kernels run on, the caller's included. Nothing happens without the library."""
+    if _library is not None:
+        _library.tk_set_num_threads(count)
+
+
+def num_threads() -> int:
+    return int(_library.tk_num_threads()) if _library is not None else 1
+
+
+def use_huge_pages(address: int, size: int) -> None:
+    """Asks the system for huge pages under [address, address + size) bytes, which must not be written yet."""
+    if _library is not None:
+        _library.tk_use_huge_pages(address, size)
+
+
+def _use(variant: str | None) -> None:
+    global _variant
+    _variant = variant
+    for kernel in _kernels:
+        kernel.bind(variant)
+
+
+def _missing(*_: object) -> None:
+    raise RuntimeError(f"The CPU kernels cannot run: {_problem}")
+
+
+def _load() -> tuple[ctypes.CDLL | None, str | None, str | None]:
+    """(the library, its best variant here, why there is none)"""
+    if not PATH.is_file():
+        return (
+            None,
+            None,
+            "they were not built: there was no C++ compiler (g++ or clang++) when tk was installed",
+        )
+    try:
+        library = ctypes.CDLL(str(PATH))
+    except OSError as error:
+        return None, None, f"{PATH} cannot be loaded: {error}"
+    library.tk_variant.restype = ctypes.c_char_p
+    library.tk_set_num_threads.argtypes, library.tk_set_num_threads.restype = [SIZE], None
+    library.tk_num_threads.restype = SIZE
+    library.tk_use_huge_pages.argtypes, library.tk_use_huge_pages.restype = [POINTER, SIZE], None
+    return library, library.tk_variant().decode(), None
+
+
+_kernels: list[Kernel] = []
+_library, _best, _problem = _load()
+_variant = _best

@@ -1,0 +1,257 @@
+// y = act(x W^T + b) over packed weights (words.h), for any number of rows of x.
+//
+// A tile is up to kRows rows of x times one panel, its sums in registers over the whole depth. Few rows are bound by reading W:
+// every panel is read from memory once, end to end, and again from the cache by the tiles after the first. Many rows are bound by
+// arithmetic: blocks of rows are interleaved as panels are, so that a tile reads two streams and nothing else.
+#include "activation.h"
+#include "threads.h"
+#include "words.h"
+
+namespace tk::TK_VARIANT {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kRows = 8;  // 16 sums. With 12 it is as fast (105-110 GFLOP/s on a core of 112); g++ 12 spills 14, to 80
+#elif defined(__AVX2__)
+constexpr int kRows = 3;  // 12 of 16
+#else
+constexpr int kRows = 2;
+#endif
+
+// Rows that are interleaved at once; whole tiles, about half of a second-level cache at a depth of 1024.
+constexpr int64_t kBlockRows = kRows * (112 / kRows);
+// Bytes of weights that a task reads at least: some 10 us of memory's time.
+constexpr int64_t kTaskBytes = 96 * 1024;
+// How far ahead of the sums weights are asked for, in words: the processor's own prefetcher stops at each page's end.
+constexpr int64_t kAhead = 32 * kColumns;
+
+enum Kind : int64_t { kFp32, kBf16, kInt8 };
+
+// What Python gives (linear.py has the same fields). Arrays by column have whole panels, in the panels' order.
+struct Weight {
+  const uint32_t* panels;  // [panels][words][kColumns]
+  const float* bias;       // or null
+  const float* scale;      // of each column, and
+  const int32_t* total;    // the sum of its weights, for int8
+  int64_t kind;
+  int64_t depth;
+  int64_t words;       // in depth
+  int64_t columns;     // of y
+  int64_t activation;  // Activation
+  int64_t gated;       // a panel holds half columns of gate and the same of up: y = act(gate) * up
+};
+
+template <class Type, int kTileRows>
+void tile(const uint32_t* __restrict x, const uint32_t* __restrict panel, int64_t words, float* __restrict out) {
+  // Two words at a time where one would leave the multipliers waiting for sums to come back.
+  constexpr int kSteps = kTileRows * kVecs <= 4 ? 2 : 1;
+  typename Type::Sum sums[kSteps][kTileRows][kVecs] = {};
+  const auto add_word = [&](int step) __attribute__((always_inline)) {
+    __builtin_prefetch(panel + kAhead);
+    __builtin_prefetch(panel + kAhead + kColumns / 2);
+    for (int v = 0; v < kVecs; ++v) {
+      const UintVec weight = load_words(panel + v * kLanes);
+      for (int row = 0; row < kTileRows; ++row) Type::add(sums[step][row][v], x + row * Type::kWords, weight);
+    }
+    x += kTileRows * Type::kWords;
+    panel += kColumns;
+  };
+  int64_t word = 0;
+  for (; word + kSteps <= words; word += kSteps) {
+    for (int step = 0; step < kSteps; ++step) add_word(step);
+  }
+  for (; word < words; ++word) add_word(0);
+  for (int row = 0; row < kTileRows; ++row) {
+    for (int v = 0; v < kVecs; ++v) {
+      auto total = sums[0][row][v];
+      for (int step = 1; step < kSteps; ++step) total += sums[step][row][v];
+      std::memcpy(out + row * kColumns + v * kLanes, &total, sizeof total);
+    }
+  }
+}
+
+using Tile = void (*)(const uint32_t*, const uint32_t*, int64_t, float*);
+
+template <class Type, int kTileRows>
+Tile tile_of(int64_t rows) {
+  if constexpr (kTileRows > 1) {
+    if (rows < kTileRows) return tile_of<Type, kTileRows - 1>(rows);
+  }
+  return tile<Type, kTileRows>;
+}
+
+// Rows of x as tiles read them: [words][count], `count` at most kRows. `scale`: what each row was divided by.
+template <class Type, class X>
+void take_tile(const X* x, int64_t count, const Weight& w, uint32_t* to, float* scale) {
+  constexpr int64_t kPart = 64;  // words at a time, so that what is written stays in the first-level cache
+  uint32_t part[kPart * Type::kWords + kLanes];
+  for (int64_t row = 0; row < count; ++row) scale[row] = Type::scale(x + row * w.depth, w.depth);
+  for (int64_t word = 0; word < w.words; word += kPart) {
+    const int64_t start = word * Type::kPerWord, end = start + kPart * Type::kPerWord;
+    const int64_t n = (end < w.depth ? end : w.depth) - start;
+    const int64_t words = word + kPart < w.words ? kPart : w.words - word;
+    for (int64_t row = 0; row < count; ++row) {
+      Type::take(x + row * w.depth + start, n, scale[row], part);
+      for (int64_t i = 0; i < words; ++i) {
+        std::memcpy(to + ((word + i) * count + row) * Type::kWords, part + i * Type::kWords, 4 * Type::kWords);
+      }
+    }
+  }
+}
+
+[[gnu::always_inline]] inline Vec value_of(Fp32, const Weight&, int64_t, const float* sums, float) { return load(sums); }
+[[gnu::always_inline]] inline Vec value_of(Bf16, const Weight&, int64_t, const float* sums, float) { return load(sums); }
+[[gnu::always_inline]] inline Vec value_of(Int8, const Weight& w, int64_t column, const float* sums, float x_scale) {
+  const IntVec total = (IntVec)load_words(reinterpret_cast<const uint32_t*>(w.total + column));
+  const IntVec whole = (IntVec)load(sums) - total * Int8::kOffset;
+  return __builtin_convertvector(whole, Vec) * (load(w.scale + column) * x_scale);
+}
+
+// Sums [rows][kColumns] of one panel to rows of y, [columns] each.
+template <class Type, class Y>
+void finish(const Weight& w, int64_t panel, int64_t rows, const float* sums, const float* x_scale, Y* y) {
+  const int64_t width = w.gated ? kColumns / 2 : kColumns, first = panel * width;
+  for (int64_t row = 0; row < rows; ++row, sums += kColumns, y += w.columns) {
+    Vec values[kVecs];
+    for (int v = 0; v < kVecs; ++v) {
+      const int64_t column = panel * kColumns + v * kLanes;
+      values[v] = value_of(Type{}, w, column, sums + v * kLanes, x_scale[row]);
+      if (w.bias) values[v] += load(w.bias + column);
+    }
+    for (int v = 0; v < width / kLanes; ++v) {
+      const Vec value = activate(values[v], w.activation);
+      const int64_t column = first + v * kLanes, rest = w.columns - column;
+      if (rest <= 0) break;
+      const Vec out = w.gated ? value * values[v + kVecs / 2] : value;
+      if (rest >= kLanes) {
+        store(y + column, out);
+      } else {
+        store_some(y + column, out, rest);
+      }
+    }
+  }
+}
+
+// What a thread has in its scratch: which block of which product.
+thread_local uint64_t taken_product = 0;
+thread_local int64_t taken_block = 0;
+
+template <class Type, class X, class Y>
+void linear(const Weight& w, const X* x, int64_t rows, Y* y) {
+  if (rows == 0) return;
+  const int64_t width = w.gated ? kColumns / 2 : kColumns;
+  const int64_t panels = (w.columns + width - 1) / width, panel_words = w.words * kColumns;
+  const int64_t tiles = (rows + kRows - 1) / kRows, blocks = (tiles * kRows + kBlockRows - 1) / kBlockRows;
+  const int64_t block_tiles = (tiles + blocks - 1) / blocks;
+  const int64_t tile_rows = (rows + tiles - 1) / tiles, block_rows = block_tiles * tile_rows;
+  int64_t task_panels = kTaskBytes / (4 * panel_words);
+  if (blocks > 1) task_panels = panels * blocks / (8 * num_threads());
+  task_panels = task_panels < 1 ? 1 : task_panels > panels ? panels : task_panels;
+  const int64_t parts = (panels + task_panels - 1) / task_panels;
+  const int64_t taken_words = w.words * Type::kWords * block_rows;
+  const uint64_t product = new_number();
+
+  parallel(blocks * parts, [&](int64_t task) {
+    const int64_t block = task / parts, part = task % parts;
+    const int64_t first = block * block_rows, end = first + block_rows < rows ? first + block_rows : rows;
+    uint32_t* taken = static_cast<uint32_t*>(scratch(4 * (taken_words + block_rows)));
+    float* scale = reinterpret_cast<float*>(taken + taken_words);
+    if (taken_product != product || taken_block != block) {
+      for (int64_t row = first; row < end; row += tile_rows) {
+        const int64_t count = row + tile_rows < end ? tile_rows : end - row;
+        take_tile<Type>(x + row * w.depth, count, w, taken + (row - first) * w.words * Type::kWords, scale + row - first);
+      }
+      taken_product = product, taken_block = block;
+    }
+    alignas(64) float sums[kRows * kColumns];
+    const int64_t last = (part + 1) * task_panels < panels ? (part + 1) * task_panels : panels;
+    for (int64_t panel = part * task_panels; panel < last; ++panel) {
+      for (int64_t row = first; row < end; row += tile_rows) {
+        const int64_t count = row + tile_rows < end ? tile_rows : end - row;
+        const Tile run = tile_of<Type, kRows>(count);
+        run(taken + (row - first) * w.words * Type::kWords, w.panels + panel * panel_words, w.words, sums);
+        finish<Type>(w, panel, count, sums, scale + row - first, y + row * w.columns);
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace tk::TK_VARIANT
+
+// x: [rows, depth]; y: [rows, columns]; each in fp32 or, as `x_bf16` and `y_bf16` say, bf16. Weights of fp32 take x in fp32, those of bf16
+// in bf16, those of int8 either.
+TK_KERNEL(tk_linear)(const void* weight, const void* x, int64_t x_bf16, int64_t rows, void* y, int64_t y_bf16) {
+  using namespace tk::TK_VARIANT;
+  const Weight& w = *static_cast<const Weight*>(weight);
+  const auto run = [&](auto type, auto* from) {
+    using Type = decltype(type);
+    if (y_bf16) {
+      linear<Type>(w, from, rows, static_cast<bf16*>(y));
+    } else {
+      linear<Type>(w, from, rows, static_cast<float*>(y));
+    }
+  };
+  if (w.kind == kFp32) {
+    linear<Fp32>(w, static_cast<const float*>(x), rows, static_cast<float*>(y));
+  } else if (w.kind == kBf16) {
+    run(Bf16{}, static_cast<const bf16*>(x));
+  } else if (x_bf16) {
+    run(Int8{}, static_cast<const bf16*>(x));
+  } else {
+    run(Int8{}, static_cast<const float*>(x));
+  }
+}
+
+// [rows][words] of a weight as panels [panels][words][kColumns]; what there are no rows for is zero. With `gated`, the first half of each
+// panel's columns are of the first half of the rows, the second of the second.
+TK_KERNEL(tk_pack)(const uint32_t* from, int64_t rows, int64_t words, int64_t gated, uint32_t* to) {
+  using namespace tk::TK_VARIANT;
+  constexpr int64_t kPart = 32;  // words of each row at a time: a line or two of each
+  const int64_t width = gated ? kColumns / 2 : kColumns, end = gated ? rows / 2 : rows;
+  tk::parallel((end + width - 1) / width, [&](int64_t panel) {
+    for (int64_t part = 0; part < words; part += kPart) {
+      const int64_t last = part + kPart < words ? part + kPart : words;
+      for (int64_t column = 0; column < kColumns; ++column) {
+        const int64_t row = panel * width + column % width;
+        const uint32_t* own = from + (row + (column < width ? 0 : end)) * words;
+        uint32_t* out = to + panel * words * kColumns + column;
+        for (int64_t word = part; word < last; ++word) out[word * kColumns] = row < end ? own[word] : 0;
+      }
+    }
+  });
+}
+
+// Rows of a weight, which is not gated: y[i] = row indices[i], [depth] in fp32 or bf16; zeros where there is no such row.
+TK_KERNEL(tk_rows)(const void* weight, const int64_t* indices, int64_t count, void* y, int64_t y_bf16) {
+  using namespace tk::TK_VARIANT;
+  const Weight& w = *static_cast<const Weight*>(weight);
+  const int64_t per_word = w.kind == kFp32 ? 1 : w.kind == kBf16 ? 2 : 4;
+  const auto copy = [&](auto* to, int64_t row) {
+    const bool known = row >= 0 && row < w.columns;
+    const float scale = known && w.scale ? w.scale[row] : 0.0f;
+    const uint32_t* words = w.panels + (known ? row / kColumns * w.words * kColumns + row % kColumns : 0);
+    for (int64_t i = 0; i < w.depth; ++i) {
+      const uint32_t word = words[i / per_word * kColumns];
+      const int place = static_cast<int>(i % per_word);
+      float value;
+      if (w.kind == kInt8) {
+        value = static_cast<int8_t>(word >> 8 * place) * scale;
+      } else {
+        const uint32_t bits = w.kind == kFp32 ? word : place ? word & 0xffff0000u : word << 16;
+        std::memcpy(&value, &bits, 4);
+      }
+      from_float(known ? value : 0.0f, to + i);
+    }
+  };
+  constexpr int64_t kPart = 8;
+  tk::parallel((count + kPart - 1) / kPart, [&](int64_t part) {
+    for (int64_t i = part * kPart; i < count && i < (part + 1) * kPart; ++i) {
+      if (y_bf16) {
+        copy(static_cast<bf16*>(y) + i * w.depth, indices[i]);
+      } else {
+        copy(static_cast<float*>(y) + i * w.depth, indices[i]);
+      }
+    }
+  });
+}

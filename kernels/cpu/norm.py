@@ -1,0 +1,56 @@
+"""Norms, with the residual sum that comes before them."""
+
+from __future__ import annotations
+
+import torch
+from toolkit.kernels.cpu.library import FLOAT, POINTER, SIZE, Kernel
+
+DTYPES = (torch.float32, torch.bfloat16)
+_add_norm = Kernel("tk_add_norm", POINTER, POINTER, POINTER, POINTER, FLOAT, POINTER, SIZE, SIZE, SIZE)
+
+
+class Norm:
+    """`reference.add_rms_norm`, or with a bias `reference.add_layer_norm`, of rows as long as the weight.
+
+    weight, bias: `[size]`, both fp32 or both bfloat16. Raises ValueError for others.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
+        parameters = [weight] if bias is None else [weight, bias]
+        if any(
+            p.dtype not in DTYPES or p.dtype != weight.dtype or p.shape != weight.shape for p in parameters
+        ):
+            raise ValueError(
+                "a norm's parameters are of one size, all in fp32 or all in bfloat16, not "
+                f"{[(p.dtype, list(p.shape)) for p in parameters]}"
+            )
+        self._parameters = [p.detach().contiguous() for p in parameters]
+        self._weight, self._bias = self._parameters[0].data_ptr(), None
+        if bias is not None:
+            self._bias = self._parameters[1].data_ptr()
+        self.size, self.dtype, self.eps = len(weight), weight.dtype, eps
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual) of rows `[num_tokens, size]`; the sum is written into
+        `residual`.
+        """
+        shape, dtype = x.shape, self.dtype
+        if len(shape) != 2 or shape[1] != self.size or x.dtype != dtype or not x.is_contiguous():
+            raise ValueError(f"x is [rows, {self.size}] in {dtype}, contiguous, not {x.dtype} {list(shape)}")
+        if residual is not None and (
+            residual.dtype != dtype or residual.shape != shape or not residual.is_contiguous()
+        ):
+            raise ValueError(f"the residual is like x, not {residual.dtype} {list(residual.shape)}")
+        out = torch.empty(shape, dtype=dtype)
+        _add_norm.run(
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            self._weight,
+            self._bias,
+            self.eps,
+            out.data_ptr(),
+            shape[0],
+            self.size,
+            dtype == torch.bfloat16,
+        )
+        return out, x if residual is None else residual

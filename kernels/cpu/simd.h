@@ -1,0 +1,163 @@
+// Vectors of fp32, as wide as the variant's registers, and the functions that kernels need of them. One source for every instruction
+// set: the compiler's own vector types, and intrinsics only where an instruction has no other name.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "variant.h"
+
+namespace tk::TK_VARIANT {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t UintVec __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t HalfVec __attribute__((vector_size(kLanes * 2)));
+
+// bfloat16 is the upper half of fp32.
+struct bf16 {
+  uint16_t bits;
+};
+
+[[gnu::always_inline]] inline Vec splat(float x) { return x - Vec{}; }
+
+[[gnu::always_inline]] inline Vec load(const float* x) {
+  Vec v;
+  std::memcpy(&v, x, sizeof v);
+  return v;
+}
+
+[[gnu::always_inline]] inline void store(float* x, Vec v) { std::memcpy(x, &v, sizeof v); }
+
+[[gnu::always_inline]] inline Vec load(const bf16* x) {
+  HalfVec half;
+  std::memcpy(&half, x, sizeof half);
+  return (Vec)(__builtin_convertvector(half, UintVec) << 16);
+}
+
+// Rounds to the nearest, ties to even, as PyTorch does; NaN stays NaN.
+[[gnu::always_inline]] inline void store(bf16* x, Vec v) {
+  const UintVec bits = (UintVec)v;
+  const UintVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const UintVec nan = (UintVec)(v != v);
+  const HalfVec half = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), HalfVec);
+  std::memcpy(x, &half, sizeof half);
+}
+
+[[gnu::always_inline]] inline float to_float(float x) { return x; }
+
+[[gnu::always_inline]] inline float to_float(bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
+[[gnu::always_inline]] inline void from_float(float x, float* y) { *y = x; }
+
+[[gnu::always_inline]] inline void from_float(float x, bf16* y) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  y->bits = x != x ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// The first n elements, n < kLanes; the others are 0.
+template <class T>
+[[gnu::always_inline]] inline Vec load_some(const T* x, int64_t n) {
+  T part[kLanes] = {};
+  std::memcpy(part, x, n * sizeof(T));
+  return load(part);
+}
+
+template <class T>
+[[gnu::always_inline]] inline void store_some(T* x, Vec v, int64_t n) {
+  T part[kLanes];
+  store(part, v);
+  std::memcpy(x, part, n * sizeof(T));
+}
+
+[[gnu::always_inline]] inline Vec select(IntVec mask, Vec yes, Vec no) {
+  return (Vec)((mask & (IntVec)yes) | (~mask & (IntVec)no));
+}
+
+[[gnu::always_inline]] inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+[[gnu::always_inline]] inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
+[[gnu::always_inline]] inline Vec abs(Vec x) { return (Vec)((IntVec)x & 0x7fffffff); }
+
+// Fours onto each other, and not lane after lane: attention takes a sum for every key.
+[[gnu::always_inline]] inline float sum(Vec v) {
+  typedef float Four __attribute__((vector_size(16)));
+  Four parts[kLanes / 4];
+  std::memcpy(parts, &v, sizeof v);
+  for (int width = kLanes / 8; width; width /= 2) {
+    for (int i = 0; i < width; ++i) parts[i] += parts[i + width];
+  }
+  return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
+}
+
+[[gnu::always_inline]] inline float max(Vec v) {
+  float most = v[0];
+  for (int i = 1; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
+  return most;
+}
+
+// To the nearest whole number, ties to even, for |x| < 2^22.
+[[gnu::always_inline]] inline IntVec nearest(Vec x) {
+#if defined(__AVX512F__)
+  return (IntVec)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+  return (IntVec)_mm256_cvtps_epi32((__m256)x);
+#else
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: the sum has no bits behind the point
+  return (IntVec)(x + magic) - (IntVec)magic;
+#endif
+}
+
+// e^x within 2 units in the last place; 0 below -87.3, infinity above 88.7. Cephes' polynomial on [-ln 2 / 2, ln 2 / 2].
+[[gnu::always_inline]] inline Vec exp(Vec x) {
+  const Vec clamped = min(max(x, splat(-87.3f)), splat(88.7f));
+  const IntVec exponent = nearest(clamped * 1.44269504f);
+  const Vec n = __builtin_convertvector(exponent, Vec);
+  const Vec r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+  Vec p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  // 2^n in two steps: n = 128 has no exponent of its own.
+  const IntVec half = exponent >> 1;
+  const Vec y = p * (Vec)((half + 127) << 23) * (Vec)((exponent - half + 127) << 23);
+  return x < -87.3f ? Vec{} : (x != x ? x : y);
+}
+
+[[gnu::always_inline]] inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }
+
+// Within 1.5e-7: Abramowitz & Stegun, 7.1.26.
+[[gnu::always_inline]] inline Vec erf(Vec x) {
+  const Vec a = abs(x);
+  const Vec t = 1.0f / (1.0f + 0.3275911f * a);
+  Vec p = splat(1.061405429f);
+  p = p * t - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  const Vec y = 1.0f - p * t * exp(-a * a);
+  return (Vec)((IntVec)y | ((IntVec)x & (int32_t)0x80000000));
+}
+
+}  // namespace
+}  // namespace tk::TK_VARIANT

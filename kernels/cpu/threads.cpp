@@ -1,0 +1,194 @@
+// A pool of its own, and not OpenMP's: tasks are claimed one by one, so a thread that the system has put aside claims fewer, and
+// nobody waits for it. OpenMP ends every region with a barrier of all threads, which on a shared machine costs a time slice
+// whenever one of them is put aside; and which of several OpenMP libraries torch has loaded depends on how it was installed.
+#include "threads.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "variant.h"
+
+namespace tk {
+namespace {
+
+// How long an idle thread looks for work before it sleeps: longer than the host takes between two kernels of a step,
+// so that no kernel waits for a thread to wake, and too short to be seen in an idle server.
+constexpr std::chrono::microseconds kAwake{500};
+// Looks between which it lets no other thread run; some 20 us.
+constexpr int kLooks = 500;
+
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+class Pool {
+ public:
+  void resize(int64_t size) {
+    std::lock_guard<std::mutex> lock(caller_);
+    if (size == static_cast<int64_t>(helpers_.size()) + 1) return;
+    ending_ = true;
+    wake_all();
+    for (auto& helper : helpers_) helper.join();
+    helpers_.clear();
+    ending_ = false;
+    for (int64_t i = 1; i < size; ++i) helpers_.emplace_back([this] { help(); });
+    size_ = size;
+  }
+
+  int64_t size() const { return size_; }
+
+  void run(int64_t count, Task task, void* context) {
+    std::lock_guard<std::mutex> lock(caller_);
+    if (helpers_.empty()) {
+      for (int64_t i = 0; i < count; ++i) task(context, i);
+      return;
+    }
+    task_.store(task, std::memory_order_relaxed);
+    context_.store(context, std::memory_order_relaxed);
+    count_.store(count, std::memory_order_relaxed);
+    done_.store(0, std::memory_order_relaxed);
+    const uint64_t job = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
+    ticket_.store(job << 32 | static_cast<uint64_t>(count), std::memory_order_seq_cst);
+    if (sleeping_.load(std::memory_order_seq_cst)) wake_all();
+    work();
+    for (int looks = 0; done_.load(std::memory_order_acquire) < count; ++looks) {
+      if (looks < 100 * kLooks) {
+        pause();
+      } else {
+        sched_yield();
+      }
+    }
+  }
+
+ private:
+  // Runs tasks of the job that is on until none is left to claim. What a job is made of changes only when all of its tasks are done,
+  // so what was read before a claim that succeeds belongs to the job that the claim was made on.
+  void work() {
+    uint64_t now = ticket_.load(std::memory_order_acquire);
+    while (now & 0xffffffffu) {
+      const Task task = task_.load(std::memory_order_relaxed);
+      void* const context = context_.load(std::memory_order_relaxed);
+      const int64_t index = count_.load(std::memory_order_relaxed) - static_cast<int64_t>(now & 0xffffffffu);
+      if (!ticket_.compare_exchange_weak(now, now - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+      task(context, index);
+      done_.fetch_add(1, std::memory_order_release);
+      now = ticket_.load(std::memory_order_acquire);
+    }
+  }
+
+  void help() {
+    uint64_t seen = 0;
+    while (!ending_.load(std::memory_order_relaxed)) {
+      const uint64_t job = ticket_.load(std::memory_order_acquire) >> 32;
+      if (job == seen) {
+        await(seen);
+      } else {
+        seen = job;
+        work();
+      }
+    }
+  }
+
+  // Returns when there is a job other than `seen`, or the pool ends; awake at first, then asleep.
+  void await(uint64_t seen) {
+    const auto until = std::chrono::steady_clock::now() + kAwake;
+    do {
+      for (int i = 0; i < kLooks; ++i) {
+        if (is_news(seen)) return;
+        pause();
+      }
+      sched_yield();
+    } while (std::chrono::steady_clock::now() < until);
+    std::unique_lock<std::mutex> lock(sleep_);
+    sleeping_.fetch_add(1, std::memory_order_seq_cst);
+    wake_.wait(lock, [&] { return is_news(seen); });
+    sleeping_.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+  bool is_news(uint64_t seen) const {
+    return ticket_.load(std::memory_order_seq_cst) >> 32 != seen || ending_.load(std::memory_order_relaxed);
+  }
+
+  void wake_all() {
+    std::lock_guard<std::mutex> lock(sleep_);
+    wake_.notify_all();
+  }
+
+  // The job's number (high 32 bits) and how many of its tasks are left to claim (low 32). A claim exchanges the whole, and fails
+  // when the job has become another: a thread that comes late does no harm.
+  std::atomic<uint64_t> ticket_{0};
+  std::atomic<int64_t> count_{0}, done_{0};
+  std::atomic<Task> task_{nullptr};
+  std::atomic<void*> context_{nullptr};
+
+  std::atomic<int> sleeping_{0};
+  std::atomic<bool> ending_{false};
+  std::mutex sleep_;
+  std::condition_variable wake_;
+
+  std::mutex caller_;
+  std::atomic<int64_t> size_{1};
+  std::vector<std::thread> helpers_;
+};
+
+Pool* pool = nullptr;
+
+// The pool lives as long as the process: threads that sleep harm nobody at its end. A forked child has none of them.
+Pool& the_pool() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    pool = new Pool;
+    pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+  });
+  return *pool;
+}
+
+struct Scratch {
+  void* memory = nullptr;
+  size_t size = 0;
+  ~Scratch() { std::free(memory); }
+};
+
+thread_local Scratch own;
+
+}  // namespace
+
+void run_tasks(int64_t count, Task task, void* context) {
+  if (count > 0) the_pool().run(count, task, context);
+}
+
+int64_t num_threads() { return the_pool().size(); }
+
+uint64_t new_number() {
+  static std::atomic<uint64_t> last{0};
+  return last.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
+void* scratch(size_t bytes) {
+  if (own.size < bytes) {
+    std::free(own.memory);
+    own.size = (bytes + 4095) / 4096 * 4096;
+    own.memory = std::aligned_alloc(64, own.size);
+    if (!own.memory) throw std::bad_alloc();
+  }
+  return own.memory;
+}
+
+}  // namespace tk
+
+TK_API void tk_set_num_threads(int64_t count) { tk::the_pool().resize(count < 1 ? 1 : count); }
+
+TK_API int64_t tk_num_threads() { return tk::num_threads(); }

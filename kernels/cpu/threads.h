@@ -1,0 +1,33 @@
+// The threads that kernels run on: one pool for the process, the caller among them.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace tk {
+
+using Task = void (*)(void* context, int64_t index);
+
+// task(context, i) for every i in [0, count), claimed in order by whichever thread is free; returns when all are done.
+// A task must not call it. One caller at a time; a second waits.
+void run_tasks(int64_t count, Task task, void* context);
+
+// Threads that a kernel may use, the caller included.
+int64_t num_threads();
+
+// A number that no earlier call has returned; never 0.
+uint64_t new_number();
+
+// Memory of the calling thread's own, aligned for vectors; the next call may hand out the same.
+void* scratch(size_t bytes);
+
+// run_tasks with a callable: parallel(n, [&](int64_t i) { ... }).
+template <class F>
+static inline void parallel(int64_t count, F&& body) {
+  if (count == 1) {
+    body(static_cast<int64_t>(0));
+    return;
+  }
+  run_tasks(count, [](void* context, int64_t index) { (*static_cast<F*>(context))(index); }, &body);
+}
+
+}  // namespace tk

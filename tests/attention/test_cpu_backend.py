@@ -1,0 +1,109 @@
+"""The CPU's attention backend against the reference one: with our kernels, and where they cannot run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from toolkit.kernels import cpu
+
+from toolkit.attention import AttentionBatch, AttentionShape, HeadTransform
+from toolkit.attention.cpu import CPUBackend
+from toolkit.attention.torch import TorchBackend
+
+BLOCK_SIZE = 16
+MIXED = [(1, 40), (20, 20), (7, 60), (1, 1)]
+
+
+def make_batch(lens: list[tuple[int, int]]) -> AttentionBatch:
+    queries, contexts = np.array(lens, np.int32).T.copy()
+    blocks = -(-contexts // BLOCK_SIZE)
+    table = torch.zeros(len(lens), int(blocks.max()), dtype=torch.int32)
+    unused = torch.randperm(int(blocks.sum())).int()
+    for row, count in zip(table, blocks.tolist(), strict=True):
+        row[:count], unused = unused[:count], unused[count:]
+    request = np.repeat(np.arange(len(lens)), queries)
+    ends = queries.cumsum()
+    positions = torch.from_numpy(np.arange(ends[-1]) - (ends - contexts)[request])
+    block = table[torch.from_numpy(request), positions // BLOCK_SIZE].long()
+    return AttentionBatch(
+        positions=positions,
+        slot_mapping=block * BLOCK_SIZE + positions % BLOCK_SIZE,
+        query_start_loc=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
+        seq_lens=torch.from_numpy(contexts),
+        rows=torch.arange(len(lens)).int(),
+        block_table=table,
+        max_query_len=int(queries.max()),
+        max_seq_len=int(contexts.max()),
+        query_lens=queries,
+        context_lens=contexts,
+    )
+
+
+def assert_same_as_the_reference(
+    shape: AttentionShape,
+    transform: HeadTransform = HeadTransform(),  # noqa: B008  # frozen
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+    tolerance: float = 1e-4,
+) -> None:
+    width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
+    batch = make_batch(MIXED)
+    num_blocks = int(batch.block_table.max()) + 1
+    # Two layers, of which each has its own cache; the second step reads what the first has written.
+    caches = torch.randn(2, 2, num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_size)
+    ours, expected = (caches.clone().to(cache_dtype or dtype) for _ in range(2))
+    backends = ((CPUBackend(), ours), (TorchBackend(), expected))
+    for _ in range(2):
+        qkv = torch.randn(len(batch.positions), width).to(dtype)
+        for layer in range(2):
+            found = []
+            for backend, cache in backends:
+                step = make_batch(MIXED)
+                step.block_table, step.slot_mapping = batch.block_table, batch.slot_mapping
+                query = backend.write(qkv.clone(), *cache[layer], step, shape, transform)
+                found.append(backend.attend(query, *cache[layer], step, shape).float())
+            torch.testing.assert_close(found[0], found[1], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(ours.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+def transforms(size: int, dtype: torch.dtype = torch.float32) -> HeadTransform:
+    angles = torch.randn(64, size // 2)
+    table = torch.stack((angles.cos(), angles.sin()), dim=1).to(dtype)
+    return HeadTransform(table, torch.randn(size).to(dtype), torch.randn(size).to(dtype), 1e-6)
+
+
+@pytest.fixture(params=[True, False], ids=["kernels", "PyTorch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param and not cpu.available():
+        pytest.skip(str(cpu.problem()))
+    if not request.param:
+        monkeypatch.setattr(cpu, "available", lambda: False)
+    torch.manual_seed(0)
+    return bool(request.param)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_cpu_backend_computes_what_the_reference_does() -> None:
+    assert_same_as_the_reference(AttentionShape(4, 4, 64, 0.125))
+    assert_same_as_the_reference(AttentionShape(8, 2, 32, 0.2, sliding_window=11), transforms(32))
+    assert_same_as_the_reference(AttentionShape(6, 3, 16, 0.25), transforms(16))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_it_takes_bfloat16_and_caches_in_fp8() -> None:
+    shape = AttentionShape(4, 2, 64, 0.125)
+    assert_same_as_the_reference(shape, transforms(64, torch.bfloat16), torch.bfloat16, tolerance=6e-2)
+    assert_same_as_the_reference(shape, transforms(64), cache_dtype=torch.float8_e4m3fn)
+
+
+def test_it_takes_types_and_sizes_that_the_kernels_do_not() -> None:
+    torch.manual_seed(0)
+    assert_same_as_the_reference(AttentionShape(2, 1, 264, 0.06))
+    assert_same_as_the_reference(AttentionShape(2, 2, 32, 0.2), dtype=torch.float16, tolerance=1e-2)
+
+
+@pytest.mark.skipif(not cpu.available(), reason=str(cpu.problem()))
+def test_the_kernels_cap_logits() -> None:
+    torch.manual_seed(0)
+    assert_same_as_the_reference(AttentionShape(4, 2, 32, 1.0, soft_cap=3.0))

@@ -1,0 +1,246 @@
+"""Attention on CPUs, and what is done to queries, keys and values before it, against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from toolkit.kernels import cpu, reference
+from toolkit.kernels.cpu.attention import Layer, Step
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.problem()))
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+DTYPES = list(TOLERANCE)
+LENS: dict[str, list[tuple[int, int]]] = {
+    "one token of one request": [(1, 1)],
+    "one long request": [(1, 1000)],
+    "next tokens": [(1, 5), (1, 300), (1, 1), (1, 64), (1, 33)],
+    "prompts": [(40, 40), (7, 7), (1, 1), (129, 129)],
+    "prompts that go on, and next tokens": [(33, 170), (1, 100), (2, 50), (16, 16), (1, 9), (5, 400)],
+}
+HEADS = {"own keys": (4, 4, 64), "groups": (12, 4, 128), "one key head": (20, 1, 32), "largest": (2, 1, 256)}
+ODD_SIZES = (8, 12, 24, 40, 80, 96, 100)
+
+
+@dataclass
+class Case:
+    """A step over a cache of random numbers. Blocks lie in disorder; those of no request are NaN."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    rows: Tensor
+    block_table: Tensor
+
+    @property
+    def step(self) -> Step:
+        unused = torch.zeros(len(self.q), dtype=torch.int64)
+        return Step(unused, unused, self.query_start_loc, self.seq_lens, self.rows, self.block_table)
+
+    def ours(self, **options: float) -> Tensor:
+        layer = Layer(self.k_cache, self.v_cache, self.q.shape[1], **options)  # type: ignore[arg-type]  # ints and floats
+        return layer.attend(self.q, self.step)
+
+    def reference(self, **options: float) -> Tensor:
+        return reference.paged_attention(
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.query_start_loc,
+            self.seq_lens,
+            self.block_table[self.rows.long()],
+            **options,  # type: ignore[arg-type]  # ints and floats
+        )
+
+
+def make_case(
+    lens: Sequence[tuple[int, int]],
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    block_size: int = 16,
+) -> Case:
+    num_heads, num_kv_heads, head_size = heads
+    counts = [-(-context // block_size) for _, context in lens]
+    num_blocks = sum(counts) + 3
+    blocks = torch.randperm(num_blocks).int()
+    table = torch.full((len(lens) + 2, max(counts) + 1), -(2**31), dtype=torch.int32)
+    rows = torch.randperm(len(lens) + 2)[: len(lens)].int()
+    caches = torch.full((2, num_blocks, block_size, num_kv_heads, head_size), torch.nan, dtype=dtype)
+    for row, count, (_, context) in zip(rows.tolist(), counts, lens, strict=True):
+        table[row, :count], blocks = blocks[:count], blocks[count:]
+        position = torch.arange(context)
+        block = table[row, position // block_size].long()
+        caches[:, block, position % block_size] = torch.randn(
+            2, context, num_kv_heads, head_size, dtype=torch.float32
+        ).to(dtype)
+    starts = torch.tensor([0] + [queries for queries, _ in lens]).cumsum(0).int()
+    # The queries lie among keys and values, as the backend has them.
+    qkv = torch.randn(int(starts[-1]), (num_heads + 2 * num_kv_heads) * head_size).to(dtype)
+    q = qkv[:, : num_heads * head_size].unflatten(1, (num_heads, head_size))
+    seq_lens = torch.tensor([context for _, context in lens]).int()
+    return Case(q, caches[0], caches[1], starts, seq_lens, rows, table)
+
+
+@pytest.fixture(params=[1, 2, 5], ids="{} threads".format)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = cpu.num_threads()
+    cpu.set_num_threads(request.param)
+    yield request.param
+    cpu.set_num_threads(before)
+
+
+def assert_same(case: Case, **options: float) -> None:
+    options = {"scale": case.q.shape[2] ** -0.5} | options
+    expected, found = case.reference(**options).float(), case.ours(**options).float()
+    assert found.isfinite().all()
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[case.q.dtype], rtol=1e-2)
+
+
+@pytest.mark.parametrize("variant", cpu.variants())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
+def test_attention_is_the_references(
+    lens: list[tuple[int, int]], heads: tuple[int, int, int], dtype: torch.dtype, variant: str
+) -> None:
+    torch.manual_seed(0)
+    with cpu.using(variant):
+        assert_same(make_case(lens, heads, dtype))
+
+
+@pytest.mark.parametrize("variant", cpu.variants())
+@pytest.mark.parametrize("size", ODD_SIZES)
+def test_heads_may_be_of_any_size(size: int, variant: str) -> None:
+    torch.manual_seed(0)
+    with cpu.using(variant):
+        for dtype in DTYPES:
+            assert_same(make_case(LENS["prompts that go on, and next tokens"], (6, 3, size), dtype))
+
+
+@pytest.mark.parametrize("variant", cpu.variants())
+@pytest.mark.parametrize("block_size", [1, 7, 32, 128])
+def test_blocks_may_be_of_any_size(block_size: int, variant: str) -> None:
+    torch.manual_seed(0)
+    with cpu.using(variant):
+        assert_same(
+            make_case(LENS["prompts that go on, and next tokens"], (4, 2, 32), torch.float32, block_size)
+        )
+
+
+@pytest.mark.parametrize("variant", cpu.variants())
+@pytest.mark.parametrize("window", [1, 20, 33, 5000])
+def test_a_window_hides_what_lies_before_it(window: int, variant: str) -> None:
+    torch.manual_seed(0)
+    with cpu.using(variant):
+        for lens in LENS.values():
+            assert_same(make_case(lens, (4, 2, 64), torch.float32), sliding_window=window)
+
+
+@pytest.mark.parametrize("variant", cpu.variants())
+def test_a_soft_cap_bounds_the_logits(variant: str) -> None:
+    torch.manual_seed(0)
+    with cpu.using(variant):
+        for soft_cap in (0.5, 30.0):
+            case = make_case(LENS["prompts that go on, and next tokens"], (4, 2, 64), torch.float32)
+            assert_same(case, soft_cap=soft_cap, scale=1.0)
+            assert_same(case, soft_cap=soft_cap, sliding_window=40)
+
+
+def test_threads_share_heads_and_keys_of_one_request(threads: int) -> None:
+    torch.manual_seed(0)
+    for heads in ((1, 1, 64), (2, 1, 128), (12, 12, 64)):
+        for lens in ([(1, 3000)], [(3, 2000)], [(1, 700), (1, 2)], [(300, 900)]):
+            assert_same(make_case(lens, heads, torch.float32))
+            assert_same(make_case(lens, heads, torch.float32), sliding_window=500)
+
+
+def test_large_logits_neither_overflow_nor_vanish() -> None:
+    torch.manual_seed(0)
+    for scale in (300.0, -300.0):
+        assert_same(make_case([(1, 200), (40, 90)], (2, 2, 64), torch.float32), scale=scale)
+
+
+@pytest.mark.parametrize("variant", cpu.variants())
+def test_nan_is_not_hidden(variant: str) -> None:
+    """The sampler ends a request whose logits are not finite; attention must not make them so."""
+    torch.manual_seed(0)
+    with cpu.using(variant):
+        for lens in ([(1, 100)], [(20, 20)]):
+            case = make_case(lens, (1, 1, 64), torch.float32)
+            case.q[-1, 0, 3] = torch.nan
+            found = case.ours(scale=0.125)
+            assert found[-1].isnan().all()
+            assert found[:-1].isfinite().all()
+
+
+def test_what_the_kernels_cannot_take_is_refused() -> None:
+    case = make_case([(1, 4)], (2, 2, 32), torch.float32)
+    with pytest.raises(ValueError, match="all fp32 or all bfloat16"):
+        Layer(case.k_cache, case.v_cache.bfloat16(), 2, scale=1.0)
+    with pytest.raises(ValueError, match="divide"):
+        Layer(case.k_cache, case.v_cache, 3, scale=1.0)
+    big = torch.zeros(1, 16, 1, 264)
+    with pytest.raises(ValueError, match="256 at most"):
+        Layer(big, big, 1, scale=1.0)
+    with pytest.raises(ValueError, match="no 17 pairs"):
+        Layer(case.k_cache, case.v_cache, 2, scale=1.0, cos_sin=torch.zeros(4, 2, 17))
+    layer = Layer(case.k_cache, case.v_cache, 2, scale=1.0)
+    with pytest.raises(ValueError, match="tokens of whole heads"):
+        layer.attend(case.q.bfloat16(), case.step)
+    with pytest.raises(ValueError, match="contiguous, not"):
+        layer.write(torch.zeros(1, 64), case.step)
+    with pytest.raises(ValueError, match="int64"):
+        Step(*[torch.zeros(1)] * 5, torch.zeros(1, 1))
+    whole = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="lengths"):
+        Step(whole[0], whole[0], whole[1], whole[1], whole[1], whole[1][None])
+
+
+@pytest.mark.parametrize("variant", cpu.variants())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 9, 400])
+@pytest.mark.parametrize(
+    ("half", "normed"),
+    [(0, False), (0, True), (12, False), (20, True)],
+    ids=["plain", "normed", "rotated", "both"],
+)
+def test_keys_and_values_reach_their_slots_and_queries_come_back(
+    half: int, normed: bool, num_tokens: int, dtype: torch.dtype, variant: str
+) -> None:
+    torch.manual_seed(0)
+    num_heads, num_kv_heads, size, block_size = 6, 2, 40, 16
+    caches = torch.randn(2, 40, block_size, num_kv_heads, size).to(dtype)
+    qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * size).to(dtype)
+    positions = torch.randint(0, 50, (num_tokens,))
+    slots = torch.randperm(40 * block_size)[:num_tokens]
+    slots[num_tokens // 2] = -1
+    options = {
+        "cos_sin": torch.randn(50, 2, half).to(dtype) if half else None,
+        "q_weight": torch.randn(size).to(dtype) if normed else None,
+        "k_weight": torch.randn(size).to(dtype) if normed else None,
+        "eps": 1e-5,
+    }
+    expected_caches = caches.clone()
+    expected = reference.qk_norm_rope_write(
+        qkv,
+        positions,
+        slot_mapping=slots,
+        k_cache=expected_caches[0],
+        v_cache=expected_caches[1],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        **options,  # type: ignore[arg-type]  # tensors and a float
+    )
+    few = torch.zeros(1, dtype=torch.int32)
+    step = Step(positions, slots, torch.zeros(2, dtype=torch.int32), few, few, few[None])
+    with cpu.using(variant):
+        found = Layer(caches[0], caches[1], num_heads, scale=1.0, **options).write(qkv, step)  # type: ignore[arg-type]
+    tolerance = {"atol": TOLERANCE[dtype], "rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5}
+    torch.testing.assert_close(found, expected, **tolerance)
+    torch.testing.assert_close(caches, expected_caches, **tolerance)

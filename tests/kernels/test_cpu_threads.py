@@ -1,0 +1,83 @@
+"""The threads that the CPU kernels share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from toolkit.kernels import cpu
+
+if not cpu.available():
+    pytest.skip(f"the CPU kernels: {cpu.problem()}", allow_module_level=True)
+
+from toolkit.kernels.cpu.linear import PackedLinear
+
+
+@pytest.fixture(autouse=True)
+def three_threads():
+    before = cpu.num_threads()
+    cpu.set_num_threads(3)
+    yield
+    cpu.set_num_threads(before)
+
+
+def layer() -> tuple[PackedLinear, torch.Tensor, torch.Tensor]:
+    """(a layer of many tasks, x, what it gives)"""
+    weight, x = torch.randn(2000, 64), torch.randn(3, 64)
+    return PackedLinear(weight), x, x @ weight.T
+
+
+def test_callers_on_several_threads_take_turns():
+    linear, x, expected = layer()
+    right: list[bool] = []
+
+    def call() -> None:
+        right.append(all(torch.allclose(linear(x), expected, atol=1e-4) for _ in range(200)))
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert right == [True] * 4
+
+
+def test_the_number_of_threads_may_change_between_kernels():
+    linear, x, expected = layer()
+    for count in (1, 4, 2, 1, 3):
+        cpu.set_num_threads(count)
+        assert cpu.num_threads() == count
+        torch.testing.assert_close(linear(x), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_idle_threads_take_no_time():
+    linear, x, _ = layer()
+    linear(x)
+    time.sleep(0.05)  # far longer than they stay awake
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.05
+
+
+def test_a_forked_process_computes_on():
+    """In a process of its own: PyTorch's threads, which tests may have started, do not outlive a fork."""
+    code = """
+import os, torch
+from toolkit.kernels import cpu
+from toolkit.kernels.cpu.linear import PackedLinear
+cpu.set_num_threads(3)
+linear = PackedLinear(torch.ones(2000, 64))
+linear(torch.ones(1, 64))
+child = os.fork()
+if child == 0:
+    right = cpu.num_threads() == 1 and linear(torch.ones(1, 64)).eq(64).all()
+    os._exit(0 if right else 1)
+raise SystemExit(os.waitpid(child, 0)[1])
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=60)
+    assert done.returncode == 0

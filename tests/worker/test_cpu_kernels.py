@@ -1,0 +1,39 @@
+"""The engine with the CPU kernels and without them: the same tokens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from toolkit.kernels import cpu
+
+from tests.checkpoints import VOCAB
+from toolkit import LLM, SamplingParams
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"the CPU kernels: {cpu.problem()}")
+
+
+def greedy(folder, **settings) -> list[list[int]]:
+    rng = random.Random(0)
+    prompts = [{"prompt_token_ids": [rng.randrange(VOCAB) for _ in range(n)]} for n in (5, 40, 17, 60)]
+    llm = LLM(str(folder), device="cpu", dtype="float32", kv_cache_memory=0.05, max_num_seqs=4, **settings)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    results = llm.generate(prompts, params, use_tqdm=False)
+    llm.shutdown()
+    return [list(result.outputs[0].token_ids) for result in results]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3-gqa", "mistral-window", "qwen3"])
+def test_without_the_library_pytorch_gives_the_same_tokens(checkpoint, name, monkeypatch):
+    folder = checkpoint(name)
+    with_kernels = greedy(folder)
+    monkeypatch.setattr(cpu, "available", lambda: False)
+    assert greedy(folder) == with_kernels
+
+
+def test_every_variant_gives_the_same_tokens_on_any_number_of_threads(checkpoint):
+    folder = checkpoint("llama3-gqa")
+    expected = greedy(folder, num_threads=1)
+    for variant in cpu.variants():
+        with cpu.using(variant):
+            assert greedy(folder, num_threads=2) == expected, variant

@@ -1,0 +1,33 @@
+"""Linear layers with weights in int8, a scale for each row of the weight, on CPUs.
+
+Products take x in int8, too, with a scale for each token, made as it is read: one instruction (VNNI) multiplies four elements and
+adds them up.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from toolkit.errors import ConfigError
+from toolkit.kernels import cpu, reference
+
+DTYPE = torch.int8
+
+
+def require(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ConfigError where products with int8 weights cannot run."""
+    problem = None
+    if device.type != "cpu":
+        problem = "is for CPUs; on a GPU there is --quantization fp8"
+    elif not cpu.available():
+        problem = f"needs the CPU kernels, and {cpu.problem()}"
+    elif dtype == torch.float16:
+        problem = "needs activations in float32 or bfloat16 (--dtype)"
+    if problem:
+        raise ConfigError(f"--quantization int8 {problem}.", param="quantization")
+
+
+def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(int8 [rows, columns], fp32 scales [rows]) of a weight in any type."""
+    rows, scale = reference.quantize_int8(weight)
+    return rows, scale[:, 0]
