@@ -51,7 +51,7 @@ def server(start: Callable[..., Server], model: Any) -> Server:
     ("harm", "told"),
     [
         (signal.SIGKILL, "rank 1 ended without a word (killed by signal 9)"),
-        (signal.SIGSTOP, "has not finished step"),
+        (signal.SIGSTOP, "rank 1 has not finished step"),
     ],
     ids=["killed", "hung"],
 )

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import random
 
+import psutil
 import pytest
 import torch
 
 from tests import checkpoints
 from tests.checkpoints import VOCAB
+from tests.pooling.folders import bert, bert_tokenizer, save
 from toolkit import LLM, SamplingParams, StructuredOutputsParams
 from toolkit.distributed import Group, kv_heads, parallel, rounded_up
-from toolkit.errors import CheckpointError, ConfigError
+from toolkit.errors import CheckpointError, ConfigError, EngineError, WorkersLostError
 from toolkit.models.loader import build_model, load_config, load_weights
 
 SMALL = {"num_threads": 1, "num_gpu_blocks_override": 200, "block_size": 4, "max_num_seqs": 8}
 NEW_TOKENS = 20
+
+
+@pytest.fixture
+def shared_out(checkpoint):
+    """Loads a model over ranks, which are ended with the test."""
+    loaded = []
+
+    def load(name: str, size: int = 2, **settings: object) -> LLM:
+        loaded.append(LLM(str(checkpoint(name)), tensor_parallel_size=size, **SMALL | settings))
+        return loaded[-1]
+
+    yield load
+    for llm in loaded:
+        llm.shutdown()
 
 
 def prompts_for(name: str) -> list[list[int]]:
@@ -27,13 +43,12 @@ def prompts_for(name: str) -> list[list[int]]:
     ("name", "size"),
     [("gpt2", 2), ("gpt2", 4), ("llama3-gqa", 2), ("llama3-gqa", 4), ("llama-mqa-tied", 2), ("qwen3", 4)],
 )
-def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(checkpoint, name, size):
+def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(shared_out, name, size):
     """With 4 ranks llama3-gqa and qwen3 have more ranks than KV heads, and a vocabulary that does not divide."""
     model, prompts = checkpoints.make_reference(name), prompts_for(name)
-    llm = LLM(str(checkpoint(name)), tensor_parallel_size=size, max_num_batched_tokens=24, **SMALL)
+    llm = shared_out(name, size, max_num_batched_tokens=24)
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0)
     results = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    llm.shutdown()
     for prompt, result in zip(prompts, results, strict=True):
         assert list(result.outputs[0].token_ids) == checkpoints.greedy(model, prompt, NEW_TOKENS)
         expected = checkpoints.logits(model, prompt).log_softmax(-1)
@@ -120,6 +135,11 @@ def test_a_size_that_cannot_be_is_refused_with_those_that_can(checkpoint):
         LLM(str(checkpoint("llama2-mha")), tensor_parallel_size=3, **SMALL)
 
 
+def test_encoders_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="encoders run whole on one device"):
+        LLM(str(save(bert(), bert_tokenizer(), tmp_path)), tensor_parallel_size=2)
+
+
 def test_what_is_wrong_with_the_checkpoint_is_said_once(checkpoint, tmp_path, capfd):
     for file in checkpoint("llama3-gqa").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -128,3 +148,59 @@ def test_what_is_wrong_with_the_checkpoint_is_said_once(checkpoint, tmp_path, ca
     with pytest.raises(CheckpointError, match="is cut short"):
         LLM(str(tmp_path), tensor_parallel_size=2, **SMALL)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_step_that_got_no_masks_does_not_put_the_ranks_out_of_step(shared_out, monkeypatch):
+    """The next request bound to a grammar gets its own masks on every rank."""
+    bound = SamplingParams(seed=3, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[ab]{6}"))
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    llm = shared_out("qwen3")
+    [expected] = llm.generate([prompt], bound, use_tqdm=False)
+    constraints = llm._core._constraints
+    masks, calls = constraints.masks, []
+
+    def failing_once(requests):
+        calls.append(requests)
+        if len(calls) == 1:
+            raise ValueError("no masks this time")
+        return masks(requests)
+
+    monkeypatch.setattr(constraints, "masks", failing_once)
+    with pytest.raises(EngineError, match="no masks this time"):
+        llm.generate([prompt], bound, use_tqdm=False)
+    [again] = llm.generate([prompt], bound, use_tqdm=False)
+    assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_after_an_interrupt_in_a_step_no_other_is_run(shared_out, monkeypatch):
+    """The other ranks may be anywhere; their sums would be of different steps."""
+    llm = shared_out("gpt2")
+    worker = llm._core.executor._worker
+
+    def interrupted(step):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "execute", interrupted)
+    prompt, params = {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([prompt], params, use_tqdm=False)
+    monkeypatch.undo()
+    with pytest.raises(WorkersLostError, match="interrupted in the middle of a step"):
+        llm.generate([prompt], params, use_tqdm=False)
+    llm.shutdown()  # and again at the end: the second does nothing
+
+
+def test_a_second_model_over_ranks_is_refused_in_words(shared_out):
+    shared_out("gpt2")
+    with pytest.raises(ConfigError, match="a rank of another model already"):
+        shared_out("gpt2")
+
+
+def test_a_rank_that_stops_is_named_and_ends_the_step_offline_too(shared_out):
+    llm = shared_out("gpt2", worker_timeout=2.0)
+    [rank] = [child for child in psutil.Process().children() if "toolkit.executor.rank" in child.cmdline()]
+    rank.suspend()
+    with pytest.raises(WorkersLostError, match="rank 1 has not finished step"):
+        llm.generate([{"prompt_token_ids": [5] * 20}], SamplingParams(max_tokens=3), use_tqdm=False)
+    llm.shutdown()
+    assert not rank.is_running()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
+
+from toolkit.errors import ConfigError
 
 # The newer name where there is one, since the older then warns at each call.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -71,14 +74,18 @@ SINGLE = Group()
 
 
 def connect(rank: int, size: int, folder: Path, device: torch.device) -> Group:
-    """Waits until all ranks are there. They meet through files in `folder`, so that no port is
-    needed; it is to be new, and nobody else's.
-    """
+    """Waits until all ranks are there. They find each other through files in `folder`; it is to be new, and nobody else's."""
     if size == 1:
         return SINGLE
+    if dist.is_initialized():
+        raise ConfigError(
+            "This process is a rank of another model already: end that first (LLM.shutdown), or use a process of its own."
+        )
+    cuda = device.type == "cuda"
+    if not cuda:  # gloo listens on a port; the ranks are all on this machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = FileStore(str(folder / "ranks"), size)
     wait = timedelta(seconds=PATIENCE)
-    cuda = device.type == "cuda"
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         store=store,

@@ -98,6 +98,7 @@ class CoreProcess:
             lambda name, seconds: self._send(Phase(name, seconds)),
             start.log,
             self._end_now,
+            Path(self._sockets),
         )
         self._core = EngineCore(start.config, executor, lambda: load_tokenizer(tokenizer_folder(start)))
         gc.collect()

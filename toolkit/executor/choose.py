@@ -18,8 +18,9 @@ def start_executor(
     report: Report,
     log: LogStyle | None = None,
     on_failure: Callable[[str, str], None] | None = None,
+    parent: Path | None = None,
 ) -> Executor:
-    """Loads the model, in this process or over as many as the settings say; `on_failure`: see `MultiprocExecutor`.
+    """Loads the model, in this process or over as many as the settings say; the rest: see `MultiprocExecutor`.
 
     Raises ToolkitError for what the user can mend, WorkersLostError for a rank that ended without a reason that one could.
     """
@@ -27,4 +28,4 @@ def start_executor(
         return UniprocExecutor(config, folder, report)
     from toolkit.executor.multiproc import MultiprocExecutor
 
-    return MultiprocExecutor(config, folder, report, log or LogStyle(), on_failure)
+    return MultiprocExecutor(config, folder, report, log or LogStyle(), on_failure, parent)

@@ -29,8 +29,9 @@ class Step(msgspec.Struct, tag=True):
 
 
 class Constrain(msgspec.Struct, tag=True):
-    """Masks of the oldest step that waits for them."""
+    """Masks of a step that waits for them; older ones that wait will get none."""
 
+    step: int
     masks: np.ndarray[Any, Any]
 
 

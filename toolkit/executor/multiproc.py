@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,11 +69,14 @@ class MultiprocExecutor(Executor):
         report: Report,
         log: LogStyle,
         on_failure: OnFailure | None = None,
+        parent: Path | None = None,
     ) -> None:
+        """`parent`: a folder in which the ranks' own is made. Default: the system's for temporary files."""
         size = config.parallel.tensor_parallel_size
         require_size(config, folder)
         self._timeout, self._on_failure = config.parallel.worker_timeout, on_failure
-        self._meeting = Path(tempfile.mkdtemp(prefix="tk-ranks-"))
+        self._meeting = Path(tempfile.mkdtemp(prefix="tk-ranks-", dir=parent))
+        weakref.finalize(self, shutil.rmtree, self._meeting, ignore_errors=True)
         self._lock = threading.Lock()
         self._broken: list[Broken] = []
         self._over = threading.Event()
@@ -98,17 +102,17 @@ class MultiprocExecutor(Executor):
         threading.Thread(target=self._watch, daemon=True, name="rank-watch").start()
 
     def execute(self, step: SchedulerOutput) -> Pending:
-        assert self._worker is not None, "the executor was shut down"
-        self._send(encode(Step(step)))
-        self._steps += 1
+        self.check_health()
         worker = self._worker
-        pending = self._guarded(lambda: worker.execute(step))
-        self._progress.count(0)
-        return _Guarded(self, pending)
+        assert worker is not None
+        self._steps += 1
+        pending = self._guarded(lambda: worker.execute(step), encode(Step(step)))
+        return _Guarded(self, step.step, pending)
 
     def collective(self, method: str, *args: Any) -> list[Any]:
-        self._send(encode(Call(method, list(args))))
-        own = self._guarded(lambda: getattr(self._worker, method)(*args))
+        self.check_health()
+        call = encode(Call(method, list(args)))
+        own = self._guarded(lambda: getattr(self._worker, method)(*args), call)
         return [own, *(answer.value for answer in self._await(Answer))]
 
     def check_health(self) -> None:
@@ -118,31 +122,42 @@ class MultiprocExecutor(Executor):
             raise WorkersLostError(_words(self._blamed()))
 
     def shutdown(self) -> None:
+        if not self._ranks:
+            return
         self._over.set()
-        self._send(encode(End()))
+        if not self._broken:
+            self._send(encode(End()))
+        healthy = not self._broken
         deadline = time.monotonic() + 5
         for rank in self._ranks:
-            rank.end(0.1 if self._broken else max(0.1, deadline - time.monotonic()))
+            rank.end(max(0.1, deadline - time.monotonic()) if healthy else 0.1)
+        self._ranks = []
         if self._worker is not None:
             self._worker.close()
         self._worker = None
         shutil.rmtree(self._meeting, ignore_errors=True)
 
-    def constrain(self, pending: Pending, masks: Masks) -> None:
+    def constrain(self, step: int, pending: Pending, masks: Masks) -> None:
         """Lets a step sample, on every rank."""
-        self._send(encode(Constrain(masks)))
-        self._guarded(lambda: pending.constrain(masks))
+        self._guarded(lambda: pending.constrain(masks), encode(Constrain(step, masks)))
 
     def result(self, pending: Pending) -> ModelOutput:
         return self._guarded(pending.result)
 
-    def _guarded(self, call: Callable[[], T]) -> T:
-        """What it gives; what it raises becomes the loss of the ranks, since the others may be at another point by now."""
+    def _guarded(self, call: Callable[[], T], told: bytes | None = None) -> T:
+        """What it gives, after the ranks are told. What it raises becomes the loss of the ranks, since the others may be at another
+        point by now.
+        """
         self._busy_since = time.monotonic()
         try:
+            if told is not None:
+                self._send(told)
             return call()
         except Exception as error:
             raise self._lost(error) from error
+        except BaseException:  # Ctrl-C: the others go on with the step
+            self._broken.append(Broken(0, "", "was interrupted in the middle of a step"))
+            raise
         finally:
             self._busy_since = None
 
@@ -183,22 +198,25 @@ class MultiprocExecutor(Executor):
             since = self._busy_since
             if since is None or time.monotonic() - since < self._timeout:
                 continue
-            behind = self._progress.behind(self._steps) or [0]
-            for number in behind:
-                self._broke(Broken(number, "", f"has not finished step {self._steps} in {self._timeout:g} s"))
+            # Rank 0 waits for the others in the step, so that it is behind as well.
+            behind = [rank for rank in self._progress.behind(self._steps) if rank] or [0]
+            others = f", nor have ranks {behind[1:]}" if behind[1:] else ""
+            what = f"has not finished step {self._steps} in {self._timeout:g} s{others}"
+            self._broke(Broken(behind[0], "", what))
             return
 
     def _broke(self, broken: Broken) -> None:
         with self._lock:
             self._broken.append(broken)
             first = len(self._broken) == 1
-        if self._over.is_set() or not first or self._on_failure is None:
+        if self._over.is_set() or not first:
             return
         if not self._over.wait(GRACE):  # else this process has noticed by itself
             told = self._blamed()
             for rank in self._ranks:
-                rank.kill()
-            self._on_failure(told.kind, _words(told))
+                rank.kill()  # between CPUs this wakes a rank that waits for them
+            if self._on_failure is not None:
+                self._on_failure(told.kind, _words(told))
 
     def _lost(self, error: Exception) -> Exception:
         """What to raise for an error here: what the ranks say of it, if it is that one of them is gone."""
@@ -211,6 +229,7 @@ class MultiprocExecutor(Executor):
         time.sleep(0.2 if self._broken else 0.0)  # for those that know more than the first
         self._over.set()
         if not self._broken:
+            logger.error("rank 0 ended", exc_info=error)
             return WorkersLostError(f"rank 0: {type(error).__name__}: {error}")
         told = self._blamed()
         if told.traceback:
@@ -229,14 +248,14 @@ class MultiprocExecutor(Executor):
 class _Guarded:
     """A step under way on all ranks."""
 
-    def __init__(self, executor: MultiprocExecutor, pending: Pending) -> None:
-        self._executor, self._pending = executor, pending
+    def __init__(self, executor: MultiprocExecutor, step: int, pending: Pending) -> None:
+        self._executor, self._step, self._pending = executor, step, pending
 
     def result(self) -> ModelOutput:
         return self._executor.result(self._pending)
 
     def constrain(self, masks: Masks) -> None:
-        self._executor.constrain(self._pending, masks)
+        self._executor.constrain(self._step, self._pending, masks)
 
 
 class _Rank:

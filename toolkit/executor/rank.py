@@ -67,16 +67,18 @@ class RankProcess:
         worker.start(lambda name, seconds: None)
         progress = Progress(meeting, begin.config.parallel.tensor_parallel_size)
         self._channel.send(Running(begin.rank))
-        unsampled: deque[PendingOutput] = deque()
+        unsampled: deque[tuple[int, PendingOutput]] = deque()
         while True:
             message = self._receive()
             if isinstance(message, Step):
                 pending = worker.execute(message.output)
                 if len(message.output.constrained):
-                    unsampled.append(pending)
+                    unsampled.append((message.output.step, pending))
                 progress.count(begin.rank)
             elif isinstance(message, Constrain):
-                unsampled.popleft().constrain(message.masks)
+                while unsampled[0][0] != message.step:
+                    unsampled.popleft()
+                unsampled.popleft()[1].constrain(message.masks)
             elif isinstance(message, Call):
                 value = getattr(worker, message.method)(*message.arguments)
                 self._channel.send(Answer(begin.rank, value))
@@ -95,7 +97,17 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True, name="parent-watch").start()
 
 
+def _die_with_parent() -> None:
+    """On Linux even a stopped process does."""
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
+
+
 def main() -> None:
+    _die_with_parent()
     # Who asks a server to end asks its first process; this one ends with that.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

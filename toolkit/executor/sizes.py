@@ -10,6 +10,7 @@ from toolkit.config import EngineConfig
 from toolkit.distributed import Group, parallel
 from toolkit.errors import ConfigError
 from toolkit.models.loader import build_model, load_config
+from toolkit.models.registry import CausalLM, resolve_architecture
 
 MOST = 64
 """Ranks up to which sizes are tried, to name those that can be."""
@@ -24,6 +25,11 @@ def require_size(config: EngineConfig, folder: Path) -> None:
     if gpus and wanted > gpus:
         raise ConfigError(
             f"--tensor-parallel-size {wanted} needs as many GPUs, and PyTorch sees {gpus} here.",
+            param="tensor_parallel_size",
+        )
+    if not issubclass(resolve_architecture(load_config(folder), str(folder)), CausalLM):
+        raise ConfigError(
+            f"--tensor-parallel-size {wanted}: encoders run whole on one device.",
             param="tensor_parallel_size",
         )
     problem = _problem(config, folder, wanted)

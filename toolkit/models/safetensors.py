@@ -112,7 +112,7 @@ class _Piece:
             mapped = mmap.mmap(
                 stream.fileno(), before + self._num_bytes, access=mmap.ACCESS_COPY, offset=page
             )
-        if hasattr(mmap, "MADV_WILLNEED"):
+        if hasattr(mmap, "MADV_WILLNEED") and self.tensor.columns is None:
             mapped.madvise(mmap.MADV_WILLNEED)
         rows = torch.frombuffer(mapped, dtype=self.tensor.dtype, offset=before)
         columns = self.tensor.columns

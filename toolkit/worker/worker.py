@@ -60,7 +60,7 @@ class Worker:
 
     def start(self, report: Report) -> WorkerInfo:
         """Loads the model and makes the cache. Raises ToolkitError for what the user can mend."""
-        device = _choose_device(self.config.device.device, self._rank)
+        device = _choose_device(self.config.device.device, None if self._meeting is None else self._rank)
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         with self._on_stream():
@@ -174,7 +174,8 @@ class Worker:
                 part.target.numel() for slot in sketch.slots().values() for part in slot.parts
             )
             self._weight_bytes = sum(p.nbytes for p in sketch.parameters())
-            memory.require_weights_fit(self._weight_bytes, device, dtype)
+            here = self.group.size if device.type == "cpu" else 1  # ranks with this memory
+            memory.require_weights_fit(self._weight_bytes * here, device, dtype)
             model = build(device, max_model_len)
             load_weights(model, self.folder, self.config.model.load_format, self.config.model.seed)
             if device.type == "cpu":
@@ -389,7 +390,8 @@ def _attention_size(model: Model) -> int:
     return sum(layer.shape.num_heads * layer.shape.head_size for layer in layers)
 
 
-def _choose_device(wanted: str, rank: int) -> torch.device:
+def _choose_device(wanted: str, rank: int | None) -> torch.device:
+    """`rank`: of several, each of which has a GPU."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -397,6 +399,6 @@ def _choose_device(wanted: str, rank: int) -> torch.device:
             "--device cuda: PyTorch sees no NVIDIA GPU here (nvidia-smi shows whether the driver does).",
             param="device",
         )
-    if rank:
+    if rank is not None:
         torch.cuda.set_device(rank)
     return torch.device("cuda", torch.cuda.current_device())
