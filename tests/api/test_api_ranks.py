@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,17 @@ def test_streams_outlive_a_rank(
 def test_nothing_is_left_of_a_server_that_is_killed(server: Server) -> None:
     everything = [*psutil.Process(server.pid).children(recursive=True)]
     assert any("toolkit.executor.rank" in command(process) for process in everything)
+    server.signal(signal.SIGKILL)
+    until(lambda: all(gone(process) for process in everything))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux wakes a stopped process when its parent ends")
+@pytest.mark.parametrize("module", ["toolkit.engine.process", "toolkit.executor.rank"])
+def test_even_what_is_stopped_ends_with_the_server(server: Server, module: str) -> None:
+    everything = [*psutil.Process(server.pid).children(recursive=True)]
+    for process in everything:
+        if module in command(process):
+            process.suspend()
     server.signal(signal.SIGKILL)
     until(lambda: all(gone(process) for process in everything))
 

@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import msgspec
@@ -41,6 +40,7 @@ from toolkit.engine.sockets import Socket, address, has_message, open_socket
 from toolkit.engine.tokenizer import load_tokenizer
 from toolkit.errors import ToolkitError, WorkersLostError
 from toolkit.models.hub import locate_tokenizer
+from toolkit.parent import end_with_parent
 from toolkit.pooling import PoolingParams
 from toolkit.sampling.params import SamplingParams
 
@@ -234,26 +234,13 @@ def _root_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _end_with_parent(sockets: str) -> None:
-    """Ends the process when the front end's end of our standard input closes, however it died, and cleans up for
-    it.
-    """
-
-    def wait() -> None:
-        while os.read(0, 1024):
-            pass
-        shutil.rmtree(sockets, ignore_errors=True)
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True, name="parent-watch").start()
-
-
 def main() -> None:
     # The front end drains on these and then sends Stop; the core must go on until then.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _end_with_parent(sys.argv[1])
-    CoreProcess(sys.argv[1]).run()
+    sockets = sys.argv[1]
+    end_with_parent(lambda: shutil.rmtree(sockets, ignore_errors=True))
+    CoreProcess(sockets).run()
 
 
 if __name__ == "__main__":

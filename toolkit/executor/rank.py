@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import traceback
 from collections import deque
 from pathlib import Path
@@ -27,6 +26,7 @@ from toolkit.executor.messages import (
     ToRank,
     decode_to_rank,
 )
+from toolkit.parent import end_with_parent
 
 
 class RankProcess:
@@ -86,32 +86,11 @@ class RankProcess:
                 return
 
 
-def _end_with_parent() -> None:
-    """Ends the process when the other end of our standard input closes, however its process died."""
-
-    def wait() -> None:
-        while os.read(0, 1024):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True, name="parent-watch").start()
-
-
-def _die_with_parent() -> None:
-    """On Linux even a stopped process does."""
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
-
-
 def main() -> None:
-    _die_with_parent()
     # Who asks a server to end asks its first process; this one ends with that.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _end_with_parent()
+    end_with_parent()
     RankProcess(Channel(socket.socket(fileno=int(sys.argv[1])))).run()
     os._exit(0)  # what is left of the group of ranks may wait for others that are gone
 
