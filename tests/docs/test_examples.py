@@ -18,7 +18,7 @@ from toolkit.docs.prose import PROSE
 HUB = ("tk pull", "tk show", "tk rm", "--dry-run")
 """Examples with these find models here: gpt2 on a hub of this machine, and one in ./model."""
 NEEDS_MORE = (
-    "gpt2", "./model", "tk serve", "--rps 50", "--find-max-rps", "trace.jsonl", "before.json", "bench sweep",
+    "gpt2", "./model", "tk serve", "--rps 50", "--find-max-rps", "trace.jsonl", "before.json",
 )  # fmt: skip
 """What others need that is not here: a model's weights, a server that nobody stops, a fast one, a minute."""
 EXAMPLES = [
