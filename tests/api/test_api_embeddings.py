@@ -247,7 +247,7 @@ def test_what_a_client_no_longer_waits_for_is_ended(decoder):
 
 
 def test_when_the_engine_dies_the_inputs_that_are_left_go_to_the_next_one(decoder):
-    inputs = [[(i + j) % 250 for j in range(100)] for i in range(600)]
+    inputs = [[(i + j) % 250 for j in range(100)] for i in range(2000)]
     answers: list[httpx.Response] = []
 
     def post() -> None:
@@ -261,6 +261,6 @@ def test_when_the_engine_dies_the_inputs_that_are_left_go_to_the_next_one(decode
     thread.join()
     found = vectors(answers[0])
     assert len(found) == len(inputs)
-    for i in (0, 300, 599):
+    for i in (0, 1000, 1999):
         alone = vectors(decoder.http.post("/v1/embeddings", json={"input": inputs[i]}))[0]
         assert np.allclose(found[i], alone, atol=1e-6)

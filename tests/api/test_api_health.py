@@ -96,6 +96,7 @@ def test_an_engine_whose_steps_all_fail_is_not_well_though_requests_come(
     with ThreadPoolExecutor(8) as pool:
         asking = [pool.submit(keep_asking) for _ in range(8)]
         try:
+            time.sleep(1.1)  # until then the last good step speaks for the engine, in the worker that saw it
             until(lambda: statuses(server)["/health"] == 503)
             end = time.monotonic() + 3  # several steps are asked for in that time
             while time.monotonic() < end:
