@@ -1,0 +1,47 @@
+"""A server on a GPU: what it tells of the GPU, and that another engine fits in the place of one that died: `make test-gpu`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.api.conftest import Reference
+from tests.api.serving import Server, until
+from tests.api.test_api_recovery import ask
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Takes as much of the GPU's memory as a server does by default."""
+    server = Server(str(model), "--dtype", "float32", cwd=tmp_path_factory.mktemp("gpu"))
+    yield server
+    server.stop()
+
+
+def test_metrics_tell_of_the_gpu(served: Server) -> None:
+    total = torch.cuda.get_device_properties(0).total_memory
+    assert served.metric("tk:gpu_memory_total_bytes", gpu="0") == pytest.approx(total, rel=0.05)
+    assert 0.8 * total < served.metric("tk:gpu_memory_used_bytes", gpu="0") <= 1.05 * total
+    assert 0 <= served.metric("tk:gpu_utilization_perc", gpu="0") <= 1
+    limit = served.metric("tk:gpu_power_limit_watts", gpu="0")
+    assert 30 < served.metric("tk:gpu_power_watts", gpu="0") < 1.2 * limit
+    assert 15 < served.metric("tk:gpu_temperature_celsius", gpu="0") < 100
+
+
+def test_fifty_streams_outlive_their_engine_on_a_gpu(served: Server, reference: Reference) -> None:
+    prompts = [f"Story number {i}: " for i in range(50)]
+    bodies = [{"prompt": p, "max_tokens": 4096, "temperature": 0, "ignore_eos": True} for p in prompts]
+    answers = asyncio.run(ask(served, bodies, kill=True))
+    assert {(a.finish_reason, a.usage["completion_tokens"], a.error) for a in answers} == {
+        ("length", 4096, None)
+    }
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.text.startswith(reference.text(prompt, 96))
+    assert "Traceback" not in served.stderr
+    until(served.is_idle)
