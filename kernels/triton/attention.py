@@ -1,6 +1,6 @@
 """Paged attention on NVIDIA GPUs: FlashAttention-2 for packed prompts, Flash-Decoding for single tokens.
 
-Both are the same loop (`_attend`): a tile of query rows stays in registers while tiles of keys and values
+Both are the same loop (`_attend` in `attention_kernels`): a tile of query rows stays in registers while tiles of keys and values
 stream by, and a running maximum and sum keep the softmax exact (Dao, "FlashAttention-2", arXiv:2307.08691).
 The rows of a tile are the (token, head) pairs that share a KV head, so grouped heads read each key once.
 Where a step has too few rows to fill the GPU, the keys of a request are split over several programs and a
@@ -10,28 +10,23 @@ Nothing here waits for the GPU and grids come from host integers only, so a call
 graph and replayed with other lengths.
 """
 
-# mypy: allow-incomplete-defs
-# Triton annotates the constexpr parameters of a kernel and no others.
-
 from __future__ import annotations
 
 from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from .attention_kernels import decode_kernel, merge_kernel, prefill_kernel
 from .fp8 import FP8
-from .pdl import release, supported, wait
+from .pdl import supported
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
 LONG_CONTEXT = (
     8192  # tokens from which a single query outlasts the prompts beside it, if its keys are not split
 )
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Tile(NamedTuple):
@@ -197,7 +192,7 @@ def decode(batch: Batch, logits: Logits, splits: int, tile: Tile | None = None) 
         shape = (batch.num_reqs, num_heads, splits)
         parts = torch.empty((*shape, head_size), dtype=torch.float32, device=batch.q.device)
         log_sums = torch.empty(shape, dtype=torch.float32, device=batch.q.device)
-    _decode_kernel[(batch.num_kv_heads, batch.num_reqs, splits)](
+    decode_kernel[(batch.num_kv_heads, batch.num_reqs, splits)](
         **batch.arguments(),
         **logits.arguments(),
         part_ptr=parts,
@@ -212,7 +207,7 @@ def decode(batch: Batch, logits: Logits, splits: int, tile: Tile | None = None) 
         num_stages=tile.stages,
     )
     if splits > 1:
-        _merge_kernel[(num_heads, batch.num_reqs)](
+        merge_kernel[(num_heads, batch.num_reqs)](
             parts,
             log_sums,
             batch.out,
@@ -234,7 +229,7 @@ def prefill(batch: Batch, logits: Logits, *, singles: bool, tile: Tile | None = 
     tokens = tile.rows // batch.group
     # The tiles of request r begin at number start[r] // tokens + r: room for every ragged end.
     num_tiles = batch.q.shape[0] // tokens + batch.num_reqs
-    _prefill_kernel[(num_tiles * batch.num_kv_heads,)](
+    prefill_kernel[(num_tiles * batch.num_kv_heads,)](
         **batch.arguments(),
         **logits.arguments(),
         num_reqs=batch.num_reqs,
@@ -282,413 +277,3 @@ def _prefill_tile(batch: Batch) -> Tile:
         return Tile(128, 32, warps=4, stages=3)
     rows = max(64, _power_of_two(batch.group))
     return Tile(rows, keys=min(64, max(16, 16384 // row_bytes)), warps=4, stages=3)
-
-
-@triton.jit
-def _table_of(request, table_ptr, row_ptr, table_stride, INDIRECT: tl.constexpr):
-    """Where a request's block numbers begin."""
-    row = request
-    if INDIRECT:
-        row = tl.load(row_ptr + request).to(tl.int64)
-    return table_ptr + row * table_stride
-
-
-@triton.jit
-def _load_blocks(table_ptr, position, end, BLOCK_SIZE: tl.constexpr):
-    """The block numbers of the positions before `end`. Unsigned division is a shift where the size allows it."""
-    return tl.load(table_ptr + position.to(tl.uint32) // BLOCK_SIZE, mask=position < end, other=0)
-
-
-@triton.jit
-def _load_rows(pointers, live, in_head, MASKED: tl.constexpr, PADDED: tl.constexpr):
-    """A tile `[keys, head]`, without the masks that it does not need."""
-    if MASKED and PADDED:
-        rows = tl.load(pointers, mask=live[:, None] & in_head[None, :], other=0.0)
-    elif MASKED:
-        rows = tl.load(pointers, mask=live[:, None], other=0.0)
-    elif PADDED:
-        rows = tl.load(pointers, mask=in_head[None, :], other=0.0)
-    else:
-        rows = tl.load(pointers)
-    return rows
-
-
-@triton.jit
-def _like_cache(q, k_ptr):
-    """Queries in the type that products are of. A GPU turns two e4m3 numbers into fp16 by one instruction, and into
-    bf16 by four.
-    """
-    if k_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
-        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
-    return q
-
-
-@triton.jit
-def _widened(v, DTYPE: tl.constexpr):
-    """Values in the type that products are of.
-
-    As a dot's second operand they are read across rows. The compiler would read FP8 so, a byte at a time, and convert
-    then; fp16 it reads by 8x8 tiles. It moves nothing past assembly that is not pure.
-    """
-    if v.dtype.is_fp8e4nv() and DTYPE.is_fp16() and not INTERPRETED:
-        v = tl.inline_asm_elementwise(
-            """{
-            .reg .b16 low, high;
-            mov.b32 {low, high}, $2;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high;
-            }""",
-            "=r,=r,r",
-            [v.to(tl.uint8, bitcast=True)],
-            dtype=tl.float16,
-            is_pure=False,
-            pack=4,
-        )
-    return v.to(DTYPE)
-
-
-@triton.jit
-def _dot(a, b, acc):
-    """a @ b + acc in fp32. The interpreter multiplies the bits of bf16 numbers, so it gets them widened."""
-    if INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
-def _attend(
-    q,
-    acc,
-    row_max,
-    row_sum,
-    begin,
-    end,
-    first_key,
-    last_key,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    kv_stride_block,
-    kv_stride_slot,
-    inner_scale,
-    outer_scale,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    KEYS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SLIDING: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Fold the keys at positions [begin, end) into a running softmax.
-
-    Row i counts those in [first_key[i], last_key[i]], which ends before `end`. Without MASKED every row counts
-    every key, and `end - begin` is a multiple of KEYS. Nothing outside [begin, end) is read, not even its block
-    number.
-    """
-    dim = tl.arange(0, HEAD_PAD)
-    in_head = dim < HEAD_SIZE
-    lane = tl.arange(0, KEYS)
-    # Block numbers are fetched a step ahead: only then can the compiler fetch keys and values ahead too.
-    block = _load_blocks(table_ptr, begin + lane, end, BLOCK_SIZE)
-    for tile in range(begin, end, KEYS):
-        position = tile + lane
-        live = position < end
-        block_ahead = _load_blocks(table_ptr, position + KEYS, end, BLOCK_SIZE)
-        slot = position.to(tl.uint32) % BLOCK_SIZE
-        rows = (block.to(tl.int64) * kv_stride_block + slot * kv_stride_slot)[:, None] + dim[None, :]
-
-        k = _load_rows(k_ptr + rows, live, in_head, MASKED, HEAD_PAD != HEAD_SIZE).to(q.dtype)
-        x = _dot(q, tl.trans(k), None)
-        if CAPPED:
-            x = 2 * tl.sigmoid(x * inner_scale) - 1
-        if MASKED:
-            visible = position[None, :] <= last_key[:, None]
-            if SLIDING:
-                visible = visible & (position[None, :] >= first_key[:, None])
-            x = tl.where(visible, x, -float("inf"))
-
-        new_max = tl.maximum(row_max, tl.max(x, 1) * outer_scale)
-        weight = tl.exp2(x * outer_scale - new_max[:, None])
-        decay = tl.exp2(row_max - new_max)
-        row_sum = row_sum * decay + tl.sum(weight, 1)
-        row_max = new_max
-
-        v = _load_rows(v_ptr + rows, live, in_head, MASKED, HEAD_PAD != HEAD_SIZE)
-        v = _widened(v, q.dtype)
-        acc = _dot(weight.to(q.dtype), v, acc * decay[:, None])
-        block = block_ahead
-    return acc, row_max, row_sum
-
-
-@triton.jit(do_not_specialize=["window", "splits"])
-def _decode_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    query_start_ptr,
-    seq_len_ptr,
-    table_ptr,
-    row_ptr,
-    out_ptr,
-    part_ptr,
-    log_sum_ptr,
-    q_stride_token,
-    q_stride_head,
-    kv_stride_block,
-    kv_stride_slot,
-    kv_stride_head,
-    table_stride,
-    out_stride_token,
-    out_stride_head,
-    inner_scale,
-    outer_scale,
-    window,
-    splits,
-    BLOCK_SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    INDIRECT: tl.constexpr,
-    PDL: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    SLIDING: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """One (KV head, request, split): the heads of the group against their share of the keys."""
-    kv_head = tl.program_id(0)
-    request = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    token = tl.load(query_start_ptr + request).to(tl.int64)
-    single = tl.load(query_start_ptr + request + 1) - token == 1
-    seq_len = tl.load(seq_len_ptr + request)
-    table_ptr = _table_of(request, table_ptr, row_ptr, table_stride, INDIRECT)
-    k_ptr += kv_head.to(tl.int64) * kv_stride_head
-    v_ptr += kv_head.to(tl.int64) * kv_stride_head
-
-    begin = tl.zeros_like(seq_len)
-    if SLIDING:
-        begin = tl.maximum(begin, seq_len - window)
-    end = seq_len
-    if SPLIT:
-        share = tl.cdiv(tl.cdiv(seq_len - begin, KEYS), splits) * KEYS
-        begin += split * share
-        end = tl.minimum(end, begin + share)
-    wait(PDL)
-    release(PDL)
-    if not single:
-        return
-
-    row = tl.arange(0, ROWS)
-    dim = tl.arange(0, HEAD_PAD)
-    head = kv_head * GROUP + row
-    stored = (row < GROUP)[:, None] & (dim < HEAD_SIZE)[None, :]
-    q_rows = q_ptr + token * q_stride_token + (head * q_stride_head)[:, None] + dim[None, :]
-    q = _like_cache(tl.load(q_rows, mask=stored, other=0.0), k_ptr)
-
-    acc, row_max, row_sum = _attend(
-        q,
-        tl.zeros([ROWS, HEAD_PAD], tl.float32),
-        tl.full([ROWS], -1e30, tl.float32),
-        tl.zeros([ROWS], tl.float32),
-        begin,
-        end,
-        row,
-        tl.zeros([ROWS], tl.int32) + (end - 1),
-        k_ptr,
-        v_ptr,
-        table_ptr,
-        kv_stride_block,
-        kv_stride_slot,
-        inner_scale,
-        outer_scale,
-        BLOCK_SIZE,
-        HEAD_SIZE,
-        HEAD_PAD,
-        KEYS,
-        CAPPED,
-        False,
-        True,
-    )
-    result = acc / tl.maximum(row_sum, 1e-30)[:, None]
-    if SPLIT:
-        part = (request * tl.num_programs(0) * GROUP + head) * splits + split
-        tl.store(part_ptr + (part * HEAD_SIZE)[:, None] + dim[None, :], result, mask=stored)
-        log_sum = row_max + tl.log2(tl.maximum(row_sum, 1e-30))
-        tl.store(log_sum_ptr + part, tl.where(row_sum > 0, log_sum, -float("inf")), mask=row < GROUP)
-    else:
-        out_rows = out_ptr + token * out_stride_token + (head * out_stride_head)[:, None] + dim[None, :]
-        tl.store(out_rows, result.to(out_ptr.dtype.element_ty), mask=stored)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _merge_kernel(
-    part_ptr,
-    log_sum_ptr,
-    out_ptr,
-    query_start_ptr,
-    splits,
-    out_stride_token,
-    out_stride_head,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One (head, request): the parts of its splits, weighted by the softmax of their log-sums."""
-    head = tl.program_id(0)
-    request = tl.program_id(1).to(tl.int64)
-    token = tl.load(query_start_ptr + request).to(tl.int64)
-    single = tl.load(query_start_ptr + request + 1) - token == 1
-    wait(PDL)
-    release(PDL)
-    if not single:
-        return
-    split = tl.arange(0, SPLITS_PAD)
-    dim = tl.arange(0, HEAD_PAD)
-    part = (request * tl.num_programs(0) + head) * splits + split
-    log_sum = tl.load(log_sum_ptr + part, mask=split < splits, other=-float("inf"))
-    weight = tl.exp2(log_sum - tl.maximum(tl.max(log_sum, 0), -1e30))
-    weight /= tl.maximum(tl.sum(weight, 0), 1e-30)
-    used = (log_sum > -float("inf"))[:, None] & (dim < HEAD_SIZE)[None, :]
-    parts = tl.load(part_ptr + (part * HEAD_SIZE)[:, None] + dim[None, :], mask=used, other=0.0)
-    result = tl.sum(parts * weight[:, None], 0)
-    out_row = out_ptr + token * out_stride_token + head * out_stride_head + dim
-    tl.store(out_row, result.to(out_ptr.dtype.element_ty), mask=dim < HEAD_SIZE)
-
-
-@triton.jit
-def _request_of_tile(query_start_ptr, tile, num_reqs, TOKENS: tl.constexpr):
-    """The last request r whose first tile, start[r] // TOKENS + r, is not after `tile`."""
-    not_after = 0
-    for base in range(0, num_reqs, 256):
-        request = base + tl.arange(0, 256)
-        start = tl.load(query_start_ptr + request, mask=request < num_reqs, other=0)
-        first_tile = start // TOKENS + request
-        not_after += tl.sum(((request < num_reqs) & (first_tile <= tile)).to(tl.int32), 0)
-    return not_after - 1
-
-
-@triton.jit(do_not_specialize=["window", "num_reqs", "singles"])
-def _prefill_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    query_start_ptr,
-    seq_len_ptr,
-    table_ptr,
-    row_ptr,
-    out_ptr,
-    q_stride_token,
-    q_stride_head,
-    kv_stride_block,
-    kv_stride_slot,
-    kv_stride_head,
-    table_stride,
-    out_stride_token,
-    out_stride_head,
-    inner_scale,
-    outer_scale,
-    window,
-    num_reqs,
-    singles,
-    BLOCK_SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    INDIRECT: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    SLIDING: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
-    """One (tile of TOKENS queries, KV head). A prompt's last tiles have the most keys and start first."""
-    kv_head = tl.program_id(0) % KV_HEADS
-    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
-    request = _request_of_tile(query_start_ptr, tile, num_reqs, TOKENS)
-    query_start = tl.load(query_start_ptr + request)
-    query_len = tl.load(query_start_ptr + request + 1) - query_start
-    context = tl.load(seq_len_ptr + request) - query_len
-    first_query = (tile - query_start // TOKENS - request) * TOKENS
-    if (first_query >= query_len) | ((query_len == 1) & (singles == 0)):
-        return
-
-    row = tl.arange(0, ROWS)
-    dim = tl.arange(0, HEAD_PAD)
-    query = first_query + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    stored = ((query < query_len) & (row < TOKENS * GROUP))[:, None] & (dim < HEAD_SIZE)[None, :]
-    token = (query_start + query).to(tl.int64)
-    q_rows = (token * q_stride_token + head * q_stride_head)[:, None] + dim[None, :]
-    q = _like_cache(tl.load(q_ptr + q_rows, mask=stored, other=0.0), k_ptr)
-
-    last_key = context + query
-    first_key = last_key - window + 1
-    end = context + tl.minimum(first_query + TOKENS, query_len)
-    k_ptr += kv_head.to(tl.int64) * kv_stride_head
-    v_ptr += kv_head.to(tl.int64) * kv_stride_head
-    table_ptr = _table_of(request.to(tl.int64), table_ptr, row_ptr, table_stride, INDIRECT)
-    acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
-    row_max = tl.full([ROWS], -1e30, tl.float32)
-    row_sum = tl.zeros([ROWS], tl.float32)
-    if SLIDING:
-        begin = tl.maximum(context + first_query - window + 1, 0)
-    else:
-        # Every row sees these keys: no masks.
-        begin = (context + first_query + 1) // KEYS * KEYS
-        acc, row_max, row_sum = _attend(
-            q,
-            acc,
-            row_max,
-            row_sum,
-            0,
-            begin,
-            first_key,
-            last_key,
-            k_ptr,
-            v_ptr,
-            table_ptr,
-            kv_stride_block,
-            kv_stride_slot,
-            inner_scale,
-            outer_scale,
-            BLOCK_SIZE,
-            HEAD_SIZE,
-            HEAD_PAD,
-            KEYS,
-            CAPPED,
-            False,
-            False,
-        )
-    acc, row_max, row_sum = _attend(
-        q,
-        acc,
-        row_max,
-        row_sum,
-        begin,
-        end,
-        first_key,
-        last_key,
-        k_ptr,
-        v_ptr,
-        table_ptr,
-        kv_stride_block,
-        kv_stride_slot,
-        inner_scale,
-        outer_scale,
-        BLOCK_SIZE,
-        HEAD_SIZE,
-        HEAD_PAD,
-        KEYS,
-        CAPPED,
-        SLIDING,
-        True,
-    )
-    result = acc / tl.maximum(row_sum, 1e-30)[:, None]
-    out_rows = (token * out_stride_token + head * out_stride_head)[:, None] + dim[None, :]
-    tl.store(out_ptr + out_rows, result.to(out_ptr.dtype.element_ty), mask=stored)
