@@ -5,6 +5,7 @@ Without a C++ compiler the installation goes on without them, and PyTorch's own 
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +23,15 @@ LIBRARY = "_kernels.so"
 PLAIN = ["machine.cpp", "threads.cpp"]
 """Compiled once, for any machine."""
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno"]
-WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
-"""The last three are of g++'s own headers and vectors."""
+WARNINGS = [
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+    "-Wno-unknown-warning-option",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+]
+"""The last two and psabi are of g++'s own headers and vectors; clang does not know all of them."""
 LINK_FLAGS = ["-pthread"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [
@@ -35,6 +43,10 @@ _AVX512 = [
     "-mavx512vnni",
     "-mprefer-vector-width=512",
 ]
+if sys.platform == "darwin":
+    # Python's own flags may name two processors at once, whose instructions one file cannot be compiled for.
+    os.environ.setdefault("ARCHFLAGS", f"-arch {platform.machine()}")
+    LINK_FLAGS = []  # threads need no library of their own there, and clang says that the flag is unused
 VARIANTS: dict[str, list[str]] = {"portable": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     VARIANTS |= {"avx2": _AVX2, "avx512_vnni": _AVX512, "avx512_bf16": [*_AVX512, "-mavx512bf16"]}

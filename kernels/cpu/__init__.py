@@ -6,6 +6,7 @@
 
 from toolkit.kernels.cpu.library import (
     available,
+    bind_threads,
     num_threads,
     problem,
     set_num_threads,
@@ -14,4 +15,13 @@ from toolkit.kernels.cpu.library import (
     variants,
 )
 
-__all__ = ["available", "num_threads", "problem", "set_num_threads", "using", "variant", "variants"]
+__all__ = [
+    "available",
+    "bind_threads",
+    "num_threads",
+    "problem",
+    "set_num_threads",
+    "using",
+    "variant",
+    "variants",
+]

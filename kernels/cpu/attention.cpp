@@ -19,10 +19,11 @@ namespace {
 
 constexpr int64_t kKeys = 32;       // of a tile
 constexpr int64_t kKeyVecs = kKeys / kLanes;
+constexpr int kKeysAtOnce = kLanes == 16 ? 8 : 4;  // whose sums over two vectors of rows fit into the registers
 constexpr int64_t kMostRows = 64;   // of an item, all its heads together
 constexpr int64_t kState = 4096;    // floats of queries, and of sums, of an item
 constexpr int64_t kMostSize = 256;  // of a head
-// Up to so many rows read keys where they lie, row by row; more have the tile transposed first, and need no sums across lanes.
+// Up to so many rows have a vector along the head; more lie across the lanes of a vector, and need no sums and maxima across lanes.
 constexpr int64_t kFewRows = 4;
 constexpr int64_t kLeastKeys = 128;  // of a range
 constexpr int64_t kItemsPerThread = 4;
@@ -61,54 +62,53 @@ inline void multiply_rows(const float* q, int64_t padded, const T* const* keys, 
   }
 }
 
-// The same from a transposed tile [size, kKeys].
-template <int R>
-inline void multiply_tile(const float* q, int64_t padded, const float* tile, int64_t size, float* logits) {
-  for (int64_t column = 0; column < kKeys; column += 2 * kLanes) {
-    Vec low[R] = {}, high[R] = {};
-    for (int64_t d = 0; d < size; ++d) {
-      const Vec a = load(tile + d * kKeys + column), b = load(tile + d * kKeys + column + kLanes);
-      for (int r = 0; r < R; ++r) {
-        const Vec x = splat(q[r * padded + d]);
-        low[r] += x * a;
-        high[r] += x * b;
-      }
+// Logits [keys, num_lanes] of kKeysAtOnce keys and C vectors of rows of q [size, num_lanes].
+template <int C>
+inline void multiply_lanes(const float* q, int64_t num_lanes, const float* const* keys, int64_t offset, int64_t size, float* logits) {
+  Vec sums[kKeysAtOnce][C] = {};
+  for (int64_t d = 0; d < size; ++d) {
+    Vec rows[C];
+    for (int c = 0; c < C; ++c) rows[c] = load(q + d * num_lanes + c * kLanes);
+    for (int key = 0; key < kKeysAtOnce; ++key) {
+      const Vec x = splat(keys[key][offset + d]);
+      for (int c = 0; c < C; ++c) sums[key][c] += x * rows[c];
     }
-    for (int r = 0; r < R; ++r) {
-      store(logits + r * kKeys + column, low[r]);
-      store(logits + r * kKeys + column + kLanes, high[r]);
-    }
+  }
+  for (int key = 0; key < kKeysAtOnce; ++key) {
+    for (int c = 0; c < C; ++c) store(logits + key * num_lanes + c * kLanes, sums[key][c]);
   }
 }
 
+// Logits [num_rows, kKeys] of a tile of keys and few rows.
 template <class T>
-void transpose(const T* const* keys, int64_t offset, int64_t count, int64_t size, float* tile) {
-  for (int64_t key = 0; key < kKeys; ++key) {
-    for (int64_t d = 0; d < size; ++d) tile[d * kKeys + key] = key < count ? to_float(keys[key][offset + d]) : 0.0f;
-  }
-}
-
-// Logits [num_rows, kKeys] of a tile of keys.
-template <class T>
-void multiply(const float* q, const T* const* keys, int64_t offset, int64_t count, int64_t size, int64_t padded, int64_t num_rows,
-              float* logits) {
+void multiply(const float* q, const T* const* keys, int64_t offset, int64_t count, int64_t padded, int64_t num_rows, float* logits) {
   int64_t r = 0;
-  if (num_rows <= kFewRows) {
-    for (; r + 4 <= num_rows; r += 4) multiply_rows<4>(q + r * padded, padded, keys, offset, count, logits + r * kKeys);
-    for (; r + 2 <= num_rows; r += 2) multiply_rows<2>(q + r * padded, padded, keys, offset, count, logits + r * kKeys);
-    for (; r < num_rows; ++r) multiply_rows<1>(q + r * padded, padded, keys, offset, count, logits + r * kKeys);
-    return;
-  }
-  alignas(64) float tile[kMostSize * kKeys];
-  transpose(keys, offset, count, size, tile);
-  constexpr int kRows = kLanes == 16 ? 8 : 4;  // whose sums fit into the registers
-  for (; r + kRows <= num_rows; r += kRows) multiply_tile<kRows>(q + r * padded, padded, tile, size, logits + r * kKeys);
-  for (; r < num_rows; ++r) multiply_tile<1>(q + r * padded, padded, tile, size, logits + r * kKeys);
+  for (; r + 4 <= num_rows; r += 4) multiply_rows<4>(q + r * padded, padded, keys, offset, count, logits + r * kKeys);
+  for (; r + 2 <= num_rows; r += 2) multiply_rows<2>(q + r * padded, padded, keys, offset, count, logits + r * kKeys);
+  for (; r < num_rows; ++r) multiply_rows<1>(q + r * padded, padded, keys, offset, count, logits + r * kKeys);
 }
+
+// Logits [kKeys, num_lanes] of a tile of keys and many rows, from `first` on.
+void multiply_across(const float* q, const float* const* keys, int64_t offset, int64_t size, int64_t first, int64_t num_lanes, float* logits) {
+  for (int64_t r = first; r < num_lanes;) {
+    const int wide = r + 2 * kLanes <= num_lanes ? 2 : 1;
+    for (int64_t key = 0; key < kKeys; key += kKeysAtOnce) {
+      (wide == 2 ? multiply_lanes<2> : multiply_lanes<1>)(q + r, num_lanes, keys + key, offset, size, logits + key * num_lanes + r);
+    }
+    r += wide * kLanes;
+  }
+}
+
+// Weights of rows and keys, `row` and `key` elements apart.
+struct Weights {
+  const float* at;
+  int64_t row, key;
+  Weights from(int64_t r) const { return {at + r * row, row, key}; }
+};
 
 // sums [R, C vectors] += weights [R, kKeys] · values.
 template <int R, int C, class T>
-inline void add_columns(const float* weights, const T* const* values, int64_t offset, int64_t count, float* sums, int64_t padded) {
+inline void add_columns(Weights weights, const T* const* values, int64_t offset, int64_t count, float* sums, int64_t padded) {
   Vec all[R][C];
   for (int r = 0; r < R; ++r) {
     for (int c = 0; c < C; ++c) all[r][c] = load(sums + r * padded + c * kLanes);
@@ -119,7 +119,7 @@ inline void add_columns(const float* weights, const T* const* values, int64_t of
     Vec part[C];
     for (int c = 0; c < C; ++c) part[c] = load(v + c * kLanes);
     for (int r = 0; r < R; ++r) {
-      const Vec weight = splat(weights[r * kKeys + key]);
+      const Vec weight = splat(weights.at[r * weights.row + key * weights.key]);
       for (int c = 0; c < C; ++c) all[r][c] += weight * part[c];
     }
   }
@@ -129,7 +129,7 @@ inline void add_columns(const float* weights, const T* const* values, int64_t of
 }
 
 template <int R, class T>
-inline void add_values(const float* weights, const T* const* values, int64_t offset, int64_t count, float* sums, int64_t padded) {
+inline void add_values(Weights weights, const T* const* values, int64_t offset, int64_t count, float* sums, int64_t padded) {
   constexpr int64_t kWide = (kLanes == 16 || R == 1 ? 4 : 2) * kLanes;
   int64_t d = 0;
   for (; d + kWide <= padded; d += kWide) {
@@ -157,8 +157,34 @@ float soften(float* logits, int64_t from, int64_t to, float soft_cap, float& mos
     store(logits + i * kLanes, weight);
     sums += weight;
   }
-  const float factor = std::exp(last - base);
+  const float factor = here > last ? std::exp(last - base) : 1.0f;
   total = total * factor + sum(sums);
+  return factor;
+}
+
+// The same for kLanes rows at once, whose logits [kKeys, num_lanes] lie across the lanes. from, to: what each row sees.
+Vec soften(float* logits, int64_t num_lanes, IntVec from, IntVec to, float soft_cap, float* most, float* total) {
+  const bool sees_all = !any((to < (int32_t)kKeys) | (from > 0));
+  const Vec last = load(most);
+  Vec top = last, sums = {};
+  for (int32_t key = 0; key < kKeys; ++key) {
+    float* place = logits + key * num_lanes;
+    Vec x = load(place);
+    if (soft_cap != 0) x = soft_cap * (2.0f * sigmoid(x * (2.0f / soft_cap)) - 1.0f);  // tanh
+    if (!sees_all) x = select((from <= key) & (to > key), x, splat(kLowest));
+    if (soft_cap != 0 || !sees_all) store(place, x);
+    top = max(x, top);
+  }
+  const Vec base = top == kLowest ? Vec{} : top;  // where nothing was seen yet, weights are e^-inf
+  for (int32_t key = 0; key < kKeys; ++key) {
+    float* place = logits + key * num_lanes;
+    const Vec weight = exp(load(place) - base);
+    store(place, weight);
+    sums += weight;
+  }
+  const Vec factor = exp(last - base);
+  store(most, top);
+  store(total, load(total) * factor + sums);
   return factor;
 }
 
@@ -204,7 +230,7 @@ class Attention {
     for (int64_t request = 0; request < step_.num_reqs; ++request) work += query_len(request) * step_.seq_lens[request];
     const int64_t threads = num_threads();
     const int64_t share = threads == 1 ? kAll : larger(1, work * layer_.num_heads / (threads * kItemsPerThread));
-    const int64_t most_rows = smaller(kMostRows, kState / padded_);
+    const int64_t most_rows = smaller(kMostRows, kState / padded_ / kLanes * kLanes);
     for (int64_t request = 0; request < step_.num_reqs; ++request) {
       const int64_t num_rows = query_len(request) * group_;
       for (int64_t row = 0; row < num_rows; row += most_rows) {
@@ -242,37 +268,53 @@ class Attention {
     }
   }
 
-  void attend(const Item& item, float* partial) const {
-    alignas(64) float q[kState], sums[kState] = {};
-    float most[kMostRows], total[kMostRows] = {};
-    const int64_t num_rows = item.num_rows;
+  // What an item's rows have come to: of num_heads heads [num_heads, num_rows], or of more rows than kFewRows and one head.
+  struct State {
+    alignas(64) float q[kState];  // [.., padded]; of many rows [size, num_lanes]
+    alignas(64) float sums[kState] = {};  // [.., padded]
+    alignas(64) float most[kMostRows];
+    alignas(64) float total[kMostRows] = {};
+    alignas(64) int32_t own[kMostRows];  // positions of many rows
+  };
+
+  static bool is_across(const Item& item) { return item.num_rows > kFewRows; }
+  static int64_t num_lanes(const Item& item) { return parts(item.num_rows, kLanes) * kLanes; }
+
+  void begin(const Item& item, State& state) const {
+    const int64_t next = is_across(item) ? num_lanes(item) : 1;
+    for (float& q : state.q) q = 0;
+    for (float& most : state.most) most = kLowest;
     for (int64_t h = 0, i = 0; h < item.num_heads; ++h) {
-      for (int64_t r = 0; r < num_rows; ++r, ++i) {
+      for (int64_t r = 0; r < item.num_rows; ++r, ++i) {
         const T* from = q_ + place(item, item.head + h, item.first_row + r, q_stride_);
-        for (int64_t d = 0; d < size_; ++d) q[i * padded_ + d] = to_float(from[d]) * layer_.scale;
-        for (int64_t d = size_; d < padded_; ++d) q[i * padded_ + d] = 0;
-        most[i] = kLowest;
+        float* to = is_across(item) ? state.q + i : state.q + i * padded_;
+        for (int64_t d = 0; d < size_; ++d) to[d * next] = to_float(from[d]) * layer_.scale;
       }
     }
+    for (int64_t r = 0; is_across(item) && r < kMostRows; ++r) {
+      state.own[r] = static_cast<int32_t>(position(item.request, item.first_row + smaller(r, item.num_rows - 1)));
+    }
+  }
+
+  void attend(const Item& item, float* partial) const {
+    State state;
+    begin(item, state);
     const T *keys[2 * kKeys], *values[2 * kKeys];
     locate(item, 0, keys, values);
     for (int64_t first = 0; first < item.num_keys; first += kKeys) {
       locate(item, first + kKeys, keys + kKeys, values + kKeys);
-      for (int64_t h = 0; h < item.num_heads; ++h) {
-        const int64_t i = h * num_rows;
-        attend_tile(item, first, keys, values, (item.head + h) * size_, q + i * padded_, sums + i * padded_, most + i, total + i);
-      }
+      for (int64_t h = 0; h < item.num_heads; ++h) attend_tile(item, first, keys, values, h, state);
       std::memcpy(keys, keys + kKeys, sizeof keys / 2);
       std::memcpy(values, values + kKeys, sizeof values / 2);
     }
-    for (int64_t i = 0; i < item.num_heads * num_rows; ++i) {
+    for (int64_t i = 0; i < item.num_heads * item.num_rows; ++i) {
       if (item.num_ranges == 1) {
-        write(item, i, sums + i * padded_, total[i]);
+        write(item, i, state.sums + i * padded_, state.total[i]);
       } else {
         float* to = partial + item.partial + i * (padded_ + 2);
-        std::memcpy(to, sums + i * padded_, padded_ * sizeof(float));
-        to[padded_] = most[i];
-        to[padded_ + 1] = total[i];
+        std::memcpy(to, state.sums + i * padded_, padded_ * sizeof(float));
+        to[padded_] = state.most[i];
+        to[padded_ + 1] = state.total[i];
       }
     }
   }
@@ -289,40 +331,73 @@ class Attention {
     }
   }
 
-  void attend_tile(const Item& item, int64_t first, const T* const* keys, const T* const* values, int64_t offset, const float* q,
-                   float* sums, float* most, float* total) const {
-    if (padded_ == size_) return add_tile(item, first, keys, values, offset, q, sums, most, total);
+  // Takes a tile, from the item's key `first` on, into what the rows of head h have come to.
+  void attend_tile(const Item& item, int64_t first, const T* const* keys, const T* const* values, int64_t h, State& state) const {
+    const int64_t offset = (item.head + h) * size_;
+    if (padded_ == size_) {
+      if (!is_across(item)) return add_tile(item, first, keys, values, offset, h, state);
+      if constexpr (sizeof(T) == sizeof(float)) return add_across(item, first, keys, values, offset, state);
+    }
     alignas(64) float tile[2 * kKeys * kMostSize];
     const float* rows[4 * kKeys];
     for (int64_t i = 0; i < 2 * kKeys; ++i) {
       const T* from = (i < kKeys ? keys[i] : values[i - kKeys]) + offset;
       float* to = tile + i * padded_;
-      for (int64_t d = 0; d < padded_; ++d) to[d] = d < size_ ? to_float(from[d]) : 0.0f;
+      int64_t d = 0;
+      for (; d + kLanes <= size_; d += kLanes) store(to + d, load(from + d));
+      if (d < size_) store(to + d, load_some(from + d, size_ - d));
       const int64_t place = i < kKeys ? i : i + kKeys;
       rows[place] = rows[place + kKeys] = to;  // nothing to fetch
     }
-    add_tile<float>(item, first, rows, rows + 2 * kKeys, 0, q, sums, most, total);
+    if (is_across(item)) return add_across(item, first, rows, rows + 2 * kKeys, 0, state);
+    add_tile(item, first, rows, rows + 2 * kKeys, 0, h, state);
   }
 
-  // Takes a tile, from the item's key `first` on, into what its rows of one KV head have come to.
   template <class C>
-  void add_tile(const Item& item, int64_t first, const C* const* keys, const C* const* values, int64_t offset, const float* q,
-                float* sums, float* most, float* total) const {
-    alignas(64) float logits[kMostRows * kKeys];
-    const int64_t count = smaller(kKeys, item.num_keys - first);
-    multiply(q, keys, offset, count, size_, padded_, item.num_rows, logits);
+  void add_tile(const Item& item, int64_t first, const C* const* keys, const C* const* values, int64_t offset, int64_t h,
+                State& state) const {
+    alignas(64) float logits[kFewRows * kKeys];
+    const int64_t count = smaller(kKeys, item.num_keys - first), start = h * item.num_rows;
+    float* sums = state.sums + start * padded_;
+    multiply(state.q + start * padded_, keys, offset, count, padded_, item.num_rows, logits);
     for (int64_t r = 0; r < item.num_rows; ++r) {
       const int64_t own = position(item.request, item.first_row + r), tile = item.first_key + first;
-      const float factor =
-          soften(logits + r * kKeys, first_seen(own) - tile, smaller(count, own + 1 - tile), layer_.soft_cap, most[r], total[r]);
-      if (factor == 1.0f) continue;
-      for (int64_t d = r * padded_; d < (r + 1) * padded_; d += kLanes) store(sums + d, load(sums + d) * factor);
+      rescale(sums + r * padded_, soften(logits + r * kKeys, first_seen(own) - tile, smaller(count, own + 1 - tile), layer_.soft_cap,
+                                         state.most[start + r], state.total[start + r]));
     }
-    int64_t r = 0;
-    for (; r + 4 <= item.num_rows; r += 4) {
-      add_values<4>(logits + r * kKeys, values, offset, count, sums + r * padded_, padded_);
+    add_rows({logits, kKeys, 1}, values, offset, count, sums, 0, item.num_rows);
+  }
+
+  void add_across(const Item& item, int64_t first, const float* const* keys, const float* const* values, int64_t offset,
+                  State& state) const {
+    alignas(64) float logits[kMostRows * kKeys];
+    const int64_t count = smaller(kKeys, item.num_keys - first), lanes = num_lanes(item);
+    const int32_t tile = static_cast<int32_t>(item.first_key + first), window = static_cast<int32_t>(layer_.sliding_window);
+    int64_t begin = 0;  // rows before it see nothing of the tile
+    while (begin + kLanes < lanes && state.own[begin + kLanes - 1] < tile) begin += kLanes;
+    multiply_across(state.q, keys, offset, size_, begin, lanes, logits);
+    for (int64_t r = begin; r < lanes; r += kLanes) {
+      IntVec own;
+      std::memcpy(&own, state.own + r, sizeof own);
+      const IntVec behind = own - tile + 1, to = behind < (int32_t)count ? behind : IntVec{} + (int32_t)count;
+      const IntVec from = window ? behind - window : IntVec{};
+      float factors[kLanes];
+      store(factors, soften(logits + r, lanes, from, to, layer_.soft_cap, state.most + r, state.total + r));
+      for (int64_t i = 0; i < smaller(kLanes, item.num_rows - r); ++i) rescale(state.sums + (r + i) * padded_, factors[i]);
     }
-    for (; r < item.num_rows; ++r) add_values<1>(logits + r * kKeys, values, offset, count, sums + r * padded_, padded_);
+    add_rows({logits, 1, lanes}, values, offset, count, state.sums, begin, item.num_rows);
+  }
+
+  void rescale(float* sums, float factor) const {
+    if (factor == 1.0f) return;
+    for (int64_t d = 0; d < padded_; d += kLanes) store(sums + d, load(sums + d) * factor);
+  }
+
+  // sums [.., padded] += weights · values, of rows [r, end).
+  template <class C>
+  void add_rows(Weights weights, const C* const* values, int64_t offset, int64_t count, float* sums, int64_t r, int64_t end) const {
+    for (; r + 4 <= end; r += 4) add_values<4>(weights.from(r), values, offset, count, sums + r * padded_, padded_);
+    for (; r < end; ++r) add_values<1>(weights.from(r), values, offset, count, sums + r * padded_, padded_);
   }
 
   // i: among the item's rows, head by head.

@@ -1,8 +1,8 @@
 """Time the CPU kernels against what this machine can do: `python -m toolkit.kernels.cpu.bench [--threads N]`,
 or `python -m toolkit.kernels.bench` where there is no GPU.
 
-Bandwidth is that of reading 512 MiB, arithmetic that of a large product in fp32 by PyTorch, both measured in
-the same run, on as many threads. What is bound by memory is given its share of the one, what is bound by
+Bandwidth is that of reading 512 MiB, arithmetic that of products and sums in registers, of weights of each type,
+both measured in the same run, on as many threads. What is bound by memory is given its share of the one, what is bound by
 arithmetic its share of the other. Every row is the best of its rounds, over as many tensors as overflow the
 caches.
 """
@@ -42,6 +42,8 @@ class Row:
     num_bytes: int
     flops: int = 0
     """Where it is bound by arithmetic."""
+    dtype: torch.dtype = FP32
+    """Of that arithmetic."""
 
 
 def main() -> None:
@@ -57,14 +59,14 @@ def run(threads: int) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     cpu.set_num_threads(threads)
-    bandwidth, rate = read_bandwidth(), product_rate()
-    print(
-        f"{threads} threads, {cpu.variant()}: reads {bandwidth / 1e9:.1f} GB/s, fp32 {rate / 1e9:.0f} GFLOP/s"
-    )
+    bandwidth = read_bandwidth()
+    rates = {dtype: max(probe.multiply(dtype) for _ in range(ROUNDS)) for dtype in (FP32, BF16, INT8)}
+    limits = ", ".join(f"{_name(dtype)} {rate / 1e9:.0f} G/s" for dtype, rate in rates.items())
+    print(f"{threads} threads, {cpu.variant()}: reads {bandwidth / 1e9:.1f} GB/s, products and sums {limits}")
     for row in rows():
         seconds = best(row.calls)
         if row.flops:
-            share = f"{row.flops / seconds / 1e9:7.1f} GFLOP/s {row.flops / seconds / rate:6.1%}"
+            share = f"{row.flops / seconds / 1e9:7.1f} G/s     {row.flops / seconds / rates[row.dtype]:6.1%}"
         else:
             share = f"{row.num_bytes / seconds / 1e9:7.1f} GB/s    {row.num_bytes / seconds / bandwidth:6.1%}"
         print(f"{row.name:52s}{seconds * 1e6:10.1f} us {share}", flush=True)
@@ -87,10 +89,8 @@ def read_bandwidth() -> float:
     return x.nbytes / best([lambda: probe.read(x)])
 
 
-def product_rate() -> float:
-    """Operations per second."""
-    a, b = torch.randn(2, 1024, 1024)
-    return 2 * 1024**3 / best([lambda: a @ b])
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def rows() -> Iterator[Row]:
@@ -117,8 +117,8 @@ def products() -> Iterator[Row]:
                 x = torch.randn(num_rows, depth).to(BF16 if dtype == BF16 else FP32)
                 flops = 2 * num_rows * out * depth if num_rows > 64 else 0
                 calls = [partial(layer, x) for layer in packed[: 2 if flops else None]]
-                label = f"product  gpt2 {name}, {num_rows} rows, {str(dtype).removeprefix('torch.')}"
-                yield Row(label, calls, packed[0].nbytes, flops)
+                label = f"product  gpt2 {name}, {num_rows} rows, {_name(dtype)}"
+                yield Row(label, calls, packed[0].nbytes, flops, dtype)
 
 
 def attentions() -> Iterator[Row]:
@@ -132,7 +132,7 @@ def attentions() -> Iterator[Row]:
         ("Qwen3-0.6B, 256 after 768", [(256, 1024)], qwen),
     ):
         for dtype in (FP32, BF16):
-            yield attention(f"attend   {name}, {str(dtype).removeprefix('torch.')}", lens, heads, dtype)
+            yield attention(f"attend   {name}, {_name(dtype)}", lens, heads, dtype)
 
 
 def attention(name: str, lens: list[tuple[int, int]], heads: tuple[int, int, int], dtype: torch.dtype) -> Row:

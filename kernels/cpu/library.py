@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,11 @@ def using(variant: str) -> Iterator[None]:
         _use(before)
 
 
+def kernels() -> Sequence[Kernel]:
+    """All that there are."""
+    return _kernels
+
+
 def set_num_threads(count: int) -> None:
     """How many threads kernels run on, the caller's included. Nothing happens without the library."""
     if _library is not None:
@@ -76,6 +81,19 @@ def set_num_threads(count: int) -> None:
 
 def num_threads() -> int:
     return int(_library.tk_num_threads()) if _library is not None else 1
+
+
+def bind_threads(cpus: Sequence[Sequence[int]]) -> bool:
+    """Has each of the pool's threads run on the processors of those numbers alone, but for the first: that is the caller, whose
+    other threads would inherit it. Whether the system did so.
+    """
+    if _library is None:
+        return False
+    return all(
+        _library.tk_bind_thread(index, (SIZE * len(own))(*own), len(own))
+        for index, own in enumerate(cpus)
+        if index
+    )
 
 
 def use_huge_pages(address: int, size: int) -> None:
@@ -110,6 +128,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None, str | None]:
     library.tk_variant.restype = ctypes.c_char_p
     library.tk_set_num_threads.argtypes, library.tk_set_num_threads.restype = [SIZE], None
     library.tk_num_threads.restype = SIZE
+    library.tk_bind_thread.argtypes, library.tk_bind_thread.restype = [SIZE, POINTER, SIZE], SIZE
     library.tk_use_huge_pages.argtypes, library.tk_use_huge_pages.restype = [POINTER, SIZE], None
     return library, library.tk_variant().decode(), None
 

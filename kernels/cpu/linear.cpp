@@ -5,6 +5,7 @@
 // arithmetic: blocks of rows are interleaved as panels are, so that a tile reads two streams and nothing else.
 #include "activation.h"
 #include "threads.h"
+#include "weight.h"
 #include "words.h"
 
 namespace tk::TK_VARIANT {
@@ -24,22 +25,6 @@ constexpr int64_t kBlockRows = kRows * (112 / kRows);
 constexpr int64_t kTaskBytes = 96 * 1024;
 // How far ahead of the sums weights are asked for, in words: the processor's own prefetcher stops at each page's end.
 constexpr int64_t kAhead = 32 * kColumns;
-
-enum Kind : int64_t { kFp32, kBf16, kInt8 };
-
-// What Python gives (linear.py has the same fields). Arrays by column have whole panels, in the panels' order.
-struct Weight {
-  const uint32_t* panels;  // [panels][words][kColumns]
-  const float* bias;       // or null
-  const float* scale;      // of each column, and
-  const int32_t* total;    // the sum of its weights, for int8
-  int64_t kind;
-  int64_t depth;
-  int64_t words;       // in depth
-  int64_t columns;     // of y
-  int64_t activation;  // Activation
-  int64_t gated;       // a panel holds half columns of gate and the same of up: y = act(gate) * up
-};
 
 template <class Type, int kTileRows>
 void tile(const uint32_t* __restrict x, const uint32_t* __restrict panel, int64_t words, float* __restrict out) {
@@ -108,28 +93,40 @@ void take_tile(const X* x, int64_t count, const Weight& w, uint32_t* to, float* 
 }
 
 // Sums [rows][kColumns] of one panel to rows of y, [columns] each.
-template <class Type, class Y>
+template <class Type, int64_t kActivation, bool kGated, class Y>
 void finish(const Weight& w, int64_t panel, int64_t rows, const float* sums, const float* x_scale, Y* y) {
-  const int64_t width = w.gated ? kColumns / 2 : kColumns, first = panel * width;
+  constexpr int64_t kWidth = kGated ? kColumns / 2 : kColumns;
+  const int64_t first = panel * kWidth, count = w.columns - first;
+  Vec bias[kVecs] = {};
+  for (int v = 0; v < kVecs && w.bias; ++v) bias[v] = load(w.bias + panel * kColumns + v * kLanes);
   for (int64_t row = 0; row < rows; ++row, sums += kColumns, y += w.columns) {
     Vec values[kVecs];
     for (int v = 0; v < kVecs; ++v) {
-      const int64_t column = panel * kColumns + v * kLanes;
-      values[v] = value_of(Type{}, w, column, sums + v * kLanes, x_scale[row]);
-      if (w.bias) values[v] += load(w.bias + column);
+      values[v] = value_of(Type{}, w, panel * kColumns + v * kLanes, sums + v * kLanes, x_scale[row]) + bias[v];
     }
-    for (int v = 0; v < width / kLanes; ++v) {
-      const Vec value = activate(values[v], w.activation);
-      const int64_t column = first + v * kLanes, rest = w.columns - column;
+    for (int v = 0; v < kWidth / kLanes; ++v) {
+      const int64_t rest = count - v * kLanes;
       if (rest <= 0) break;
-      const Vec out = w.gated ? value * values[v + kVecs / 2] : value;
+      const Vec value = activate(values[v], kActivation);
+      const Vec out = kGated ? value * values[v + kVecs / 2] : value;
       if (rest >= kLanes) {
-        store(y + column, out);
+        store(y + first + v * kLanes, out);
       } else {
-        store_some(y + column, out, rest);
+        store_some(y + first + v * kLanes, out, rest);
       }
     }
   }
+}
+
+template <class Y>
+using Finish = void (*)(const Weight&, int64_t, int64_t, const float*, const float*, Y*);
+
+template <class Type, class Y, int64_t kActivation = kGeluTanh>
+Finish<Y> finish_of(const Weight& w) {
+  if constexpr (kActivation > 0) {
+    if (w.activation != kActivation) return finish_of<Type, Y, kActivation - 1>(w);
+  }
+  return w.gated ? finish<Type, kActivation, true, Y> : finish<Type, kActivation, false, Y>;
 }
 
 // What a thread has in its scratch: which block of which product.
@@ -150,6 +147,7 @@ void linear(const Weight& w, const X* x, int64_t rows, Y* y) {
   const int64_t parts = (panels + task_panels - 1) / task_panels;
   const int64_t taken_words = w.words * Type::kWords * block_rows;
   const uint64_t product = new_number();
+  const Finish<Y> to_rows = finish_of<Type, Y>(w);
 
   parallel(blocks * parts, [&](int64_t task) {
     const int64_t block = task / parts, part = task % parts;
@@ -169,8 +167,13 @@ void linear(const Weight& w, const X* x, int64_t rows, Y* y) {
       for (int64_t row = first; row < end; row += tile_rows) {
         const int64_t count = row + tile_rows < end ? tile_rows : end - row;
         const Tile run = tile_of<Type, kRows>(count);
+        // Where the results go is not in the caches when there are many; it comes while the tile is multiplied.
+        for (int64_t i = 0; i < count; ++i) {
+          __builtin_prefetch(y + (row + i) * w.columns + panel * width, 1);
+          __builtin_prefetch(y + (row + i) * w.columns + panel * width + width - 1, 1);
+        }
         run(taken + (row - first) * w.words * Type::kWords, w.panels + panel * panel_words, w.words, sums);
-        finish<Type>(w, panel, count, sums, scale + row - first, y + row * w.columns);
+        to_rows(w, panel, count, sums, scale + row - first, y + row * w.columns);
       }
     }
   });

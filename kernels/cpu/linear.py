@@ -11,7 +11,7 @@ from toolkit.kernels.cpu.library import POINTER, SIZE, Kernel, use_huge_pages
 ACTIVATIONS = {None: 0, "silu": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4}
 COLUMNS = 32
 """Columns of y in a panel."""
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _FROM = {
     torch.float32: (torch.float32,),
     torch.bfloat16: (torch.bfloat16,),
@@ -58,7 +58,7 @@ class PackedLinear:
         activation: str | None = None,
         gated: bool = False,
     ) -> None:
-        if weight.dim() != 2 or weight.dtype not in _KINDS or weight.device.type != "cpu":
+        if weight.dim() != 2 or weight.dtype not in KINDS or weight.device.type != "cpu":
             raise ValueError(
                 f"a weight is [out, in] in fp32, bfloat16 or int8 on a CPU, not {weight.dtype} {list(weight.shape)}"
             )
@@ -96,7 +96,7 @@ class PackedLinear:
         self._weight = _Weight(
             self.panels.data_ptr(),
             *addresses,
-            _KINDS[weight.dtype],
+            KINDS[weight.dtype],
             depth,
             words.shape[1],
             self.columns,

@@ -9,6 +9,13 @@ namespace {
 
 constexpr int64_t kPart = 1 << 14;  // elements that are worth a thread
 
+// As in norm.py.
+struct Norm {
+  const void *weight, *bias;  // [size]; no bias: root mean square norm, without a mean
+  int64_t size, is_bf16;
+  float eps;
+};
+
 // f(vector, first index, how many of its lanes are elements)
 template <class F>
 [[gnu::always_inline]] inline void for_each_vec(int64_t size, F&& f) {
@@ -38,7 +45,6 @@ template <class T>
   return n == kLanes ? v : select(lane < (int32_t)n, v, Vec{});
 }
 
-// bias null: root mean square norm, without a mean.
 template <class T>
 void norm_row(const T* x, T* residual, const T* weight, const T* bias, float eps, T* out, int64_t size) {
   Vec sums = {}, squares = {};
@@ -66,13 +72,13 @@ void norm_row(const T* x, T* residual, const T* weight, const T* bias, float eps
 }
 
 template <class T>
-void norm(const void* x, void* residual, const void* weight, const void* bias, float eps, void* out, int64_t rows, int64_t size) {
-  const int64_t at_once = kPart / size + 1;
+void norm(const Norm& norm, const void* x, void* residual, void* out, int64_t rows) {
+  const int64_t size = norm.size, at_once = kPart / size + 1;
   parallel((rows + at_once - 1) / at_once, [&](int64_t part) {
     const int64_t end = (part + 1) * at_once;
     for (int64_t row = part * at_once; row < end && row < rows; ++row) {
       norm_row(static_cast<const T*>(x) + row * size, residual ? static_cast<T*>(residual) + row * size : nullptr,
-               static_cast<const T*>(weight), static_cast<const T*>(bias), eps, static_cast<T*>(out) + row * size, size);
+               static_cast<const T*>(norm.weight), static_cast<const T*>(norm.bias), norm.eps, static_cast<T*>(out) + row * size, size);
     }
   });
 }
@@ -81,8 +87,8 @@ void norm(const void* x, void* residual, const void* weight, const void* bias, f
 }  // namespace tk::TK_VARIANT
 
 // x, residual, out: [rows, size]. The sum is written into residual; null: x is the sum.
-TK_KERNEL(tk_add_norm)(const void* x, void* residual, const void* weight, const void* bias, float eps, void* out, int64_t rows,
-                       int64_t size, int64_t is_bf16) {
+TK_KERNEL(tk_add_norm)(const void* own, const void* x, void* residual, void* out, int64_t rows) {
   using namespace tk::TK_VARIANT;
-  (is_bf16 ? norm<bf16> : norm<float>)(x, residual, weight, bias, eps, out, rows, size);
+  const Norm& given = *static_cast<const Norm*>(own);
+  (given.is_bf16 ? norm<bf16> : norm<float>)(given, x, residual, out, rows);
 }

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from toolkit.kernels.cpu.library import FLOAT, POINTER, SIZE, Kernel
 
 DTYPES = (torch.float32, torch.bfloat16)
-_add_norm = Kernel("tk_add_norm", POINTER, POINTER, POINTER, POINTER, FLOAT, POINTER, SIZE, SIZE, SIZE)
+_add_norm = Kernel("tk_add_norm", POINTER, POINTER, POINTER, POINTER, SIZE)
+
+
+class _Norm(ctypes.Structure):
+    """As in norm.cpp."""
+
+    _fields_ = [  # ctypes wants a list
+        ("weight", POINTER),
+        ("bias", POINTER),
+        ("size", SIZE),
+        ("is_bf16", SIZE),
+        ("eps", FLOAT),
+    ]
 
 
 class Norm:
@@ -25,10 +39,10 @@ class Norm:
                 f"{[(p.dtype, list(p.shape)) for p in parameters]}"
             )
         self._parameters = [p.detach().contiguous() for p in parameters]
-        self._weight, self._bias = self._parameters[0].data_ptr(), None
-        if bias is not None:
-            self._bias = self._parameters[1].data_ptr()
-        self.size, self.dtype, self.eps = len(weight), weight.dtype, eps
+        self.size, self.dtype = len(weight), weight.dtype
+        addresses = [p.data_ptr() for p in self._parameters] + [None]
+        self._norm = _Norm(*addresses[:2], self.size, self.dtype == torch.bfloat16, eps)
+        self._address = ctypes.addressof(self._norm)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual) of rows `[num_tokens, size]`; the sum is written into
@@ -42,15 +56,6 @@ class Norm:
         ):
             raise ValueError(f"the residual is like x, not {residual.dtype} {list(residual.shape)}")
         out = torch.empty(shape, dtype=dtype)
-        _add_norm.run(
-            x.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-            self._weight,
-            self._bias,
-            self.eps,
-            out.data_ptr(),
-            shape[0],
-            self.size,
-            dtype == torch.bfloat16,
-        )
+        summed = None if residual is None else residual.data_ptr()
+        _add_norm.run(self._address, x.data_ptr(), summed, out.data_ptr(), shape[0])
         return out, x if residual is None else residual

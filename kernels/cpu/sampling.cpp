@@ -36,13 +36,6 @@ double uniform(int64_t seed, int64_t position) {
   return static_cast<double>((x ^ (x >> 31)) >> 11) * 0x1p-53;
 }
 
-bool any(IntVec mask) {
-  int32_t lanes[kLanes], all = 0;
-  std::memcpy(lanes, &mask, sizeof mask);
-  for (int32_t lane : lanes) all |= lane;
-  return all;
-}
-
 // The greatest; NaN where there is one.
 float greatest(const float* x, int64_t n) {
   constexpr int kTops = 4;

@@ -92,6 +92,13 @@ template <class T>
   return (Vec)((mask & (IntVec)yes) | (~mask & (IntVec)no));
 }
 
+[[gnu::always_inline]] inline bool any(IntVec mask) {
+  int32_t lanes[kLanes], all = 0;
+  std::memcpy(lanes, &mask, sizeof mask);
+  for (int32_t lane : lanes) all |= lane;
+  return all;
+}
+
 [[gnu::always_inline]] inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 [[gnu::always_inline]] inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
 [[gnu::always_inline]] inline Vec abs(Vec x) { return (Vec)((IntVec)x & 0x7fffffff); }
@@ -108,9 +115,13 @@ template <class T>
 }
 
 [[gnu::always_inline]] inline float max(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
   float most = v[0];
   for (int i = 1; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
   return most;
+#endif
 }
 
 // To the nearest whole number, ties to even, for |x| < 2^22.
@@ -125,9 +136,10 @@ template <class T>
 #endif
 }
 
-// e^x within 2 units in the last place; 0 below -87.3, infinity above 88.7. Cephes' polynomial on [-ln 2 / 2, ln 2 / 2].
+// e^x within 2 units in the last place; 0 below -87.3, infinity above 88.8. Cephes' polynomial on [-ln 2 / 2, ln 2 / 2].
 [[gnu::always_inline]] inline Vec exp(Vec x) {
-  const Vec clamped = min(max(x, splat(-87.3f)), splat(88.7f));
+  // Of a number and NaN, min and max give their second: NaN stays.
+  const Vec clamped = min(splat(89.0f), max(splat(-87.3f), x));
   const IntVec exponent = nearest(clamped * 1.44269504f);
   const Vec n = __builtin_convertvector(exponent, Vec);
   const Vec r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
@@ -138,10 +150,14 @@ template <class T>
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
+#if defined(__AVX512F__)
+  const Vec y = (Vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
   // 2^n in two steps: n = 128 has no exponent of its own.
   const IntVec half = exponent >> 1;
   const Vec y = p * (Vec)((half + 127) << 23) * (Vec)((exponent - half + 127) << 23);
-  return x < -87.3f ? Vec{} : (x != x ? x : y);
+#endif
+  return x < -87.3f ? Vec{} : y;
 }
 
 [[gnu::always_inline]] inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }

@@ -25,6 +25,8 @@ namespace {
 constexpr std::chrono::microseconds kAwake{500};
 // Looks between which it lets no other thread run; some 20 us.
 constexpr int kLooks = 500;
+// Bytes of what is expected that a thread asks for between two looks.
+constexpr int64_t kFetched = 1024;
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -50,6 +52,27 @@ class Pool {
 
   int64_t size() const { return size_; }
 
+  // Has a helper run on these processors alone; false where the system does not.
+  bool bind(int64_t helper, const int64_t* cpus, int64_t count) {
+    std::lock_guard<std::mutex> lock(caller_);
+    if (helper < 1 || helper > static_cast<int64_t>(helpers_.size())) return false;
+#ifdef __linux__
+    int64_t most = 0;
+    for (int64_t i = 0; i < count; ++i) most = cpus[i] > most ? cpus[i] : most;
+    cpu_set_t* set = CPU_ALLOC(most + 1);
+    if (!set) return false;
+    const size_t size = CPU_ALLOC_SIZE(most + 1);
+    CPU_ZERO_S(size, set);
+    for (int64_t i = 0; i < count; ++i) CPU_SET_S(cpus[i], size, set);
+    const bool done = pthread_setaffinity_np(helpers_[helper - 1].native_handle(), size, set) == 0;
+    CPU_FREE(set);
+    return done;
+#else
+    (void)cpus, (void)count;
+    return false;
+#endif
+  }
+
   void run(int64_t count, Task task, void* context) {
     std::lock_guard<std::mutex> lock(caller_);
     if (helpers_.empty()) {
@@ -59,6 +82,7 @@ class Pool {
     task_.store(task, std::memory_order_relaxed);
     context_.store(context, std::memory_order_relaxed);
     count_.store(count, std::memory_order_relaxed);
+    fetched_.store(0, std::memory_order_relaxed);
     done_.store(0, std::memory_order_relaxed);
     const uint64_t job = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
     ticket_.store(job << 32 | static_cast<uint64_t>(count), std::memory_order_seq_cst);
@@ -71,6 +95,12 @@ class Pool {
         sched_yield();
       }
     }
+  }
+
+  void expect(const void* begin, int64_t bytes) {
+    expected_.store(static_cast<const char*>(begin), std::memory_order_relaxed);
+    expected_bytes_.store(bytes, std::memory_order_relaxed);
+    fetched_.store(0, std::memory_order_relaxed);
   }
 
  private:
@@ -108,7 +138,7 @@ class Pool {
     do {
       for (int i = 0; i < kLooks; ++i) {
         if (is_news(seen)) return;
-        pause();
+        if (!fetch()) pause();
       }
       sched_yield();
     } while (std::chrono::steady_clock::now() < until);
@@ -116,6 +146,18 @@ class Pool {
     sleeping_.fetch_add(1, std::memory_order_seq_cst);
     wake_.wait(lock, [&] { return is_news(seen); });
     sleeping_.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+  // Asks for some more of what is expected; false when there is no more. Nothing comes of an address that another thread has just
+  // replaced: asking reads nothing.
+  bool fetch() {
+    const int64_t bytes = expected_bytes_.load(std::memory_order_relaxed);
+    if (fetched_.load(std::memory_order_relaxed) >= bytes) return false;
+    const int64_t from = fetched_.fetch_add(kFetched, std::memory_order_relaxed);
+    if (from >= bytes) return false;
+    const char* place = expected_.load(std::memory_order_relaxed) + from;
+    for (int64_t i = 0; i < kFetched; i += 64) __builtin_prefetch(place + i, 0, 2);
+    return true;
   }
 
   bool is_news(uint64_t seen) const {
@@ -133,6 +175,9 @@ class Pool {
   std::atomic<int64_t> count_{0}, done_{0};
   std::atomic<Task> task_{nullptr};
   std::atomic<void*> context_{nullptr};
+
+  std::atomic<const char*> expected_{nullptr};
+  std::atomic<int64_t> expected_bytes_{0}, fetched_{0};
 
   std::atomic<int> sleeping_{0};
   std::atomic<bool> ending_{false};
@@ -172,6 +217,8 @@ void run_tasks(int64_t count, Task task, void* context) {
 
 int64_t num_threads() { return the_pool().size(); }
 
+void expect(const void* begin, int64_t bytes) { the_pool().expect(begin, bytes); }
+
 uint64_t new_number() {
   static std::atomic<uint64_t> last{0};
   return last.fetch_add(1, std::memory_order_relaxed) + 1;
@@ -181,8 +228,11 @@ void* scratch(size_t bytes) {
   if (own.size < bytes) {
     std::free(own.memory);
     own.size = (bytes + 4095) / 4096 * 4096;
-    own.memory = std::aligned_alloc(64, own.size);
-    if (!own.memory) throw std::bad_alloc();
+    own.memory = nullptr;  // macOS has aligned_alloc from 10.15 on
+    if (posix_memalign(&own.memory, 64, own.size)) {
+      own.size = 0;
+      throw std::bad_alloc();
+    }
   }
   return own.memory;
 }
@@ -190,5 +240,8 @@ void* scratch(size_t bytes) {
 }  // namespace tk
 
 TK_API void tk_set_num_threads(int64_t count) { tk::the_pool().resize(count < 1 ? 1 : count); }
+
+// The thread `index`, the caller's being 0, runs on `cpus` [count] alone; 0 where that could not be had.
+TK_API int64_t tk_bind_thread(int64_t index, const int64_t* cpus, int64_t count) { return tk::the_pool().bind(index, cpus, count); }
 
 TK_API int64_t tk_num_threads() { return tk::num_threads(); }

@@ -14,6 +14,9 @@ void run_tasks(int64_t count, Task task, void* context);
 // Threads that a kernel may use, the caller included.
 int64_t num_threads();
 
+// Threads that have nothing to do bring [begin, begin + bytes) into the caches, until something else is expected: it is read next.
+void expect(const void* begin, int64_t bytes);
+
 // A number that no earlier call has returned; never 0.
 uint64_t new_number();
 

@@ -14,6 +14,7 @@ import pytest
 
 import toolkit
 from toolkit.cli.completion import FILES
+from toolkit.cores import Core, Cores
 from toolkit.doctor import installation, machine
 from toolkit.doctor.redact import redact
 from toolkit.inventory.device import Device
@@ -30,7 +31,7 @@ def tk(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedPr
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TK_")}
     return subprocess.run(
         [sys.executable, "-m", "toolkit", *arguments], env=kept | {"HOME": str(cwd), "OMP_NUM_THREADS": "1"} | environment,
-        cwd=cwd, capture_output=True, text=True, timeout=120, check=False,
+        cwd=cwd, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
@@ -115,6 +116,37 @@ class TestMachine:
     def test_disk(self, monkeypatch, free, status):
         monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
         assert machine._disk().status == status
+
+    @pytest.mark.parametrize(
+        ("cores", "quota", "asked", "said"),
+        [
+            (2 * (Core(0, 0, ()),), None, None, "2 cores: on the CPU tk computes with 2 threads"),
+            (
+                (Core(0, 0, (0, 2)), Core(1, 1, (1, 3))),
+                None,
+                None,
+                "2 cores (4 hardware threads) of 2 processors: on the CPU tk computes with 1 thread, bound to a core of its own",
+            ),
+            (
+                8 * (Core(0, 0, (0,)),),
+                2.5,
+                None,
+                "8 cores, and a control group's limit of 2.5: on the CPU tk computes with 2 threads",
+            ),
+            (
+                (Core(0, 0, (0,)),),
+                None,
+                3,
+                "1 core: on the CPU tk computes with 3 threads (OMP_NUM_THREADS)",
+            ),
+        ],
+    )
+    def test_cores_say_what_was_found_and_what_tk_makes_of_it(self, cores, quota, asked, said):
+        found = machine._cores(Cores(cores, quota), asked)
+        assert (found.status, found.text) == ("pass", said)
+
+    def test_less_than_a_core_s_time_is_to_be_looked_at(self):
+        assert machine._cores(Cores((Core(0, 0, (0,)),), 0.5), None).status == "warn"
 
     def test_memory_within_a_control_group(self, monkeypatch):
         monkeypatch.setattr(machine, "find_device", lambda wanted: Device("cpu", "cpu", 4 * GIB, GIB))

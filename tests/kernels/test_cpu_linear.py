@@ -140,3 +140,14 @@ def test_what_does_not_fit_is_refused_in_words():
         PackedLinear(torch.ones(4, 4, dtype=torch.int8))
     with pytest.raises(ValueError, match="odd"):
         PackedLinear(torch.ones(5, 4), gated=True)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_int8_sums_of_the_largest_values_are_exact(rows):
+    """Sums of two products take 16 bits, and of more than two do not fit."""
+    signs = torch.randint(0, 2, (40, 64)) * 2 - 1
+    weight = (127 * signs).to(torch.int8)
+    x = (127.0 * signs[:rows]).contiguous()
+    y = PackedLinear(weight, None, torch.ones(40))(x)
+    assert torch.equal(y, x @ weight.float().T)
+    assert y.max() == 64 * 127 * 127

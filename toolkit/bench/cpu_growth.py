@@ -1,9 +1,8 @@
 """Decode speed of a CPU over batch and context: `python -m toolkit.bench.cpu_growth [--svg FILE]`.
 
 Without --model: GPT-2's shape (124M) with random weights. Beside each figure stands what the machine allows,
-from the bandwidth and the rate of products in fp32 that the same run measures: a step reads every weight and
-every cached key and value once, and in fp32 multiplies every weight with every request's token (other types
-have instructions of their own, which are left out).
+from the bandwidth and the rate of products of the weights' type that the same run measures: a step reads every
+weight and every cached key and value once, and multiplies every weight with every request's token.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Limits:
     bandwidth: float
     """Bytes read per second."""
     rate: float
-    """Operations per second in fp32."""
+    """Operations per second, with weights of the model's type."""
     weight_bytes: int
     kv_bytes: int
     """Of one token, all layers."""
@@ -88,9 +87,11 @@ def main() -> None:
             quantization=args.quantization,
             max_num_seqs=max(args.batches),
         )
-        limits = measure_limits(llm, quantized=args.quantization is not None)
+        kind = args.quantization or args.dtype
+        limits = measure_limits(llm, kind)
         print(
-            f"reads {limits.bandwidth / 1e9:.1f} GB/s, fp32 {limits.rate / 1e9:.0f} GFLOP/s", file=sys.stderr
+            f"reads {limits.bandwidth / 1e9:.1f} GB/s, {kind} {limits.rate / 1e9:.0f} G operations/s",
+            file=sys.stderr,
         )
         points = list(measure(llm, limits, args.batches, args.contexts, args.steps))
     print(json.dumps([asdict(point) for point in points]) if args.json else table(points))
@@ -98,17 +99,16 @@ def main() -> None:
         args.svg.write_text(plot(points))
 
 
-def measure_limits(llm: LLM, *, quantized: bool) -> Limits:
+def measure_limits(llm: LLM, kind: str) -> Limits:
+    """`kind`: the weights' type, by PyTorch's name for it."""
     import torch
 
-    from toolkit.kernels.cpu import bench
+    from toolkit.kernels.cpu import bench, probe
 
     info = llm.info
-    bandwidth, rate = bench.read_bandwidth(), bench.product_rate()
-    torch.set_num_threads(1)  # or the threads of the product would look for work while the engine's compute
+    bandwidth = bench.read_bandwidth()
+    rate = max(probe.multiply(getattr(torch, kind)) for _ in range(5))
     kv_bytes = info.cache_bytes // (info.num_blocks * info.block_size)
-    if info.dtype != "float32" or quantized:
-        rate = float("inf")
     return Limits(bandwidth, rate, info.weight_bytes, kv_bytes, 2 * info.num_parameters)
 
 

