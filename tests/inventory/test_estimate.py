@@ -20,7 +20,7 @@ from tests import checkpoints
 from toolkit.bench.models import CONFIGS
 from toolkit.config import EngineConfig
 from toolkit.demo import MODEL_DIR
-from toolkit.distributed import Group, parallel
+from toolkit.distributed import SINGLE, Group, Stage, parallel
 from toolkit.errors import CheckpointError, ConfigError, OutOfMemoryError
 from toolkit.inventory import device
 from toolkit.inventory.checkpoint import RUNS, Checkpoint, read_folder
@@ -29,6 +29,7 @@ from toolkit.inventory.estimate import CUDA_RUNTIME, estimate
 from toolkit.models.loader import build_model, load_config
 from toolkit.models.registry import SUPPORTED
 from toolkit.worker import memory
+from toolkit.worker.kv_cache import block_bytes
 from toolkit.worker.worker import Worker
 
 GIB = 2**30
@@ -125,6 +126,26 @@ def test_of_a_model_that_is_shared_out_it_says_what_each_rank_has(
     whole = estimate(read_folder(folder, kind), settings(), CPU)
     assert made.block_bytes == whole.block_bytes // 2
     assert made.device.free == CPU.free // 2
+
+
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "gpt2-untied-inverse-scale", "llama3-gqa", "qwen2-tied-some-windows"]
+)
+def test_of_a_model_whose_layers_lie_in_a_row_it_says_what_the_tightest_stage_has(
+    checkpoint: Callable[[str], Path], kind: str
+):
+    folder = checkpoint(kind)
+    made = estimate(read_folder(folder, kind), settings(pipeline_parallel_size=2, max_num_seqs=10**6), CPU)
+    found = []
+    for index in range(2):
+        with parallel(SINGLE, Stage(index, 2)):
+            sketch = build_model(
+                load_config(folder), folder, device=torch.device("meta"), dtype=torch.float32, max_model_len=1
+            )
+        found.append((sum(p.nbytes for p in sketch.parameters()), block_bytes(sketch, 16, torch.float32)))
+    assert (made.weights, made.block_bytes) in found
+    rooms = [(made.device.free - weights) // block for weights, block in found]
+    assert rooms[found.index((made.weights, made.block_bytes))] == min(rooms)
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "cross-encoder"])
@@ -230,9 +251,18 @@ class TestWellKnownModels:
         shared = estimate(model, EngineConfig(), Device("cuda", "", 140 * GIB, 100 * GIB))
         assert alone.cache - shared.cache == pytest.approx(40 * GIB, rel=1e-3)
 
+    @pytest.mark.parametrize(("kernels", "dtype"), [(True, "bfloat16"), (False, "float32")])
+    def test_a_checkpoint_in_bfloat16_runs_in_it_on_a_cpu_that_has_the_kernels(
+        self, tmp_path, monkeypatch, kernels, dtype
+    ):
+        monkeypatch.setattr(cpu, "available", lambda: kernels)
+        model = shape_of("qwen3-0.6b", tmp_path / "qwen")
+        made = estimate(model, settings(), CPU)
+        assert (made.dtype, made.weights) == (dtype, (2 if kernels else 4) * 596_049_920)
+
     def test_too_large_a_model_is_told_with_what_would_help(self, tmp_path):
         model = shape_of("llama-3.1-8b", tmp_path / "llama")
-        on_cpu = estimate(model, EngineConfig(), CPU)
+        on_cpu = estimate(model, settings(dtype="float32"), CPU)
         assert not on_cpu.fits
         assert on_cpu.largest_context == 0
         assert "29.92 GiB in float32" in on_cpu.problem  # 8,030,261,248 x 4 bytes
@@ -258,7 +288,7 @@ class TestDevices:
 
     def test_more_than_there_are_is_a_mistake(self, monkeypatch):
         monkeypatch.setattr(device, "find_gpus", lambda: list(self.GPUS))
-        with pytest.raises(ConfigError, match="--tensor-parallel-size 4 needs as many GPUs, and there are 3"):
+        with pytest.raises(ConfigError, match=r"4 GPUs are asked for .*, and there are 3"):
             find_device("auto", 4)
         monkeypatch.setattr(device, "find_gpus", list)
         with pytest.raises(ConfigError, match="--device cuda"):

@@ -28,7 +28,7 @@ def run(
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TK_"))}
     return subprocess.run(
         [sys.executable, "-m", "toolkit", *arguments], env=kept | environment, cwd=cwd,
-        input=stdin, capture_output=True, text=True, timeout=60, check=False,
+        input=stdin, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ class TestPull:
                 ]
             )
             process.send_signal(signal.SIGINT)
-            out, talk = process.communicate(timeout=30)
+            out, talk = process.communicate(timeout=90)
         finally:
             hub.held.set()
             hub.held = None
@@ -173,6 +173,9 @@ class TestPull:
         assert (never.returncode, never.stdout) == (2, "")
         assert "the hub did not answer" in never.stderr
         assert "http://127.0.0.1:9 (HF_ENDPOINT)" in never.stderr
+        unseen = tk("show", "org/never", **down).stderr
+        assert "no folder of that name here" in unseen
+        assert "and the hub did not answer" in unseen
         assert f"is in {folder}" in tk("pull", "org/tiny", **down).stderr
         assert "HF_HUB_OFFLINE is set" in tk("pull", "org/tiny", HF_HUB_OFFLINE="1").stderr
 
@@ -327,7 +330,7 @@ class TestRemove:
                 stdin=theirs, stderr=subprocess.PIPE, text=True,
             )  # fmt: skip
             os.write(ours, f"{answer}\n".encode())
-            _, talk = process.communicate(timeout=60)
+            _, talk = process.communicate(timeout=200)
             os.close(ours)
             os.close(theirs)
             assert "Remove 7.4 MiB? [y/N]" in talk

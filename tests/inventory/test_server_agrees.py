@@ -36,7 +36,7 @@ def server(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
 def dry_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "toolkit", "serve", str(folder), *arguments, "--dry-run"],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def test_json_without_it_is_a_mistake():
         [sys.executable, "-m", "toolkit", "serve", "--json"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert (done.returncode, done.stderr) == (2, "tk: --json is for the answer of --dry-run.\n")

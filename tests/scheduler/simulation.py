@@ -63,6 +63,8 @@ class Device:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.block_size = scheduler.block_size
+        self.samples_elsewhere = scheduler.num_stages > 1
+        """A first stage: it knows no token that the step does not bring."""
         self.cache = np.full((scheduler.pool.num_blocks, self.block_size), GARBAGE, np.int64)
         self.host = np.full((scheduler.host_pool.num_blocks, self.block_size), GARBAGE, np.int64)
         self.rows: dict[int, Row] = {}
@@ -81,6 +83,11 @@ class Device:
         for number, index, block in step.new_blocks.tolist():
             assert index == len(self.rows[number].blocks), "new blocks follow the row's others"
             self.rows[number].blocks.append(block)
+        if self.samples_elsewhere:
+            ends = (step.num_computed + step.num_tokens)[step.samples].tolist()
+            sampling = step.rows[step.samples].tolist()
+            for number, end, token in zip(sampling, ends, step.last_tokens.tolist(), strict=True):
+                self.rows[number].tokens[end - 1 :] = [token]
         work = list(
             zip(
                 step.rows.tolist(),
@@ -110,8 +117,9 @@ class Device:
                 assert held == prefixes[number][:seen], f"row {number} reads another request's cache"
             if samples:
                 assert seen == len(row.tokens), "the next token comes after all the others"
-                row.tokens.append(next_token(tuple(row.tokens), row.seed))
-                sampled.append(row.tokens[-1])
+                sampled.append(next_token(tuple(row.tokens), row.seed))
+                if not self.samples_elsewhere:
+                    row.tokens.append(sampled[-1])
         return ModelOutput(step.step, np.array(sampled, np.int32))
 
     def _prefixes(self, tokens: list[int]) -> list[int]:
@@ -135,6 +143,7 @@ class Plan:
     policy: str = "fcfs"
     caching: bool = True
     depth: int = 1
+    num_stages: int = 1
     one_by_one: bool = False
     """Whether running requests are scheduled in Python each, as when blocks lack."""
     arrivals: list[tuple[int, list[Request]]] = field(default_factory=list)
@@ -198,6 +207,7 @@ def make_scheduler(plan: Plan) -> Scheduler:
             policy=plan.policy,
             num_host_blocks=plan.num_host_blocks,
             enable_prefix_caching=plan.caching,
+            num_stages=plan.num_stages,
         )
     if plan.one_by_one:
         scheduler._schedule_together = lambda step: False
@@ -236,6 +246,8 @@ def run(plan: Plan) -> Outcome:
             failure = plan.failures.get(step.step)
             for request, samples in zip(scheduled, step.samples.tolist(), strict=True):
                 known = request.num_known_tokens - request.num_prompt_tokens
+                if plan.num_stages > 1:
+                    assert request.num_in_flight == samples, "nothing of it was on its way"
                 if samples and known >= plan.poison.get(request.id, MAX_MODEL_LEN):
                     failure = failure or "error"
             output = device.execute(step, fails=failure is not None)

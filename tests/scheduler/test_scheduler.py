@@ -74,6 +74,7 @@ def plans(draw, *, failing: bool = False, aborting: bool = True):
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         caching=caching,
         depth=draw(st.sampled_from([1, 2, 2, 3])),
+        num_stages=draw(st.sampled_from([1, 1, 2, 3])),
         arrivals=arrivals,
     )
     names = [request.id for request in plan.requests]

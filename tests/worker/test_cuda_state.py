@@ -61,15 +61,20 @@ def random_steps(rng: random.Random, count: int) -> list[SchedulerOutput]:
             new_blocks += [(row, index, rng.randrange(500)) for index in range(have, need)]
             computed[row] += counts[-1]
             lengths[row] = max(lengths[row], computed[row])
+        samples = np.array([rng.random() < 0.7 for _ in rows], np.bool_)
+        brings_tokens = rng.random() < 0.5
         steps.append(
             SchedulerOutput(
                 step=number,
                 rows=np.array(rows, np.int32),
                 num_tokens=np.array(counts, np.int32),
                 num_computed=np.array(starts, np.int32),
-                samples=np.array([rng.random() < 0.7 for _ in rows], np.bool_),
+                samples=samples,
                 new_rows=new_rows,
                 new_blocks=np.array(new_blocks, np.int32).reshape(-1, 3),
+                last_tokens=np.array(
+                    [rng.randrange(1000) for _ in range(brings_tokens * int(samples.sum()))], np.int32
+                ),
             )
         )
     return steps

@@ -6,10 +6,11 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from toolkit.errors import ConfigError
 
@@ -56,6 +57,17 @@ class Group:
         """The sum of the ranks' numbers."""
         return self._agree(number, dist.ReduceOp.SUM)
 
+    def part(self, size: int) -> Group:
+        """The `size` ranks in a row that this one is of; every rank makes its part at the same time."""
+        if size == 1:
+            return SINGLE
+        part = SINGLE
+        for first in range(0, self.size, size):
+            group = dist.new_group(list(range(first, first + size)), timeout=timedelta(seconds=PATIENCE))
+            if first <= self.rank < first + size:
+                part = Group(self.rank - first, size, group, group)
+        return part
+
     def close(self) -> None:
         """Leaves the other ranks."""
         if self.size > 1:
@@ -73,8 +85,10 @@ SINGLE = Group()
 """One rank, which has everything."""
 
 
-def connect(rank: int, size: int, folder: Path, device: torch.device) -> Group:
-    """Waits until all ranks are there. They find each other through files in `folder`; it is to be new, and nobody else's."""
+def connect(rank: int, size: int, meeting: Path | str, device: torch.device) -> Group:
+    """Waits until all ranks are there. They find each other through files in the folder `meeting`, which is to be new, and nobody
+    else's; or, on several machines, through the store that listens at tcp://HOST:PORT.
+    """
     if size == 1:
         return SINGLE
     if dist.is_initialized():
@@ -82,10 +96,15 @@ def connect(rank: int, size: int, folder: Path, device: torch.device) -> Group:
             "This process is a rank of another model already: end that first (LLM.shutdown), or use a process of its own."
         )
     cuda = device.type == "cuda"
-    if not cuda:  # gloo listens on a port; the ranks are all on this machine
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = FileStore(str(folder / "ranks"), size)
     wait = timedelta(seconds=PATIENCE)
+    store: Store
+    if isinstance(meeting, str):
+        at = urlsplit(meeting)
+        store = TCPStore(at.hostname or "", at.port or 0, is_master=False, timeout=wait)
+    else:
+        if not cuda:  # gloo listens on a port; the ranks are all on this machine
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = FileStore(str(meeting / "ranks"), size)
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         store=store,

@@ -8,19 +8,27 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from toolkit.distributed.group import SINGLE, Group
+from toolkit.distributed.stage import WHOLE, Stage
 from toolkit.errors import ConfigError
 
 _building: ContextVar[Group] = ContextVar("tensor parallel group", default=SINGLE)
+_stage: ContextVar[Stage] = ContextVar("pipeline stage", default=WHOLE)
 
 
 @contextmanager
-def parallel(group: Group) -> Iterator[None]:
-    """Models that are made inside have this rank's part of their weights."""
-    token = _building.set(group)
+def parallel(group: Group, stage: Stage = WHOLE) -> Iterator[None]:
+    """Models that are made inside have this stage's layers, and of these this rank's part of the weights."""
+    token, stage_token = _building.set(group), _stage.set(stage)
     try:
         yield
     finally:
         _building.reset(token)
+        _stage.reset(stage_token)
+
+
+def current_stage() -> Stage:
+    """The stage that the model being built is."""
+    return _stage.get()
 
 
 def current() -> Group:

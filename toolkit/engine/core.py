@@ -63,9 +63,13 @@ class EngineCore:
             num_host_blocks=info.num_host_blocks,
             enable_prefix_caching=config.cache.enable_prefix_caching and info.chunks_prompts,
             chunks_prompts=info.chunks_prompts,
+            num_stages=config.parallel.pipeline_parallel_size,
         )
         self._random = random.Random(config.model.seed)
-        self._depth = 2 if info.async_scheduling else 1
+        num_stages = config.parallel.pipeline_parallel_size
+        self._depth = num_stages if num_stages > 1 else 1 + info.async_scheduling
+        self._knows_tokens = num_stages > 1
+        """Whether a step has only requests whose tokens are all known when it is launched."""
         self._steps: deque[tuple[SchedulerOutput, Pending]] = deque()
         self._constraints = Constraints(read_tokenizer, info.vocab_size)
         self._clients = [0]
@@ -152,8 +156,8 @@ class EngineCore:
                 self._scheduled += first
                 self._scheduled_at = started
             self._steps.append((step, self._launch(step)))
-            if len(self._steps) == 1:
-                self._constrain()
+            if len(self._steps) == 1 or self._knows_tokens:
+                self._constrain(len(self._steps) - 1)
 
     def collect(self) -> dict[int, EngineOutputs]:
         """Waits for the oldest step and takes in its tokens. What each client is told; the first always has an
@@ -168,7 +172,8 @@ class EngineCore:
         except Exception as error:
             return self._messages(self._recover(step, error))
         results = self.scheduler.update(step, result)
-        self._constrain()
+        if self._steps and not self._knows_tokens:
+            self._constrain(0)
         outputs = self._end_failed()
         num_sampled = int(np.count_nonzero(result.token_ids >= 0))
         if num_sampled or not len(result.token_ids):
@@ -225,18 +230,18 @@ class EngineCore:
         except Exception as error:
             return _Failed(error)
 
-    def _constrain(self) -> None:
-        """Lets the oldest step sample, if requests of it are bound to grammars: all tokens before its own are known now.
+    def _constrain(self, index: int) -> None:
+        """Lets a step sample, if requests of it are bound to grammars: all tokens before its own are known now.
 
         The device computes meanwhile; the step after it is not launched yet.
         """
-        if not self._steps or not len(self._steps[0][0].constrained):
+        step, pending = self._steps[index]
+        if not len(step.constrained):
             return
-        step, pending = self._steps[0]
         try:
             pending.constrain(self._constraints.masks(self.scheduler.constrained(step)))
         except Exception as error:
-            self._steps[0] = (step, _Failed(error))
+            self._steps[index] = (step, _Failed(error))
 
     def _end_failed(self) -> dict[int, list[EngineOutput]]:
         """Ends the requests whose grammar cannot be followed any further."""

@@ -60,6 +60,11 @@ class Tensor:
         return any(part in self.name for part in ("wte.", "embed_tokens.", "lm_head."))
 
     @property
+    def is_table(self) -> bool:
+        """Whether rows of it are looked up, of tokens or of positions."""
+        return any(part in self.name for part in ("wte.", "wpe.", "embed_tokens."))
+
+    @property
     def is_linear(self) -> bool:
         """Whether it is the weight of a linear layer, which can be quantized."""
         return len(self.shape) == 2 and not any(part in self.name for part in _TABLES)

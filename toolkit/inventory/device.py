@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 
+from toolkit import cgroup
 from toolkit.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ def find_device(wanted: str = "auto", count: int = 1) -> Device:
     gpus = find_gpus() if wanted != "cpu" else []
     if gpus and count > len(gpus):
         raise ConfigError(
-            f"--tensor-parallel-size {count} needs as many GPUs, and there are {len(gpus)} here.",
+            f"{count} GPUs are asked for (--tensor-parallel-size and its like), and there are {len(gpus)} here.",
             param="tensor_parallel_size",
         )
     if gpus:
@@ -39,7 +39,7 @@ def find_device(wanted: str = "auto", count: int = 1) -> Device:
             "--device cuda: NVIDIA's driver knows no GPU here; tk doctor says more.", param="device"
         )
     memory = psutil.virtual_memory()
-    limit, left = _control_group()
+    limit, left = cgroup.memory()
     return Device("cpu", "cpu", min(memory.total, limit), min(memory.available, left))
 
 
@@ -80,16 +80,3 @@ def _gpu(nvml: Any, handle: Any) -> Device:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         usable = int(memory.total)
     return Device("cuda", str(nvml.nvmlDeviceGetName(handle)), usable, int(memory.free))
-
-
-def _control_group() -> tuple[int, int]:
-    """(the limit of a version 2 control group, what it leaves); without one, more than any machine has."""
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        reclaimable = int(statistics["inactive_file"]) + int(statistics["active_file"])
-    except (OSError, ValueError, KeyError):  # "max" is no number
-        return 2**62, 2**62
-    return limit, limit - used + reclaimable

@@ -18,9 +18,7 @@ def dry_run(engine: EngineConfig, *, as_json: bool) -> int:
     Raises ToolkitError for a model that is not there or that tk does not run.
     """
     checkpoint = look_up(engine.model.model, engine.model.revision)
-    made = estimate(
-        checkpoint, engine, find_device(engine.device.device, engine.parallel.tensor_parallel_size)
-    )
+    made = estimate(checkpoint, engine, find_device(engine.device.device, engine.parallel.num_devices))
     if as_json:
         answer(as_fields(checkpoint.name, made))
     else:
@@ -36,7 +34,9 @@ def as_fields(name: str, made: Estimate) -> dict[str, Any]:
         "fits": made.fits,
         "problem": made.problem,
         "device": made.device.name,
-        "tensor_parallel_size": made.num_ranks,
+        "tensor_parallel_size": made.parallel.tensor_parallel_size,
+        "pipeline_parallel_size": made.parallel.pipeline_parallel_size,
+        "data_parallel_size": made.parallel.data_parallel_size,
         "memory_total_bytes": made.device.total,
         "memory_free_bytes": made.device.free,
         "dtype": made.dtype,
@@ -55,7 +55,7 @@ def as_fields(name: str, made: Estimate) -> dict[str, Any]:
 
 def _facts(made: Estimate) -> list[tuple[str, str]]:
     device = made.device
-    several = f"each of {made.num_ranks}: " if made.num_ranks > 1 else ""
+    several = f"each of {made.parallel.num_devices}: " if made.parallel.num_devices > 1 else ""
     facts = [
         ("device", f"{several}{device.name}: {size(device.free)} free of {size(device.total)}"),
         ("weights", f"{size(made.weights)}: {count(made.num_parameters)} parameters in {made.dtype}"),

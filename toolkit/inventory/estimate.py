@@ -6,14 +6,19 @@ Weights and cache are exact. What a step takes beside them is measured by the wo
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from toolkit.config import EngineConfig
+from toolkit.config.engine import ParallelConfig
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.inventory.checkpoint import TYPE_BYTES, Checkpoint, Tensor
 from toolkit.inventory.device import Device
 from toolkit.inventory.words import size
+from toolkit.models.config import auto_dtype
+from toolkit.models.stages import share_out
 
 CPU_SHARE = 0.4
 """Of the memory that is free once the weights are loaded: what the worker gives the cache on a CPU."""
@@ -24,15 +29,16 @@ CUDA_RUNTIME = 700 * 2**20
 SAMPLING_BYTES = 10
 """For each logit, at most: a copy in fp32, counts of tokens, and a copy in the model's type."""
 GIB = 2**30
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+"""In a decoder's names of tensors: which layer it is of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Sizes in bytes, of one rank where there are several; lengths in tokens."""
+    """Sizes in bytes, of one device where there are several: of that stage whose cache holds the least; lengths in tokens."""
 
     device: Device
-    num_ranks: int
-    """Devices that share every layer."""
+    parallel: ParallelConfig
     dtype: str
     num_parameters: int
     weights: int
@@ -97,21 +103,31 @@ def estimate(checkpoint: Checkpoint, engine: EngineConfig, device: Device) -> Es
     that do not fit it.
     """
     config: Any = checkpoint.config
-    ranks = engine.parallel.tensor_parallel_size
     if device.kind == "cpu":
-        device = dataclasses.replace(device, total=device.total // ranks, free=device.free // ranks)
-    dtype = _dtype(engine.model.dtype, checkpoint, device)
+        here = engine.parallel.num_devices
+        device = dataclasses.replace(device, total=device.total // here, free=device.free // here)
+    wanted, on_gpu = engine.model.dtype, device.kind != "cpu"
+    dtype = auto_dtype(checkpoint.config, on_gpu=on_gpu) if wanted == "auto" else wanted
     max_model_len = _max_model_len(checkpoint, engine)
-    weights = weight_bytes(checkpoint, dtype, engine.model.quantization, ranks)
-    layers, heads, head_size = checkpoint.cache_shape
+    stages = _stages(checkpoint, engine, dtype)
+    _, heads, head_size = checkpoint.cache_shape
     cache_type = dtype if engine.cache.kv_cache_dtype == "auto" else engine.cache.kv_cache_dtype
+    ranks = engine.parallel.tensor_parallel_size
     heads = max(1, heads // ranks) if heads else 0  # fewer heads than ranks: several ranks have the same one
-    block_bytes = 2 * layers * engine.cache.block_size * heads * head_size * TYPE_BYTES[cache_type]
+    layer_bytes = 2 * engine.cache.block_size * heads * head_size * TYPE_BYTES[cache_type]
     step = _step_bytes(config, engine, dtype, device)
-    num_blocks = _num_blocks(engine, device, weights, step, block_bytes, max_model_len) if block_bytes else 0
+
+    def blocks_of(weights: int, layers: int) -> int:
+        block_bytes = layers * layer_bytes
+        if not block_bytes:
+            return 0
+        return _num_blocks(engine, device, weights, step, block_bytes, max_model_len)
+
+    weights, layers = min(stages, key=lambda stage: (blocks_of(*stage), -stage[0]))
+    num_blocks, block_bytes = blocks_of(weights, layers), layers * layer_bytes
     return Estimate(
         device=device,
-        num_ranks=ranks,
+        parallel=engine.parallel,
         dtype=dtype,
         num_parameters=checkpoint.num_parameters or 0,
         weights=weights,
@@ -125,8 +141,37 @@ def estimate(checkpoint: Checkpoint, engine: EngineConfig, device: Device) -> Es
     )
 
 
-def weight_bytes(checkpoint: Checkpoint, dtype: str, quantization: str | None, num_ranks: int = 1) -> int:
-    """What one rank's weights take once they are loaded, but for padding. int8 rounds the output head, too."""
+def _stages(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> list[tuple[int, int]]:
+    """(what one rank's weights take once they are loaded, but for padding; number of layers) of each stage."""
+    count, layers = engine.parallel.pipeline_parallel_size, checkpoint.cache_shape[0]
+    nbytes = _counter(checkpoint, engine, dtype)
+    if count == 1:
+        return [(sum(map(nbytes, checkpoint.weights)), layers)]
+    of_layers, first, last = dict.fromkeys(range(layers), 0), 0, 0
+    head = max(nbytes(tensor) for tensor in checkpoint.weights if tensor.is_vocabulary)
+    for tensor in checkpoint.weights:
+        found = _LAYER.search(tensor.name)
+        if found is not None:
+            of_layers[int(found[1])] += nbytes(tensor)
+        elif tensor.is_table:
+            first += nbytes(tensor)
+        else:
+            last += nbytes(tensor)
+    if getattr(checkpoint.config, "tie_word_embeddings", False):
+        last += head
+    counts = share_out(layers, count, of_layers[0], head)
+    begins = [sum(counts[:index]) for index in range(count)]
+    weights = [
+        sum(of_layers[i] for i in range(begin, begin + n)) for begin, n in zip(begins, counts, strict=True)
+    ]
+    weights[0] += first
+    weights[-1] += last
+    return list(zip(weights, counts, strict=True))
+
+
+def _counter(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> Callable[[Tensor], int]:
+    """What one rank's part of a tensor takes. int8 rounds the output head, too."""
+    quantization, num_ranks = engine.model.quantization, engine.parallel.tensor_parallel_size
     tied = bool(getattr(checkpoint.config, "tie_word_embeddings", False))
 
     def number(tensor: Tensor) -> int:
@@ -137,17 +182,7 @@ def weight_bytes(checkpoint: Checkpoint, dtype: str, quantization: str | None, n
     def share(tensor: Tensor) -> int:
         return -(-tensor.size // num_ranks) if tensor.is_linear or tensor.is_vocabulary else tensor.size
 
-    return sum(share(tensor) * number(tensor) for tensor in checkpoint.weights)
-
-
-def _dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> str:
-    """auto: float32 on a CPU; on a GPU what config.json says, when that has 16 bits, else bfloat16."""
-    if wanted != "auto":
-        return wanted
-    if device.kind == "cpu":
-        return "float32"
-    saved = checkpoint.config.dtype
-    return saved if saved in ("bfloat16", "float16") else "bfloat16"
+    return lambda tensor: share(tensor) * number(tensor)
 
 
 def _max_model_len(checkpoint: Checkpoint, engine: EngineConfig) -> int:

@@ -62,7 +62,12 @@ def look_up(model: str | None, revision: str | None = None) -> Checkpoint:
     if model is None or Path(model).expanduser().exists() or hub.is_path(model):
         return read_folder(hub.locate(model), model or DEMO)
     snapshot = hub.cached_snapshot(model, revision, with_weights=True)
-    return read_folder(snapshot, model) if snapshot is not None else _on_hub(model, revision)
+    if snapshot is not None:
+        return read_folder(snapshot, model)
+    try:
+        return _on_hub(model, revision)
+    except hub.HubSilentError as silent:
+        raise hub.nowhere(model, revision, silent) from None
 
 
 def _on_hub(name: str, revision: str | None) -> Checkpoint:

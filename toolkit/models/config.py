@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from toolkit.kernels import cpu
+
 Size = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -25,6 +27,17 @@ class ArchitectureConfig(msgspec.Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         self.dtype = self.dtype or self.torch_dtype
+
+
+def auto_dtype(config: ArchitectureConfig, *, on_gpu: bool) -> str:
+    """The type that weights and activations have when nothing is said.
+
+    On a GPU the checkpoint's own 16-bit type, or bfloat16 when it has none. On a CPU bfloat16 for what was saved in it, where
+    our kernels multiply it, and float32 for all else: float16 has more digits than bfloat16 and no fast products there.
+    """
+    if on_gpu:
+        return config.dtype if config.dtype in ("bfloat16", "float16") else "bfloat16"
+    return "bfloat16" if config.dtype == "bfloat16" and cpu.available() else "float32"
 
 
 class GPT2Config(ArchitectureConfig, kw_only=True):

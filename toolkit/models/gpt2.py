@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from toolkit.attention import Attention, AttentionBatch, AttentionShape
 from toolkit.distributed import even
@@ -15,15 +16,13 @@ from toolkit.layers import (
     LayerNorm,
     Linear,
     MergedLinear,
-    OutputHead,
     Slots,
-    VocabularyEmbedding,
     activation_kind,
 )
-from toolkit.models.registry import CausalLM
+from toolkit.models.decoder import Decoder, DecoderLayer
 
 
-class Block(nn.Module):
+class Block(DecoderLayer):
     """Attention and MLP, each behind a layer norm."""
 
     def __init__(self, config: Any, index: int) -> None:
@@ -70,36 +69,30 @@ class Block(nn.Module):
         )
 
 
-class GPT2(CausalLM):
+class GPT2(Decoder):
+    embed_name, layers_name, norm_name = "transformer.wte", "transformer.h", "transformer.ln_f"
+
     def __init__(self, config: Any, max_model_len: int) -> None:
-        super().__init__(config, max_model_len)
         if getattr(config, "add_cross_attention", False):
             raise CheckpointError("GPT-2 with cross attention (add_cross_attention) is not supported.")
-        self.vocab_size = config.vocab_size
-        self.tied = config.tie_word_embeddings
-        self.embed = VocabularyEmbedding(config.vocab_size, config.n_embd)
-        self.embed_positions = Embedding(config.n_positions, config.n_embd)
-        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
-        self.norm = LayerNorm(config.n_embd, config.layer_norm_epsilon)
-        self.lm_head = OutputHead(config.n_embd, config.vocab_size, self.embed if self.tied else None)
+        super().__init__(config, max_model_len)
+        if self.stage.is_first:
+            self.embed_positions = Embedding(config.n_positions, config.n_embd)
 
     @staticmethod
     def max_positions(config: Any) -> int:
         return int(config.n_positions)
 
-    def forward(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        x, residual = self.embed(token_ids) + self.embed_positions(batch.positions), None
-        *blocks, last = self.blocks
-        for block in blocks:
-            x, residual = block(x, residual, batch)
-        x, residual = last(x, residual, batch, batch.wanted)
-        normed: torch.Tensor = self.norm(x, residual)[0]
-        return normed
+    def layer_maker(self, config: Any, max_model_len: int) -> Callable[[int], Block]:
+        return functools.partial(Block, config)
+
+    def make_norm(self, config: Any) -> LayerNorm:
+        return LayerNorm(config.n_embd, config.layer_norm_epsilon)
+
+    def embedded(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        positions: torch.Tensor = self.embed_positions(batch.positions)
+        return super().embedded(token_ids, batch) + positions
 
     def slots(self) -> Slots:
-        slots = self.embed.slots("transformer.wte") | self.embed_positions.slots("transformer.wpe")
-        for i, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
-            slots |= block.slots(f"transformer.h.{i}")
-        slots |= self.norm.slots("transformer.ln_f")
-        return slots if self.tied else slots | self.lm_head.slots("lm_head")
+        slots = super().slots()
+        return slots | self.embed_positions.slots("transformer.wpe") if self.stage.is_first else slots

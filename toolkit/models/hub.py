@@ -134,13 +134,18 @@ def _from_hub(name: str, revision: str | None, *, with_weights: bool = True) -> 
         cached = cached_snapshot(name, revision, with_weights=with_weights)
         if cached is not None:
             return cached
-        from huggingface_hub import constants
+        raise nowhere(name, revision, silent) from None
 
-        at = f" at revision {revision}" if revision else ""
-        raise ModelNotFoundError(
-            f"There is no model {name}{at}: no folder of that name here ({Path.cwd()}), it is not in the cache "
-            f"({constants.HF_HUB_CACHE}), and {silent.message}.{did_you_mean(name, local_names())}"
-        ) from None
+
+def nowhere(name: str, revision: str | None, silent: HubSilentError) -> ModelNotFoundError:
+    """What is to be said of a model that is not on this machine, while the hub is silent."""
+    from huggingface_hub import constants
+
+    at = f" at revision {revision}" if revision else ""
+    return ModelNotFoundError(
+        f"There is no model {name}{at}: no folder of that name here ({Path.cwd()}), it is not in the cache "
+        f"({constants.HF_HUB_CACHE}), and {silent.message}.{did_you_mean(name, local_names())}"
+    )
 
 
 def cached_snapshot(name: str, revision: str | None, *, with_weights: bool) -> Path | None:

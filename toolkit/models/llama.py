@@ -5,6 +5,7 @@ Mistral, Qwen2 and Qwen3 are this decoder with other values in `Shape`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +18,12 @@ from toolkit.layers import (
     GatedLinear,
     Linear,
     MergedLinear,
-    OutputHead,
     RMSNorm,
     RotaryEmbedding,
     Slots,
-    VocabularyEmbedding,
     activation_kind,
 )
-from toolkit.models.registry import CausalLM
+from toolkit.models.decoder import Decoder, DecoderLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ class GatedMLP(nn.Module):
         return merged | self.down.slots(f"{name}.down_proj")
 
 
-class Layer(nn.Module):
+class Layer(DecoderLayer):
     def __init__(self, config: Any, shape: Shape, index: int, rotary: RotaryEmbedding) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -128,20 +127,17 @@ class Layer(nn.Module):
         )
 
 
-class Llama(CausalLM):
-    def __init__(self, config: Any, max_model_len: int) -> None:
-        super().__init__(config, max_model_len)
+class Llama(Decoder):
+    embed_name, layers_name, norm_name = "model.embed_tokens", "model.layers", "model.norm"
+
+    def layer_maker(self, config: Any, max_model_len: int) -> Callable[[int], Layer]:
         shape = self.shape(config)
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.vocab_size = config.vocab_size
-        self.embed = VocabularyEmbedding(config.vocab_size, config.hidden_size)
-        self.rotary = RotaryEmbedding(config, head_size, max_model_len)
-        self.layers = nn.ModuleList(
-            Layer(config, shape, i, self.rotary) for i in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.tied = config.tie_word_embeddings
-        self.lm_head = OutputHead(config.hidden_size, config.vocab_size, self.embed if self.tied else None)
+        rotary = RotaryEmbedding(config, head_size, max_model_len)
+        return lambda index: Layer(config, shape, index, rotary)
+
+    def make_norm(self, config: Any) -> RMSNorm:
+        return RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     @staticmethod
     def shape(config: Any) -> Shape:
@@ -151,23 +147,6 @@ class Llama(CausalLM):
     @staticmethod
     def max_positions(config: Any) -> int:
         return int(config.max_position_embeddings)
-
-    def forward(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        x, residual = self.embed(token_ids), None
-        *layers, last = self.layers
-        for layer in layers:
-            x, residual = layer(x, residual, batch)
-        x, residual = last(x, residual, batch, batch.wanted)
-        normed: torch.Tensor = self.norm(x, residual)[0]
-        return normed
-
-    def slots(self) -> Slots:
-        slots = self.embed.slots("model.embed_tokens")
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            slots |= layer.slots(f"model.layers.{i}")
-        slots |= self.norm.slots("model.norm")
-        return slots if self.tied else slots | self.lm_head.slots("lm_head")
 
 
 def sliding_windows(config: Any) -> tuple[int, ...]:

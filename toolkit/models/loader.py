@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -13,7 +13,7 @@ import torch
 
 from toolkit.errors import CheckpointError, did_you_mean
 from toolkit.layers import QuantizedSlot, Slot, Slots
-from toolkit.models.config import ArchitectureConfig, parse_config
+from toolkit.models.config import ArchitectureConfig, auto_dtype, parse_config
 from toolkit.models.registry import SUPPORTED, Model, has_head, resolve_architecture
 from toolkit.models.safetensors import read_header, read_into
 from toolkit.quantization import METHODS, quantized
@@ -74,13 +74,8 @@ class _Named:
 
 
 def choose_dtype(wanted: str, config: ArchitectureConfig, device: torch.device) -> torch.dtype:
-    """auto: float32 on a CPU; on a GPU the checkpoint's own 16-bit type, or bfloat16 when it has none."""
-    if wanted != "auto":
-        return DTYPES[wanted]
-    if device.type == "cpu":
-        return torch.float32
-    saved = DTYPES.get(config.dtype or "")
-    return saved if saved in (torch.bfloat16, torch.float16) else torch.bfloat16
+    """`wanted`: --dtype; what auto means is `auto_dtype`'s matter."""
+    return DTYPES[auto_dtype(config, on_gpu=device.type == "cuda") if wanted == "auto" else wanted]
 
 
 def build_model(
@@ -98,15 +93,17 @@ def build_model(
     return model.eval()
 
 
-def load_weights(model: Fillable, folder: Path, load_format: str, seed: int = 0) -> None:
+def load_weights(
+    model: Fillable, folder: Path, load_format: str, seed: int = 0, elsewhere: Iterable[str] = ()
+) -> None:
     """Fills the model. Raises CheckpointError naming the file and the tensor that are wrong, missing or cut
-    short.
+    short. `elsewhere`: names of tensors that another stage of the model needs.
     """
     with torch.inference_mode():
         if load_format == "dummy":
             fill_dummy(model, seed)
             return
-        places = _Places(model)
+        places = _Places(model, elsewhere)
         files = _weight_files(folder, "model", "safetensors")
         if files:
             found = [
@@ -128,10 +125,11 @@ def load_weights(model: Fillable, folder: Path, load_format: str, seed: int = 0)
 class _Places:
     """Where a model's weights go, and which of them a checkpoint has."""
 
-    def __init__(self, model: Fillable) -> None:
+    def __init__(self, model: Fillable, elsewhere: Iterable[str]) -> None:
         self._model = type(model).__name__
         self._unused = model.unused
         self._slots = model.slots()
+        self._elsewhere = frozenset(elsewhere) - self._slots.keys()
         self._missing = dict.fromkeys(self._slots)
 
     def find(self, file: Path, name: str, shape: tuple[int, ...]) -> Sequence[Slot]:
@@ -140,7 +138,7 @@ class _Places:
         if known is None:
             if name.endswith(_NOT_WEIGHTS) or name == "lm_head.weight":
                 return ()
-            if any(part in name for part in self._unused):
+            if any(part in name for part in self._unused) or _known_name(name, self._elsewhere):
                 return ()
             raise CheckpointError(
                 f"{file} has a tensor {name} that {self._model} has no place for.{did_you_mean(name, self._slots)}"
@@ -233,8 +231,8 @@ def _read_pickled(file: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _known_name(name: str, slots: Slots) -> str | None:
-    """The slot for a checkpoint's name; the base model's prefix may be there or not, and old files of BERT call a
+def _known_name(name: str, slots: Collection[str]) -> str | None:
+    """Which of the slots a checkpoint's name is for; the base model's prefix may be there or not, and old files of BERT call a
     norm's weight and bias by their Greek letters.
     """
     if name.endswith((".gamma", ".beta")):

@@ -11,6 +11,7 @@ from torch import nn
 
 from toolkit.attention import Attention, AttentionBatch
 from toolkit.attention.packed import PackedBatch
+from toolkit.distributed import WHOLE, Stage
 from toolkit.errors import CheckpointError
 from toolkit.layers import LayerNorm, Linear, OutputHead, RMSNorm, Slots
 
@@ -42,6 +43,8 @@ class Model(nn.Module, abc.ABC):
 
     vocab_size: int
     hidden_size: int
+    dtype: torch.dtype
+    """Of the activations."""
     unused: ClassVar[tuple[str, ...]] = ()
     """What the names of those tensors of its checkpoints have that it does not need."""
 
@@ -49,6 +52,7 @@ class Model(nn.Module, abc.ABC):
         """`config`: what config.json says (`toolkit.models.config`); positions up to `max_model_len` can be run."""
         super().__init__()
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.dtype = torch.get_default_dtype()
 
     @staticmethod
     @abc.abstractmethod
@@ -92,12 +96,17 @@ class CausalLM(Model):
     """A decoder, whose tokens see those before them."""
 
     lm_head: OutputHead
-    """hidden to vocab_size; it may share the embedding's weight."""
+    """hidden to vocab_size; it may share the embedding's weight. Only the last stage has it."""
+    stage: Stage = WHOLE
+    """Which of its layers are here."""
 
     @abc.abstractmethod
-    def forward(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """token_ids: [num_tokens]. Returns the last hidden states, normalized, [num_tokens, hidden], or those of
-        `batch.wanted`.
+    def forward(
+        self, token_ids: torch.Tensor, batch: AttentionBatch, hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """token_ids: [num_tokens]; hidden: [num_tokens, hidden], what the stage before gave, if there is one. Returns the
+        last hidden states, normalized, [num_tokens, hidden], or those of `batch.wanted`; on another stage than the last what the
+        next one is to be given.
         """
 
     def logits(self, hidden: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:

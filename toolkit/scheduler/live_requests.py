@@ -45,9 +45,13 @@ class LiveRequests:
         num_host_blocks: int = 0,
         enable_prefix_caching: bool = True,
         chunks_prompts: bool = True,
+        num_stages: int = 1,
     ) -> None:
-        """`chunks_prompts`: a prompt may be computed in several steps; one longer than a step has one for itself, if not."""
+        """`chunks_prompts`: a prompt may be computed in several steps; one longer than a step has one for itself, if not.
+        `num_stages`: steps in flight that are to have different requests (`toolkit.scheduler.planner`).
+        """
         self.block_size = block_size
+        self.num_stages = num_stages
         self.chunks_prompts = chunks_prompts
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens

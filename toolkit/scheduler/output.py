@@ -55,6 +55,9 @@ class SchedulerOutput:
     constrained: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """Indices into `rows`, rising, of requests whose next token is bound to a grammar. With any of them the step samples
     once their masks come (`Pending.constrain`)."""
+    last_tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    """The newest token of each request that samples, for ranks that do not sample themselves: the stages of a pipeline.
+    Empty where a token is known to the device that computes on from it."""
 
     @property
     def total_tokens(self) -> int:

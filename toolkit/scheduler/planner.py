@@ -14,11 +14,19 @@ from toolkit.scheduler.step import BoolArray, InFlight, Lineup, Step, Together
 
 
 class Planner(LiveRequests):
-    """Makes steps: running requests first, then those that wait, under one token budget."""
+    """Makes steps: running requests first, then those that wait, under one token budget.
+
+    With several stages in a row (`num_stages`), as many steps are in flight, and no request samples in two of them: it is scheduled
+    again when its token has come back, which then travels with the step. So that there is a step for each stage, a step takes no
+    more than its share of the requests that decode, and of those that come. Parts of a prompt follow each other without waiting.
+    """
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None when nothing can run before an earlier step's tokens are known."""
         step = Step(budget=self.max_num_batched_tokens)
+        if self.num_stages > 1:
+            coming = min(len(self.running) + len(self._waiting), self.max_num_seqs)
+            step.most_requests = -(-coming // self.num_stages)
         if self._suspects or not self._schedule_together(step):
             self._schedule_one_by_one(step)
         if not step.preempted:
@@ -53,6 +61,10 @@ class Planner(LiveRequests):
         in_flight = rows.in_flight.take(where)
         num_tokens = tokens - computed
         num_tokens *= tokens < rows.limit.take(where)  # none when its last token is in flight
+        if self.num_stages > 1:
+            num_tokens *= in_flight == 0
+            decoding = np.flatnonzero(num_tokens == 1)
+            num_tokens[decoding[self._share_of(len(decoding)) :]] = 0
         total = int(np.add.reduce(num_tokens))
         if total > step.budget:
             before = num_tokens.cumsum() - num_tokens
@@ -70,11 +82,11 @@ class Planner(LiveRequests):
         )
         part = Together(lineup.requests, where, lineup.rows_int32, num_tokens, computed, samples)
         if np.count_nonzero(num_tokens) < len(num_tokens):
-            part = _without_idle(part)
+            part = part.without_idle()
         step.budget -= total
         step.together = part
         if lineup.wants_prompt_logprobs:
-            step.prompt_logprobs += _wanting_prompt_logprobs(part)
+            step.prompt_logprobs += part.wanting_prompt_logprobs()
         in_prompt = computed < rows.prompts.take(where)
         if np.count_nonzero(in_prompt):
             for index in np.flatnonzero(in_prompt).tolist():
@@ -106,13 +118,23 @@ class Planner(LiveRequests):
 
     def _schedule_one_by_one(self, step: Step) -> None:
         """The same where requests may have to make room for each other, or only one may run."""
-        index = 0
+        index = num_decoding = 0
+        most = len(self.running)
+        if self.num_stages > 1:
+            most = self._share_of(sum(self._num_wanted(request) == 1 for request in self.running))
         while index < len(self.running) and step.budget > 0:
             request = self.running[index]
-            num_tokens = min(self._num_wanted(request), step.budget)
+            wanted = self._num_wanted(request)
+            num_decoding += wanted == 1
+            num_tokens = 0 if wanted == 1 and num_decoding > most else min(wanted, step.budget)
             if num_tokens > 0 and self._make_room(request, num_tokens, step):
                 self._take(request, num_tokens, step)
             index += 1
+
+    def _share_of(self, ready: int) -> int:
+        """How many of the requests that are ready to decode go into the next of the steps for all stages."""
+        free = max(1, self.num_stages - len(self._in_flight))
+        return min(-(-len(self.running) // self.num_stages), -(-ready // free))
 
     def _make_room(self, request: Request, num_tokens: int, step: Step) -> bool:
         """Gives the request blocks for its next tokens, preempting from the lowest rank up; False when it
@@ -145,6 +167,8 @@ class Planner(LiveRequests):
         """
         if self._suspects and request is not self._suspects[0]:
             return 0
+        if self.num_stages > 1 and request.num_in_flight:
+            return 0
         if request.num_tokens >= request.length_limit(self.max_model_len):
             return 0
         return request.num_tokens_to_compute
@@ -153,7 +177,12 @@ class Planner(LiveRequests):
 
     def _schedule_waiting(self, step: Step) -> None:
         set_aside = []
-        while self._waiting and step.budget > 0 and len(self.running) < self.max_num_seqs:
+        while (
+            self._waiting
+            and step.budget > 0
+            and len(self.running) < self.max_num_seqs
+            and step.num_requests < step.most_requests
+        ):
             entry = heapq.heappop(self._waiting)
             request = entry[1]
             if request.is_finished:
@@ -269,6 +298,9 @@ class Planner(LiveRequests):
             swap_in=step.swap_in,
             prompt_logprobs=step.prompt_logprobs,
         )
+        if self.num_stages > 1:
+            ends = (part.num_computed + part.num_tokens)[part.samples]
+            output.last_tokens = self._rows.newest(part.rows[part.samples], ends)
         if self._rows.constrained.any():
             output.constrained = np.flatnonzero(self._rows.constrained.take(part.rows) & part.samples)
         self._num_steps += 1
@@ -300,27 +332,3 @@ class Planner(LiveRequests):
             np.concatenate((first.num_computed, part.num_computed)),
             np.concatenate((first.samples, part.samples)),
         )
-
-
-def _without_idle(part: Together) -> Together:
-    """Without the requests that compute nothing."""
-    busy = np.flatnonzero(part.num_tokens)
-    return Together(
-        [part.requests[index] for index in busy.tolist()],
-        part.rows[busy],
-        part.rows_int32[busy],
-        part.num_tokens[busy],
-        part.num_computed[busy],
-        part.samples[busy],
-    )
-
-
-def _wanting_prompt_logprobs(part: Together) -> list[int]:
-    """Indices of the requests that compute prompt positions which are to be reported."""
-    return [
-        index
-        for index, (request, computed) in enumerate(
-            zip(part.requests, part.num_computed.tolist(), strict=True)
-        )
-        if request.wants_prompt_logprobs and computed < request.num_prompt_tokens - 1
-    ]

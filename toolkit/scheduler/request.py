@@ -211,6 +211,8 @@ class Request:
         """Moves the counts to a row, of which these are views."""
         self.row = row
         counts[:] = self._counts
+        newest = self._outputs[-1] if self._outputs else self.prompt_token_ids[-1]
+        tail[(self.num_known_tokens - 1) % len(tail)] = newest
         self._counts, self._tail = counts, tail
 
     def leave(self) -> None:

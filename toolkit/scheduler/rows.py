@@ -86,6 +86,10 @@ class Rows:
         self.tails[rows, (known - 1) % self.width] = token_ids
         return known
 
+    def newest(self, rows: npt.NDArray[np.intp], ends: IntArray) -> IntArray:
+        """The tokens before the positions `ends`, the first that these rows do not know."""
+        return self.tails[rows, (ends - 1) % self.width]
+
     def ended(
         self, rows: npt.NDArray[np.intp], token_ids: IntArray, known: IntArray
     ) -> npt.NDArray[np.bool_]:

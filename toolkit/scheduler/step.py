@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,12 +62,35 @@ class Together:
     num_computed: IntArray
     samples: BoolArray
 
+    def without_idle(self) -> Together:
+        """Without the requests that compute nothing."""
+        busy = np.flatnonzero(self.num_tokens)
+        return Together(
+            [self.requests[index] for index in busy.tolist()],
+            self.rows[busy],
+            self.rows_int32[busy],
+            self.num_tokens[busy],
+            self.num_computed[busy],
+            self.samples[busy],
+        )
+
+    def wanting_prompt_logprobs(self) -> list[int]:
+        """Indices of the requests that compute prompt positions which are to be reported."""
+        pairs = enumerate(zip(self.requests, self.num_computed.tolist(), strict=True))
+        return [
+            index
+            for index, (request, computed) in pairs
+            if request.wants_prompt_logprobs and computed < request.num_prompt_tokens - 1
+        ]
+
 
 @dataclass(slots=True)
 class Step:
     """A step being put together: requests that were scheduled together, then others one by one."""
 
     budget: int
+    most_requests: int = sys.maxsize
+    """Requests with which no other is admitted."""
     together: Together | None = None
     requests: list[Request] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)

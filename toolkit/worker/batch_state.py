@@ -43,12 +43,15 @@ class BatchState:
         self.sampling = SamplingState(num_rows, device)
 
     def apply(self, step: SchedulerOutput) -> None:
-        """Takes in who came and which blocks were added."""
+        """Takes in who came, which blocks were added, and tokens that were sampled elsewhere."""
         for new in step.new_rows:
             self._place(new)
         if len(step.new_blocks):
             row, index, block = torch.from_numpy(step.new_blocks).to(self.device).unbind(1)
             self.block_table[row, index] = block
+        if len(step.last_tokens):
+            ends = (step.num_computed + step.num_tokens)[step.samples]
+            self.append(step.rows[step.samples], ends - 1, torch.from_numpy(step.last_tokens))
 
     def _place(self, new: NewRow) -> None:
         self.token_ids[new.row, : len(new.token_ids)] = torch.tensor(new.token_ids, dtype=torch.int32)

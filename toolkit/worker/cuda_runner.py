@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from toolkit.attention import AttentionBackend
+from toolkit.attention import AttentionBackend, AttentionBatch
 from toolkit.models.registry import CausalLM
 from toolkit.sampling.grammar import Masks
 from toolkit.sampling.sampler import add_biases
@@ -40,14 +40,16 @@ class Graph:
 
     shape: StepShape
     graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
+    out: torch.Tensor
+    """Logits [num_reqs, vocab]; on another stage than the last hidden states [num_tokens, hidden]."""
 
 
 class CudaRunner(ModelRunner):
     """Steps as captured graphs where one fits, else kernel by kernel.
 
     A graph holds a whole step: inputs, model, sampler, state update. What few requests ask for (penalties, biases) is
-    done after it, by sampling those again from its logits.
+    done after it, by sampling those again from its logits. Between stages of a pipeline hidden states are received before the
+    graph and sent after it.
     """
 
     state: CudaBatchState
@@ -65,8 +67,12 @@ class CudaRunner(ModelRunner):
             sample=sample, logprobs=logprobs, penalize=penalize, mask_logits=mask_logits
         )
         num_rows = len(state.block_table) - 1
-        head = model.lm_head.weight
-        self._logits = torch.empty(num_rows, head.shape[0], dtype=head.dtype, device=self.device)
+        if model.stage.is_last:
+            head = model.lm_head.weight
+            self._logits = torch.empty(num_rows, head.shape[0], dtype=head.dtype, device=self.device)
+        if not model.stage.is_first:
+            shape = state.max_tokens, model.hidden_size
+            self._received = torch.zeros(shape, dtype=model.dtype, device=self.device)
         self._sampled = torch.empty(num_rows, dtype=torch.int32, device=self.device)
         self._decode: list[Graph] = []
         """By number of requests, rising; likewise `_mixed`, by number of tokens."""
@@ -75,13 +81,31 @@ class CudaRunner(ModelRunner):
 
     # ---- steps
 
-    def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor | None, Sample]:
-        graph = self._graph_for(step)
+    def _pass_on(self, step: SchedulerOutput) -> None:
+        graph = self._begin(step)
+        if graph is not None:
+            graph.graph.replay()
+        hidden = self._forward(_exact(step)) if graph is None else graph.out
+        self.model.stage.send(hidden[: step.total_tokens])
+
+    def _begin(self, step: SchedulerOutput) -> Graph | None:
+        """Takes to the device what the step starts from; the graph that it fits into."""
         self.state.send(step)
+        if not self.model.stage.is_first:
+            self.model.stage.receive(self._received[: step.total_tokens])
+        return self._graph_for(step)
+
+    def _compute(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        hidden = None if self.model.stage.is_first else self._received[: len(token_ids)]
+        computed: torch.Tensor = self.model(token_ids, batch, hidden)
+        return computed
+
+    def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor | None, Sample]:
+        graph = self._begin(step)
         hidden = None
         if graph is not None:
             graph.graph.replay()
-            logits = graph.logits
+            logits = graph.out
         elif self._keeps_hidden(step):
             hidden, logits = self._forward_whole(_exact(step))
         else:
@@ -89,16 +113,18 @@ class CudaRunner(ModelRunner):
         return hidden, functools.partial(self._sampled_of, step, logits)
 
     def _forward(self, shape: StepShape) -> torch.Tensor:
-        """Logits [num_reqs, vocab] of the step that was sent; samples its tokens."""
+        """Logits [num_reqs, vocab] of the step that was sent, whose tokens it samples; or what the next stage is to be given."""
         inputs = self.state.expanded(shape)
+        if not self.model.stage.is_last:
+            return self._compute(inputs.token_ids, inputs.batch)
         if shape.max_query_len > 1:
             inputs.batch.wanted = _last_tokens(inputs)
-        return self._logits_of(self.model(inputs.token_ids, inputs.batch), inputs)
+        return self._logits_of(self._compute(inputs.token_ids, inputs.batch), inputs)
 
     def _forward_whole(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
         """The same with the hidden states of all tokens."""
         inputs = self.state.expanded(shape)
-        hidden = self.model(inputs.token_ids, inputs.batch)
+        hidden = self._compute(inputs.token_ids, inputs.batch)
         return hidden, self._logits_of(hidden[_last_tokens(inputs)], inputs)
 
     def _logits_of(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
@@ -170,10 +196,10 @@ class CudaRunner(ModelRunner):
             self._forward(shape)  # compiles what is not compiled yet
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            logits = self._forward(shape)
+            out = self._forward(shape)
             graph.capture_end()
             kept = self._decode if shape.max_query_len == 1 else self._mixed
-            bisect.insort(kept, Graph(shape, graph, logits), key=lambda g: g.shape.num_tokens)
+            bisect.insort(kept, Graph(shape, graph, out), key=lambda g: g.shape.num_tokens)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what the steps before the captures took
 

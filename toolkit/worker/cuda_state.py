@@ -9,6 +9,7 @@ import torch
 
 from toolkit.attention import AttentionBatch
 from toolkit.scheduler import NewRow, SchedulerOutput
+from toolkit.scheduler.output import IntArray
 from toolkit.worker.batch_state import BatchState, StepShape
 from toolkit.worker.staging import Staging
 
@@ -37,7 +38,7 @@ class CudaBatchState(BatchState):
         super().__init__(num_rows + 1, max_model_len, block_size, device)
         self._copy_runs, self._expand = copy_runs, expand_inputs
         self._staging = Staging(device)
-        self._num_reqs = num_rows
+        self._num_reqs, self.max_tokens = num_rows, max_tokens
         self._packed = torch.zeros(4 * num_rows + 1, dtype=torch.int32, device=device)
         self._rows, self._query_start_loc, self._seq_lens, self._sample_positions = torch.split(
             self._packed, [num_rows, num_rows + 1, num_rows, num_rows]
@@ -50,11 +51,18 @@ class CudaBatchState(BatchState):
         if step.new_rows:
             self._place_all(step.new_rows)
         if len(step.new_blocks):
-            added = step.new_blocks
-            ones = np.ones_like(added[:, 0])
-            runs = np.stack((added[:, 0], added[:, 1], np.arange(len(added), dtype=np.int32), ones), axis=1)
-            where, blocks = self._staging.send([runs, added[:, 2]])
-            self._copy_runs(self.block_table, where.view(-1, 4), blocks, 1)
+            row, index, block = step.new_blocks.T
+            self._put(self.block_table, row, index, block)
+        if len(step.last_tokens):
+            ends = (step.num_computed + step.num_tokens)[step.samples]
+            self._put(self.token_ids, step.rows[step.samples], ends - 1, step.last_tokens)
+
+    def _put(self, table: torch.Tensor, rows: IntArray, columns: IntArray, values: IntArray) -> None:
+        """Sets single numbers of a table."""
+        order = np.arange(len(rows), dtype=np.int32)
+        runs = np.stack((rows, columns, order, np.ones_like(order)), axis=1)
+        where, there = self._staging.send([runs, values])
+        self._copy_runs(table, where.view(-1, 4), there, 1)
 
     def _place_all(self, new: list[NewRow]) -> None:
         sampling = self.sampling

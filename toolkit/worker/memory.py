@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import psutil
 import torch
 
+from toolkit import cgroup
 from toolkit.config import CacheConfig
 from toolkit.errors import OutOfMemoryError
 
@@ -25,37 +23,7 @@ def available(device: torch.device) -> int:
     """Bytes that can still be allocated; on a CPU within the container's limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return min(int(psutil.virtual_memory().available), _cgroup_available())
-
-
-def _cgroup_available() -> int:
-    """What a version 2 control group leaves; without a limit, more than any machine has."""
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        reclaimable = sum(
-            int(line.split()[1])
-            for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
-            if line.startswith(("inactive_file ", "active_file "))
-        )
-    except (OSError, ValueError):
-        return 2**62
-    return 2**62 if limit == "max" else int(limit) - used + reclaimable
-
-
-def usable_cores() -> int:
-    """CPU cores that this process may use: OMP_NUM_THREADS, or its affinity within a version 2 control group's quota."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    if asked.isdecimal() and int(asked) > 0:
-        return int(asked)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass
-    return cores
+    return min(int(psutil.virtual_memory().available), cgroup.memory()[1])
 
 
 def require_weights_fit(size: int, device: torch.device, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from toolkit.attention import AttentionBackend
+from toolkit.attention import AttentionBackend, AttentionBatch
 from toolkit.models.registry import CausalLM
 from toolkit.sampling.grammar import Masks
 from toolkit.sampling.logprobs import gather_logprobs
@@ -89,7 +89,10 @@ class ModelRunner:
         if self.pooling is not None:
             self.pooling.apply(step)
         if not len(step.rows):
-            return PendingOutput(lambda: ModelOutput(step.step, np.empty(0, np.int32)))
+            return _nothing(step)
+        if not self.model.stage.is_last:
+            self._pass_on(step)
+            return _nothing(step)
         hidden, sample = self._run(step)
         prompt_logprobs = {}
         if step.prompt_logprobs:
@@ -116,6 +119,20 @@ class ModelRunner:
         """Whether the hidden states of all of the step's tokens are asked for."""
         return bool(step.prompt_logprobs) or self._pools(step)
 
+    def _pass_on(self, step: SchedulerOutput) -> None:
+        """Computes this stage's layers, and sends what they give to the next one."""
+        self.model.stage.send(self._compute(*self.state.inputs(step)))
+
+    def _compute(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """What the model makes of tokens and, behind another stage, of what that one gave."""
+        hidden = None
+        if not self.model.stage.is_first:
+            shape = len(token_ids), self.model.hidden_size
+            empty = torch.empty(shape, dtype=self.model.dtype, device=self.device)
+            hidden = self.model.stage.receive(empty)
+        computed: torch.Tensor = self.model(token_ids, batch, hidden)
+        return computed
+
     def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor | None, Sample]:
         """(hidden states [num_tokens, hidden], if they are asked for; what samples). The tokens are written into the
         state, too.
@@ -123,13 +140,13 @@ class ModelRunner:
         token_ids, batch = self.state.inputs(step)
         which = np.flatnonzero(step.samples)
         if len(which) == len(token_ids) and not self._keeps_hidden(step):
-            return None, functools.partial(self._choose, step, which, self.model(token_ids, batch))
+            return None, functools.partial(self._choose, step, which, self._compute(token_ids, batch))
         last = torch.from_numpy(step.num_tokens.cumsum()[which] - 1).to(self.device, torch.int64)
         if self._keeps_hidden(step):
-            hidden = self.model(token_ids, batch)
+            hidden = self._compute(token_ids, batch)
             return hidden, functools.partial(self._choose, step, which, hidden[last])
         batch.wanted = last
-        return None, functools.partial(self._choose, step, which, self.model(token_ids, batch))
+        return None, functools.partial(self._choose, step, which, self._compute(token_ids, batch))
 
     def _choose(
         self,
@@ -205,6 +222,10 @@ class ModelRunner:
             )
 
         return PendingOutput(finish)
+
+
+def _nothing(step: SchedulerOutput) -> PendingOutput:
+    return PendingOutput(lambda: ModelOutput(step.step, np.empty(0, np.int32)))
 
 
 def _logprobs(parts: list[torch.Tensor]) -> TokenLogprobs:

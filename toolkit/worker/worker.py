@@ -13,7 +13,8 @@ import torch
 
 from toolkit.attention import choose_backend
 from toolkit.config import EngineConfig
-from toolkit.distributed import SINGLE, connect, parallel
+from toolkit.cores import asked_for, find_cores, plan_threads
+from toolkit.distributed import SINGLE, WHOLE, Stage, connect, parallel, stages
 from toolkit.errors import ConfigError, OutOfMemoryError
 from toolkit.kernels import cpu
 from toolkit.layers.fused import fused
@@ -50,13 +51,15 @@ class Worker:
     _stream: torch.cuda.Stream | None = None
 
     def __init__(
-        self, config: EngineConfig, folder: Path, rank: int = 0, meeting: Path | None = None
+        self, config: EngineConfig, folder: Path, rank: int = 0, meeting: Path | str | None = None
     ) -> None:
-        """`meeting`: a new folder where the ranks of a model that is shared out find each other."""
+        """`meeting`: where the ranks of a model that is shared out find each other (`distributed.connect`)."""
         self.config = config
         self.folder = folder
         self._rank, self._meeting = rank, meeting
-        self.group = SINGLE
+        self.world = self.group = SINGLE
+        """All ranks of the model, and those that share this one's stage."""
+        self.stage = WHOLE
 
     def start(self, report: Report) -> WorkerInfo:
         """Loads the model and makes the cache. Raises ToolkitError for what the user can mend."""
@@ -67,14 +70,13 @@ class Worker:
             return self._start(device, _Phases(report))
 
     def _start(self, device: torch.device, phases: _Phases) -> WorkerInfo:
-        size = self.config.parallel.tensor_parallel_size
+        size = self.config.parallel.world_size
         if device.type == "cpu":
-            num_threads = self.config.device.num_threads or max(1, memory.usable_cores() // size)
-            torch.set_num_threads(num_threads)
-            cpu.set_num_threads(num_threads)
+            self._start_threads()
         if self._meeting is not None:
             with phases("ranks"):
-                self.group = connect(self._rank, size, self._meeting, device)
+                self.world = connect(self._rank, size, self._meeting, device)
+                self.group, self.stage = stages(self.world, self.config.parallel.tensor_parallel_size)
         with phases("config"):
             model_config = load_config(self.folder)
             dtype = choose_dtype(self.config.model.dtype, model_config, device)
@@ -96,9 +98,19 @@ class Worker:
                 self._warm_up()
         return self.info
 
+    def _start_threads(self) -> None:
+        """A CPU's, as many and where `plan_threads` says."""
+        asked = self.config.device.num_threads or asked_for()
+        plan = plan_threads(find_cores(), asked, self._rank, self.config.parallel.num_devices)
+        torch.set_num_threads(plan.count)
+        cpu.set_num_threads(plan.count)
+        alone = self.config.parallel.data_parallel_size == 1  # engines do not know each other's cores
+        if plan.cores and alone and cpu.bind_threads([core.cpus for core in plan.cores]):
+            logger.info("%d threads, each bound to a core", plan.count)
+
     def close(self) -> None:
         """Leaves the other ranks, if there are any."""
-        self.group.close()
+        self.world.close()
 
     def execute(self, step: SchedulerOutput) -> PendingOutput:
         with self._on_stream():
@@ -157,8 +169,8 @@ class Worker:
         max_model_len: int,
         phases: _Phases,
     ) -> Model:
-        def build(device: torch.device, max_model_len: int) -> Model:
-            with parallel(self.group):
+        def build(device: torch.device, max_model_len: int, stage: Stage = self.stage) -> Model:
+            with parallel(self.group, stage):
                 return build_model(
                     model_config,
                     self.folder,
@@ -174,10 +186,17 @@ class Worker:
                 part.target.numel() for slot in sketch.slots().values() for part in slot.parts
             )
             self._weight_bytes = sum(p.nbytes for p in sketch.parameters())
-            here = self.group.size if device.type == "cpu" else 1  # ranks with this memory
+            here = self.world.size if device.type == "cpu" else 1  # ranks with this memory
             memory.require_weights_fit(self._weight_bytes * here, device, dtype)
             model = build(device, max_model_len)
-            load_weights(model, self.folder, self.config.model.load_format, self.config.model.seed)
+            everything = sketch if self.stage is WHOLE else build(torch.device("meta"), 1, WHOLE)
+            load_weights(
+                model,
+                self.folder,
+                self.config.model.load_format,
+                self.config.model.seed,
+                elsewhere=everything.slots(),
+            )
             if device.type == "cpu":
                 model.pack_weights()
                 self._weight_bytes = model.nbytes
@@ -226,7 +245,7 @@ class Worker:
 
             self._graph_shapes = graph_shapes(num_rows, budget, max_model_len)
 
-        room = int(memory.available(device) * memory.CPU_SHARE / self.group.size)
+        room = int(memory.available(device) * memory.CPU_SHARE / self.config.parallel.num_devices)
         if device.type == "cuda" and config.cache.num_gpu_blocks_override is None:
             probe_blocks = 1  # what lies in the blocks does not matter here
             self.runner = runner(probe_blocks, 0, max_model_len)
@@ -245,7 +264,7 @@ class Worker:
             most_useful=num_rows * -(-max_model_len // block_size),
             device=device,
         )
-        num_blocks, num_host_blocks = self.group.least(num_blocks), self.group.least(num_host_blocks)
+        num_blocks, num_host_blocks = self.world.least(num_blocks), self.world.least(num_host_blocks)
         overridden = config.cache.num_gpu_blocks_override is not None and config.model.max_model_len is None
         if overridden and num_blocks * block_size < max_model_len:
             logger.warning("max_model_len is %d: all that the given blocks hold", num_blocks * block_size)
@@ -291,7 +310,7 @@ class Worker:
             num_parameters=self._num_parameters,
             weight_bytes=self._weight_bytes,
             cache_bytes=num_blocks * per_block,
-            world_size=self.group.size,
+            world_size=self.world.size,
             async_scheduling=device.type == "cuda" if wanted is None else wanted,
             attention_size=_attention_size(model),
         )
@@ -400,5 +419,5 @@ def _choose_device(wanted: str, rank: int | None) -> torch.device:
             param="device",
         )
     if rank is not None:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())  # ranks of one machine follow each other
     return torch.device("cuda", torch.cuda.current_device())

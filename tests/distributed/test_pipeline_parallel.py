@@ -1,0 +1,231 @@
+"""A model whose layers lie in a row of processes gives what one process gives, and Transformers: over gloo, on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import checkpoints
+from tests.checkpoints import VOCAB
+from tests.pooling.folders import bert, bert_tokenizer, save
+from toolkit import LLM, SamplingParams, StructuredOutputsParams
+from toolkit.bench.loop import RandomTokens
+from toolkit.config import EngineConfig
+from toolkit.distributed import SINGLE, Stage, parallel
+from toolkit.engine.core import EngineCore
+from toolkit.engine.messages import EngineRequest
+from toolkit.errors import CheckpointError, ConfigError
+from toolkit.executor import Pending
+from toolkit.models.loader import build_model, load_config, load_weights
+from toolkit.models.registry import Model
+from toolkit.models.stages import share_out
+from toolkit.scheduler import ModelOutput, Request, Scheduler, SchedulerOutput
+
+SMALL = {"num_threads": 1, "num_gpu_blocks_override": 200, "block_size": 4, "max_num_seqs": 8}
+NEW_TOKENS = 12
+Checkpoint = Callable[[str], Path]
+
+
+def prompts_for(name: str) -> list[list[int]]:
+    rng = random.Random(name)
+    return [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 17, 40, 5)]
+
+
+@pytest.fixture
+def load() -> Iterator[Callable[..., LLM]]:
+    """Loads a model over ranks, which are ended with the test."""
+    loaded: list[LLM] = []
+
+    def make(folder: Path, **settings: object) -> LLM:
+        loaded.append(LLM(str(folder), **SMALL | settings))
+        return loaded[-1]
+
+    yield make
+    for llm in loaded:
+        llm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "stages"),
+    [
+        ("gpt2", 1, 2),
+        ("llama3-gqa", 1, 2),
+        ("qwen2-tied-some-windows", 1, 3),
+        ("gpt2", 2, 2),
+        ("llama3-gqa", 2, 2),
+        ("qwen3-tied", 2, 2),
+    ],
+)
+def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(
+    load: Callable[..., LLM], checkpoint: Checkpoint, name: str, tensor: int, stages: int
+) -> None:
+    """Prompts come in pieces, which follow each other through the stages."""
+    model, prompts = checkpoints.make_reference(name), prompts_for(name)
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
+    llm = load(checkpoint(name), max_num_batched_tokens=24, **sizes)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0, logprobs=0
+    )
+    results = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    for prompt, result in zip(prompts, results, strict=True):
+        tokens = list(result.outputs[0].token_ids)
+        assert tokens == checkpoints.greedy(model, prompt, NEW_TOKENS)
+        expected = checkpoints.logits(model, prompt + tokens).log_softmax(-1)
+        found = [*result.prompt_logprobs[1:], *result.outputs[0].logprobs]
+        for position, (token, logprobs) in enumerate(zip((prompt + tokens)[1:], found, strict=True)):
+            assert logprobs[token].logprob == pytest.approx(float(expected[position, token]), abs=1e-4)
+
+
+def test_sampling_grammars_penalties_preemption_siblings_and_embeddings_agree_with_one_process(
+    load: Callable[..., LLM], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are few, so that requests are preempted while a token of theirs is on its way, and swapped on every stage."""
+    preempted = []
+    preempt = Scheduler._preempt
+
+    def counted(self: Scheduler, request: Request, step: object, *, swap: bool = True) -> None:
+        preempted.append(request.num_in_flight)
+        preempt(self, request, step, swap=swap)
+
+    monkeypatch.setattr(Scheduler, "_preempt", counted)
+    kinds = [
+        SamplingParams(temperature=0.9, seed=1, max_tokens=20, ignore_eos=True, n=2),
+        SamplingParams(temperature=0.8, seed=2, top_p=0.8, max_tokens=40, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=40, ignore_eos=True),
+        SamplingParams(seed=3, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="[ab]{9}")),
+    ]
+    prompts = [{"prompt_token_ids": p} for p in prompts_for("sampling") * 2]
+    found, vectors = [], []
+    for stages in (1, 2):
+        tight = {"num_gpu_blocks_override": 30, "max_model_len": 100, "swap_space": 0.001, "pooling": "mean"}
+        llm = load(checkpoint("qwen3"), pipeline_parallel_size=stages, **tight)
+        results = llm.generate(prompts, kinds * 2, use_tqdm=False)
+        found.append([[list(answer.token_ids) for answer in result.outputs] for result in results])
+        vectors.append([one.outputs.embedding for one in llm.embed(prompts_for("texts"))])
+    assert found[0] == found[1]
+    assert torch.allclose(*map(torch.tensor, vectors), atol=1e-5)
+    assert any(preempted), "one had a token on its way"
+
+
+def whole_names(folder: Path) -> list[str]:
+    return list(build(folder, Stage()).slots())
+
+
+def build(folder: Path, stage: Stage) -> Model:
+    with parallel(SINGLE, stage):
+        return build_model(
+            load_config(folder), folder, device=torch.device("cpu"), dtype=torch.float32, max_model_len=8
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [("gpt2", 2), ("gpt2-untied-inverse-scale", 3), ("llama3-gqa", 2), ("qwen2-tied-some-windows", 3)],
+)
+def test_the_stages_together_are_the_checkpoint_and_share_only_a_tied_table(
+    checkpoint: Checkpoint, name: str, stages: int
+) -> None:
+    folder, whole = checkpoint(name), checkpoints.make_reference(name).state_dict()
+    held: dict[str, list[int]] = {}
+    for index in range(stages):
+        model = build(folder, Stage(index, stages))
+        load_weights(model, folder, "auto", elsewhere=whole_names(folder))
+        for tensor, slot in model.slots().items():
+            held.setdefault(tensor, []).append(index)
+            for part in slot.parts:
+                region = tuple(slice(s.begin, s.begin + s.count) for s in part.region)
+                assert torch.equal(part.target.T if part.transpose else part.target, whole[tensor][region])
+    tied = load_config(folder).tie_word_embeddings
+    for tensor, where in held.items():
+        is_table = tensor.endswith(("embed_tokens.weight", "wte.weight"))
+        assert where == ([0, stages - 1] if is_table and tied else where[:1]), tensor
+    assert held.keys() == set(whole_names(folder))
+
+
+def test_a_tensor_that_no_stage_needs_is_refused_on_each(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = checkpoint("llama3-gqa")
+    tensors = checkpoints.make_reference("llama3-gqa").state_dict()
+    torch.save(tensors | {"model.layers.7.odd.weight": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    for index in range(2):
+        with pytest.raises(CheckpointError, match=r"layers\.7\.odd\.weight that Llama has no place for"):
+            load_weights(build(tmp_path, Stage(index, 2)), tmp_path, "auto", elsewhere=whole_names(tmp_path))
+
+
+@pytest.mark.parametrize(("layer", "head"), [(1, 0), (10, 25), (7, 100), (5, 5)])
+@pytest.mark.parametrize("total", [4, 9, 12])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_no_other_shares_have_a_faster_slowest_stage(total: int, stages: int, layer: int, head: int) -> None:
+    def slowest(counts: list[int]) -> int:
+        return max(n * layer + head * (i == stages - 1) for i, n in enumerate(counts))
+
+    ways = [
+        list(counts)
+        for counts in itertools.product(range(1, total + 1), repeat=stages)
+        if sum(counts) == total
+    ]
+    found = share_out(total, stages, layer, head)
+    assert found in ways
+    assert slowest(found) == min(map(slowest, ways))
+
+
+def test_more_stages_than_layers_are_refused_with_what_can_be(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ConfigError, match=r"size 3: the model has 2 layers, .* can be: 1 to 2\."):
+        LLM(str(checkpoint("gpt2")), pipeline_parallel_size=3, **SMALL)
+
+
+def test_encoders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pipeline-parallel-size 2: encoders run whole on one device"):
+        LLM(str(save(bert(), bert_tokenizer(), tmp_path)), pipeline_parallel_size=2)
+
+
+class Watched(RandomTokens):
+    """Notes which requests are under way whenever a step's result is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.flying: list[SchedulerOutput] = []
+        self.seen: list[list[set[int]]] = []
+
+    def execute(self, step: SchedulerOutput) -> Pending:
+        self.flying.append(step)
+        pending = super().execute(step)
+        known = pending.result
+
+        def result() -> ModelOutput:
+            self.seen.append([set(step.rows.tolist()) for step in self.flying])
+            self.flying.remove(step)
+            return known()
+
+        pending.result = result  # type: ignore[method-assign]  # a look at what is under way
+        return pending
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_the_engine_keeps_a_step_for_each_stage_under_way_and_no_request_in_two(stages: int) -> None:
+    executor = Watched()
+    core = EngineCore(EngineConfig.from_settings({"pipeline_parallel_size": stages}), executor)
+    for number in range(6):
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        core.add(
+            EngineRequest(
+                id=str(number),
+                number=number,
+                prompt_token_ids=[5, 6, 7],
+                params=params,
+                max_tokens=20,
+                eos_token_ids=[],
+            )
+        )
+    while core.has_work:
+        core.step()
+    assert len(executor.seen) == 20 * stages
+    for under_way in executor.seen[: 19 * stages]:
+        assert len(under_way) == stages
+        assert [len(rows) for rows in under_way] == [6 // stages] * stages
+        assert len(set.union(*under_way)) == 6

@@ -1,0 +1,123 @@
+"""What decoders have in common: embedding, layers, norm and head in a row, of which each stage of a pipeline has a part."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from toolkit.attention import AttentionBatch
+from toolkit.distributed import current, current_stage
+from toolkit.layers import LayerNorm, OutputHead, RMSNorm, Slots, VocabularyEmbedding
+from toolkit.layers.replay import Replay
+from toolkit.models.registry import CausalLM
+from toolkit.models.stages import share_out
+
+
+class DecoderLayer(nn.Module, abc.ABC):
+    """Attention and MLP."""
+
+    @abc.abstractmethod
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: AttentionBatch,
+        wanted: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output, residual stream) of the tokens `wanted`, or all."""
+
+    @abc.abstractmethod
+    def slots(self, name: str) -> Slots:
+        """The layer's tensors under the checkpoint's name for it."""
+
+
+class Decoder(CausalLM):
+    """A model says how its layers and its norm are made, and what a checkpoint calls them."""
+
+    embed_name: ClassVar[str]
+    layers_name: ClassVar[str]
+    norm_name: ClassVar[str]
+
+    embed: VocabularyEmbedding
+    """On the first stage, and where the head shares its table."""
+    norm: LayerNorm | RMSNorm
+    """Like the head, on the last stage."""
+
+    def __init__(self, config: Any, max_model_len: int) -> None:
+        super().__init__(config, max_model_len)
+        self.stage, self.tied = current_stage(), config.tie_word_embeddings
+        self.has_table = self.stage.is_first or (self.stage.is_last and self.tied)
+        if self.has_table:
+            self.embed = VocabularyEmbedding(config.vocab_size, config.hidden_size)
+        make = self.layer_maker(config, max_model_len)
+        self.indices = _indices(self, config, make)
+        """Of the layers that are here."""
+        self.layers = nn.ModuleList(make(index) for index in self.indices)
+        self._replay = Replay() if self.stage.is_last and current().size == 1 else None
+        if self.stage.is_last:
+            self.norm = self.make_norm(config)
+            self.lm_head = OutputHead(
+                config.hidden_size, config.vocab_size, self.embed if self.tied else None
+            )
+
+    @abc.abstractmethod
+    def layer_maker(self, config: Any, max_model_len: int) -> Callable[[int], DecoderLayer]:
+        """What makes a layer, of its index in the model."""
+
+    @abc.abstractmethod
+    def make_norm(self, config: Any) -> LayerNorm | RMSNorm:
+        """The norm behind the last layer."""
+
+    def embedded(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """What the first layer is given, [num_tokens, hidden]."""
+        x: torch.Tensor = self.embed(token_ids)
+        return x
+
+    def forward(
+        self, token_ids: torch.Tensor, batch: AttentionBatch, hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = self.embedded(token_ids, batch) if hidden is None else hidden
+        return self._through(x, batch) if self._replay is None else self._replay(self._through, x, batch)
+
+    def _through(self, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """Layers and norm."""
+        residual: torch.Tensor | None = None
+        *layers, last = self.layers
+        for layer in layers:
+            x, residual = layer(x, residual, batch)
+        if not self.stage.is_last:
+            x, residual = last(x, residual, batch)
+            total: torch.Tensor = x + residual
+            return total
+        x, residual = last(x, residual, batch, batch.wanted)
+        normed: torch.Tensor = self.norm(x, residual)[0]
+        return normed
+
+    def slots(self) -> Slots:
+        slots: Slots = {}
+        if self.has_table:
+            slots |= self.embed.slots(self.embed_name)
+        for index, layer in zip(self.indices, self.layers, strict=True):
+            assert isinstance(layer, DecoderLayer)
+            slots |= layer.slots(f"{self.layers_name}.{index}")
+        if self.stage.is_last:
+            slots |= self.norm.slots(self.norm_name)
+            if not self.tied:
+                slots |= self.lm_head.slots("lm_head")
+        return slots
+
+
+def _indices(model: Decoder, config: Any, make: Callable[[int], DecoderLayer]) -> range:
+    """The layers of a model's stage, by the bytes of weights that a step reads."""
+    if model.stage.count == 1:
+        return range(config.num_hidden_layers)
+    with torch.device("meta"):
+        parts = make(0), OutputHead(config.hidden_size, config.vocab_size)
+    layer, head = (sum(parameter.nbytes for parameter in part.parameters()) for part in parts)
+    counts = share_out(config.num_hidden_layers, model.stage.count, layer, head)
+    begin = sum(counts[: model.stage.index])
+    return range(begin, begin + counts[model.stage.index])
