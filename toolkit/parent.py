@@ -16,10 +16,7 @@ def end_with_parent(clean_up: Callable[[], object] = lambda: None) -> None:
 
     On Linux the parent's death also wakes a process that was stopped, which could not see it.
     """
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT))
+    wake_with_parent()
 
     def wait() -> None:
         while os.read(0, 1024):
@@ -28,3 +25,11 @@ def end_with_parent(clean_up: Callable[[], object] = lambda: None) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True, name="parent-watch").start()
+
+
+def wake_with_parent() -> None:
+    """Has this process go on when its parent ends, should it be stopped then; on Linux alone."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT))

@@ -197,7 +197,7 @@ def test_a_second_model_over_ranks_is_refused_in_words(shared_out):
 
 
 def test_a_rank_that_stops_is_named_and_ends_the_step_offline_too(shared_out):
-    llm = shared_out("gpt2", worker_timeout=2.0)
+    llm = shared_out("gpt2", worker_timeout=4.0)
     [rank] = [child for child in psutil.Process().children() if "toolkit.executor.rank" in child.cmdline()]
     rank.suspend()
     with pytest.raises(WorkersLostError, match="rank 1 has not finished step"):

@@ -20,12 +20,26 @@ def start_executor(
     on_failure: Callable[[str, str], None] | None = None,
     parent: Path | None = None,
 ) -> Executor:
-    """Loads the model, in this process or over as many as the settings say; the rest: see `MultiprocExecutor`.
+    """Loads the model, in this process or over as many as the settings say. `on_failure`: see `MultiprocExecutor`; `parent`: a folder
+    for what the processes on this machine share.
 
     Raises ToolkitError for what the user can mend, WorkersLostError for a rank that ended without a reason that one could.
     """
-    if config.parallel.tensor_parallel_size == 1:
+    backend = config.parallel.distributed_executor_backend
+    if config.parallel.world_size == 1 and backend == "mp":
         return UniprocExecutor(config, folder, report)
     from toolkit.executor.multiproc import MultiprocExecutor
+    from toolkit.executor.ranks import Ranks
+    from toolkit.executor.sizes import require_size
 
-    return MultiprocExecutor(config, folder, report, log or LogStyle(), on_failure, parent)
+    require_size(config, folder)
+    ranks: Ranks
+    if backend == "ray":
+        from toolkit.executor.ray_ranks import Actors
+
+        ranks = Actors(config, folder, log or LogStyle())
+    else:
+        from toolkit.executor.processes import Processes
+
+        ranks = Processes(config, folder, log or LogStyle(), parent)
+    return MultiprocExecutor(config, folder, report, ranks, on_failure)

@@ -1,4 +1,4 @@
-"""What the first rank's process and the others tell each other: MessagePack, in which arrays are their type, shape and bytes."""
+"""What the engine's process and the ranks tell each other: MessagePack, in which arrays are their type, shape and bytes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import numpy as np
 
 from toolkit.config import EngineConfig
 from toolkit.logs import LogStyle
-from toolkit.scheduler import SchedulerOutput
+from toolkit.scheduler import ModelOutput, SchedulerOutput
+from toolkit.worker import WorkerInfo
 
 
 class Begin(msgspec.Struct, tag=True):
-    """To a new process: what to load. The ranks meet in `meeting`."""
+    """To a new process: what to load. The ranks meet in `meeting`: a folder, or tcp://HOST:PORT."""
 
     config: EngineConfig
     folder: str
@@ -55,10 +56,19 @@ class Here(msgspec.Struct, tag=True):
     rank: int
 
 
+class Phase(msgspec.Struct, tag=True):
+    """A part of a rank's start-up is done."""
+
+    rank: int
+    name: str
+    seconds: float
+
+
 class Running(msgspec.Struct, tag=True):
     """A rank has loaded its part."""
 
     rank: int
+    info: WorkerInfo
 
 
 class Answer(msgspec.Struct, tag=True):
@@ -66,6 +76,29 @@ class Answer(msgspec.Struct, tag=True):
 
     rank: int
     value: Any
+
+
+class Result(msgspec.Struct, tag=True):
+    """What a step gave, of the rank that delivers."""
+
+    rank: int
+    output: ModelOutput
+
+
+class Beat(msgspec.Struct, tag=True):
+    """A sign of life, while there is something to do: how many steps a rank has done."""
+
+    rank: int
+    steps: int
+
+
+class Log(msgspec.Struct, tag=True):
+    """A line for the log of the engine's process, of a rank that has none there."""
+
+    rank: int
+    logger: str
+    level: int
+    text: str
 
 
 class Broken(msgspec.Struct, tag=True):
@@ -77,7 +110,7 @@ class Broken(msgspec.Struct, tag=True):
     traceback: str = ""
 
 
-FromRank = Here | Running | Answer | Broken
+FromRank = Here | Phase | Running | Answer | Result | Beat | Log | Broken
 
 
 def encode(message: ToRank | FromRank) -> bytes:
@@ -107,4 +140,4 @@ def _array(kind: type, value: Any) -> Any:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 _TO_RANK = msgspec.msgpack.Decoder(ToRank, dec_hook=_array)
-_FROM_RANK = msgspec.msgpack.Decoder(FromRank)
+_FROM_RANK = msgspec.msgpack.Decoder(FromRank, dec_hook=_array)

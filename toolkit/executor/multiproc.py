@@ -1,42 +1,37 @@
-"""One worker for each rank: the first in the engine's own process, the others in processes of their own on this machine."""
+"""One worker for each rank, in processes of their own; on one machine the first is in the engine's."""
 
 from __future__ import annotations
 
 import logging
 import queue
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import toolkit.errors
 from toolkit.config import EngineConfig
 from toolkit.errors import ToolkitError, WorkersLostError
+from toolkit.executor import losses
 from toolkit.executor.base import Executor, Pending
-from toolkit.executor.channel import Channel
 from toolkit.executor.messages import (
     Answer,
-    Begin,
+    Beat,
     Broken,
     Call,
     Constrain,
     End,
     Here,
+    Log,
+    Phase,
+    Result,
     Running,
     Step,
     decode_from_rank,
     encode,
 )
 from toolkit.executor.progress import Progress
-from toolkit.executor.sizes import require_size
-from toolkit.logs import LogStyle
+from toolkit.executor.ranks import Rank, Ranks
 from toolkit.sampling.grammar import Masks
 from toolkit.scheduler import ModelOutput, SchedulerOutput
 from toolkit.worker import Report
@@ -56,7 +51,7 @@ OnFailure = Callable[[str, str], None]
 
 
 class MultiprocExecutor(Executor):
-    """Every rank gets the same messages in the same order, and samples the same tokens; the first one's are the result.
+    """Every rank gets the same messages in the same order, and one of them delivers what a step gave.
 
     When a rank ends, or a step takes longer than `--worker-timeout`, no rank can go on: the step raises WorkersLostError. Where the
     process may be stuck in a collective that never ends, `on_failure` is called from another thread.
@@ -67,59 +62,69 @@ class MultiprocExecutor(Executor):
         config: EngineConfig,
         folder: Path,
         report: Report,
-        log: LogStyle,
+        ranks: Ranks,
         on_failure: OnFailure | None = None,
-        parent: Path | None = None,
     ) -> None:
-        """`parent`: a folder in which the ranks' own is made. Default: the system's for temporary files."""
-        size = config.parallel.tensor_parallel_size
-        require_size(config, folder)
+        """`ranks`: those that have processes of their own; they are ended with this."""
         self._timeout, self._on_failure = config.parallel.worker_timeout, on_failure
-        self._meeting = Path(tempfile.mkdtemp(prefix="tk-ranks-", dir=parent))
-        weakref.finalize(self, shutil.rmtree, self._meeting, ignore_errors=True)
+        self._delivering = config.parallel.delivering_rank
         self._lock = threading.Lock()
         self._broken: list[Broken] = []
         self._over = threading.Event()
         """Nothing more is expected of the ranks: the end was asked for, or has been told."""
-        self._answers: queue.Queue[Answer | Here | Running] = queue.Queue()
+        self._answers: queue.SimpleQueue[Answer | Here | Phase | Running] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[ModelOutput | None] = queue.SimpleQueue()
+        """Of another process, in the order of steps; None when a rank has ended."""
         self._busy_since: float | None = None
         """When this thread began to wait for a step."""
         self._steps = 0
-        self._ranks = [_Rank(rank, config, folder, self._meeting, log) for rank in range(1, size)]
+        self._started, self._ranks = ranks, ranks.others
+        self._names = {0: "rank 0"} | {rank.rank: rank.name for rank in self._ranks}
+        self._progress = Progress(rank.rank for rank in self._ranks)
         self._worker: Worker | None = None
-        for rank in self._ranks:
-            threading.Thread(target=self._listen, args=(rank,), daemon=True, name=f"rank-{rank.rank}").start()
+        """The first rank's, when that is in this process."""
+        self._listeners = [
+            threading.Thread(target=self._listen, args=(rank,), daemon=True, name=f"rank-{rank.rank}")
+            for rank in self._ranks
+        ]
+        for listener in self._listeners:
+            listener.start()
         try:
             self._await(Here)
-            worker = self._worker = Worker(config, folder, 0, self._meeting)
-            self.info = worker.start(report)
-            self._progress = Progress(self._meeting, size)
-            self._await(Running)
+            if self._ranks[0].rank > 0:
+                self._worker = Worker(config, folder, 0, ranks.meeting)
+                self.info = self._worker.start(report)
+            running = self._await(Running, report)
+            if self._worker is None:
+                self.info = running[0].info
         except Exception as error:
             lost = self._lost(error)
             self.shutdown()
             raise lost from None
+        except BaseException:
+            self.shutdown()
+            raise
         threading.Thread(target=self._watch, daemon=True, name="rank-watch").start()
 
     def execute(self, step: SchedulerOutput) -> Pending:
         self.check_health()
         worker = self._worker
-        assert worker is not None
         self._steps += 1
-        pending = self._guarded(lambda: worker.execute(step), encode(Step(step)))
+        pending = self._guarded(lambda: worker.execute(step) if worker else None, encode(Step(step)))
         return _Guarded(self, step.step, pending)
 
     def collective(self, method: str, *args: Any) -> list[Any]:
         self.check_health()
         call = encode(Call(method, list(args)))
-        own = self._guarded(lambda: getattr(self._worker, method)(*args), call)
-        return [own, *(answer.value for answer in self._await(Answer))]
+        worker = self._worker
+        own = self._guarded(lambda: [getattr(worker, method)(*args)] if worker else [], call)
+        return [*own, *(answer.value for answer in self._await(Answer))]
 
     def check_health(self) -> None:
-        if self._worker is None:
+        if not self._ranks:
             raise RuntimeError("the executor was shut down")
         if self._broken:
-            raise WorkersLostError(_words(self._blamed()))
+            raise WorkersLostError(self._words(self._blamed()))
 
     def shutdown(self) -> None:
         if not self._ranks:
@@ -132,17 +137,32 @@ class MultiprocExecutor(Executor):
         for rank in self._ranks:
             rank.end(max(0.1, deadline - time.monotonic()) if healthy else 0.1)
         self._ranks = []
+        for listener in self._listeners:
+            listener.join(5)
         if self._worker is not None:
             self._worker.close()
         self._worker = None
-        shutil.rmtree(self._meeting, ignore_errors=True)
+        self._started.close()
 
-    def constrain(self, step: int, pending: Pending, masks: Masks) -> None:
-        """Lets a step sample, on every rank."""
-        self._guarded(lambda: pending.constrain(masks), encode(Constrain(step, masks)))
+    def constrain(self, step: int, pending: Pending | None, masks: Masks) -> None:
+        """Lets a step sample, wherever it does."""
+        self._guarded(
+            lambda: None if pending is None else pending.constrain(masks), encode(Constrain(step, masks))
+        )
 
-    def result(self, pending: Pending) -> ModelOutput:
-        return self._guarded(pending.result)
+    def result(self, step: int, pending: Pending | None) -> ModelOutput:
+        """What a step gave; `pending`: of this process's worker."""
+        if pending is not None and self._delivering == 0:
+            return self._guarded(pending.result)
+        return self._guarded(lambda: self._delivered(step))
+
+    def _delivered(self, step: int) -> ModelOutput:
+        """Leaves out what came of steps before it, which nobody wants any more."""
+        while not self._broken:
+            output = self._results.get()
+            if output is not None and output.step == step:
+                return output
+        raise WorkersLostError("a rank has ended")
 
     def _guarded(self, call: Callable[[], T], told: bytes | None = None) -> T:
         """What it gives, after the ranks are told. What it raises becomes the loss of the ranks, since the others may be at another
@@ -162,11 +182,15 @@ class MultiprocExecutor(Executor):
             self._busy_since = None
 
     def _send(self, message: bytes) -> None:
+        """An end that is gone is noticed where it is received from."""
         for rank in self._ranks:
             rank.channel.send_bytes(message)
 
-    def _await(self, kind: type[Answer | Here | Running]) -> list[Any]:
-        """A message of this kind from each rank, in rank order. Raises WorkersLostError when one ends first."""
+    def _await(self, kind: type[Answer | Here | Running], report: Report | None = None) -> list[Any]:
+        """A message of this kind from each rank, in rank order. `report` is told of the first rank's start-up.
+
+        Raises WorkersLostError when one ends first.
+        """
         found: list[Any] = []
         while len(found) < len(self._ranks):
             try:
@@ -175,22 +199,33 @@ class MultiprocExecutor(Executor):
                 if self._broken:
                     raise WorkersLostError("a rank has ended") from None
                 continue
-            assert isinstance(message, kind)
-            found.append(message)
+            if isinstance(message, kind):
+                found.append(message)
+            elif isinstance(message, Phase) and message.rank == 0 and report is not None:
+                report(message.name, message.seconds)
         return sorted(found, key=lambda message: message.rank)
 
-    def _listen(self, rank: _Rank) -> None:
+    def _listen(self, rank: Rank) -> None:
         """Hears a rank to its end. A thread of its own."""
         while True:
             try:
                 message = decode_from_rank(rank.channel.receive())
-            except (EOFError, OSError):
+            except EOFError:
+                if self._over.is_set():
+                    return
                 message = Broken(rank.rank, "", f"ended without a word ({rank.how_ended()})")
-            if not isinstance(message, Broken):
-                self._answers.put(message)
-                continue
-            self._broke(message)
-            return
+            match message:
+                case Result():
+                    self._results.put(message.output)
+                case Beat():
+                    self._progress.note(message)
+                case Log():
+                    logging.getLogger(message.logger).log(message.level, "%s: %s", rank.name, message.text)
+                case Broken():
+                    self._broke(message)
+                    return
+                case _:
+                    self._answers.put(message)
 
     def _watch(self) -> None:
         """Looks for steps that never end. A thread of its own."""
@@ -198,8 +233,7 @@ class MultiprocExecutor(Executor):
             since = self._busy_since
             if since is None or time.monotonic() - since < self._timeout:
                 continue
-            # Rank 0 waits for the others in the step, so that it is behind as well.
-            behind = [rank for rank in self._progress.behind(self._steps) if rank] or [0]
+            behind = self._progress.behind(self._steps) or [self._delivering]
             others = f", nor have ranks {behind[1:]}" if behind[1:] else ""
             what = f"has not finished step {self._steps} in {self._timeout:g} s{others}"
             self._broke(Broken(behind[0], "", what))
@@ -209,6 +243,7 @@ class MultiprocExecutor(Executor):
         with self._lock:
             self._broken.append(broken)
             first = len(self._broken) == 1
+        self._results.put(None)
         if self._over.is_set() or not first:
             return
         if not self._over.wait(GRACE):  # else this process has noticed by itself
@@ -216,7 +251,7 @@ class MultiprocExecutor(Executor):
             for rank in self._ranks:
                 rank.kill()  # between CPUs this wakes a rank that waits for them
             if self._on_failure is not None:
-                self._on_failure(told.kind, _words(told))
+                self._on_failure(told.kind, self._words(told))
 
     def _lost(self, error: Exception) -> Exception:
         """What to raise for an error here: what the ranks say of it, if it is that one of them is gone."""
@@ -233,82 +268,25 @@ class MultiprocExecutor(Executor):
             return WorkersLostError(f"rank 0: {type(error).__name__}: {error}")
         told = self._blamed()
         if told.traceback:
-            logger.error("rank %d ended:\n%s", told.rank, told.traceback)
-        kind = getattr(toolkit.errors, told.kind, None) if told.kind else None
-        if isinstance(kind, type) and issubclass(kind, ToolkitError):
-            return kind(told.message)
-        return WorkersLostError(_words(told))
+            logger.error("%s ended:\n%s", self._names[told.rank], told.traceback)
+        return losses.as_error(told, self._names[told.rank])
 
     def _blamed(self) -> Broken:
-        """The rank that ended first of all, and not for lack of another: one that was killed, or hangs, or knows a reason."""
         with self._lock:
-            return min(self._broken, key=_innocence)
+            return losses.blamed(self._broken)
+
+    def _words(self, broken: Broken) -> str:
+        return losses.words(broken, self._names[broken.rank])
 
 
 class _Guarded:
     """A step under way on all ranks."""
 
-    def __init__(self, executor: MultiprocExecutor, step: int, pending: Pending) -> None:
+    def __init__(self, executor: MultiprocExecutor, step: int, pending: Pending | None) -> None:
         self._executor, self._step, self._pending = executor, step, pending
 
     def result(self) -> ModelOutput:
-        return self._executor.result(self._pending)
+        return self._executor.result(self._step, self._pending)
 
     def constrain(self, masks: Masks) -> None:
         self._executor.constrain(self._step, self._pending, masks)
-
-
-class _Rank:
-    """Another rank's process, and the way to it."""
-
-    def __init__(self, rank: int, config: EngineConfig, folder: Path, meeting: Path, log: LogStyle) -> None:
-        self.rank = rank
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "toolkit.executor.rank", str(theirs.fileno())],
-                stdin=subprocess.PIPE,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self.channel = Channel(ours)
-        self.channel.send(Begin(config, str(folder), str(meeting), rank, log))
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def how_ended(self) -> str:
-        code = self._process.wait()
-        return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-
-    def kill(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-
-    def end(self, patience: float) -> None:
-        """Waits for its end for so many seconds, then forces it."""
-        try:
-            self._process.wait(patience)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self.channel.close()
-
-
-def _innocence(broken: Broken) -> int:
-    """0 for the one to blame rather than others."""
-    if broken.message.startswith(("ended without a word", "has not finished")):
-        return 0
-    lost = ("closed by peer", "reset by peer", "Connection refused", "Broken pipe", "timed out", "Timed out")
-    return 2 if not broken.kind and any(said in broken.message for said in lost) else 1
-
-
-def _words(broken: Broken) -> str:
-    return (
-        f"rank {broken.rank} {broken.message}"
-        if _innocence(broken) == 0
-        else f"rank {broken.rank}: {broken.message}"
-    )

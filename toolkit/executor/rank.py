@@ -1,45 +1,69 @@
-"""A rank other than the first, in a process of its own: `python -m toolkit.executor.rank DESCRIPTOR`, started by
-`MultiprocExecutor` with one end of a socket.
-"""
+"""A rank in a process of its own: `python -m toolkit.executor.rank DESCRIPTOR`, started with one end of a socket, or an actor of Ray."""
 
 from __future__ import annotations
 
+import logging
 import os
+import queue
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toolkit.errors import ToolkitError
 from toolkit.executor.channel import Channel
 from toolkit.executor.messages import (
     Answer,
+    Beat,
     Begin,
     Broken,
     Call,
     Constrain,
     Here,
+    Log,
+    Phase,
+    Result,
     Running,
     Step,
     ToRank,
     decode_to_rank,
 )
+from toolkit.executor.progress import BEAT
 from toolkit.parent import end_with_parent
+
+if TYPE_CHECKING:
+    from toolkit.worker.model_runner import PendingOutput
+
+ORPHAN = 2.0
+"""Seconds that a rank gets to end by itself when nobody hears it any more."""
 
 
 class RankProcess:
-    """Applies what the first rank's process sends, in order. Nothing is answered but calls: every rank knows as much."""
+    """Applies what the engine's process sends, in order. Only one rank tells what a step gave: the others know as much."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel, far: bool = False) -> None:
+        """`far`: what this process writes to its log is not seen where the engine's is."""
+        self._channel, self._far = channel, far
         self._rank = 0
+        self._steps = 0
+        self._busy = True
+        """Whether a step is under way, or the start-up."""
 
-    def run(self) -> None:
-        """Until the other end says so, or is gone. What ends it otherwise is told there, and nowhere else."""
+    def run(self) -> bool:
+        """Until the other end says so, or is gone: whether it said so. What ends it otherwise is told there, and nowhere else."""
+        return self._told(self._serve)
+
+    def _told(self, work: Callable[[], None]) -> bool:
+        """Whether the work came to its end."""
         try:
-            self._serve()
+            work()
+            return True
         except ToolkitError as error:
             self._channel.send(Broken(self._rank, type(error).__name__, error.message))
         except EOFError:
@@ -47,6 +71,7 @@ class RankProcess:
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
             self._channel.send(Broken(self._rank, "", told, traceback.format_exc()))
+        return False
 
     def _receive(self) -> ToRank:
         return decode_to_rank(self._channel.receive())
@@ -55,35 +80,87 @@ class RankProcess:
         begin = self._receive()
         assert isinstance(begin, Begin)
         self._rank = begin.rank
-        begin.log.apply()
+        if self._far:
+            _log_to(self._channel, begin)
+        else:
+            begin.log.apply()
+        threading.Thread(target=self._beat, daemon=True, name="beat").start()
 
-        from toolkit.executor.progress import Progress
-        from toolkit.worker.model_runner import PendingOutput
         from toolkit.worker.worker import Worker
 
         self._channel.send(Here(begin.rank))
-        meeting = Path(begin.meeting)
+        meeting = begin.meeting if "://" in begin.meeting else Path(begin.meeting)
         worker = Worker(begin.config, Path(begin.folder), begin.rank, meeting)
-        worker.start(lambda name, seconds: None)
-        progress = Progress(meeting, begin.config.parallel.tensor_parallel_size)
-        self._channel.send(Running(begin.rank))
+        self._channel.send(Running(begin.rank, worker.start(self._report)))
+        deliver = self._deliverer() if begin.rank == begin.config.parallel.delivering_rank else None
         unsampled: deque[tuple[int, PendingOutput]] = deque()
         while True:
+            self._busy = False
             message = self._receive()
+            self._busy = True
             if isinstance(message, Step):
                 pending = worker.execute(message.output)
                 if len(message.output.constrained):
                     unsampled.append((message.output.step, pending))
-                progress.count(begin.rank)
+                elif deliver is not None:
+                    deliver(pending)
+                self._steps += 1
             elif isinstance(message, Constrain):
                 while unsampled[0][0] != message.step:
                     unsampled.popleft()
-                unsampled.popleft()[1].constrain(message.masks)
+                _, pending = unsampled.popleft()
+                pending.constrain(message.masks)
+                if deliver is not None:
+                    deliver(pending)
             elif isinstance(message, Call):
                 value = getattr(worker, message.method)(*message.arguments)
                 self._channel.send(Answer(begin.rank, value))
             else:
                 return
+
+    def _report(self, phase: str, seconds: float) -> None:
+        self._channel.send(Phase(self._rank, phase, seconds))
+
+    def _deliverer(self) -> Callable[[PendingOutput], None]:
+        """What takes steps under way, in order, and sends what each gave; meanwhile the next one can be launched."""
+        steps: queue.SimpleQueue[PendingOutput] = queue.SimpleQueue()
+
+        def deliver() -> None:
+            while True:
+                self._channel.send(Result(self._rank, steps.get().result()))
+
+        threading.Thread(target=self._told, args=(deliver,), daemon=True, name="deliver").start()
+        return steps.put
+
+    def _beat(self) -> None:
+        """Tells of life while there is something to do, and ends the process when nobody hears it. A thread of its own."""
+        told = 0
+        while True:
+            time.sleep(BEAT)
+            if not self._busy and told == self._steps:
+                continue
+            told = self._steps
+            if not self._channel.send(Beat(self._rank, told)):
+                time.sleep(ORPHAN)
+                os._exit(1)
+
+
+class _Forward(logging.Handler):
+    """A log over the channel: all that the first rank has to say, and the warnings of the others."""
+
+    def __init__(self, channel: Channel, rank: int) -> None:
+        super().__init__(logging.WARNING if rank else logging.NOTSET)
+        self._channel, self._rank = channel, rank
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._channel.send(Log(self._rank, record.name, record.levelno, self.format(record)))
+
+
+def _log_to(channel: Channel, begin: Begin) -> None:
+    ours = logging.getLogger("toolkit")
+    ours.setLevel(begin.log.level.upper())
+    ours.addHandler(_Forward(channel, begin.rank))
+    ours.propagate = False
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,27 +12,29 @@ from toolkit.distributed import Group, parallel
 from toolkit.errors import ConfigError
 from toolkit.models.loader import build_model, load_config
 from toolkit.models.registry import CausalLM, resolve_architecture
+from toolkit.models.stages import share_out
 
 MOST = 64
 """Ranks up to which sizes are tried, to name those that can be."""
 
 
 def require_size(config: EngineConfig, folder: Path) -> None:
-    """Raises ConfigError, with the sizes that can be, for one that cannot: more ranks than GPUs, or heads and features that they
-    cannot share evenly.
+    """Raises ConfigError, with the sizes that can be, for one that cannot: more ranks than GPUs, more stages than layers, or heads
+    and features that ranks cannot share evenly.
     """
-    wanted = config.parallel.tensor_parallel_size
-    gpus = torch.cuda.device_count() if config.device.device != "cpu" else 0
-    if gpus and wanted > gpus:
-        raise ConfigError(
-            f"--tensor-parallel-size {wanted} needs as many GPUs, and PyTorch sees {gpus} here.",
-            param="tensor_parallel_size",
-        )
-    if not issubclass(resolve_architecture(load_config(folder), str(folder)), CausalLM):
-        raise ConfigError(
-            f"--tensor-parallel-size {wanted}: encoders run whole on one device.",
-            param="tensor_parallel_size",
-        )
+    wanted, num_stages = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
+    sizes = {"tensor_parallel_size": wanted, "pipeline_parallel_size": num_stages}
+    flags = [f"--{name.replace('_', '-')} {size}" for name, size in sizes.items() if size > 1]
+    asked, param = " times ".join(flags), "tensor_parallel_size" if wanted > 1 else "pipeline_parallel_size"
+    here = config.device.device != "cpu" and config.parallel.distributed_executor_backend == "mp"
+    gpus = torch.cuda.device_count() if here else 0
+    if gpus and config.parallel.world_size > gpus:
+        raise ConfigError(f"{asked} needs as many GPUs, and PyTorch sees {gpus} here.", param=param)
+    model_config: Any = load_config(folder)
+    decodes = issubclass(resolve_architecture(model_config, str(folder)), CausalLM)
+    if not decodes and config.parallel.world_size > 1:
+        raise ConfigError(f"{asked}: encoders run whole on one device.", param=param)
+    share_out(model_config.num_hidden_layers, num_stages, layer=1, head=1)
     problem = _problem(config, folder, wanted)
     if problem is not None:
         fits = [size for size in range(1, (gpus or MOST) + 1) if _problem(config, folder, size) is None]
