@@ -15,11 +15,12 @@ import pytest_asyncio
 
 from tests import checkpoints
 from toolkit import LLM, AsyncLLM, SamplingParams
-from toolkit.engine import async_llm, revival
+from toolkit.engine import replica, revival
 from toolkit.engine.messages import EngineOutput, EngineOutputs, EngineRequest, EngineStats, Ping, Pong
 from toolkit.errors import EngineError, ServerUnavailableError
 
 PROMPT = [7, 3, 9, 12, 5]
+INFO = types.SimpleNamespace(max_model_len=100, num_blocks=100, block_size=16)
 
 
 class ScriptedCore:
@@ -59,9 +60,9 @@ def request(id: str, prompt: list[int] = PROMPT, n: int = 1) -> EngineRequest:
 @pytest_asyncio.fixture
 async def scripted(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[AsyncLLM, ScriptedCore]]:
     """An engine whose news of a step are old at once, and its core."""
-    monkeypatch.setattr(async_llm, "FRESH", -1.0)
+    monkeypatch.setattr(replica, "FRESH", -1.0)
     llm, core = AsyncLLM("no-model"), ScriptedCore()
-    llm.attach(core, types.SimpleNamespace(info=None, tokenizer=None))
+    llm.attach([(core, INFO)], types.SimpleNamespace(tokenizer=None))
     llm.read()
     yield llm, core
     await llm.shutdown()
@@ -87,7 +88,7 @@ STEPS = {
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
 async def test_one_failed_canary_is_forgotten_when_a_step_brings_something(scripted, monkeypatch, step):
     llm, core = scripted
-    monkeypatch.setattr(async_llm, "FRESH", 60.0)
+    monkeypatch.setattr(replica, "FRESH", 60.0)
     await core.say(Pong("the step failed"))
     assert "the step failed" in await state_of(llm)
     await core.say(step)
@@ -96,9 +97,9 @@ async def test_one_failed_canary_is_forgotten_when_a_step_brings_something(scrip
 
 async def test_news_of_failing_steps_do_not_show_that_the_engine_is_well(scripted, monkeypatch):
     llm, core = scripted
-    monkeypatch.setattr(async_llm, "FRESH", 60.0)
-    monkeypatch.setattr(async_llm, "HUNG", 0.05)
-    llm._stepped_at = -1e9
+    monkeypatch.setattr(replica, "FRESH", 60.0)
+    monkeypatch.setattr(replica, "HUNG", 0.05)
+    llm.replicas[0]._stepped_at = -1e9
     failed = EngineOutput(8, [], finish_reason="error", error="the step failed")
     await core.say(EngineOutputs([failed], stats=EngineStats(num_running=1)))
     assert "no step" in await state_of(llm)
@@ -111,11 +112,11 @@ async def test_deaths_count_for_the_requests_that_were_open_then(scripted):
     before = llm.begin(request("before"))
     llm.pause()
     meanwhile = llm.begin(request("meanwhile"))
-    llm.resume(core, None)
+    llm.resume(0, core, INFO)
     for _ in range(2):
         assert llm.num_unfinished == 2
         llm.pause()
-        llm.resume(core, None)
+        llm.resume(0, core, INFO)
     with pytest.raises(EngineError, match="died 3 times"):
         await anext(before)
     assert llm.num_unfinished == 1
@@ -131,7 +132,7 @@ async def test_answers_to_one_prompt_share_it_after_the_engine_died_too(scripted
     await core.say(EngineOutputs([EngineOutput(number, [number + 5]) for number in range(4)]))
     llm.pause()
     core.told.clear()
-    llm.resume(core, None)
+    llm.resume(0, core, INFO)
     assert [(rest.params.n, rest.output_token_ids) for rest in core.told] == [(1, [n + 5]) for n in range(4)]
 
     settings = {"device": "cpu", "block_size": 16, "num_gpu_blocks_override": 100}
@@ -158,22 +159,22 @@ async def test_what_cannot_be_taken_in_ends_the_core_before_another_starts(
 
     monkeypatch.setattr(revival, "CoreClient", Watched)
     async with AsyncLLM(str(model), device="cpu", num_threads=1) as llm:
-        first = llm._core.pid
+        first = llm.replicas[0].link.pid
         stream = llm.begin(request("one"))
         take, num_taken = llm.take, 0
 
-        def take_some(message: EngineOutputs) -> None:
+        def take_some(message: EngineOutputs, core: replica.Replica) -> None:
             nonlocal num_taken
             num_taken += 1
             if num_taken == 4:
                 stopped = llm.begin(request("while it takes in"))
                 stopped.close()  # the old core can be told things all the time
                 raise KeyError("a bug")
-            take(message)
+            take(message, core)
 
         monkeypatch.setattr(llm, "take", take_some)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             tokens = [token async for delta in stream for token in delta.token_ids]
         assert at_start == [False]
-        assert llm._core.pid != first
+        assert llm.replicas[0].link.pid != first
     assert tokens == checkpoints.greedy(checkpoints.make_reference("llama3-gqa"), PROMPT, 20)

@@ -423,7 +423,7 @@ class TestLimits:
         start = time.monotonic()
         with pytest.raises(InvalidRequestError, match=r"longer than 0\.3 seconds"):
             render(folder, tmp_path, template)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 60
 
     @pytest.mark.parametrize(
         "template",

@@ -19,6 +19,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.info = SimpleNamespace(max_num_batched_tokens=8)
+        self.num_cores = 1
         self.metrics = SimpleNamespace(prompt_tokens=SimpleNamespace(inc=lambda count: None))
         self.num_waiting_tokens = 0
         self.held_back: list[int] = []

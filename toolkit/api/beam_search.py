@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from toolkit.api.limits import check_queue
 from toolkit.api.service import Service
-from toolkit.engine.async_llm import RequestStream
 from toolkit.engine.beam_search import BeamSearch
 from toolkit.engine.input_processor import Prompt
 from toolkit.engine.outputs import PositionLogprobs
+from toolkit.engine.stream import RequestStream
 from toolkit.errors import EngineError, InvalidRequestError, RequestTimeoutError
 from toolkit.sampling.params import BeamSearchParams, SamplingParams
 

@@ -24,8 +24,10 @@ def ready_card(
     table = Table.grid(padding=(0, 2))
     table.add_row("model", f"{name} ({_count(info.num_parameters)} parameters, {info.dtype})")
     table.add_row("device", f"{info.device}, attention: {info.attention_backend}")
+    if len(served.infos) > 1:
+        table.add_row("engines", f"{len(served.infos)}, each with the whole model and a KV cache of its own")
     if info.chunks_prompts:
-        capacity = info.num_blocks * info.block_size
+        capacity = sum(one.num_blocks * one.block_size for one in served.infos)
         table.add_row(
             "KV cache",
             f"{capacity:,} tokens: {capacity / info.max_model_len:.1f} requests of the full {info.max_model_len:,}",

@@ -32,12 +32,20 @@ class Setup(msgspec.Struct, tag="setup"):
     """Which of the core's front ends the worker is."""
 
 
-class Begin(msgspec.Struct, tag="begin"):
-    """The answer to Prepared, as soon as there is a core: requests can come."""
+class CoreState(msgspec.Struct):
+    """One of the engine's cores."""
 
-    sockets: str
-    """The folder of the core's sockets."""
-    info: WorkerInfo
+    sockets: str = ""
+    """The folder of its sockets; empty while none runs in this place."""
+    info: WorkerInfo | None = None
+    dead: str = ""
+    """Why none will."""
+
+
+class Begin(msgspec.Struct, tag="begin"):
+    """The answer to Prepared, as soon as a core runs: requests can come."""
+
+    cores: list[CoreState]
 
 
 class Drain(msgspec.Struct, tag="drain"):
@@ -51,20 +59,30 @@ class End(msgspec.Struct, tag="end"):
 
 
 class Paused(msgspec.Struct, tag="paused"):
-    """The core has died, and another is being started."""
+    """A core has died, and another is being started."""
+
+    core: int
 
 
 class Revived(msgspec.Struct, tag="revived"):
-    """Another core is ready: go on with it."""
+    """Another core is ready in its place: go on with it."""
 
+    core: int
     sockets: str
     info: WorkerInfo
 
 
 class Dead(msgspec.Struct, tag="dead"):
-    """The core has died for good."""
+    """A core has died for good."""
 
+    core: int
     message: str
+
+
+class Loads(msgspec.Struct, tag="loads"):
+    """How much each of several cores has to do."""
+
+    num_sequences: list[int]
 
 
 class Count(msgspec.Struct, tag="count"):
@@ -102,7 +120,7 @@ class Drained(msgspec.Struct, tag="drained"):
     """Everything that the worker had taken in is answered."""
 
 
-ToWorker = Setup | Begin | Drain | End | Paused | Revived | Dead | Count | Exposition
+ToWorker = Setup | Begin | Drain | End | Paused | Revived | Dead | Loads | Count | Exposition
 FromWorker = Prepared | Serving | Failed | Counted | Expose | Drained
 
 _HEAD = struct.Struct("<I")

@@ -11,6 +11,7 @@ from toolkit.api.http_server import HTTPServer
 from toolkit.api.service import Service
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.engine.async_llm import AsyncLLM
+from toolkit.engine.launch import least
 from toolkit.engine.messages import EngineStats
 from toolkit.errors import ToolkitError
 from toolkit.logs import LogStyle
@@ -22,22 +23,28 @@ from toolkit.worker import Report, WorkerInfo
 class Served:
     """What start-up found out."""
 
-    info: WorkerInfo
+    infos: list[WorkerInfo]
+    """Of each of the engine's cores."""
     has_tokenizer: bool
     has_chat_template: bool
 
+    @property
+    def info(self) -> WorkerInfo:
+        """Of the one that can take least."""
+        return least(self.infos)
+
 
 class Front(Protocol):
-    """Answers HTTP requests with an engine core's help."""
+    """Answers HTTP requests with the help of engine cores."""
 
     failed: asyncio.Event
     """Set when it cannot go on."""
     metrics: Metrics
-    """What is counted here, of the core's steps above all."""
+    """What is counted here, of the cores' steps above all."""
 
     @property
     def stats(self) -> EngineStats:
-        """What the core's last step told."""
+        """What the cores' last steps told, together."""
         ...
 
     @property
@@ -68,7 +75,7 @@ class Front(Protocol):
 
 
 class OneProcess:
-    """A Front in this process; the core alone has one of its own."""
+    """A Front in this process; the cores alone have their own."""
 
     def __init__(self, engine: EngineConfig, server: ServerConfig, name: str) -> None:
         """`name`: the model's, in the API."""
@@ -85,12 +92,12 @@ class OneProcess:
 
     @property
     def stats(self) -> EngineStats:
-        """What the core's last step told."""
+        """What the cores' last steps told, together."""
         return self._engine.stats
 
     @property
     def failure(self) -> ToolkitError | None:
-        """What the core died of."""
+        """What the last core died of."""
         return self._engine.dead
 
     @property
@@ -107,7 +114,9 @@ class OneProcess:
         await self._http.start(listener)
         tokenizer = self._engine.tokenizer
         return Served(
-            self._engine.info, tokenizer is not None, tokenizer is not None and tokenizer.has_chat_template
+            [replica.info for replica in self._engine.replicas if replica.info is not None],
+            tokenizer is not None,
+            tokenizer is not None and tokenizer.has_chat_template,
         )
 
     async def drained(self) -> None:
@@ -122,6 +131,6 @@ class OneProcess:
         await self._http.end()
 
     async def close(self) -> None:
-        """Ends the core."""
+        """Ends the cores."""
         if self._has_core:
             await self._engine.shutdown()

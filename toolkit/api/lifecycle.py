@@ -52,7 +52,7 @@ async def serve(engine: EngineConfig, config: ServerConfig) -> None:
                     await starting
                 return
             ready_card(starting.result(), name, listener, config, time.perf_counter() - started)
-            describe(front, engine, starting.result().info)
+            describe(front, engine, starting.result())
             telling = asyncio.create_task(tell_stats(front, log=not config.disable_log_stats))
             _notify("READY=1")
             await _until_over(front, config.shutdown_timeout, stop)

@@ -152,7 +152,7 @@ def check_queue(engine: AsyncLLM, config: ServerConfig, num_answers: int = 1, nu
     most = math.ceil(config.max_queue / config.api_workers)
     if waiting >= most:
         raise _refused(engine, "queue", f"{waiting} requests wait to run, which is the most.", 1.0)
-    free = max(0, engine.config.scheduler.max_num_seqs - engine.stats.num_running)
+    free = max(0, engine.max_num_running - engine.stats.num_running)
     if waiting + num_answers - free > most:
         message = f"{waiting} requests wait to run and {most} may, so that {num_answers} answers are too many at once."
         raise _refused(engine, "queue", message, 1.0)

@@ -16,9 +16,10 @@ from toolkit.api.fields import Body, check_fields
 from toolkit.api.limits import check_queue
 from toolkit.api.replies import PromptTokensDetails, Usage
 from toolkit.config import ServerConfig
-from toolkit.engine.async_llm import AsyncLLM, RequestStream
+from toolkit.engine.async_llm import AsyncLLM
 from toolkit.engine.input_processor import Prompt
 from toolkit.engine.outputs import Delta, PositionLogprobs
+from toolkit.engine.stream import RequestStream
 from toolkit.errors import InvalidRequestError, ModelNotFoundError
 from toolkit.sampling.params import SamplingParams
 

@@ -7,10 +7,9 @@ import logging
 import platform
 
 from toolkit import __version__
-from toolkit.api.front import Front
+from toolkit.api.front import Front, Served
 from toolkit.config import EngineConfig, options
 from toolkit.config.engine import PARTS
-from toolkit.worker import WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -45,22 +44,24 @@ async def tell_stats(front: Front, *, log: bool) -> None:
         await asyncio.sleep(INTERVAL)
 
 
-def describe(front: Front, engine: EngineConfig, info: WorkerInfo) -> None:
+def describe(front: Front, engine: EngineConfig, served: Served) -> None:
     """The metrics that tell of builds, settings and the machine."""
-    metrics = front.metrics
+    metrics, info = front.metrics, served.info
     versions = {"version": __version__, "python_version": platform.python_version(), "device": info.device}
     metrics.describe("build_info", "Versions of what runs.", versions)
     cache = {
         "block_size": info.block_size,
-        "num_gpu_blocks": info.num_blocks,
-        "num_cpu_blocks": info.num_host_blocks,
-        "cache_bytes": info.cache_bytes,
+        "num_gpu_blocks": sum(one.num_blocks for one in served.infos),
+        "num_cpu_blocks": sum(one.num_host_blocks for one in served.infos),
+        "cache_bytes": sum(one.cache_bytes for one in served.infos),
         "enable_prefix_caching": engine.cache.enable_prefix_caching,
         "cache_dtype": engine.cache.kv_cache_dtype,
         "gpu_memory_utilization": engine.cache.gpu_memory_utilization,
     }
     metrics.describe(
-        "cache_config_info", "The KV cache.", {name: str(value) for name, value in cache.items()}
+        "cache_config_info",
+        "The KV cache, of all engines together.",
+        {name: str(value) for name, value in cache.items()},
     )
     settings = {
         row.name: str(getattr(getattr(engine, part), row.name))

@@ -1,4 +1,4 @@
-"""Several processes that answer requests, on one port and with one engine core."""
+"""Several processes that answer requests, on one port and with the same engine cores."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from toolkit.api.control import (
     Begin,
     Channel,
+    CoreState,
     Count,
     Counted,
     Dead,
@@ -24,6 +25,7 @@ from toolkit.api.control import (
     Expose,
     Exposition,
     FromWorker,
+    Loads,
     Paused,
     Prepared,
     Revived,
@@ -33,9 +35,12 @@ from toolkit.api.control import (
 )
 from toolkit.api.front import Served
 from toolkit.config import EngineConfig, ServerConfig
-from toolkit.engine.async_llm import find_folders, observe_step
-from toolkit.engine.core_client import CoreClient, as_error, how_ended
+from toolkit.engine.async_llm import find_folders
+from toolkit.engine.core_client import CoreClient, all_ready, as_error, how_ended
+from toolkit.engine.launch import plan
 from toolkit.engine.messages import EngineOutputs, EngineStats, Failed, Leave
+from toolkit.engine.observation import observe_gauges, observe_step, total
+from toolkit.engine.replica import without_it
 from toolkit.engine.revival import Reviver
 from toolkit.errors import EngineDeadError, ToolkitError
 from toolkit.logs import LogStyle
@@ -54,6 +59,8 @@ COUNT_TIMEOUT = 1.0
 """Seconds that a worker gets to tell what it has counted; what it last told stands for it then."""
 BACKLOG = 2048
 CONNECTIONS_PER_TURN = 32
+LOADS_INTERVAL = 0.02
+"""Seconds, at least, between two words to the workers of what the cores have to do."""
 RETRY_INTERVAL = 0.01
 """Seconds before another attempt to hand a connection over, when no worker takes any."""
 
@@ -82,9 +89,29 @@ class _Worker:
     """What it last told of its counts."""
 
 
+@dataclass(slots=True, eq=False)
+class _Core:
+    """A place for an engine core: one that dies is followed by another."""
+
+    index: int
+    client: CoreClient
+    reviver: Reviver
+    metrics: Metrics
+    info: WorkerInfo | None
+    """None while none runs."""
+    dead: str = ""
+    """Why there will be no other."""
+    stats: EngineStats = field(default_factory=EngineStats)
+
+    @property
+    def state(self) -> CoreState:
+        """What workers need to know."""
+        return CoreState(self.client.sockets if self.info is not None else "", self.info, self.dead)
+
+
 class Supervisor:
-    """A Front of several processes. This one starts the core and the workers, accepts connections and hands them
-    out in turn, gathers the metrics, and replaces workers that die. It is the core's client 0, and each worker
+    """A Front of several processes. This one starts the cores and the workers, accepts connections and hands them
+    out in turn, gathers the metrics, and replaces workers that die. It is the cores' client 0, and each worker
     another; a number is never used again, so that nothing meant for a dead worker reaches the next.
     """
 
@@ -95,7 +122,6 @@ class Supervisor:
         self._engine, self._config, self._name = engine, server, name
         self._created = int(time.time())
         self.metrics = Metrics(server.metrics_prefix, name)
-        self.stats = EngineStats()
         self._workers: list[_Worker] = []
         self._num_clients = 1
         self._restarts: deque[float] = deque()
@@ -106,32 +132,42 @@ class Supervisor:
         """Done when all workers serve for the first time, or cannot."""
         self._ending = False
         """From here on no worker that ends is replaced."""
-        self._core: CoreClient | None = None
-        self._info: WorkerInfo | None = None
-        self._paused = False
-        """Whether the core has died and another is being started."""
+        self._clients: list[CoreClient] = []
+        """Of the cores that were started first."""
+        self._cores: list[_Core] = []
+        """Empty until all of them are ready."""
+        self._telling_loads = False
         self._listener: socket.socket | None = None
         self._held: socket.socket | None = None
         """A connection that no worker could take yet."""
         self._retry: asyncio.TimerHandle | None = None
 
     @property
+    def stats(self) -> EngineStats:
+        """What the cores' last steps told, together."""
+        return total([core.stats for core in self._cores])
+
+    @property
     def num_active(self) -> int:
-        """Sequences that the core has, as of its last step."""
+        """Sequences that the cores have, as of their last steps."""
         return self.stats.num_running + self.stats.num_waiting
 
     async def start(self, listener: socket.socket, report: Report) -> Served:
-        """Starts the workers and, while they import, the core; returns when all of them serve."""
+        """Starts the workers and, while they import, the cores; returns when all of them serve."""
         for _ in range(self._config.api_workers):
             await self._spawn()
         self._folders = await find_folders(self._engine.model)
         log = LogStyle.of(self._config.log_level, self._config.log_format)
-        self._core = CoreClient(self._engine, self._folders[0], log)
+        launches = plan(self._engine, self._folders[0], log)
+        self._clients = [CoreClient(launch) for launch in launches]
         for worker in self._workers:
             self._set_up(worker)
-        self._info = await self._core.ready(report)
-        self._reviver = Reviver(self._engine, self._folders[0], log, self._core)
-        self._run(self._read_core())
+        self._infos = await all_ready(self._clients, report)
+        for launch, client, info in zip(launches, self._clients, self._infos, strict=True):
+            metrics = self.metrics.of(launch.index)
+            self._cores.append(_Core(launch.index, client, Reviver(launch, client), metrics, info))
+        for core in self._cores:
+            self._run(self._read_core(core))
         self._begin()
         served = await self._begun
         self._listener = listener
@@ -170,11 +206,10 @@ class Supervisor:
         for worker in self._workers:
             worker.process.kill()
             worker.process.wait()
-        if self._core is not None:
-            if self._info is None:
-                self._core.kill()
-            else:
-                await self._core.stop()
+        if not self._cores:
+            for client in self._clients:
+                client.kill()
+        await asyncio.gather(*(core.client.stop() for core in self._cores))
 
     # ---- the workers
 
@@ -213,13 +248,14 @@ class Supervisor:
         )
 
     def _begin(self) -> None:
-        """Has the workers begin that are prepared, if there is a core for them."""
-        if self._core is None or self._info is None or self._paused or self._ending:
+        """Has the workers begin that are prepared, if a core runs."""
+        states = [core.state for core in self._cores]
+        if self._ending or all(state.info is None for state in states):
             return
         for worker in self._workers:
             if worker.prepared and not worker.begun:
                 worker.begun = True
-                worker.channel.send(Begin(self._core.sockets, self._info))
+                worker.channel.send(Begin(states))
 
     def _end_idle(self) -> None:
         """From here on no worker takes another's place; those that have not begun have nothing to end."""
@@ -237,9 +273,8 @@ class Supervisor:
             elif isinstance(message, Serving):
                 worker.serving = True
                 if not self._begun.done() and all(w.serving for w in self._workers):
-                    assert self._info is not None
                     self._begun.set_result(
-                        Served(self._info, message.has_tokenizer, message.has_chat_template)
+                        Served(self._infos, message.has_tokenizer, message.has_chat_template)
                     )
             elif isinstance(message, Failed):
                 self._fail(as_error(message) or WorkerDiedError(message.message))
@@ -273,12 +308,13 @@ class Supervisor:
     async def _replace(self, worker: _Worker, how: str) -> None:
         """Another worker takes the place of one that died; too many, and the server gives up."""
         died = f"An API worker (process {worker.process.pid}) ended unasked: {how}"
-        if not self._begun.done() or self._core is None or self._info is None:
+        if not self._begun.done():
             self._fail(WorkerDiedError(f"{died}. The log has its last words."))
             return
         counted = [family for family in worker.families if family.kind != "gauge"]  # those are of the living
         self._departed = merged([self._departed, counted])
-        self._core.send(Leave(worker.client))
+        for core in self._cores:
+            core.client.send(Leave(worker.client))
         now = time.monotonic()
         while self._restarts and self._restarts[0] < now - RESTART_WINDOW:
             self._restarts.popleft()
@@ -354,32 +390,49 @@ class Supervisor:
             self._held.close()
             self._held = None
 
-    # ---- the core and the metrics
+    # ---- the cores and the metrics
 
-    async def _read_core(self) -> None:
+    async def _read_core(self, core: _Core) -> None:
         """Takes in the steps' figures; when the core has died, starts another, with which the workers go on."""
-        assert self._core is not None
         while True:
             try:
                 while True:
-                    for message in await self._core.receive():
+                    for message in await core.client.receive():
                         if isinstance(message, EngineOutputs) and message.stats is not None:
-                            self.stats = message.stats
-                            observe_step(self.metrics, message.stats)
+                            core.stats = message.stats
+                            observe_step(core.metrics, message.stats)
+                    self._tell_loads()
             except Exception as cause:
-                self._paused = True
-                self._tell(Paused())
+                core.info, core.stats = None, EngineStats()
+                observe_gauges(core.metrics, core.stats)
+                self._tell(Paused(core.index))
                 try:
-                    core, self._info = await self._reviver.another(cause)
+                    client, core.info = await core.reviver.another(cause)
                 except EngineDeadError as error:
-                    self._tell(Dead(error.message))
-                    self._fail(error)
+                    core.dead = error.message
+                    self._tell(Dead(core.index, error.message))
+                    if all(one.dead for one in self._cores):
+                        self._fail(error)
+                    else:
+                        logger.error("%s", without_it(error))
                     return
-                self._core.kill()
-                self._core, self._paused = core, False
-                self.metrics.restarted()
-                self._tell(Revived(core.sockets, self._info))
+                core.client.kill()
+                core.client = client
+                core.metrics.restarted()
+                self._tell(Revived(core.index, client.sockets, core.info))
                 self._begin()
+
+    def _tell_loads(self) -> None:
+        """Has the workers know how much each of several cores has to do: each knows its own requests alone."""
+        if len(self._cores) == 1 or self._telling_loads:
+            return
+        self._telling_loads = True
+
+        def tell() -> None:
+            self._telling_loads = False
+            self._tell(Loads([core.stats.num_running + core.stats.num_waiting for core in self._cores]))
+
+        asyncio.get_running_loop().call_later(LOADS_INTERVAL, tell)
 
     def _tell(self, message: ToWorker) -> None:
         for worker in self._workers:

@@ -26,6 +26,7 @@ from toolkit.api.control import (
     End,
     Expose,
     Exposition,
+    Loads,
     Paused,
     Prepared,
     Revived,
@@ -38,6 +39,7 @@ from toolkit.api.service import Service
 from toolkit.engine.async_llm import AsyncLLM
 from toolkit.engine.core_client import CoreLink
 from toolkit.engine.input_processor import InputProcessor
+from toolkit.engine.launch import least
 from toolkit.engine.messages import Failed
 from toolkit.engine.tokenizer import load_tokenizer
 from toolkit.errors import EngineDeadError, ToolkitError
@@ -81,10 +83,14 @@ class Worker:
         metrics = Metrics(setup.server.metrics_prefix, setup.name)
         self._engine = AsyncLLM.from_config(setup.engine, metrics=metrics)
         self._client = setup.client
-        link = CoreLink(begin.sockets, setup.client)
-        link.listen()
-        self._engine.attach(link, InputProcessor(Path(setup.folder), tokenizer, begin.info))
-        self._engine.read().add_done_callback(_end_if_failed)
+        cores = [None if core.info is None else (self._link(core.sockets), core.info) for core in begin.cores]
+        info = least([core.info for core in begin.cores if core.info is not None])
+        self._engine.attach(cores, InputProcessor(Path(setup.folder), tokenizer, info))
+        for index, core in enumerate(begin.cores):
+            if core.info is not None:
+                self._engine.read(index).add_done_callback(_end_if_failed)
+            elif core.dead:
+                self._engine.lose(index, EngineDeadError(core.dead))
         service = Service(self._engine, setup.name, setup.created, self._expose, setup.server)
         self._http = HTTPServer(service)
         await self._http.start()
@@ -102,20 +108,25 @@ class Worker:
             elif isinstance(message, Drain):
                 self._draining = asyncio.create_task(self._drain())
             elif isinstance(message, Paused):
-                self._engine.pause()
+                self._engine.pause(message.core)
             elif isinstance(message, Revived):
-                link = CoreLink(message.sockets, self._client)
-                link.listen()
-                self._engine.resume(link, message.info)
-                self._engine.read().add_done_callback(_end_if_failed)
+                self._engine.resume(message.core, self._link(message.sockets), message.info)
+                self._engine.read(message.core).add_done_callback(_end_if_failed)
             elif isinstance(message, Dead):
-                self._http.gate.door.draining = True
-                self._engine.fail(EngineDeadError(message.message))
+                self._engine.lose(message.core, EngineDeadError(message.message))
+                self._http.gate.door.draining = self._engine.dead is not None
+            elif isinstance(message, Loads):
+                self._engine.observe_loads(message.num_sequences)
             elif isinstance(message, End):
                 self._engine.abort_all(message.reason)
                 await self._http.end()
                 await self._engine.shutdown()
                 return
+
+    def _link(self, sockets: str) -> CoreLink:
+        link = CoreLink(sockets, self._client)
+        link.listen()
+        return link
 
     async def _next(self) -> ToWorker:
         """The next message. The worker ends at once when the first process has, however that died."""

@@ -128,7 +128,8 @@ async def decode_steps(batch: int, num_steps: int = 400) -> dict[str, list[float
     config = EngineConfig.from_settings({"max_num_seqs": batch})
     executor = RandomTokens(batch)
     core, front = EngineCore(config, executor), AsyncLLM.from_config(config)
-    front.attach(_Direct(core), InputProcessor(MODEL_DIR, load_tokenizer(MODEL_DIR), executor.info))
+    inputs = InputProcessor(MODEL_DIR, load_tokenizer(MODEL_DIR), executor.info)
+    front.attach([(_Direct(core), executor.info)], inputs)
     params = SamplingParams(max_tokens=900, ignore_eos=True, stop_token_ids=[0])
     streams = [await front.submit(prompt, params) for prompt in _prompts([64 + i % 16 for i in range(batch)])]
     watch = Stopwatch()
@@ -142,7 +143,7 @@ async def decode_steps(batch: int, num_steps: int = 400) -> dict[str, list[float
     spent: dict[str, list[float]] = {part: [] for part in PARTS}
     for number in range(WARM_UP + num_steps):
         watch.seconds = dict.fromkeys(PARTS, 0.0)
-        process(decode(encode(step()[0])))
+        process(decode(encode(step()[0])), front.replicas[0])
         watch.seconds["core"] -= watch.seconds["schedule"] + watch.seconds["update"]
         for stream in streams:
             stream.state.take()

@@ -12,6 +12,8 @@ from toolkit.errors import ConfigError, did_you_mean
 
 MOST_GIB = 2.0**20
 """More than any machine has; infinity is no size."""
+ENGINE = "TOOLKIT_ENGINE"
+"""The variable that tells an engine's process which of --data-parallel-size it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,8 @@ class ModelConfig:
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
-        "Type of weights and activations. auto: the checkpoint's on a GPU, float32 on a CPU.",
+        "Type of weights and activations. auto: the checkpoint's on a GPU; on a CPU bfloat16 for a checkpoint in it, else "
+        "float32.",
         common=True,
     )
     max_model_len: int | None = option(
@@ -152,6 +155,22 @@ class ParallelConfig:
         minimum=1,
         subject="Parallelism",
     )
+    pipeline_parallel_size: int = option(
+        1,
+        "Devices, or groups of --tensor-parallel-size of them, over which the model's layers are shared out in a row.",
+        minimum=1,
+    )
+    data_parallel_size: int = option(
+        1,
+        "Engines behind one server, each with the whole model on devices of its own. A request goes to the one that knows "
+        "its prompt's beginning, or has the least to do.",
+        minimum=1,
+    )
+    distributed_executor_backend: Literal["mp", "ray"] = option(
+        "mp",
+        "How the processes of devices are started. mp: by this one, on this machine. ray: on the machines of a Ray cluster "
+        "(pip install 'tk-llm[ray]').",
+    )
     worker_timeout: float = option(
         300.0,
         "Seconds that a step may take before its devices are taken for hung and the engine is started again.",
@@ -160,6 +179,21 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_all(self)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one engine. A rank's number is stage · tensor_parallel_size + its number in the stage."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_devices(self) -> int:
+        """Of all engines together."""
+        return self.world_size * self.data_parallel_size
+
+    @property
+    def delivering_rank(self) -> int:
+        """Whose results are told: the first of the last stage, which samples."""
+        return self.world_size - self.tensor_parallel_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

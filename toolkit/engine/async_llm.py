@@ -1,20 +1,21 @@
-"""The engine for servers: the core runs in a process of its own, requests are asyncio streams."""
+"""The engine for servers: its cores run in processes of their own, requests are asyncio streams."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
 from toolkit.config import EngineConfig, ModelConfig
-from toolkit.engine.core_client import CoreClient, CoreLink
+from toolkit.engine.core_client import CoreClient, CoreLink, all_ready
 from toolkit.engine.input_processor import InputProcessor, Prompt
+from toolkit.engine.launch import least, name_of, plan
 from toolkit.engine.messages import (
     Abort,
     EndRequests,
@@ -22,15 +23,17 @@ from toolkit.engine.messages import (
     EngineRequest,
     EngineStats,
     ListRequests,
-    Ping,
-    Pong,
     RequestList,
     ResetPrefixCache,
 )
-from toolkit.engine.output_processor import Collected, OutputProcessor, RequestState, SequenceState
-from toolkit.engine.outputs import Delta, RequestOutput
+from toolkit.engine.observation import observe_begin, observe_end, observe_step, total
+from toolkit.engine.output_processor import Collected, OutputProcessor, SequenceState
+from toolkit.engine.outputs import RequestOutput
 from toolkit.engine.record import current_record
+from toolkit.engine.replica import Question, Replica, without_it
 from toolkit.engine.revival import Reviver
+from toolkit.engine.router import Router
+from toolkit.engine.stream import RequestStream
 from toolkit.engine.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import (
     EngineDeadError,
@@ -38,6 +41,7 @@ from toolkit.errors import (
     InvalidRequestError,
     RequestTimeoutError,
     ServerUnavailableError,
+    ToolkitError,
 )
 from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
@@ -49,66 +53,8 @@ logger = logging.getLogger(__name__)
 
 MAX_RESUMES = 2
 """Times that a request goes on after the engine died; the next time it may be what kills it."""
-FRESH = 1.0
-"""Seconds for which a step shows that the engine is well."""
-HUNG = 5.0
-"""Seconds in which an engine that is well runs a step when it is asked to."""
-ANSWER_TIMEOUT = 10.0
-"""Seconds that the core gets to answer a question: it looks at them between steps."""
 LONG_TEXT = 20_000
 """Characters above which a prompt is tokenized in a thread, so that other requests do not wait."""
-
-
-class RequestStream:
-    """The deltas of one request, as they come; what has piled up comes as one. Iterate it to its end, or
-    `close` it, which ends the request.
-    """
-
-    def __init__(self, engine: AsyncLLM, state: RequestState, request: EngineRequest) -> None:
-        self.state = state
-        self.arrival = time.monotonic()
-        self.scheduled = 0.0
-        self.request = request
-        self.num_deaths = 0
-        """Cores that have died while it was open."""
-        self._engine = engine
-        self._waiter: asyncio.Future[None] | None = None
-        self._failure: Exception | None = None
-        self._num_unfinished = len(state.sequences)
-        state.wake = self._wake
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Delta:
-        """Raises EngineError when the request cannot be finished."""
-        if not self._num_unfinished:
-            raise StopAsyncIteration
-        while (delta := self.state.take()) is None:
-            if self._failure is not None:
-                self._num_unfinished = 0
-                raise self._failure
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if delta.error is not None:
-            self.close()
-            raise EngineError(f"The request could not be finished: {delta.error}")
-        self._num_unfinished -= delta.finish_reason is not None
-        return delta
-
-    def fail(self, error: Exception) -> None:
-        """Ends it with an error, which comes after all that came before."""
-        self._failure = error
-        self._wake()
-
-    def close(self) -> None:
-        """Ends the request if it is still running."""
-        self._num_unfinished = 0
-        self._engine.abort(self.state.id)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class AsyncLLM:
@@ -137,29 +83,18 @@ class AsyncLLM:
         self.config = config
         self.metrics = metrics or Metrics("tk", config.model.model or "tk-demo")
         self.dead: EngineDeadError | None = None
+        """Why no core runs, and none will."""
         self.died = asyncio.Event()
-        self.paused = False
-        """Whether the core has died and another is being started."""
-        self._stepped_at = 0.0
-        """When the last news came of a step that did not fail."""
-        self._pinged_at = 0.0
-        """Since when a Ping is unanswered; 0 when none is."""
-        self._ponged = asyncio.Event()
-        self._step_error: str | None = None
-        self.stats = EngineStats()
+        self.replicas: list[Replica] = []
         self._log = log or LogStyle()
+        self._router: Router | None = None
+        """None when there is one core, and nothing to choose."""
         self._streams: dict[str, RequestStream] = {}
         """In the order in which they came."""
-        self._num_asked = 0
-        self._asked: dict[int, asyncio.Future[RequestList]] = {}
-        """Who waits for which of the core's answers, by ticket."""
         self._waiting: dict[str, int] = {}
         """Those that have not begun to run, and the tokens of their prompts."""
         self.num_waiting_tokens = 0
         """Of those prompts, and of those that are held back until there is room for them (`engine.pooling`)."""
-        self._reader: asyncio.Task[None] | None = None
-        self._reviver: Reviver | None = None
-        """None when somebody else sees to the core, and calls `resume`."""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -169,41 +104,60 @@ class AsyncLLM:
         await self.shutdown()
 
     async def start(self, report: Report | None = None) -> None:
-        """Finds the model, starts the core and waits for it. Raises ToolkitError for what the user can mend."""
+        """Finds the model, starts the cores and waits for them. Raises ToolkitError for what the user can mend."""
         folder, tokenizer_folder = await find_folders(self.config.model)
-        core = CoreClient(self.config, folder, self._log)
+        launches = plan(self.config, folder, self._log)
+        cores = [CoreClient(launch) for launch in launches]
         try:
             # What the core says of a broken folder comes first; then nobody asks what the tokenizer says.
             loading = asyncio.gather(
                 asyncio.to_thread(load_tokenizer, tokenizer_folder, self.config.model.chat_template),
                 return_exceptions=True,
             )
-            info = await core.ready(report or (lambda name, seconds: None))
+            infos = await all_ready(cores, report or (lambda name, seconds: None))
             [loaded] = await loading
             if isinstance(loaded, BaseException):
                 raise loaded
         except BaseException:
-            core.kill()
+            for core in cores:
+                core.kill()
             raise
-        self.attach(core, InputProcessor(folder, loaded, info))
-        self._reviver = Reviver(self.config, folder, self._log, core)
-        self.read()
+        self.attach(list(zip(cores, infos, strict=True)), InputProcessor(folder, loaded, least(infos)))
+        for replica, launch, core in zip(self.replicas, launches, cores, strict=True):
+            replica.reviver = Reviver(launch, core)
+            self.read(replica.index)
 
-    def attach(self, core: CoreLink, inputs: InputProcessor) -> None:
-        """Makes a core that is ready its own."""
-        self._core = core
+    def attach(self, cores: Sequence[tuple[CoreLink, WorkerInfo] | None], inputs: InputProcessor) -> None:
+        """Makes cores that are ready its own; None: one that will come later (`resume`), or never (`lose`)."""
+        count = len(cores)
+        if count > 1:
+            self._router = Router(count)
+        self.replicas = [Replica(i, name_of(i, count), self.metrics.of(i)) for i in range(count)]
         self._inputs = inputs
-        self.info, self.tokenizer = inputs.info, inputs.tokenizer
+        self.tokenizer = inputs.tokenizer
         self._outputs = OutputProcessor(inputs.tokenizer)
+        self._client = next(core[0].client for core in cores if core is not None)
+        self._random = random.Random(f"{self.config.model.seed}/{self._client}")
+        for index, core in enumerate(cores):
+            if core is not None:
+                self._connect(index, *core)
 
-    def read(self) -> asyncio.Task[None]:
-        """From here on, what the core sends is taken in as it comes; what the one before it sent, no more. Where
+    def _connect(self, index: int, link: CoreLink, info: WorkerInfo) -> None:
+        self.replicas[index].connect(link, info)
+        if self._router is not None:
+            self._router.connect(index, info.num_blocks * info.block_size)
+        self.info = least([replica.info for replica in self.replicas if replica.info is not None])
+        self._inputs.info = self.info
+
+    def read(self, index: int = 0) -> asyncio.Task[None]:
+        """From here on, what a core sends is taken in as it comes; what the one before it sent, no more. Where
         somebody else sees to the core, the task ends with what went wrong.
         """
-        if self._reader is not None:
-            self._reader.cancel()
-        self._reader = asyncio.create_task(self._read(), name="engine-outputs")
-        return self._reader
+        replica = self.replicas[index]
+        if replica.reader is not None:
+            replica.reader.cancel()
+        replica.reader = asyncio.create_task(self._read(replica), name=f"engine-outputs-{index}")
+        return replica.reader
 
     async def submit(
         self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
@@ -231,12 +185,18 @@ class AsyncLLM:
             raise self.dead
         if request.id in self._streams:
             raise InvalidRequestError(f"There is a request {request.id!r} already.", param="request_id")
-        request.client = self._core.client
+        request.client = self._client
         record = current_record.get()
         request.arrival = time.monotonic()
         request.origin = record.origin if record is not None else ""
+        if self._router is not None and request.params.seed is None:
+            # Cores that choose seeds by themselves all choose the same.
+            seed = self._random.getrandbits(63)
+            request.params = msgspec.structs.replace(request.params, seed=seed)
         stream = RequestStream(self, self._outputs.add(request, text), request)
-        self._core.send(request)
+        replica = self._place(stream)
+        if replica is not None:
+            replica.link.send(request)
         self._streams[request.id] = stream
         self._waiting[request.id] = len(request.prompt_token_ids)
         self.num_waiting_tokens += len(request.prompt_token_ids)
@@ -282,49 +242,96 @@ class AsyncLLM:
         for sequence in self._end(request_id):
             sequence.end("abort")
 
+    def _place(self, stream: RequestStream) -> Replica | None:
+        """Chooses the core that a request goes to; None while none runs."""
+        if self._router is None:
+            [only] = self.replicas
+            stream.replica = only if only.runs else None
+            return stream.replica
+        if stream.share is not None:
+            self._router.end(stream.share)
+        stream.share = stream.replica = None
+        running = [replica.index for replica in self.replicas if replica.runs]
+        if running:
+            request = stream.request
+            stream.share = self._router.place(
+                request.prompt_token_ids,
+                running,
+                num_answers=request.params.n,
+                max_tokens=request.max_tokens,
+                salt=request.cache_salt,
+                cached=request.pooling is None and self.config.cache.enable_prefix_caching,
+            )
+            stream.replica = self.replicas[stream.share.core]
+        return stream.replica
+
+    def _go_on(self, stream: RequestStream) -> None:
+        """Has a request computed by another core: from its prompt and the tokens that it has, so that its reader sees no more
+        than a pause. While none runs, it waits.
+        """
+        replica = self._place(stream)
+        if replica is not None:
+            for sequence in stream.state.sequences:
+                if not sequence.finished:
+                    replica.link.send(_rest(stream.request, sequence, self._client))
+
     def _end(self, request_id: str) -> list[SequenceState]:
         """Forgets a request and has the core end it; those of its sequences that were still running."""
-        stream = self._streams.pop(request_id, None)
-        self._waits_no_more(request_id)
+        stream = self._drop(request_id)
         state = self._outputs.remove(request_id)
         if stream is None or state is None:
             return []
         running = [sequence for sequence in state.sequences if not sequence.finished]
         for _ in running:
-            self.metrics.finished("abort")
-        if self.dead is None:
-            self._core.send(Abort([sequence.number for sequence in running], self._core.client))
+            self._metrics_of(stream).finished("abort")
+        if stream.replica is not None:
+            stream.replica.send(Abort([sequence.number for sequence in running], self._client))
         return running
 
     async def live_requests(self) -> RequestList:
         """Every request that the engine has, whoever asked for it. Raises ServerUnavailableError when the engine does
         not answer.
         """
-        return await self._ask(lambda ticket: ListRequests(self._core.client, ticket))
+        return await self._ask(ListRequests)
 
     async def end_requests(self, id: str) -> RequestList:
         """Ends the requests with this id, whoever asked for them; their clients see the finish reason "abort". Raises
         ServerUnavailableError when the engine does not answer.
         """
-        return await self._ask(lambda ticket: EndRequests(id, self._core.client, ticket))
+        return await self._ask(lambda client, ticket: EndRequests(id, client, ticket))
 
-    async def _ask(self, question: Callable[[int], ListRequests | EndRequests]) -> RequestList:
+    async def _ask(self, question: Question) -> RequestList:
+        """What all cores that run answer together."""
         if self.dead is not None:
             raise self.dead
-        self._num_asked += 1
-        ticket = self._num_asked
-        answer = self._asked[ticket] = asyncio.get_running_loop().create_future()
-        self._core.send(question(ticket))
-        try:
-            return await asyncio.wait_for(answer, ANSWER_TIMEOUT)
-        except TimeoutError:
-            raise ServerUnavailableError(f"The engine has not answered for {ANSWER_TIMEOUT:g} s.") from None
-        finally:
-            self._asked.pop(ticket, None)
+        running = [replica for replica in self.replicas if replica.runs]
+        if not running:
+            raise ServerUnavailableError("The engine died and is being started again.")
+        told = await asyncio.gather(*(replica.ask(question) for replica in running))
+        requests = sorted((one for answer in told for one in answer.requests), key=lambda one: -one.age)
+        return RequestList(0, requests, sum(answer.kv_cache_usage for answer in told) / len(told))
 
     def reset_prefix_cache(self) -> None:
         """Forgets the cached beginnings of prompts."""
-        self._core.send(ResetPrefixCache())
+        for replica in self.replicas:
+            replica.send(ResetPrefixCache())
+        if self._router is not None:
+            self._router.forget_prompts()
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the cores' last steps told, together."""
+        return total([replica.stats for replica in self.replicas])
+
+    @property
+    def num_cores(self) -> int:
+        """Those that run, or will: at least one."""
+        return max(1, sum(replica.dead is None for replica in self.replicas))
+
+    @property
+    def max_num_running(self) -> int:
+        """Requests that run at once, at most."""
+        return self.config.scheduler.max_num_seqs * self.num_cores
 
     @property
     def num_unfinished(self) -> int:
@@ -345,97 +352,111 @@ class AsyncLLM:
             self._end(stream.state.id)
 
     async def shutdown(self) -> None:
-        """Ends the core; requests still running get an error."""
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.wait({self._reader})  # it may be starting another core
+        """Ends the cores; requests still running get an error."""
+        readers = [replica.reader for replica in self.replicas if replica.reader is not None]
+        for reader in readers:
+            reader.cancel()
+        if readers:
+            await asyncio.wait(readers)  # they may be starting other cores
         self._fail_all(self.dead or EngineDeadError("The engine was shut down."))
-        await self._core.stop()
+        await asyncio.gather(*(replica.link.stop() for replica in self.replicas if replica.linked))
 
-    async def _read(self) -> None:
-        while self.dead is None:
+    async def _read(self, replica: Replica) -> None:
+        while replica.dead is None:
             try:
-                await self._take_all()
+                await self._take_all(replica)
             except Exception as cause:
-                if self._reviver is None:
+                if replica.reviver is None:
                     raise
-                self.pause()
+                self.pause(replica.index)
+                num_waiting = sum(stream.replica is None for stream in self._streams.values())
                 try:
-                    core, info = await self._reviver.another(cause, len(self._streams))
+                    core, info = await replica.reviver.another(cause, num_waiting)
                 except EngineDeadError as error:
-                    self.fail(error)
+                    self.lose(replica.index, error)
+                    if self.dead is None:
+                        logger.error("%s", replica.dead)
                 else:
-                    self.resume(core, info)
+                    self.resume(replica.index, core, info)
 
-    async def _take_all(self) -> None:
-        """Takes in what the core sends. Raises what ended it."""
+    async def _take_all(self, replica: Replica) -> None:
+        """Takes in what a core sends. Raises what ended it."""
+        link = replica.link
         while True:
-            for message in await self._core.receive():
+            for message in await link.receive():
                 if isinstance(message, EngineOutputs):
-                    self.take(message)
-                elif isinstance(message, RequestList):
-                    asking = self._asked.pop(message.ticket, None)
-                    if asking is not None and not asking.done():
-                        asking.set_result(message)
-                elif isinstance(message, Pong):
-                    self._pinged_at, self._step_error = 0.0, message.error
-                    self._stepped_at = time.monotonic()
-                    self._ponged.set()
+                    self.take(message, replica)
+                else:
+                    replica.take(message)
 
-    def pause(self) -> None:
-        """The core has died; another will come. Requests that have seen too many die end."""
-        self.paused = True
-        self._ponged.set()
-        for stream in list(self._streams.values()):
-            stream.num_deaths += 1
-            if stream.num_deaths > MAX_RESUMES:
-                error = f"the engine has died {stream.num_deaths} times while this request was running"
-                stream.fail(EngineError(f"The request could not be finished: {error}."))
-                self._forget(stream, "error")
-
-    def resume(self, core: CoreLink, info: WorkerInfo) -> None:
-        """Goes on with another core. Every open request is computed from its prompt and the tokens that it has, and its
-        reader sees no more than a pause.
+    def pause(self, index: int = 0) -> None:
+        """A core has died; another will come in its place. Its requests go on with the other cores at once or, when none
+        runs, with the first that comes; those that have seen too many die end.
         """
-        before, self._core = self._core, core
-        before.kill()
-        if core.client == 0:
-            self.metrics.restarted()
-        self.info = self._inputs.info = info
-        self.paused, self._pinged_at = False, 0.0
+        replica = self.replicas[index]
+        replica.disconnect()
+        for stream in [stream for stream in self._streams.values() if stream.replica is replica]:
+            stream.num_deaths += 1
+            if stream.num_deaths <= MAX_RESUMES:
+                self._go_on(stream)
+                continue
+            error = f"the engine has died {stream.num_deaths} times while this request was running"
+            stream.fail(EngineError(f"The request could not be finished: {error}."))
+            self._forget(stream, "error")
+
+    def resume(self, index: int, link: CoreLink, info: WorkerInfo) -> None:
+        """Another core has come in the place of one that died. Requests that wait for one go on."""
+        self._connect(index, link, info)
+        if link.client == 0:
+            self.replicas[index].metrics.restarted()
         for stream in self._streams.values():
-            for sequence in stream.state.sequences:
-                if not sequence.finished:
-                    core.send(_rest(stream.request, sequence, core.client))
+            if stream.replica is None:
+                self._go_on(stream)
+
+    def lose(self, index: int, error: EngineDeadError) -> None:
+        """No other core comes in the place of one that died: the others go on without it. Was it the last one, every
+        request ends with this error, and so does every one that comes.
+        """
+        self.replicas[index].dead = without_it(error)
+        if all(one.dead is not None for one in self.replicas):
+            self.dead = error
+            self._fail_all(error)
+            self.died.set()
+
+    def observe_loads(self, num_sequences: Sequence[int]) -> None:
+        """Takes in how many sequences each core has, where there are other front ends."""
+        if self._router is not None:
+            self._router.observe(num_sequences)
 
     async def check(self) -> None:
-        """Returns when a step has been made lately, or an idle core makes one now. Raises ServerUnavailableError when
-        the core is being started again or does not answer in time, EngineDeadError when it is gone.
+        """Returns when all cores are well: each has made a step lately, or makes one now. One that is being started again is
+        missed by nobody while another is well. Raises ServerUnavailableError, EngineDeadError when one is gone for good.
         """
-        now = time.monotonic()
-        if not self.paused and self.dead is None and now - self._stepped_at > FRESH:
-            if not self._pinged_at:
-                self._pinged_at = now
-                self._ponged.clear()
-                self._core.send(Ping(self._core.client))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ponged.wait(), max(0.0, self._pinged_at + HUNG - now))
-            if not self._ponged.is_set():
-                seconds = time.monotonic() - self._pinged_at
-                raise ServerUnavailableError(f"The engine has made no step for {seconds:.0f} s.")
         if self.dead is not None:
             raise self.dead
-        if self.paused:
-            raise ServerUnavailableError("The engine died and is being started again.")
-        if self._step_error is not None:
-            raise ServerUnavailableError(f"The engine's steps fail: {self._step_error}")
+        found = await asyncio.gather(*(one.check() for one in self.replicas), return_exceptions=True)
+        missed = [
+            error
+            for replica, error in zip(self.replicas, found, strict=True)
+            if error is not None and (None not in found or replica.runs or replica.dead is not None)
+        ]
+        if missed:
+            raise missed[0]
 
-    def fail(self, error: EngineDeadError) -> None:
-        """The core has died: every request ends with this error, and so does every one that comes."""
-        self.dead = error
-        self._ponged.set()
-        self._fail_all(error)
-        self.died.set()
+    async def check_some(self) -> None:
+        """Returns when one core is well. Raises as `check`."""
+        checks = [asyncio.ensure_future(replica.check()) for replica in self.replicas]
+        failures = []
+        try:
+            for check in asyncio.as_completed(checks):
+                try:
+                    return await check
+                except ToolkitError as error:
+                    failures.append(error)
+        finally:
+            for unneeded in checks:
+                unneeded.cancel()
+        raise self.dead or failures[0]
 
     def abort_all(self, reason: str) -> None:
         """Ends every request with an error that says why."""
@@ -450,71 +471,56 @@ class AsyncLLM:
 
     def _forget(self, stream: RequestStream, reason: str) -> None:
         self._outputs.remove(stream.state.id)
-        self._streams.pop(stream.state.id, None)
-        self._waits_no_more(stream.state.id)
-        self.metrics.finished(reason)
+        self._drop(stream.state.id)
+        self._metrics_of(stream).finished(reason)
+
+    def _drop(self, request_id: str) -> RequestStream | None:
+        """Takes a request off the books."""
+        stream = self._streams.pop(request_id, None)
+        self._waits_no_more(request_id)
+        if stream is not None and stream.share is not None and self._router is not None:
+            self._router.end(stream.share)
+        return stream
 
     def _waits_no_more(self, request_id: str) -> None:
         self.num_waiting_tokens -= self._waiting.pop(request_id, 0)
 
-    def take(self, message: EngineOutputs) -> None:
-        """Gives what a step brought to the streams."""
+    def _metrics_of(self, stream: RequestStream) -> Metrics:
+        return self.metrics if stream.replica is None else stream.replica.metrics
+
+    def take(self, message: EngineOutputs, replica: Replica) -> None:
+        """Gives what a step of a core brought to the streams."""
         now = time.monotonic()
-        if _shows_a_step(message):
-            self._stepped_at, self._step_error = now, None
+        metrics = replica.metrics
+        replica.note_step(message, now)
         if message.stats is not None:
-            self.stats = message.stats
-            observe_step(self.metrics, message.stats)
+            observe_step(metrics, message.stats)
         for number in message.scheduled:
             sequence = self._outputs.find(number)
             stream = self._streams.get(sequence.request.id) if sequence is not None else None
             if stream is not None and not stream.scheduled:
                 stream.scheduled = message.scheduled_at
                 self._waits_no_more(stream.state.id)
-                self.metrics.queue_time.observe(max(0.0, stream.scheduled - stream.arrival))
+                metrics.queue_time.observe(max(0.0, stream.scheduled - stream.arrival))
         done = self._outputs.process(message, now)
         num_tokens = len(done.begun)
         for last, count in done.gaps.items():
-            self.metrics.inter_token_latency.observe(now - last, count)
+            metrics.inter_token_latency.observe(now - last, count)
             num_tokens += count
         for sequence in done.begun:
-            self._observe_begin(sequence, now)
+            stream = self._streams.get(sequence.request.id)
+            if stream is not None and sequence.index == 0:
+                observe_begin(metrics, stream, now)
+                if stream.share is not None and self._router is not None:
+                    self._router.computed(stream.share)
         if num_tokens:
-            self.metrics.generation_tokens.inc(num_tokens)
+            metrics.generation_tokens.inc(num_tokens)
         for sequence, reason in done.finished:
-            self._observe_end(sequence, reason, now)
+            observe_end(metrics, sequence, self._streams.get(sequence.request.id), reason, now)
             if sequence.request.finished:
-                self._streams.pop(sequence.request.id, None)
-                self._waits_no_more(sequence.request.id)
+                self._drop(sequence.request.id)
         if done.ended:
-            self._core.send(Abort(done.ended, self._core.client))
-
-    def _observe_begin(self, sequence: SequenceState, now: float) -> None:
-        m, stream = self.metrics, self._streams.get(sequence.request.id)
-        if stream is not None and sequence.index == 0:
-            m.time_to_first_token.observe(now - stream.arrival)
-            m.observe_prompt(len(stream.state.prompt_token_ids), stream.state.num_cached_tokens)
-
-    def _observe_end(self, sequence: SequenceState, reason: str, now: float) -> None:
-        m = self.metrics
-        m.finished(reason)
-        m.request_generation_tokens.observe(sequence.num_tokens)
-        m.request_num_preemptions.observe(sequence.num_preemptions)
-        if sequence.num_tokens > 1:
-            seconds = sequence.last_token - sequence.first_token
-            m.time_per_output_token.observe(seconds / (sequence.num_tokens - 1))
-        stream = self._streams.get(sequence.request.id)
-        if stream is not None and stream.state.finished:
-            m.e2e_request_latency.observe(now - stream.arrival)
-            m.request_prompt_tokens.observe(len(stream.state.prompt_token_ids))
-            m.request_params_n.observe(len(stream.state.sequences))
-            longest = max(sequence.num_tokens for sequence in stream.state.sequences)
-            m.request_max_num_generation_tokens.observe(longest)
-            m.request_params_max_tokens.observe(stream.request.max_tokens)
-            if stream.scheduled and sequence.first_token:
-                m.inference_time.observe(now - stream.scheduled)
-                m.prefill_time.observe(sequence.first_token - stream.scheduled)
-                m.decode_time.observe(now - sequence.first_token)
+            replica.send(Abort(done.ended, self._client))
 
 
 async def find_folders(model: ModelConfig) -> tuple[Path, Path]:
@@ -543,29 +549,3 @@ def _rest(request: EngineRequest, sequence: SequenceState, client: int) -> Engin
         num_prompt_logprobs=len(request.prompt_token_ids) if sequence.index else reported,
         has_siblings=request.params.n > 1,
     )
-
-
-def _shows_a_step(message: EngineOutputs) -> bool:
-    """Whether a step brought it that ran to its end: one that failed has news too, and none of tokens."""
-    if message.numbers or (message.stats is not None and message.stats.num_sampled):
-        return True
-    return any(output.token_ids or output.embedding for output in message.outputs)
-
-
-def observe_step(metrics: Metrics, stats: EngineStats) -> None:
-    """Sets the gauges and adds the counts of a step."""
-    metrics.num_requests_running.set(stats.num_running)
-    metrics.observe_waiting(stats.num_waiting)
-    metrics.kv_cache_usage.set(stats.kv_cache_usage)
-    if stats.prefix_cache_queries:
-        metrics.prefix_cache_queries.inc(stats.prefix_cache_queries)
-        metrics.prefix_cache_hits.inc(stats.prefix_cache_hits)
-    if stats.num_preemptions:
-        metrics.num_preemptions.inc(stats.num_preemptions)
-    if stats.num_tokens:
-        metrics.iteration_tokens.observe(stats.num_tokens)
-        metrics.batch_size.observe(stats.num_running)
-        metrics.throughput.add(stats.num_tokens, stats.num_sampled)
-        metrics.observe_work(stats.work)
-    if stats.block_times:
-        metrics.observe_blocks(stats.block_times)

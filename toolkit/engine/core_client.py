@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
+from collections.abc import Sequence
 
 import msgspec
 import zmq
 
 import toolkit.errors
-from toolkit.config import EngineConfig
+from toolkit.config.engine import ENGINE
+from toolkit.engine.launch import Launch, Phases
 from toolkit.engine.messages import (
     EngineOutputs,
     Failed,
@@ -28,7 +30,6 @@ from toolkit.engine.messages import (
 )
 from toolkit.engine.sockets import address, descriptor, has_message, open_socket
 from toolkit.errors import EngineDeadError, ToolkitError
-from toolkit.logs import LogStyle
 from toolkit.worker import Report, WorkerInfo
 
 CHECK_INTERVAL = 0.2
@@ -120,7 +121,7 @@ class CoreLink:
 class CoreClient(CoreLink):
     """The first front end: it starts the core's process, and notices its end."""
 
-    def __init__(self, config: EngineConfig, folder: Path, log: LogStyle) -> None:
+    def __init__(self, launch: Launch) -> None:
         """Starts the process; `ready` waits for it."""
         self.sockets = tempfile.mkdtemp(prefix="tk-")
         super().__init__(self.sockets, 0)
@@ -129,8 +130,9 @@ class CoreClient(CoreLink):
             [sys.executable, "-m", "toolkit.engine.process", self.sockets],
             stdin=subprocess.PIPE,
             start_new_session=True,
+            env={**os.environ, ENGINE: str(launch.index), **launch.environment},
         )
-        self._start = Start(config, str(folder), log)
+        self._start = Start(launch.config, str(launch.folder), launch.log)
 
     @property
     def pid(self) -> int:
@@ -197,6 +199,20 @@ class CoreClient(CoreLink):
             self._timer = None
         self.close()
         shutil.rmtree(self.sockets, ignore_errors=True)
+
+
+async def all_ready(cores: Sequence[CoreClient], report: Report) -> list[WorkerInfo]:
+    """Waits for cores that are being started. When one cannot be, all are ended, and its error is raised."""
+    phases = Phases(len(cores), report)
+    starting = [asyncio.ensure_future(core.ready(phases.add)) for core in cores]
+    try:
+        return await asyncio.gather(*starting)
+    except BaseException:
+        for task in starting:
+            task.cancel()
+        for core in cores:
+            core.kill()
+        raise
 
 
 def as_error(failed: Failed) -> ToolkitError | None:

@@ -28,7 +28,7 @@ from toolkit.engine.pooling import (
     as_vector,
 )
 from toolkit.engine.tokenizer import load_tokenizer
-from toolkit.errors import EngineError, InvalidRequestError
+from toolkit.errors import ConfigError, EngineError, InvalidRequestError
 from toolkit.executor import Executor, start_executor
 from toolkit.models.hub import locate, locate_tokenizer
 from toolkit.sampling.params import BeamSearchParams, SamplingParams
@@ -67,6 +67,12 @@ class LLM:
         return llm
 
     def _load(self, config: EngineConfig, report: Report | None) -> None:
+        if config.parallel.data_parallel_size > 1:
+            raise ConfigError(
+                "--data-parallel-size is for servers and AsyncLLM, whose engines have processes of their own: LLM is one engine, "
+                "in this process. Serve the model (tk serve), or use AsyncLLM.",
+                param="data_parallel_size",
+            )
         folder = locate(config.model.model, config.model.revision)
         if config.model.tokenizer is not None:
             locate_tokenizer(config.model.tokenizer)  # what is missing is said before the model is loaded

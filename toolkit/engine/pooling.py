@@ -19,7 +19,8 @@ from toolkit.pooling import PoolingInfo, PoolingParams
 from toolkit.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from toolkit.engine.async_llm import AsyncLLM, RequestStream
+    from toolkit.engine.async_llm import AsyncLLM
+    from toolkit.engine.stream import RequestStream
 
 Vector = npt.NDArray[np.float32]
 STEPS_AHEAD = 2
@@ -241,7 +242,7 @@ async def pooled(
     engine: AsyncLLM, inputs: Sequence[PoolingInput], *, request_id: str, priority: int = 0
 ) -> list[Vector]:
     """The vectors of prompts, in their order. When this is cancelled, what still runs is ended. Raises EngineError."""
-    most = STEPS_AHEAD * engine.info.max_num_batched_tokens
+    most = STEPS_AHEAD * engine.info.max_num_batched_tokens * engine.num_cores
     vectors: list[Vector] = []
     running: deque[tuple[RequestStream, int]] = deque()
     num_tokens = 0
@@ -271,7 +272,7 @@ async def pooled(
 
 def num_at_once(engine: AsyncLLM, inputs: Sequence[PoolingInput]) -> int:
     """How many of the inputs `pooled` begins before any is done."""
-    most = STEPS_AHEAD * engine.info.max_num_batched_tokens
+    most = STEPS_AHEAD * engine.info.max_num_batched_tokens * engine.num_cores
     ends = itertools.accumulate(len(one.token_ids) for one in inputs)
     return max(1, sum(1 for end in ends if end <= most))
 

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from toolkit.engine.async_llm import RequestStream
+    from toolkit.engine.stream import RequestStream
 
 
 class RequestRecord:

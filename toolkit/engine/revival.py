@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from pathlib import Path
 
-from toolkit.config import EngineConfig
 from toolkit.engine.core_client import CoreClient
+from toolkit.engine.launch import Launch
 from toolkit.errors import EngineDeadError, ToolkitError
-from toolkit.logs import LogStyle
 from toolkit.worker import WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -22,30 +20,32 @@ STABLE = 60.0
 
 
 class Reviver:
-    """Starts cores, a bounded number of times in a row."""
+    """Starts cores in one place, a bounded number of times in a row."""
 
-    def __init__(self, config: EngineConfig, folder: Path, log: LogStyle, core: CoreClient) -> None:
+    def __init__(self, launch: Launch, core: CoreClient) -> None:
         """`core`: the first one, which has just been started."""
-        self._config, self._folder, self._log, self._core = config, folder, log, core
+        self._launch, self._core = launch, core
         self._num_attempts = 0
         self._alive_since = time.monotonic()
 
-    async def another(self, cause: Exception, num_open: int | None = None) -> tuple[CoreClient, WorkerInfo]:
+    async def another(self, cause: Exception, num_open: int = 0) -> tuple[CoreClient, WorkerInfo]:
         """A core that is ready. `cause`: what the last one died of, or why it is of no use any more: its process is
-        ended first, as two do not fit on a device. Raises EngineDeadError when that was the last attempt, with the
-        cause.
+        ended first, as two do not fit on a device. `num_open`: requests that wait for it. Raises EngineDeadError when that
+        was the last attempt, with the cause.
         """
         await self._core.end()
         if time.monotonic() - self._alive_since > STABLE:
             self._num_attempts = 0
         while True:
-            died = f"{as_dead(cause).message.rstrip('.')}."
+            several = self._launch.config.parallel.data_parallel_size > 1
+            died = f"{self._launch.name.capitalize()}: " if several else ""
+            died += f"{as_dead(cause).message.rstrip('.')}."
             if self._num_attempts == len(BACK_OFF):
                 raise EngineDeadError(
                     f"{died} It has been started again {len(BACK_OFF)} times, each within {STABLE:g} s of the "
                     "one before."
                 )
-            waiting = "" if num_open is None else f"; open requests that go on then: {num_open}"
+            waiting = "" if not num_open else f"; open requests that go on then: {num_open}"
             logger.error(
                 "%s It is started again (attempt %d of %d)%s.",
                 died,
@@ -56,7 +56,7 @@ class Reviver:
             )
             await asyncio.sleep(BACK_OFF[self._num_attempts])
             self._num_attempts += 1
-            core = CoreClient(self._config, self._folder, self._log)
+            core = CoreClient(self._launch)
             begun = time.monotonic()
             try:
                 info = await core.ready(lambda name, seconds: None)
@@ -68,7 +68,7 @@ class Reviver:
                 core.kill()
                 raise
             self._core, self._alive_since = core, time.monotonic()
-            logger.warning("the engine runs again, after %.1f s", self._alive_since - begun)
+            logger.warning("%s runs again, after %.1f s", self._launch.name, self._alive_since - begun)
             return core, info
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import HistogramMetricFamily
@@ -30,27 +31,50 @@ TOKENS = tuple(float(2**i) for i in range(18))
 SMALL_COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
 
+class Counted:
+    """One series of a CountedHistogram."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * len(bounds)
+        """Of the values between each bound and the one before."""
+        self.sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self.counts[bisect_left(self._bounds, value)] += count
+        self.sum += value * count
+
+
 class CountedHistogram(Collector):
     """A histogram that takes in many equal values at once: those of one step's tokens."""
 
-    def __init__(self, name: str, text: str, buckets: tuple[float, ...], labels: dict[str, str]) -> None:
-        self._name, self._text, self._labels = name, text, labels
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        *,
+        buckets: tuple[float, ...],
+        registry: CollectorRegistry,
+    ) -> None:
+        self._name, self._text, self._labels = name, text, list(labels)
         self._bounds = (*buckets, float("inf"))
-        self._counts = [0] * len(self._bounds)
-        self._sum = 0.0
+        self._series: dict[tuple[str, ...], Counted] = {}
+        registry.register(self)
 
-    def observe(self, value: float, count: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += count
-        self._sum += value * count
+    def labels(self, *values: str) -> Counted:
+        """The series with these labels."""
+        return self._series.setdefault(values, Counted(self._bounds))
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """What Prometheus reads: counts of the values up to each bound."""
-        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         bounds = [str(bound) for bound in self._bounds[:-1]] + ["+Inf"]
-        buckets = [
-            (bound, float(count)) for bound, count in zip(bounds, accumulate(self._counts), strict=True)
-        ]
-        family.add_metric(list(self._labels.values()), buckets, self._sum)
+        for values, series in self._series.items():
+            counts = accumulate(series.counts)
+            family.add_metric(
+                values, [(b, float(count)) for b, count in zip(bounds, counts, strict=True)], series.sum
+            )
         return [family]
 
 
@@ -79,19 +103,21 @@ class Throughput:
 class Metrics:
     """The metrics of one served model. Times in seconds, lengths in tokens."""
 
-    def __init__(self, prefix: str, model_name: str, engine: str = "0") -> None:
-        self.registry = CollectorRegistry()
+    def __init__(
+        self, prefix: str, model_name: str, engine: str = "0", beside: Metrics | None = None
+    ) -> None:
+        """`beside`: those of another engine, with which these are told."""
+        self.registry: CollectorRegistry = CollectorRegistry() if beside is None else beside.registry
+        self._families: dict[str, Any] = {} if beside is None else beside._families
         self._prefix = prefix
         self._values = (model_name, engine)
-        self.throughput = Throughput()
+        self.throughput: Throughput = Throughput() if beside is None else beside.throughput
+        """Of all engines."""
 
         self.num_requests_running = self._gauge("num_requests_running", "Requests that are being computed.")
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
-        self._num_waiting_by_reason = Gauge(
-            f"{prefix}:num_requests_waiting_by_reason",
-            "Requests that wait to run, by what for.",
-            (*LABELS, "reason"),
-            registry=self.registry,
+        self._num_waiting_by_reason = self._family(
+            Gauge, "num_requests_waiting_by_reason", "Requests that wait to run, by what for.", "reason"
         ).labels(*self._values, "capacity")
         self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.")
 
@@ -102,11 +128,11 @@ class Metrics:
         self.prompt_tokens_cached = self._counter(
             "prompt_tokens_cached", "Prompt tokens found in the prefix cache."
         )
-        self._prompt_tokens_by_source = Counter(
-            f"{prefix}:prompt_tokens_by_source",
+        self._prompt_tokens_by_source = self._family(
+            Counter,
+            "prompt_tokens_by_source",
             "Prompt tokens, by where their keys and values came from.",
-            (*LABELS, "source"),
-            registry=self.registry,
+            "source",
         )
         self.prefix_cache_queries = self._counter(
             "prefix_cache_queries", "Tokens looked up in the prefix cache."
@@ -115,30 +141,26 @@ class Metrics:
         self.num_preemptions = self._counter(
             "num_preemptions", "Times that a running request had to make room."
         )
-        self._request_success = Counter(
-            f"{prefix}:request_success",
-            "Requests that ended, by reason.",
-            (*LABELS, "finished_reason"),
-            registry=self.registry,
+        self._request_success = self._family(
+            Counter, "request_success", "Requests that ended, by reason.", "finished_reason"
         )
 
-        self._admission_rejections = Counter(
-            f"{prefix}:admission_rejections",
+        self._admission_rejections = self._family(
+            Counter,
+            "admission_rejections",
             "Requests refused because of the queue, their key's share or its rate.",
-            (*LABELS, "reason"),
-            registry=self.registry,
+            "reason",
         )
 
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", LONG_SECONDS
         )
-        self.inter_token_latency = CountedHistogram(
-            f"{prefix}:inter_token_latency_seconds",
+        self.inter_token_latency: Counted = self._family(
+            CountedHistogram,
+            "inter_token_latency_seconds",
             "Between two tokens of a request.",
-            SHORT_SECONDS,
-            dict(zip(LABELS, self._values, strict=True)),
-        )
-        self.registry.register(self.inter_token_latency)
+            buckets=SHORT_SECONDS,
+        ).labels(*self._values)
         self.time_per_output_token = self._histogram(
             "request_time_per_output_token_seconds",
             "A request's mean time for each token after the first.",
@@ -209,8 +231,8 @@ class Metrics:
                 ("reuse_gap", "Between two uses of a cached block (a sample)."),
             )
         ]
-        self._errors = Counter(
-            f"{prefix}:errors", "Errors that clients got, by HTTP status.", ("code",), registry=self.registry
+        self._errors = self._family(
+            Counter, "errors", "Errors that clients got, by HTTP status.", labels=("code",)
         )
         self._engine_restarts = self._counter(
             "engine_restarts", "Times that the engine died and was started again."
@@ -218,6 +240,10 @@ class Metrics:
         self.iteration_tokens = self._histogram(
             "iteration_tokens_total", "Tokens computed in a step.", TOKENS
         )
+
+    def of(self, engine: int) -> Metrics:
+        """The same metrics of one of the server's engines: its label tells them apart."""
+        return self if engine == 0 else Metrics(self._prefix, self._values[0], str(engine), self)
 
     def finished(self, reason: str) -> None:
         """Counts the end of a sequence."""
@@ -278,16 +304,31 @@ class Metrics:
         return generate_latest(self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        gauge = Gauge(f"{self._prefix}:{name}", text, LABELS, registry=self.registry)
-        return gauge.labels(*self._values)
+        gauge: Gauge = self._family(Gauge, name, text).labels(*self._values)
+        return gauge
 
     def _counter(self, name: str, text: str) -> Counter:
-        counter = Counter(f"{self._prefix}:{name}", text, LABELS, registry=self.registry)
-        return counter.labels(*self._values)
+        counter: Counter = self._family(Counter, name, text).labels(*self._values)
+        return counter
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"{self._prefix}:{name}", text, LABELS, buckets=buckets, registry=self.registry)
-        return histogram.labels(*self._values)
+        histogram: Histogram = self._family(Histogram, name, text, buckets=buckets).labels(*self._values)
+        return histogram
+
+    def _family(
+        self,
+        kind: Callable[..., Any],
+        name: str,
+        text: str,
+        *further: str,
+        labels: tuple[str, ...] = LABELS,
+        **options: Any,
+    ) -> Any:
+        """The metric of this name with all of its series, which engines share. `further`: labels beside `labels`."""
+        if name not in self._families:
+            full = f"{self._prefix}:{name}"
+            self._families[name] = kind(full, text, (*labels, *further), registry=self.registry, **options)
+        return self._families[name]
 
 
 class HTTPMetrics:

@@ -1,0 +1,85 @@
+"""What each of several engines is started with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toolkit import LLM
+from toolkit.config import EngineConfig
+from toolkit.engine import launch
+from toolkit.engine.launch import Phases, plan
+from toolkit.errors import ConfigError
+from toolkit.logs import LogStyle
+
+
+def environments(num_gpus: int, monkeypatch: pytest.MonkeyPatch, **settings: object) -> list[dict[str, str]]:
+    monkeypatch.setattr(launch, "find_gpus", lambda: [object()] * num_gpus)
+    config = EngineConfig.from_settings(settings)
+    return [dict(one.environment) for one in plan(config, Path("model"), LogStyle())]
+
+
+def devices(*lists: str) -> list[dict[str, str]]:
+    return [{"CUDA_VISIBLE_DEVICES": one} for one in lists]
+
+
+def test_each_engine_has_its_own_gpus(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert environments(8, monkeypatch, data_parallel_size=2) == devices("0", "1")
+    several = environments(
+        8, monkeypatch, data_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=2
+    )
+    assert several == devices("0,1,2,3", "4,5,6,7")
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen", "expected"),
+    [
+        ("5,3", 2, ("5", "3")),
+        ("GPU-8a, GPU-77", 2, ("GPU-8a", "GPU-77")),
+        ("4,2,99,7", 2, ("4", "2")),  # CUDA sees none behind one that is not there
+        ("MIG-1,MIG-2", 0, ("MIG-1", "MIG-2")),
+    ],
+)
+def test_they_are_taken_of_those_that_the_process_may_use(monkeypatch, visible, seen, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert environments(seen, monkeypatch, data_parallel_size=2) == devices(*expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"data_parallel_size": 5}, "needs 5, and there are 4 here. At most --data-parallel-size 4 fits"),
+        ({"data_parallel_size": 3, "tensor_parallel_size": 2}, "At most --data-parallel-size 2 fits"),
+        ({"data_parallel_size": 2, "tensor_parallel_size": 8}, "Not even one such engine fits"),
+    ],
+)
+def test_too_few_gpus_are_refused_with_what_fits(monkeypatch, settings, told):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ConfigError, match=told):
+        environments(4, monkeypatch, **settings)
+    assert environments(4, monkeypatch, device="cpu", **settings) == [{}] * settings["data_parallel_size"]
+
+
+def test_one_engine_engines_on_cpus_and_those_that_ray_places_are_told_nothing(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert environments(2, monkeypatch) == [{}]
+    assert environments(0, monkeypatch, data_parallel_size=2) == [{}, {}]
+    placed = {"data_parallel_size": 4, "distributed_executor_backend": "ray"}
+    assert environments(2, monkeypatch, **placed) == [{}] * 4
+
+
+def test_a_phase_is_done_when_it_is_in_every_engine():
+    told = []
+    phases = Phases(2, lambda name, seconds: told.append((name, seconds)))
+    phases.add("weights", 1.0)
+    phases.add("KV cache", 0.1)
+    assert told == []
+    phases.add("weights", 2.0)
+    assert told == [("weights", 2.0)]
+
+
+def test_llm_which_is_one_engine_refuses_several():
+    with pytest.raises(ConfigError, match="--data-parallel-size is for servers"):
+        LLM(data_parallel_size=2)

@@ -1,0 +1,73 @@
+"""One request's answer as it comes, to whoever asked AsyncLLM for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Self
+
+from toolkit.engine.messages import EngineRequest
+from toolkit.engine.output_processor import RequestState
+from toolkit.engine.outputs import Delta
+from toolkit.engine.replica import Replica
+from toolkit.engine.router import Share
+from toolkit.errors import EngineError
+
+if TYPE_CHECKING:
+    from toolkit.engine.async_llm import AsyncLLM
+
+
+class RequestStream:
+    """The deltas of one request, as they come; what has piled up comes as one. Iterate it to its end, or
+    `close` it, which ends the request.
+    """
+
+    def __init__(self, engine: AsyncLLM, state: RequestState, request: EngineRequest) -> None:
+        self.state = state
+        self.arrival = time.monotonic()
+        self.scheduled = 0.0
+        self.request = request
+        self.num_deaths = 0
+        """Cores that have died while they had it."""
+        self.replica: Replica | None = None
+        """Who has it; None while no core runs."""
+        self.share: Share | None = None
+        """What it is to that core, where there are several."""
+        self._engine = engine
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: Exception | None = None
+        self._num_unfinished = len(state.sequences)
+        state.wake = self._wake
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """Raises EngineError when the request cannot be finished."""
+        if not self._num_unfinished:
+            raise StopAsyncIteration
+        while (delta := self.state.take()) is None:
+            if self._failure is not None:
+                self._num_unfinished = 0
+                raise self._failure
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if delta.error is not None:
+            self.close()
+            raise EngineError(f"The request could not be finished: {delta.error}")
+        self._num_unfinished -= delta.finish_reason is not None
+        return delta
+
+    def fail(self, error: Exception) -> None:
+        """Ends it with an error, which comes after all that came before."""
+        self._failure = error
+        self._wake()
+
+    def close(self) -> None:
+        """Ends the request if it is still running."""
+        self._num_unfinished = 0
+        self._engine.abort(self.state.id)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
