@@ -17,8 +17,8 @@ USAGE = {"prompt_tokens": 5, "completion_tokens": 42, "prompt_tokens_details": {
 
 @dataclass
 class FakeServer:
-    """Answers each question with `pieces`: texts, deltas, or seconds to wait. It stops in the middle of them, without an
-    end, when told to.
+    """Answers each question with `pieces`: texts, deltas, or seconds or an event to wait for. It stops in the middle of
+    them, without an end, when told to.
     """
 
     url: str = ""
@@ -72,6 +72,10 @@ class FakeServer:
             if isinstance(piece, float):
                 await asyncio.sleep(piece)
                 continue
+            if isinstance(piece, threading.Event):
+                while not piece.is_set():
+                    await asyncio.sleep(0.01)
+                continue
             delta = {"content": piece} if isinstance(piece, str) else piece
             await self.send(response, {"choices": [{"delta": delta, "index": 0}]})
         await self.send(response, {"choices": [{"delta": {}, "finish_reason": self.finish_reason}]})
@@ -87,7 +91,7 @@ class FakeServer:
     async def stall(self) -> None:
         self.stalled.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         except asyncio.CancelledError:
             self.disconnected.set()
             raise
@@ -118,7 +122,7 @@ def running(fake: FakeServer, port: int = 0) -> Iterator[FakeServer]:
     try:
         yield fake
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

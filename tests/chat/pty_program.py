@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pyte
 
-PATIENCE = 30.0  # seconds until a screen that does not come is a failure
+PATIENCE = 90.0  # seconds until a screen that does not come is a failure
 ENTER, ESCAPE, TAB = "\r", "\x1b", "\t"
 CTRL_C, CTRL_D, CTRL_R, CTRL_T, CTRL_Z = "\x03", "\x04", "\x12", "\x14", "\x1a"
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import re
 
 import orjson
 import pytest
+from openai.types.chat import ChatCompletionContentPartParam
+from pydantic import TypeAdapter
 
 from tests.chat.fake_server import said
 from toolkit.chat import commands, store
 from toolkit.chat.client import Address, ModelCard
-from toolkit.chat.images import PIXEL
+from toolkit.chat.images import MOST_BYTES, PIXEL
 
 
 def kept(session):
@@ -222,6 +225,54 @@ async def test_a_picture_is_sent_where_the_model_takes_it(server, connect, scree
     ]
     await session.handle("And now?")
     assert server.bodies[-1]["messages"][-1]["content"] == "And now?"
+    asked = len(server.bodies)
+    await session.handle(f"/image {tmp_path / 'dot.gif'}")
+    assert len(server.bodies) == asked  # it is known by now
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        ("png", b"\x89PNG\r\n\x1a\n and pixels"),
+        ("jpeg", b"\xff\xd8\xff\xe0 and pixels"),
+        ("webp", b"RIFF\x10\0\0\0WEBPVP8 "),
+    ],
+)
+async def test_a_picture_is_a_part_as_the_official_client_has_it(server, connect, tmp_path, kind, content):
+    server.refuse_images = False
+    server.models = [{"id": "fake", "capabilities": ["multimodal"]}]
+    (tmp_path / "picture").write_bytes(content)  # what it is stands in it, not in its name
+    session = connect()
+    session.card = session.client.address.models()[0]
+    await session.handle(f"/image {tmp_path / 'picture'}")
+    assert server.bodies == []  # the server has told that its model takes pictures
+    await session.handle("What is this?")
+    parts = server.bodies[-1]["messages"][0]["content"]
+    picture, text = (TypeAdapter(ChatCompletionContentPartParam).validate_python(part) for part in parts)
+    assert (picture["type"], text) == ("image_url", {"type": "text", "text": "What is this?"})
+    begin, data = picture["image_url"]["url"].split(",")
+    assert begin == f"data:image/{kind};base64"
+    assert base64.b64decode(data, validate=True) == content
+
+
+async def test_what_the_server_does_not_count_is_not_called_nothing(server, connect, screen, monkeypatch):
+    monkeypatch.setattr(
+        "tests.chat.fake_server.USAGE", {"prompt_tokens": 5, "completion_tokens": 42}
+    )  # as vLLM's
+    session = connect()
+    await session.handle("One")
+    await session.handle("/stats")
+    assert re.search(r"of them cached +the server does not say", screen.talk)
+
+
+async def test_a_picture_that_is_too_large_stays_here(server, connect, screen, tmp_path):
+    with (tmp_path / "large.png").open("wb") as file:
+        file.write(b"\x89PNG\r\n\x1a\n")
+        file.truncate(MOST_BYTES + 1)
+    session = connect()
+    await session.handle(f"/image {tmp_path / 'large.png'}")
+    assert "at most 20 are sent" in screen.talk
+    assert server.bodies == session.images == []
 
 
 async def test_a_picture_that_cannot_be_sent_is_one_sentence(server, connect, screen, tmp_path):

@@ -73,7 +73,7 @@ def test_an_answer_through_a_pipe_fits_its_schema(real, tmp_path):
     (tmp_path / "schema.json").write_text(json.dumps(schema | {"additionalProperties": False}))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, "chat", "--url", real.url, "--schema", "schema.json", "--temperature", "0"],
-        input="Is it?", capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path,
+        input="Is it?", capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["a"] in ("yes", "no")

@@ -44,8 +44,10 @@ class Show:
 
 def test_a_wait_is_shown_when_it_is_one_and_leaves_no_trace():
     show = Show()
+    show.display._began += 1000 * PATIENCE
     show.display.refresh()
     assert show.emulator.text == ""
+    show.display._began -= 1000 * PATIENCE
     show.wait()
     assert "waiting" in show.emulator.text
     show.add(content="Here.")

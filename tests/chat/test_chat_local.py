@@ -31,8 +31,8 @@ def state(tmp_path, monkeypatch):
 
 
 def gone(url):
-    """Whether nothing answers there, within ten seconds."""
-    for _ in range(100):
+    """Whether nothing answers there, after a while at the latest."""
+    for _ in range(300):
         try:
             httpx.get(url, timeout=1.0)
         except httpx.HTTPError:
@@ -46,7 +46,7 @@ def test_a_private_server_runs_while_it_is_needed(state, monkeypatch, manner):
     monkeypatch.setattr(local, "GRACE", 0.5)
     waits = []
     with local_server(None, tick=waits.append, command=[sys.executable, "-c", SERVER, manner]) as server:
-        assert httpx.get(server.url).text == server.api_key
+        assert httpx.get(server.url, timeout=60.0).text == server.api_key
         assert len(server.api_key) >= 24
         (log,) = state.iterdir()
         assert log.stat().st_mode & 0o077 == 0
@@ -76,13 +76,13 @@ command = [sys.executable, "-c", {SERVER!r}]
 signals = turned_into_exit(signal.SIGTERM, signal.SIGHUP)
 with signals, local_server(None, tick=lambda s: None, command=command) as server:
     print(server.url, flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as chat:
         url = chat.stdout.readline().strip()
-        assert httpx.get(url).status_code == 200
+        assert httpx.get(url, timeout=60.0).status_code == 200
         os.kill(chat.pid, number)
-        chat.wait(20)
+        chat.wait(90)
     assert gone(url)
 
 

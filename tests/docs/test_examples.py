@@ -1,33 +1,58 @@
-"""The examples of the manual do what they say, against a server that runs."""
+"""The examples of the manual do what they say: against a server that runs, as a server, or on an engine of their own."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
 
 from tests.api.serving import Server
+from tests.checkpoints import edit_json
 from tests.hub import Hub
+from toolkit.cli.root import run
 from toolkit.demo import MODEL_DIR
 from toolkit.docs.prose import PROSE
 
+LINES = [line for prose in PROSE.values() for _, lines in prose.examples for line in lines.split("\n")]
 HUB = ("tk pull", "tk show", "tk rm", "--dry-run")
 """Examples with these find models here: gpt2 on a hub of this machine, and one in ./model."""
-NEEDS_MORE = (
-    "gpt2", "./model", "tk serve", "--rps 50", "--find-max-rps", "trace.jsonl", "before.json",
-)  # fmt: skip
-"""What others need that is not here: a model's weights, a server that nobody stops, a fast one, a minute."""
-EXAMPLES = [
-    line
-    for prose in PROSE.values()
-    for _, lines in prose.examples
-    for line in lines.split("\n")
-    if any(part in line for part in HUB) or not any(part in line for part in NEEDS_MORE)
-]
+SERVERS = [line for line in LINES if "tk serve" in line and "--dry-run" not in line and line != "tk serve"]
+"""`tk serve` alone is the server that others are run against."""
+ENGINES = [line for line in LINES if re.search("tk (run|bench (offline|latency|prefill))", line)]
+"""They run in this process, where PyTorch is imported already."""
+QUICK = {"--duration 10": "--duration 1", "--num-prompts 64": "--num-prompts 8", "0.0.0.0": "127.0.0.1"}
+"""What is put in the place of what would only take time, or open this machine to others."""
+SHORT = {
+    "TK_REPEATS": "1",
+    "TK_MIN_LEN": "4",
+    "TK_MAX_LEN": "8",
+    "TK_OUTPUT_LEN": "8",
+    "TK_BATCH_SIZES": "1",
+    "TK_NUM_PROMPTS": "4",
+}
+SEARCH = {
+    "TK_REQUEST_RATE": "16",
+    "TK_DURATION": "0.6",
+    "TK_GOODPUT_RATIO": "0.5",
+}
+TRACE = [{"timestamp": 50 * i, "input_length": 16 + i, "output_length": 4} for i in range(5)]
+IN_VAIN = ("SATURATED", "none came in")
+"""What a slow machine may end a measurement with."""
+CERTIFICATE = (
+    "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=localhost"
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,23 +72,116 @@ def hub() -> Iterator[Hub]:
     hub.close()
 
 
-@pytest.mark.parametrize("line", EXAMPLES)
-def test_it_runs(line: str, server: Server, hub: Hub, tmp_path: Path):
-    tk = tmp_path / "bin" / "tk"
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with a context as long as that of gpt2."""
+    folder = tmp_path_factory.mktemp("models") / "gpt2"
+    shutil.copytree(MODEL_DIR, folder)
+    weights = load_file(folder / "model.safetensors")
+    [positions] = [name for name in weights if name.endswith("wpe.weight")]
+    weights[positions] = pad(weights[positions], (0, 0, 0, 1024 - len(weights[positions])))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    edit_json(folder / "config.json", n_positions=1024)
+    edit_json(folder / "tokenizer_config.json", model_max_length=1024)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def result(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a small run, closed so that no client can be too slow for it."""
+    folder = tmp_path_factory.mktemp("results")
+    flags = (
+        f"--url {server.url} --num-prompts 8 --max-concurrency 2 --random-output-len 4 --result-dir {folder}"
+    )
+    command = [sys.executable, "-m", "toolkit", "bench", *flags.split(), "--result-filename", "measured.json"]
+    subprocess.run(command, capture_output=True, timeout=60, check=True)
+    return folder / "measured.json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path) -> Path:
+    """Where an example runs: with the files that examples name."""
+    for name in ("gpt2", "model"):
+        (tmp_path / name).symlink_to(model)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "notes.txt").write_text("What is a KV cache?")
+    (tmp_path / "keys.txt").write_text("a-key")
+    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in TRACE))
+    return tmp_path
+
+
+def shortened(line: str) -> str:
+    for long, short in QUICK.items():
+        line = line.replace(long, short)
+    return line
+
+
+@pytest.mark.parametrize(
+    "line", [line for line in LINES if line not in SERVERS + ENGINES and line != "tk serve"]
+)
+def test_it_runs(line: str, server: Server, hub: Hub, result: Path, folder: Path):
+    tk = folder / "bin" / "tk"
     tk.parent.mkdir()
     tk.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m toolkit "$@"\n')
     tk.chmod(0o755)
-    (tmp_path / "model").symlink_to(MODEL_DIR)
-    (tmp_path / "models").mkdir()
-    environment = {"PATH": f"{tk.parent}:{os.environ['PATH']}", "HOME": str(tmp_path), "TK_URL": server.url}
+    environment = {
+        "PATH": f"{tk.parent}:{os.environ['PATH']}",
+        "HOME": str(folder),
+        "TK_URL": server.url,
+        "TK_RANDOM_OUTPUT_LEN": "8",
+    }
     if any(part in line for part in HUB):
-        environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
+        (folder / "gpt2").unlink()
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(folder / "hf")}
+    if "--find-max-rps" in line:
+        environment |= SEARCH
+    command = (
+        shortened(line).replace("http://127.0.0.1:8000", server.url).replace("127.0.0.1:8000", server.url)
+    )
     if "tk rm" in line:
-        line = f"tk pull gpt2 && {line}"
+        command = f"tk pull gpt2 && {command}"
+    if "before.json" in line:
+        shutil.copy(result, folder / "before.json")
+        shutil.copy(result, folder / "after.json")
     done = subprocess.run(
-        ["bash", "-c", line.replace("http://127.0.0.1:8000", server.url).replace("127.0.0.1:8000", server.url)],
-        input="What is a KV cache?", cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False,
+        ["bash", "-c", command], input="What is a KV cache?", cwd=folder, env=os.environ | environment,
+        capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    slow_machine = "bench" in line and done.returncode == 1 and "SATURATED" in done.stdout + done.stderr
-    assert done.returncode == 0 or slow_machine, done.stderr
+    in_vain = done.returncode == 1 and any(reason in done.stdout + done.stderr for reason in IN_VAIN)
+    assert done.returncode == 0 or ("bench" in line and in_vain), done.stderr
     assert done.stdout or "source" in line
+
+
+@pytest.mark.parametrize("line", ENGINES)
+def test_it_runs_an_engine(
+    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    words = shlex.split(shortened(line))
+    if words[0] == "cat":
+        words = words[words.index("|") + 1 :]
+    monkeypatch.chdir(folder)
+    for name, value in (SHORT | {"HOME": str(folder), "HF_HUB_OFFLINE": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", words)
+    with (folder / "notes.txt").open() as notes:
+        monkeypatch.setattr(sys, "stdin", notes if "cat" in line else None)
+        assert run() == 0, capsys.readouterr().err
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", SERVERS)
+def test_it_serves_until_it_is_told_to_end(line: str, folder: Path):
+    if "cert.pem" in line:
+        subprocess.run(CERTIFICATE.split(), cwd=folder, capture_output=True, check=True)
+    words = shlex.split(shortened(line))
+    begin = words.index("tk")
+    environment = dict(word.split("=", 1) for word in words[:begin])
+    server = Server(*words[begin + 2 :], cwd=folder, **environment)
+    try:
+        card = httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer a-key"}, verify=False)
+        [told] = card.raise_for_status().json()["data"]
+        assert (told["id"], told["max_model_len"]) in {("gpt2", 512), ("./model", 1024)}
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+    finally:
+        server.stop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 import pytest
 
@@ -116,6 +118,12 @@ class Canned:
                 return httpx.Response(404, json={"error": {"message": f"There is no live request '{id}'."}})
             return httpx.Response(200, json={"id": id, "num_requests": 1, "deleted": True})
         return httpx.Response(200, json={"requests": self.live, "object": "list"})
+
+
+@pytest.fixture
+def vllm_text() -> str:
+    """What a vLLM 0.32 on a CPU had in /metrics under load, without what nobody here reads."""
+    return (Path(__file__).parent / "data" / "vllm-0.32-metrics.txt").read_text()
 
 
 @pytest.fixture

@@ -51,14 +51,18 @@ def shown(app):
     return "".join(f"{strip.text.rstrip()}\n" for strip in strips)
 
 
-async def screen(keys, size, **settings):
-    """What is shown once `keys` have been pressed."""
+async def screen(keys, size, expected=None, **settings):
+    """What is shown once `keys` have been pressed; a machine that is slow to show what is `expected` gets some time."""
     app = demo_app(**settings)
     async with app.run_test(size=size) as pilot:
         await pilot.pause(0.1)
         for key in keys:
             await pilot.press(key)
             await pilot.pause(0.1)
+        for _ in range(100 * (expected is not None)):
+            if shown(app) == expected:
+                break
+            await pilot.pause(0.05)
         return shown(app)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.top.arithmetic import increase, latency, observed, quantiles, restarted, together
+from toolkit.top.arithmetic import increase, latency, observed, quantiles, restarted, tightened, together
 from toolkit.top.bands import NUM_BANDS, band_of, lower_bound, spread
 from toolkit.top.parse import Parser
 from toolkit.top.reading import Histogram, Reading
@@ -77,6 +77,32 @@ def test_quantiles_over_servers_with_different_bounds_are_those_of_all_observati
     drawn = np.concatenate([rng.uniform(low, high, 400 * count) for low, high, count in pieces])
     wanted = (0.1, 0.5, 0.9, 0.99)
     assert quantiles(pieces, wanted) == pytest.approx(np.quantile(drawn, wanted).tolist(), rel=0.01)
+
+
+def test_a_coarse_first_bucket_gives_way_to_what_the_sum_says():
+    waits = np.random.default_rng(3).exponential(0.004, 20_000)
+    buckets = {
+        0.3: len(waits),
+        1.0: len(waits) + 10,
+        math.inf: len(waits) + 10,
+    }  # vLLM's, of the time in its queue
+    told = Histogram(len(waits) + 10, waits.sum() + 10 * 0.301, pieces_of(buckets))
+    found = latency(tightened(told))
+    assert (found.p50, found.p90) == pytest.approx(np.quantile(waits, (0.5, 0.9)).tolist(), rel=0.1)
+    assert found.p99 == pytest.approx(np.quantile(waits, 0.99), rel=0.3)
+    assert tightened(told).pieces[-1] == (0.3, 1.0, 10)
+    assert sum(count for _, _, count in tightened(told).pieces) == told.count
+    evenly = Histogram(100, 100 * 0.14, [(0.0, 0.3, 100)])
+    assert tightened(evenly) == evenly
+
+
+def test_without_a_number_of_requests_in_a_step_its_tokens_tell(vllm_text):
+    server = Server("http://a", 30.0)
+    server.add(reading(vllm_text, 0.0))
+    view = view_of([server], since_start=True)
+    generated, steps = 28_002, 7_644
+    assert view.batch_size == pytest.approx(generated / steps)
+    assert view.latencies["queue"].p99 < 0.001  # all of them are in a bucket that ends at 0.3 s
 
 
 def test_increases_and_latencies_are_those_between_the_readings(metrics):

@@ -50,7 +50,7 @@ def itl(p50, p99):
          "--max-num-seqs (64 now)"),
         ({"waiting": 9.0, "kv_usage": 0.99, "running": 20.0}, "KV cache", "99% used, 9 wait", "--gpu-memory-utilization"),
         ({"recent_preemptions": 3.0}, "KV cache", "3 preempted in 30 s", "--kv-cache-dtype fp8"),
-        ({"mean_prompt_rate": 9000.0, "latencies": itl(0.01, 0.2)}, "prefill", "91% of the computed tokens are prompts'",
+        ({"mean_prompt_rate": 9000.0, "latencies": itl(0.01, 0.2)}, "prefill", "91% of computing is prompts",
          "lower --max-num-batched-tokens (8192 now)"),
         ({"mean_prompt_rate": 9000.0, "prefix_hit_rate": 0.99, "latencies": itl(0.01, 0.2)}, "fine", "64 run", ""),
         ({"mean_prompt_rate": 9000.0, "waiting": 4.0, "running": 10.0}, "prefill", "91%",

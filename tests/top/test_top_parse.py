@@ -146,3 +146,18 @@ process_cpu_seconds_total 12.5
 def test_metrics_of_something_else_are_a_readable_error(text):
     with pytest.raises(ServerError, match="/metrics"):
         Parser().parse(text)
+
+
+def test_what_vllm_writes_is_read_as_prometheus_reads_it(vllm_text):
+    found, expected = Parser().parse(vllm_text), reference(vllm_text, "vllm:")
+    means = {"cache_config_info", "kv_cache_usage_perc"}
+    assert {name: found.numbers[name] for name in expected.keys() & found.numbers.keys() - means} == {
+        name: pytest.approx(expected[name]) for name in expected.keys() & found.numbers.keys() - means
+    }
+    assert {"prompt_tokens_total", "num_requests_running"} < found.numbers.keys()
+    for name, histogram in found.histograms.items():
+        assert histogram.count == expected[f"{name}_count"]
+        assert sum(count for _, _, count in histogram.pieces) == histogram.count
+    assert found.model == "demo"
+    assert found.labels["num_gpu_blocks"] == "1024"
+    assert found.parts["process_cpu_seconds_total"] == {"server": found.numbers["process_cpu_seconds_total"]}

@@ -13,7 +13,7 @@ import pytest
 
 from toolkit.config.clients import TopConfig
 from toolkit.errors import ConfigError, ToolkitError
-from toolkit.top import words
+from toolkit.top import background, words
 from toolkit.top.background import is_light
 from toolkit.top.plain import as_json, snapshot
 from toolkit.top.recording import Recorder, replays
@@ -181,7 +181,9 @@ def test_counts_fit_five_columns(value, text):
 
 def test_help_and_a_mistake_cost_no_screen():
     command = [sys.executable, "-X", "importtime", "-c", "from toolkit.cli import main; main()", "top"]
-    done = subprocess.run([*command, "--replay", "/no/such/file"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*command, "--replay", "/no/such/file"], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 2
     imported = re.findall(r"\|\s+([\w.]+)$", done.stderr, re.M)
     assert not {"textual", "torch", "transformers"} & set(imported)
@@ -206,6 +208,8 @@ def test_the_terminal_is_asked_for_its_background(answer, variable, light, monke
     import threading
 
     monkeypatch.setenv("COLORFGBG", variable)
+    if answer:
+        monkeypatch.setattr(background, "PATIENCE", 60.0)
     ours, theirs = pty.openpty()
 
     class Stream:

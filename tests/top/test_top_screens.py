@@ -20,7 +20,8 @@ from toolkit.top.state import State
 @pytest.mark.parametrize(("name", "size"), [*product(SCREENS, SIZES)])
 async def test_a_screen_is_as_it_was_last_looked_at(name, size):
     """When this fails on purpose: `python -m tests.top.screens`, look at what `git diff` shows, and commit it."""
-    assert await screen(SCREENS[name], size) == file_of(name, size).read_text()
+    expected = file_of(name, size).read_text()
+    assert await screen(SCREENS[name], size, expected) == expected
 
 
 @pytest.mark.parametrize("servers", ["all", "one", "none answers"])

@@ -204,12 +204,13 @@ async def stats(session: Session, argument: str) -> None:
         session.terminal.note("Nothing has been answered yet.")
         return
     speeds = [answer.tokens_per_second for answer in answers if answer.tokens_per_second is not None]
+    cached = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
     _table(
         session,
         [
             ("answers", f"{len(answers):,}"),
             ("tokens in", f"{sum(answer.prompt_tokens or 0 for answer in answers):,}"),
-            ("of them cached", f"{sum(answer.cached_tokens or 0 for answer in answers):,}"),
+            ("of them cached", f"{sum(cached):,}" if cached else "the server does not say"),
             ("tokens out", f"{sum(answer.completion_tokens for answer in answers):,}"),
             ("mean tok/s", f"{sum(speeds) / len(speeds):,.1f}" if speeds else "unknown"),
             ("last answer", answers[-1].stats(session.card.max_context) or "nothing came"),
@@ -244,6 +245,7 @@ async def image(session: Session, argument: str) -> None:
     url = as_data_url(Path(argument).expanduser())
     if reason := await takes_images(session.client, session.card):
         raise InvalidRequestError(f"{session.card.name} takes no images: {reason}")
+    session.card = replace(session.card, takes_images=True)  # it is not asked again
     session.images.append(url)
     session.terminal.note(f"{Path(argument).name} goes with the next question.")
 

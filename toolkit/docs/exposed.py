@@ -10,6 +10,7 @@ import msgspec
 from prometheus_client.registry import Collector
 
 from toolkit.api.app import make_app
+from toolkit.api.front import Served
 from toolkit.api.stats import describe
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.metrics import HTTPMetrics, Metrics
@@ -62,7 +63,7 @@ def metrics() -> list[Metric]:
     HTTPMetrics(told.registry)
     required = [field for field in msgspec.structs.fields(WorkerInfo) if field.required]
     info = WorkerInfo(**{field.name: field.type() for field in required})
-    describe(SimpleNamespace(metrics=told), EngineConfig(), info)
+    describe(SimpleNamespace(metrics=told), EngineConfig(), Served([info], True, True))
     found = [
         _metric(family, collector)
         for collector in told.registry._collector_to_names  # the public way shows no labels of what is not counted yet

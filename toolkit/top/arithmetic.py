@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from toolkit.top.reading import Histogram, Reading
 
+HALVES = 7
+"""Each half as many as before it: enough for the 99th percentile."""
 Piece = tuple[float, float, float]  # above, up to, how many
 
 
@@ -36,14 +39,35 @@ def observed(name: str, old: Reading | None, new: Reading) -> Histogram:
     now = new.histograms.get(name, Histogram())
     before = old.histograms.get(name) if old is not None else None
     if before is None:
-        return now
+        return tightened(now)
     counts = {(above, up_to): count for above, up_to, count in before.pieces}
     pieces = [(above, up_to, count - counts.get((above, up_to), 0.0)) for above, up_to, count in now.pieces]
-    return Histogram(
+    found = Histogram(
         max(0.0, now.count - before.count),
         max(0.0, now.sum - before.sum),
         [piece for piece in pieces if piece[2] > 0],
     )
+    return tightened(found)
+
+
+def tightened(histogram: Histogram) -> Histogram:
+    """The histogram with a first piece that goes with the sum of all observations.
+
+    The others are at least at the low ends of their pieces; what is left of the sum is the most that the first may have.
+    Where its mean is far below its middle, its observations are spread as those of an exponential distribution (the least
+    that a mean says) instead of evenly: a first bucket of 300 ms holds all of a queue where nobody waits.
+    """
+    if not histogram.pieces or histogram.pieces[0][0] > 0:
+        return histogram
+    (_, up_to, count), *others = histogram.pieces
+    left = max(0.0, histogram.sum - sum(above * number for above, _, number in others))
+    half = math.log(2.0) * left / count
+    if half * HALVES > up_to:
+        return histogram
+    shares = [count / 2**i for i in range(1, HALVES)]
+    shares.append(shares[-1])
+    first = [(i * half, (i + 1) * half, share) for i, share in enumerate(shares)]
+    return Histogram(histogram.count, histogram.sum, [*first, *others])
 
 
 def together(histograms: Iterable[Histogram]) -> Histogram:
@@ -65,6 +89,13 @@ def latency(histogram: Histogram) -> Latency:
 def mean(histogram: Histogram) -> float | None:
     """Of all observations; None when there are none."""
     return histogram.sum / histogram.count if histogram.count else None
+
+
+def requests_per_step(told: Histogram, steps: Histogram, generated: float | None) -> float | None:
+    """As the server tells it; else by the tokens of its steps, in which each running request gets one."""
+    if told.count or not steps.count or generated is None:
+        return mean(told)
+    return generated / steps.count
 
 
 def quantiles(pieces: Sequence[Piece], wanted: Sequence[float]) -> list[float | None]:

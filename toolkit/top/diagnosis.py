@@ -64,11 +64,6 @@ class Case:
     waiting: float
 
     @property
-    def is_tk(self) -> bool:
-        """Whether it is a tk server, whatever prefix its metrics have."""
-        return self.server.last is not None and "scheduling_policy" in self.server.last.labels
-
-    @property
     def on_gpu(self) -> bool:
         """Whether the model runs on a GPU, as far as that is known."""
         return not str(setting(self.server, "device") or "").startswith("cpu")
@@ -117,7 +112,7 @@ def front_end_busy(case: Case) -> Diagnosis | None:
     cores = case.view.cpu_cores.get("worker" if workers > 1 else "server", 0.0)
     if cores < BUSY_CORE * workers:
         return None
-    flag = "--api-workers" if case.is_tk else "--api-server-count"
+    flag = "--api-workers" if case.server.is_tk else "--api-server-count"
     text = (
         f"{words.percent(cores / workers, 0)} of a core for HTTP and text: the engine waits for the front end"
     )
@@ -142,11 +137,11 @@ def prompts_in_the_way(case: Case) -> Diagnosis | None:
     unsteady = itl is not None and itl.p50 and itl.p99 and itl.p99 > UNSTEADY * itl.p50
     if case.prefill_share < MOSTLY or not (case.waiting or unsteady):
         return None
-    text = f"{words.percent(case.prefill_share, 0)} of the computed tokens are prompts'"
-    if case.view.prefix_hit_rate is not None:
-        text += f", {words.percent(case.view.prefix_hit_rate, 0)} came from the cache"
+    text = f"{words.percent(case.prefill_share, 0)} of computing is prompts"
     if unsteady and itl is not None:
-        text += f"; ITL p99 {words.seconds(itl.p99)}, p50 {words.seconds(itl.p50)}"
+        text += f"; ITL p50 {words.seconds(itl.p50)}, p99 {words.seconds(itl.p99)}"
+    elif case.view.prefix_hit_rate is not None:
+        text += f"; {words.percent(case.view.prefix_hit_rate, 0)} cached"
     if setting(case.server, "enable_prefix_caching") in (False, "False"):
         return Diagnosis("prefill", 2, text, "--enable-prefix-caching")
     budget = number(case.server, "max_num_batched_tokens")

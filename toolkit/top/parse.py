@@ -32,6 +32,8 @@ HISTOGRAMS = {
     "request_decode_time_seconds",
     "iteration_num_requests",
     "iteration_tokens_total",
+    "request_prompt_tokens",
+    "request_generation_tokens",
 }
 BIRTH = "generation_tokens_created"
 """Of all moments of creation, one is enough."""
@@ -150,6 +152,8 @@ def _gather(samples: Iterable[tuple[str, dict[str, str], float]]) -> Metrics:
         label = PARTS.get(name)
         if label in labels:
             parts.setdefault(name, defaultdict(float))[labels[label]] += value
+        elif label == "process":  # the one that answers
+            parts.setdefault(name, defaultdict(float))["server"] += value
     numbers = {
         name: sum(values) / len(values) if name in MEANS else sum(values) for name, values in found.items()
     }

@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from typing import Any
 
-from toolkit.top.arithmetic import increase, mean, observed, quantiles, restarted
+from toolkit.top.arithmetic import increase, observed, quantiles, requests_per_step, restarted
 from toolkit.top.bands import spread
 from toolkit.top.reading import LiveRequest, Reading
 
@@ -94,6 +94,11 @@ class Server:
         """Whether the newest attempt to read it went well."""
         return self.last is not None and not self.error
 
+    @property
+    def is_tk(self) -> bool:
+        """Whether it is a tk server, whatever prefix its metrics have."""
+        return self.last is not None and "scheduling_policy" in self.last.labels
+
     def age(self, now: float) -> float:
         """Seconds since the numbers were true; infinite when there never were any."""
         return now - self.last.time if self.last is not None else float("inf")
@@ -108,7 +113,11 @@ class Server:
             self.points[title].append(None if gained is None else gained / seconds)
         for title, name in GAUGES.items():
             self.points[title].append(new.numbers.get(name))
-        self.points["batch"].append(mean(observed("iteration_num_requests", old, new)))
+        told, steps = (
+            observed(name, old, new) for name in ("iteration_num_requests", "iteration_tokens_total")
+        )
+        generated = increase("generation_tokens_total", old, new)
+        self.points["batch"].append(requests_per_step(told, steps, generated))
         for title, name in LATENCIES.items():
             histogram = observed(name, old, new)
             self.points[title].append(quantiles(histogram.pieces, (0.5,))[0])

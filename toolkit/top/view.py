@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from toolkit.top.arithmetic import Latency, latency, mean
+from toolkit.top.arithmetic import Latency, latency, mean, requests_per_step
 from toolkit.top.server import LATENCIES, RATES, Point, Server
 from toolkit.top.window import Window, Windows, total_of
 
@@ -31,6 +31,8 @@ class View:
     waiting: float | None = None
     finished: dict[str, float] = field(default_factory=dict)  # by reason, since the server's start
     rejected: float | None = None  # over the span
+    prompt_tokens: float | None = None  # of a request, on average over the span
+    output_tokens: float | None = None
     batch_size: float | None = None  # requests in a step, over the span
     step_tokens: float | None = None  # tokens in a step, over the span
     steps_rate: float | None = None  # over the span
@@ -89,7 +91,9 @@ def view_of(servers: Sequence[Server], *, since_start: bool = False) -> View:
         waiting=all_of.sum("num_requests_waiting"),
         finished={name: count for name, count in all_of.parts("request_success_total").items() if count},
         rejected=all_of.increase("admission_rejections_total"),
-        batch_size=mean(batch),
+        prompt_tokens=mean(all_of.observed("request_prompt_tokens")),
+        output_tokens=mean(all_of.observed("request_generation_tokens")),
+        batch_size=requests_per_step(batch, steps, all_of.increase("generation_tokens_total")),
         step_tokens=mean(steps),
         steps_rate=steps.count / all_of.seconds if steps.count and all_of.seconds else None,
         kv_usage=all_of.mean("kv_cache_usage_perc"),

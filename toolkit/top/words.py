@@ -38,8 +38,10 @@ def per_second(value: float | None, unit: str) -> str:
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """Of a share from 0 to 1."""
-    return NOTHING if value is None else f"{value:.{digits}%}"
+    """Of a share from 0 to 1. What is there, but little, is not 0%."""
+    if value is None:
+        return NOTHING
+    return f"<{10.0**-digits:g}%" if 0 < value < 0.005 * 10.0**-digits else f"{value:.{digits}%}"
 
 
 def seconds(value: float | None) -> str:

@@ -13,7 +13,7 @@ class Page:
     """One of the five. `listing` is its table, if it has one; `keys` are those of this page alone."""
 
     title: ClassVar[str]
-    keys: ClassVar[tuple[tuple[str, str], ...]] = ()
+    keys: tuple[tuple[str, str], ...] = ()
     wants_requests: ClassVar[bool] = False
     shows_age: ClassVar[bool] = True
     """Whether what it shows grows old, so that it is dimmed when the servers do not answer."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from toolkit.top import words
+from toolkit.top.arithmetic import Latency
 from toolkit.top.draw import bar, spark
 from toolkit.top.listing import Column, Listing
 from toolkit.top.pages.page import Page
@@ -13,8 +14,10 @@ from toolkit.top.paint import Block, Line, squeeze, wrap
 from toolkit.top.reading import LiveRequest
 from toolkit.top.server import Server
 from toolkit.top.state import State
+from toolkit.top.view import View
 
 STATES = {"running": "good", "waiting": "warn", "preempted": "bad", "swapped": "bad"}
+KEYS = (("Enter", "Open"), ("x", "End"), ("s", "Sort"), ("/", "Filter"))
 NAMES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "embd-")
 """Beginnings of ids, which tell nothing apart."""
 
@@ -95,7 +98,6 @@ class RequestsPage(Page):
     """The live requests of the servers that are looked at; Enter shows one in full, x ends it."""
 
     title = "Requests"
-    keys = (("Enter", "Open"), ("x", "End"), ("s", "Sort"), ("/", "Filter"))
     wants_requests = True
 
     def __init__(self, *, several: bool) -> None:
@@ -112,6 +114,7 @@ class RequestsPage(Page):
         self.listing.show(
             [Row(server, request) for server in state.looked_at for request in server.requests or ()]
         )
+        self.keys = KEYS if any(server.requests is not None for server in state.looked_at) else ()
 
     def draw(self, state: State, width: int, height: int) -> Block:
         """The table, under what has to be said of servers that do not tell."""
@@ -122,7 +125,7 @@ class RequestsPage(Page):
             name = f"{server.name}: " if len(servers) > 1 else ""
             said += [[(line, "warn")] for line in wrap(name + server.no_requests, width, 2)]
         if silent and len(silent) == len(servers):
-            return [[], *said]
+            return [[], *said, [], *of_all(state.view)]
         self.listing.above = len(said)
         return said + self.listing.draw(width, height - len(said))
 
@@ -131,30 +134,58 @@ class RequestsPage(Page):
         return next((row for row in self.listing.rows if row.name == name), None)
 
 
+def of_all(view: View) -> Block:
+    """What metrics tell of all requests together, where nobody tells of each."""
+    tpot, ttft, e2e = (view.latencies.get(name) for name in ("TPOT", "TTFT", "E2E"))
+    speed = 1.0 / tpot.mean if tpot is not None and tpot.mean else None
+
+    def times(latency: Latency | None) -> Line:
+        p50, p99 = (None, None) if latency is None else (latency.p50, latency.p99)
+        return [(words.seconds(p50), "value"), (f" p50, {words.seconds(p99)} p99", "dim")]
+
+    return [
+        [("All together, ", "title"), (words.span(view.span), "title")],
+        _fact("running", (words.count(view.running), "value")),
+        _fact("waiting", (words.count(view.waiting), "value warn" if view.waiting else "value")),
+        _fact(
+            "finished",
+            (words.decimal(view.mean_finished_rate), "value"),
+            (f" in a second; since the start: {words.reasons(view.finished)}", "dim"),
+        ),
+        _fact("prompts", (words.decimal(view.prompt_tokens), "value"), (" tokens on average", "dim")),
+        _fact("answers", (words.decimal(view.output_tokens), "value"), (" tokens on average", "dim")),
+        _fact("speed", (words.decimal(speed), "value"), (" tok/s for each", "dim")),
+        _fact("first token", *times(ttft)),
+        _fact("whole answer", *times(e2e)),
+    ]
+
+
+def _fact(name: str, *value: tuple[str, str]) -> Line:
+    return [(f"{name:<13}", "dim"), *value]
+
+
 def details(row: Row, speeds: Sequence[float], width: int) -> Block:
     """One request in full. `speeds`: its tokens per second at each reading since it is looked at."""
     request = row.request
     cached = request.num_cached_tokens / request.num_prompt_tokens if request.num_prompt_tokens else None
     size = width - 24
-
-    def fact(name: str, *value: tuple[str, str]) -> Line:
-        return [(f"{name:<13}", "dim"), *value]
-
     prompt = f"{words.count(request.num_prompt_tokens)} tokens"
     return [
-        fact("id", (request.id, "value")),
-        fact("server", (row.server.name, "")),
-        fact("client", (request.origin or words.NOTHING, "")),
-        fact("state", (request.state, STATES.get(request.state, ""))),
-        fact("age", (words.seconds(request.age), "")),
-        fact("answers", (words.count(request.n), "")),
-        fact("priority", (words.count(request.priority), "")),
+        _fact("id", (request.id, "value")),
+        _fact("server", (row.server.name, "")),
+        _fact("client", (request.origin or words.NOTHING, "")),
+        _fact("state", (request.state, STATES.get(request.state, ""))),
+        _fact("age", (words.seconds(request.age), "")),
+        _fact("answers", (words.count(request.n), "")),
+        _fact("priority", (words.count(request.priority), "")),
         [],
-        fact("prompt", (prompt, "")),
-        fact("from cache", *bar(cached, size), (f"{words.percent(cached, 0):>6}", "value")),
-        fact("output", (f"{words.count(request.num_output_tokens)} tokens", "")),
-        fact("speed", (f"{words.decimal(request.tokens_per_second)} tok/s", "value"), (" on average", "dim")),
-        fact("last while", *spark(speeds, size + 6)),
-        fact("KV blocks", (words.count(request.num_blocks), "")),
-        fact("preempted", (words.count(request.num_preemptions), "bad" if request.num_preemptions else "")),
+        _fact("prompt", (prompt, "")),
+        _fact("from cache", *bar(cached, size), (f"{words.percent(cached, 0):>6}", "value")),
+        _fact("output", (f"{words.count(request.num_output_tokens)} tokens", "")),
+        _fact(
+            "speed", (f"{words.decimal(request.tokens_per_second)} tok/s", "value"), (" on average", "dim")
+        ),
+        _fact("last while", *spark(speeds, size + 6)),
+        _fact("KV blocks", (words.count(request.num_blocks), "")),
+        _fact("preempted", (words.count(request.num_preemptions), "bad" if request.num_preemptions else "")),
     ]

@@ -63,7 +63,10 @@ class SettingsPage(Page):
             changed = (
                 section not in ("device", "build")
                 and default is not ...
-                and any(value is not None and value != _shown(default) for value in values)
+                and any(
+                    value not in (None, _shown(default)) and (section != "metrics" or server.is_tk)
+                    for server, value in zip(servers, values, strict=True)
+                )
             )
             rows.append(Row(name, section, values, changed))
         self.listing.show(rows)
@@ -74,12 +77,14 @@ class SettingsPage(Page):
         said: Block = []
         if all(server.settings is None for server in servers):
             said = [[(line, "warn")] for line in wrap(NO_SETTINGS, width, 2)]
-        legend: Line = [("● ", "flag"), ("not the default", "dim")]
+        legend: Line = []
+        if any(row.is_changed for row in self.listing.rows):
+            legend += [("● ", "flag"), ("not the default   ", "dim")]
         if len(servers) > 1:
-            legend += [("   ≠ ", "warn"), ("not the same everywhere", "dim")]
+            legend += [("≠ ", "warn"), ("not the same everywhere", "dim")]
         self.listing.above = len(said)
-        made = [*said, *self.listing.draw(width, height - len(said) - 1)]
-        return [*made[: height - 1], legend]
+        made = [*said, *self.listing.draw(width, height - len(said) - bool(legend))]
+        return [*made[: height - 1], legend] if legend else made
 
 
 def _columns(servers: Sequence[Server]) -> list[Column[Row]]:
@@ -97,7 +102,7 @@ def _columns(servers: Sequence[Server]) -> list[Column[Row]]:
 
     return [
         Column("", 2, _mark, _mark, left=True, style=lambda row: "flag" if row.is_changed else "warn"),
-        Column("setting", 22, lambda row: row.name, lambda row: row.name, left=True, descending=False),
+        Column("setting", 22, lambda row: row.name, lambda row: row.name, left=True, descending=False, most=38),
         Column("of", 9, lambda row: row.section, lambda row: row.section, left=True, descending=False, spare=1,
                style=lambda _: "dim"),
         *(value(index) for index in range(len(servers))),
@@ -113,7 +118,8 @@ def _settings(server: Server) -> dict[tuple[str, str], str]:
     told = server.settings
     if told is None:
         labels = server.last.labels if server.last is not None else {}
-        return {("metrics", name): _shown(value) for name, value in labels.items() if name not in HIDDEN}
+        shown = ((name, value) for name, value in labels.items() if name not in HIDDEN and name[0] != "_")
+        return {("metrics", name): _shown(value) for name, value in shown}
     found = {("build", "version"): _shown(told["version"])} if "version" in told else {}
     engine = told.get("engine")
     parts = engine.items() if isinstance(engine, dict) else ()
