@@ -18,6 +18,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# The same examples in every run, however slowly they are made up: a failure is the change's, not the machine's or the day's.
+settings.register_profile(
+    "suite", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("suite")
 
 # Without a GPU, Triton kernels run in Triton's interpreter, to be asked for before Triton is imported.
 if not torch.cuda.is_available() and "triton" not in sys.modules:
@@ -46,6 +53,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[name]
 
     return folder
+
+
+@pytest.fixture
+def unused_tcp_port() -> int:
+    """A port that nobody listens on, and that the system gives to nobody who asks for any while a test relies on that."""
+    from tests.api.serving import free_port
+
+    return free_port()
 
 
 @pytest.fixture(autouse=True)

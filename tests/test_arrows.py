@@ -12,6 +12,8 @@ ROOMS = {
     "logs": set(),
     "pooling": set(),
     "parent": set(),
+    "cgroup": set(),
+    "cores": set(),
     "config": set(),
     "metrics": set(),
     "demo": set(),
@@ -21,8 +23,9 @@ ROOMS = {
     "quantization": {"kernels"},
     "distributed": set(),
     "layers": {"attention", "quantization", "kernels", "distributed"},
-    "models": {"layers", "attention", "quantization", "demo", "distributed"},
+    "models": {"layers", "attention", "quantization", "demo", "distributed", "kernels"},
     "worker": {
+        "cores",
         "models",
         "layers",
         "attention",
@@ -32,21 +35,21 @@ ROOMS = {
         "kernels",
         "distributed",
     },
-    "executor": {"parent", "worker", "models", "scheduler", "sampling", "distributed"},
-    "engine": {"parent", "executor", "scheduler", "worker", "models", "sampling"},
+    "executor": {"parent", "cores", "worker", "models", "scheduler", "sampling", "distributed"},
+    "engine": {"parent", "inventory", "executor", "scheduler", "worker", "models", "sampling"},
     "api": {"engine", "sampling", "worker"},
     "bench": {"engine", "executor", "worker", "scheduler", "sampling", "demo", "kernels"},
     "chat": {"bench"},
     "top": {"bench"},
     "inventory": {"models", "demo"},
-    "doctor": {"inventory", "cli", "kernels"},
+    "doctor": {"inventory", "cli", "kernels", "cores"},
     "cli": {"api", "engine", "bench", "chat", "top", "sampling", "models", "inventory", "doctor"},
     "docs": {"cli", "api", "worker"},
 }
 """What each room may import of ours, besides what everybody may: config, errors, logs, metrics, pooling."""
 
-EVERYBODY = {"config", "errors", "logs", "metrics", "pooling"}
-LIGHT = {"config", "pooling", "cli", "errors", "scheduler", "demo", "inventory"}
+EVERYBODY = {"config", "errors", "logs", "metrics", "pooling", "cgroup"}
+LIGHT = {"cgroup", "cores", "config", "pooling", "cli", "errors", "scheduler", "demo", "inventory"}
 HEAVY = {"torch", "transformers", "textual", "fastapi", "aiohttp", "uvicorn", "tokenizers"}
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -19,9 +22,13 @@ import openai
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-START_TIMEOUT = 120.0
-WAIT = 30.0
-"""Seconds after which something that should happen at once is taken never to happen."""
+START_TIMEOUT = 240.0
+WAIT = 90.0
+"""Seconds after which something that should happen at once is taken never to happen: machines are busy."""
+INSIDE = Path(__file__).parent / "inside"
+"""What is on the path of a server's processes, so that tests have them in hand."""
+LASTING = httpx.Limits(keepalive_expiry=None)
+"""A connection stays, however long nothing is asked over it: another might lead to another API worker."""
 
 
 class Process:
@@ -72,14 +79,17 @@ class Server(Process):
 
     def __init__(self, *arguments: str, cwd: Path, port: int | None = 0, **environment: str) -> None:
         given = [] if port is None else ["--port", str(port)]
-        super().__init__("serve", *arguments, "--num-threads", "1", *given, cwd=cwd, **environment)
+        self._in_hand = Path(tempfile.mkdtemp(dir=cwd, prefix="in-hand-"))
+        path = os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")]))
+        inside = {"PYTHONPATH": path, "IN_HAND": str(self._in_hand)}
+        super().__init__("serve", *arguments, "--num-threads", "1", *given, cwd=cwd, **inside | environment)
         try:
             self.url = self._await_card()
         except BaseException:
             self.stop()
             raise
-        [self.core] = self.children("toolkit.engine.process")
-        self.http = httpx.Client(base_url=self.url, timeout=60.0)
+        self.core, *_ = self.cores
+        self.http = httpx.Client(base_url=self.url, timeout=WAIT, limits=LASTING)
 
     @property
     def pid(self) -> int:
@@ -88,6 +98,11 @@ class Server(Process):
     def children(self, module: str) -> list[psutil.Process]:
         """Its processes that run a module."""
         return [c for c in psutil.Process(self.popen.pid).children() if module in command(c)]
+
+    @property
+    def cores(self) -> list[psutil.Process]:
+        """The processes of its engines."""
+        return self.children("toolkit.engine.process")
 
     @property
     def workers(self) -> list[psutil.Process]:
@@ -105,6 +120,32 @@ class Server(Process):
     def signal(self, number: int) -> None:
         self.popen.send_signal(number)
 
+    @contextlib.contextmanager
+    def slowly(self) -> Iterator[None]:
+        """Each step takes a tenth of a second meanwhile, so that what runs still runs when a test comes to look."""
+        with self._holding("slow"):
+            yield
+
+    @contextlib.contextmanager
+    def broken(self) -> Iterator[None]:
+        """Each step fails meanwhile."""
+        with self._holding("broken"):
+            yield
+
+    @contextlib.contextmanager
+    def holding(self, module: str) -> Iterator[None]:
+        """Processes that are started to run this module do not begin meanwhile."""
+        with self._holding(module):
+            yield
+
+    @contextlib.contextmanager
+    def _holding(self, name: str) -> Iterator[None]:
+        (self._in_hand / name).touch()
+        try:
+            yield
+        finally:
+            (self._in_hand / name).unlink()
+
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that have these labels; 0 when there is none."""
         text = self.http.get("/metrics").text
@@ -114,6 +155,11 @@ class Server(Process):
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         )
+
+    def seconds_spent(self) -> float:
+        """Of processor time, by all of its processes: unlike time, it does not pass while others have the cores."""
+        processes = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
 
     def is_idle(self) -> bool:
         """Whether nothing runs, nothing waits, and no block is in use."""
@@ -161,9 +207,12 @@ def gone(process: psutil.Process) -> bool:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port that nobody listens on, and that the system gives to nobody who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 class Client:
@@ -217,7 +266,7 @@ class Client:
     def _run(self) -> None:
         try:
             with (
-                httpx.Client(base_url=self._url, timeout=2 * WAIT, headers=self._headers) as http,
+                httpx.Client(base_url=self._url, timeout=WAIT, headers=self._headers) as http,
                 http.stream("POST", "/v1/completions", json=self._body) as answer,
             ):
                 self.status = answer.status_code
@@ -229,7 +278,9 @@ class Client:
 
 
 def put_under_load(server: Server, max_tokens: int, beside: int = 0) -> list[Client]:
-    """A request that is not streamed and three streams, each of which has begun. `beside`: how many more run."""
+    """A request that is not streamed and three streams, each of which has begun. `beside`: how many more run. They go on
+    for longer than it takes to look only while the server runs `slowly`.
+    """
     clients = [Client(server, max_tokens, stream=i > 0) for i in range(4)]
     until(lambda: all(c.events for c in clients[1:]))
     until(lambda: server.metric("tk:num_requests_running") == 4 + beside)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.api.conftest import Reference
+from tests.api.serving import Server
 from tests.api.test_api_errors import check_error
 from tests.checkpoints import make_tokenizer
 from toolkit.api import talk
@@ -107,19 +108,19 @@ def test_the_form_of_a_response_is_told_as_it_was_given(http: httpx.Client) -> N
     ids=lambda value: ascii(value)[:60],
 )
 def test_what_is_out_of_all_proportion_is_refused_at_once(
-    http: httpx.Client, body: dict[str, object], param: str
+    server: Server, body: dict[str, object], param: str
 ) -> None:
-    start = time.monotonic()
-    assert check_error(post(http, COMPLETIONS, body), 400)["param"] == param
-    assert time.monotonic() - start < 3.0
+    before = server.seconds_spent()
+    assert check_error(post(server.http, COMPLETIONS, body), 400)["param"] == param
+    assert server.seconds_spent() - before < 5.0
 
 
-def test_tokens_that_are_named_again_and_again_count_once(http: httpx.Client, reference: Reference) -> None:
-    start = time.monotonic()
+def test_tokens_that_are_named_again_and_again_count_once(server: Server, reference: Reference) -> None:
+    before = server.seconds_spent()
     body = {"prompt": [[65]] * 60, "max_tokens": 1, "allowed_token_ids": [66] * 900_000}
-    answer = post(http, COMPLETIONS, body)
+    answer = post(server.http, COMPLETIONS, body)
     assert {choice["text"] for choice in answer.json()["choices"]} == {reference.tokenizer.decode([66])}
-    assert time.monotonic() - start < 5.0
+    assert server.seconds_spent() - before < 8.0
 
 
 MANY = [{"role": "user", "content": ""}] * 20_000
@@ -206,10 +207,10 @@ async def test_what_is_long_is_rendered_in_a_thread(more: dict[str, object], lea
     ids=["open", "deep", "texts", "many", "a-little-deep"],
 )  # fmt: skip
 def test_the_shape_of_a_body_is_seen_in_no_time(body: bytes) -> None:
-    start = time.monotonic()
+    start = time.thread_time()
     with pytest.raises(InvalidRequestError, match=r"nested more than|The body has more than"):
         check_shape(body)
-    assert time.monotonic() - start < 1.0
+    assert time.thread_time() - start < 1.0
 
 
 @pytest.mark.parametrize(

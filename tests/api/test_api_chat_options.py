@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.api.conftest import Reference
-from tests.api.serving import Server
+from tests.api.serving import WAIT, Server
 
 HELLO = [{"role": "user", "content": "Hello"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 8}
@@ -164,7 +164,8 @@ def test_a_stream_that_waits_sends_comments(lenient: Server) -> None:
     """Two requests with more tokens than there are blocks for: the second waits for the first."""
     long = {"prompt": [5] * 4, "max_tokens": 8000, "ignore_eos": True, "stream": True}
     with (
-        httpx.Client(base_url=lenient.url, timeout=30) as http,
+        lenient.slowly(),
+        httpx.Client(base_url=lenient.url, timeout=WAIT) as http,
         http.stream("POST", "/v1/completions", json=long | {"n": 2, "priority": 0}) as first,
     ):
         assert next(first.iter_lines()).startswith("data: ")

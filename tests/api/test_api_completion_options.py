@@ -12,7 +12,7 @@ import torch
 
 from tests import checkpoints
 from tests.api.conftest import CONTEXT, Reference
-from tests.api.serving import Server, until
+from tests.api.serving import WAIT, Server, until
 
 PROMPT = "The sea is"
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
@@ -355,6 +355,8 @@ def test_a_beam_search_ends_with_its_client(server: Server) -> None:
         "use_beam_search": True,
         "ignore_eos": True,
     }
-    with httpx.Client(base_url=server.url, timeout=0.8) as http, pytest.raises(httpx.ReadTimeout):
-        http.post("/v1/completions", json=body)
-    until(server.is_idle)
+    impatient = httpx.Timeout(WAIT, read=0.8)
+    with server.slowly():
+        with httpx.Client(base_url=server.url, timeout=impatient) as http, pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/completions", json=body)
+        until(server.is_idle)

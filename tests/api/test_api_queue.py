@@ -25,13 +25,14 @@ def small(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 @pytest.fixture
 def busy(small: Server) -> Iterator[Server]:
     """One request runs and one waits, whose prompt has three tokens."""
-    clients = [Client(small, 8000), Client(small, 8000)]
-    until(lambda: small.metric("tk:num_requests_running") == small.metric("tk:num_requests_waiting") == 1)
-    yield small
-    for live in small.http.get("/tk/requests").json()["requests"]:
-        small.http.delete(f"/tk/requests/{live['id']}")
-    for client in clients:
-        client.finish()
+    with small.slowly():
+        clients = [Client(small, 8000), Client(small, 8000)]
+        until(lambda: small.metric("tk:num_requests_running") == small.metric("tk:num_requests_waiting") == 1)
+        yield small
+        for live in small.http.get("/tk/requests").json()["requests"]:
+            small.http.delete(f"/tk/requests/{live['id']}")
+        for client in clients:
+            client.finish()
     until(small.is_idle)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.api.conftest import Reference
 from tests.api.serving import Server, command, gone, until
-from tests.api.test_api_recovery import Answer, read
+from tests.api.test_api_recovery import Answer, streamed
 
 TOKENS = 160
 PROMPTS = [f"Story number {i}: " for i in range(8)]
@@ -28,24 +28,12 @@ def ranks(server: Server) -> list[psutil.Process]:
 
 def ask(server: Server, harm: Callable[[], object]) -> list[Answer]:
     """Streams all answers, and does harm when each has begun."""
-
-    async def run() -> list[Answer]:
-        answers = [Answer() for _ in BODIES]
-        tasks = [asyncio.create_task(read(server, b, a)) for b, a in zip(BODIES, answers, strict=True)]
-        async with asyncio.timeout(60):
-            while not all(answer.text for answer in answers):
-                await asyncio.sleep(0.001)
-        assert not any(answer.finish_reason for answer in answers), "some had ended before"
-        harm()
-        await asyncio.gather(*tasks)
-        return answers
-
-    return asyncio.run(run())
+    return asyncio.run(streamed(server, BODIES, harm))
 
 
 @pytest.fixture
 def server(start: Callable[..., Server], model: Any) -> Server:
-    return start("--tensor-parallel-size", "2", "--worker-timeout", "3", model=model)
+    return start("--tensor-parallel-size", "2", "--worker-timeout", "6", model=model)
 
 
 @pytest.mark.parametrize(

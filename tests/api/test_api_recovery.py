@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import string
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.api.conftest import Reference
-from tests.api.serving import Client, Server, gone, put_under_load, until
+from tests.api.serving import WAIT, Client, Server, gone, put_under_load, until
 
 ENDLESS = 8000
 one_process_and_several = pytest.mark.parametrize("num_workers", [1, 2])
@@ -42,7 +42,7 @@ class Answer:
 async def read(server: Server, body: dict[str, Any], answer: Answer) -> None:
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     async with (
-        httpx.AsyncClient(base_url=server.url, timeout=90) as http,
+        httpx.AsyncClient(base_url=server.url, timeout=WAIT) as http,
         http.stream("POST", "/v1/completions", json=body) as response,
     ):
         async for line in response.aiter_lines():
@@ -52,14 +52,22 @@ async def read(server: Server, body: dict[str, Any], answer: Answer) -> None:
 
 async def ask(server: Server, bodies: list[dict[str, Any]], *, kill: bool) -> list[Answer]:
     """Streams all answers; `kill`: the engine dies when each has begun."""
+    return await streamed(server, bodies, server.core.kill if kill else None)
+
+
+async def streamed(
+    server: Server, bodies: list[dict[str, Any]], harm: Callable[[], object] | None
+) -> list[Answer]:
+    """Streams all answers, and does harm when each has begun and none has ended."""
     answers = [Answer() for _ in bodies]
-    tasks = [asyncio.create_task(read(server, b, a)) for b, a in zip(bodies, answers, strict=True)]
-    if kill:
-        async with asyncio.timeout(60):
-            while not all(answer.text for answer in answers):
-                await asyncio.sleep(0.001)
-        assert not any(answer.finish_reason for answer in answers), "some had ended before the engine died"
-        server.core.kill()
+    with server.slowly() if harm else contextlib.nullcontext():
+        tasks = [asyncio.create_task(read(server, b, a)) for b, a in zip(bodies, answers, strict=True)]
+        if harm:
+            async with asyncio.timeout(WAIT):
+                while not all(answer.text for answer in answers):
+                    await asyncio.sleep(0.001)
+            assert not any(answer.finish_reason for answer in answers), "some had ended before"
+            harm()
     await asyncio.gather(*tasks)
     return answers
 
@@ -108,12 +116,13 @@ def test_what_a_request_asked_for_still_holds_after_the_engine_died(
 
 def test_answers_that_are_not_streamed_outlive_the_engine_too(start: Callable[..., Server]) -> None:
     server = start()
-    clients = put_under_load(server, 600)
-    server.core.kill()
-    started = time.monotonic()
-    until(lambda: "SIGKILL" in server.stderr)
-    assert time.monotonic() - started < 1.0
-    late = Client(server, 5)  # comes while no engine runs
+    with server.slowly():
+        clients = put_under_load(server, 600)
+        with server.holding("toolkit.engine.process"):
+            server.core.kill()
+            until(lambda: "SIGKILL" in server.stderr)
+            late = Client(server, 5)  # comes while no engine runs
+            until(lambda: late.status == 200)
     for client in clients:
         client.finish()
         assert (client.status, client.num_tokens, client.broken) == (200, 600, None)
@@ -124,18 +133,19 @@ def test_answers_that_are_not_streamed_outlive_the_engine_too(start: Callable[..
 def test_an_engine_that_keeps_dying_ends_the_server_with_the_cause(start: Callable[..., Server]) -> None:
     """Each open request goes on twice, and the fourth death in a row is the last."""
     server = start("--api-workers", "2")
-    clients = put_under_load(server, ENDLESS)
-    for death in range(4):
-        core = until(lambda: next(iter(server.children("toolkit.engine.process")), None))
-        until(lambda n=death: server.stderr.count("runs again") == n)
-        if death == 3:
-            clients += put_under_load(server, ENDLESS)
-        core.kill()
-        until(lambda c=core: gone(c))
-    for client in clients:
-        client.finish()
-        assert client.broken is None
-        assert client.num_tokens is None
+    with server.slowly():
+        clients = put_under_load(server, ENDLESS)
+        for death in range(4):
+            core = until(lambda: next(iter(server.children("toolkit.engine.process")), None))
+            until(lambda n=death: server.stderr.count("runs again") == n)
+            if death == 3:
+                clients += put_under_load(server, ENDLESS)
+            core.kill()
+            until(lambda c=core: gone(c))
+        for client in clients:
+            client.finish()
+            assert client.broken is None
+            assert client.num_tokens is None
     assert [c.status for c in clients] == [500, 200, 200, 200, 503, 200, 200, 200]
     assert all("died 3 times" in c.error for c in clients[:4])
     assert all("SIGKILL" in c.error for c in clients[4:])

@@ -14,7 +14,7 @@ from openai.types.responses import Response
 
 from tests import checkpoints
 from tests.api.conftest import Reference
-from tests.api.serving import Server, until
+from tests.api.serving import WAIT, Server, until
 from toolkit.api.replies import PromptTokensDetails, Usage
 from toolkit.api.response_answer import Answer
 from toolkit.api.response_request import ResponsesRequest
@@ -153,7 +153,8 @@ def test_what_cannot_be_is_refused_by_name(http: httpx.Client, body: dict[str, A
 def test_a_disconnect_ends_the_request(server: Server) -> None:
     body = {"input": QUESTION, "max_output_tokens": 8000, "stream": True, "temperature": 0}
     with (
-        httpx.Client(base_url=server.url) as http,
+        server.slowly(),
+        httpx.Client(base_url=server.url, timeout=WAIT) as http,
         http.stream("POST", "/v1/responses", json=body) as answer,
     ):
         next(answer.iter_lines())

@@ -10,10 +10,10 @@ import httpx
 import psutil
 import pytest
 
-from tests.api.serving import Client, Process, Server, gone, put_under_load, until
+from tests.api.serving import WAIT, Client, Process, Server, gone, put_under_load, until
 
-LONG = 600
-"""Tokens of an answer that takes a second or two."""
+LONG = 300
+"""Tokens of an answer that takes half a minute as long as the server runs slowly."""
 ENDLESS = 8000
 
 
@@ -29,13 +29,14 @@ def test_a_signal_lets_running_requests_finish_and_refuses_new_ones(
     start: Callable[..., Server], num_workers: int
 ) -> None:
     server = start("--api-workers", str(num_workers))
-    clients = put_under_load(server, LONG)
-    server.signal(signal.SIGTERM)
-    refused = until(lambda: (answer := post(server)).status_code == 503 and answer)
-    assert "shutting down" in refused.json()["error"]["message"]
-    assert refused.headers["retry-after"]
-    assert server.http.get("/health").status_code == 200
-    assert any(not c.num_tokens for c in clients), "all had finished before the new request was refused"
+    with server.slowly():
+        clients = put_under_load(server, LONG)
+        server.signal(signal.SIGTERM)
+        refused = until(lambda: (answer := post(server)).status_code == 503 and answer)
+        assert "shutting down" in refused.json()["error"]["message"]
+        assert refused.headers["retry-after"]
+        assert server.http.get("/health").status_code == 200
+        assert not any(c.num_tokens for c in clients), "one had finished before the new request was refused"
     for client in clients:
         client.finish()
     assert [(c.status, c.num_tokens, c.broken) for c in clients] == [(200, LONG, None)] * 4
@@ -60,12 +61,13 @@ def check_cut_off(server: Server, clients: list[Client]) -> None:
 @one_process_and_several
 def test_a_second_ctrl_c_ends_what_runs_with_an_error(start: Callable[..., Server], num_workers: int) -> None:
     server = start("--api-workers", str(num_workers))
-    clients = put_under_load(server, ENDLESS)
-    server.signal(signal.SIGINT)
-    until(lambda: post(server).status_code == 503)
-    assert not any(c.error for c in clients)
-    server.signal(signal.SIGINT)
-    check_cut_off(server, clients)
+    with server.slowly():
+        clients = put_under_load(server, ENDLESS)
+        server.signal(signal.SIGINT)
+        until(lambda: post(server).status_code == 503)
+        assert not any(c.error for c in clients)
+        server.signal(signal.SIGINT)
+        check_cut_off(server, clients)
 
 
 @one_process_and_several
@@ -75,7 +77,10 @@ def test_after_the_time_for_it_what_runs_ends_with_an_error(
     """One client has stopped reading: it does not hold up the end."""
     server = start("--shutdown-timeout", "0.3", "--api-workers", str(num_workers))
     body = {"prompt": [5], "max_tokens": ENDLESS, "ignore_eos": True, "stream": True, "logprobs": 20}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+    with (
+        server.slowly(),
+        httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=WAIT) as answer,
+    ):
         chunks = answer.iter_raw()
         next(chunks)  # and no more
         clients = put_under_load(server, ENDLESS, beside=1)
@@ -108,11 +113,12 @@ def test_when_the_server_is_killed_all_its_processes_end(
     start: Callable[..., Server], num_workers: int
 ) -> None:
     server = start("--api-workers", str(num_workers))
-    clients = put_under_load(server, ENDLESS)
-    others, sockets = [server.core, *server.workers], Path(server.core.cmdline()[-1])
-    assert sockets.is_dir()
-    server.signal(signal.SIGKILL)
-    until(lambda: all(gone(process) for process in others))
+    with server.slowly():
+        clients = put_under_load(server, ENDLESS)
+        others, sockets = [server.core, *server.workers], Path(server.core.cmdline()[-1])
+        assert sockets.is_dir()
+        server.signal(signal.SIGKILL)
+        until(lambda: all(gone(process) for process in others))
     assert not sockets.exists()
     for client in clients:
         client.finish()

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import pytest
 
 from tests import checkpoints
 from tests.api.conftest import CONTEXT, SMALL, SMALL_TOKENS, Reference
-from tests.api.serving import Process, Server, free_port, gone, until
+from tests.api.serving import START_TIMEOUT, Process, Server, free_port, gone, until
 from toolkit.api.listener import bind
 from toolkit.errors import ConfigError
 
@@ -90,15 +91,14 @@ def test_without_a_name_the_model_is_called_as_it_was_given(base: Server) -> Non
 
 def test_an_idle_server_takes_next_to_no_cpu(server: Server) -> None:
     until(server.is_idle)
-    processes = [psutil.Process(server.pid), server.core]
 
-    def spent() -> float:
-        return sum(sum(p.cpu_times()[:2]) for p in processes)
+    def share() -> float:
+        before, begun = server.seconds_spent(), time.monotonic()
+        time.sleep(3.0)
+        return (server.seconds_spent() - before) / (time.monotonic() - begun)
 
-    before = spent()
-    with pytest.raises(subprocess.TimeoutExpired):
-        server.popen.wait(3.0)
-    assert spent() - before < 0.05 * 3.0
+    assert any(share() < 0.05 for _ in range(3))  # what was begun before may go on in the first
+    assert server.popen.poll() is None
 
 
 # ---- it cannot
@@ -166,7 +166,7 @@ def failed(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Ca
         ports = [] if "TK_PORT" in failure.variables else ["--port", "0"]
         process = Process("serve", *arguments, *ports, cwd=cwd, **failure.variables)
         try:
-            process.wait(120.0)
+            process.wait(START_TIMEOUT)
         finally:
             process.stop()
         return process
@@ -204,7 +204,7 @@ def test_the_length_that_the_message_of_little_memory_names_does_fit(base: Serve
 def test_a_port_that_is_taken_names_who_has_it(server: Server, bare_model: Path, tmp_path: Path) -> None:
     port = server.url.rpartition(":")[2]
     process = Process("serve", str(bare_model), "--port", port, cwd=tmp_path)
-    assert process.wait(60.0) == 2
+    assert process.wait(START_TIMEOUT) == 2
     [message] = process.lines
     assert message.startswith("tk: ")
     for part in (f"127.0.0.1:{port}", f"process {server.pid}", "--port"):
@@ -229,12 +229,12 @@ def test_an_idle_server_ends_at_ctrl_c_and_leaves_the_port_free(configured: Serv
     """
     assert configured.http.get("/health").status_code == 200
     configured.signal(signal.SIGINT)
-    assert configured.wait(10.0) == 0
+    assert configured.wait() == 0
     assert gone(configured.core)
     assert "Traceback" not in configured.stderr
     port = int(configured.variables["TK_PORT"])
     configured.http.close()
     lingering = (port, psutil.CONN_TIME_WAIT)
-    until(lambda: lingering in [(c.laddr.port, c.status) for c in psutil.net_connections("tcp")], 5.0)
+    until(lambda: lingering in [(c.laddr.port, c.status) for c in psutil.net_connections("tcp")])
     with bind("127.0.0.1", port) as listener:
         assert listener.getsockname()[1] == port

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass, field
 
 import orjson
@@ -19,15 +18,21 @@ class FakeServer:
     runner: web.AppRunner | None = None
     delay: float = 0.0  # seconds to the first chunk
     gap: float = 0.0  # seconds between chunks
+    hold: int = 0  # requests that have to have come before any is answered
     tokens_per_chunk: int = 1
     running_usage: bool = False
     final_usage: bool = True
     refuse_every: int = 0  # every n-th request gets a 503
     break_off_every: int = 0  # every n-th answer ends in the middle
-    arrivals: list[float] = field(default_factory=list)
     bodies: list[dict] = field(default_factory=list)
     headers: list[dict] = field(default_factory=list)
     metrics_pages: list[str] = field(default_factory=list)  # what /metrics answers, one after the other
+    came: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def have_come(self, count: int) -> None:
+        """Waits until there were so many requests."""
+        async with self.came:
+            await self.came.wait_for(lambda: len(self.bodies) >= count)
 
     async def metrics(self, request: web.Request) -> web.Response:
         if not self.metrics_pages:
@@ -38,15 +43,17 @@ class FakeServer:
         return web.json_response({"object": "list", "data": [{"id": "fake"}]})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        self.arrivals.append(time.perf_counter())
         body = await request.json()
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
         number = len(self.bodies)
+        async with self.came:
+            self.came.notify_all()
         if self.refuse_every and number % self.refuse_every == 0:
             return web.json_response({"error": {"message": "The queue is full."}}, status=503)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        await self.have_come(self.hold)
         await asyncio.sleep(self.delay)
         usage = {"prompt_tokens": len(body.get("prompt", "1234567")), "completion_tokens": 0}
         for start in range(0, body["max_tokens"], self.tokens_per_chunk):

@@ -26,7 +26,7 @@ async def tk(*flags):
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", PROGRAM, "bench", *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    out, err = await asyncio.wait_for(process.communicate(), 60)
+    out, err = await asyncio.wait_for(process.communicate(), 200)
     return process.returncode, out.decode(), err.decode()
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from array import array
 
 import orjson
 import pytest
 
+from tests.bench.test_bench_run import interrupt
 from toolkit.bench.answer import Answer, Counts
 from toolkit.bench.http import Http
 from toolkit.bench.processes import ClientProcesses
@@ -44,15 +44,16 @@ class TestProcesses:
         assert result.max_in_flight <= 5
 
     async def test_they_begin_together(self, server):
-        server.delay = 0.5
-        result = (await measure(config(server, num_prompts=8, clients=4))).result
+        """None of four waits for another's answer."""
+        server.hold = 8
+        async with asyncio.timeout(60):
+            result = (await measure(config(server, num_prompts=8, clients=4))).result
         assert result.max_in_flight == 8
-        assert result.send_lag.max < 0.4
 
     async def test_ctrl_c_ends_them_all_and_still_reports(self, server):
-        server.delay = 30.0
-        asyncio.get_running_loop().call_later(4.0, os.kill, os.getpid(), signal.SIGINT)
-        outcome = await measure(config(server, num_prompts=6, clients=2))
+        server.hold = 7  # so that none of six is answered
+        running = measure(config(server, num_prompts=6, clients=2))
+        outcome, _ = await asyncio.gather(running, interrupt(server, 6))
         assert outcome.interrupted
         assert outcome.result.num_unfinished == 6
 
@@ -121,13 +122,13 @@ class TestHttp:
 
         async with listening(serve) as url, Http(url, None) as http:
             for _ in range(3):
-                assert await http.get("/x", timeout=5.0) == (200, b"ok")
+                assert await http.get("/x", timeout=60.0) == (200, b"ok")
         assert len(connections) == 1
 
     async def test_nobody_there(self, unused_tcp_port):
         async with Http(f"http://127.0.0.1:{unused_tcp_port}", None) as http:
             with pytest.raises(RequestFailedError) as caught:
-                await http.get("/", timeout=5.0)
+                await http.get("/", timeout=60.0)
         assert caught.value.cause == "cannot connect"
 
 

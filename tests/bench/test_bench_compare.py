@@ -38,7 +38,7 @@ def by_name(**settings):
 def test_runs_of_the_same_speed_differ_by_chance_alone(saved, capsys):
     pairs = [(saved(f"a{seed}", seed=seed), saved(f"b{seed}", seed=seed + 100)) for seed in range(5)]
     assert [compare(a, b, capsys, threshold=0.0)[0] for a, b in pairs].count(1) <= 1
-    assert {change.verdict for change in by_name(seed=7).values()} <= {"as before", "cannot tell"}
+    assert {change.verdict for change in by_name(seed=7).values()} <= {"within noise", "cannot tell"}
 
 
 def test_a_slower_first_token_is_found_and_nothing_else(saved, capsys):
@@ -69,7 +69,7 @@ def test_throughput_is_worse_when_it_is_less():
 
 
 def test_a_large_difference_of_few_values_is_not_taken_for_more_than_chance():
-    assert Change("x", 10.0, 20.0, error=9.0, higher_is_better=False).verdict == "as before"
+    assert Change("x", 10.0, 20.0, error=9.0, higher_is_better=False).verdict == "within noise"
     assert Change("x", 10.0, 20.0, error=None, higher_is_better=False).verdict == "cannot tell"
     assert not Change("x", 10.0, 20.0, error=None, higher_is_better=False).regresses(5.0)
 

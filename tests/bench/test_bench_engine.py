@@ -19,7 +19,7 @@ def tk(*arguments):
         [sys.executable, "-m", "toolkit", "bench", *arguments, "--num-threads", "1"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     return done.returncode, done.stdout, done.stderr
 

@@ -32,7 +32,7 @@ def broken_tk(home: Path, error: str, **environment: str) -> subprocess.Complete
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TK_", "XDG_"))}
     return subprocess.run(
         [sys.executable, "-c", BROKEN.format(error=error)], env=kept | {"HOME": str(home)} | environment,
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def test_ctrl_c_before_a_command_has_begun_is_no_fault(home):
     code = BROKEN.format(error="None").replace("main()", "root.tree = list_models\nmain()")
     code = "import toolkit.cli.root as root\n" + code.replace("raise None", "raise KeyboardInterrupt")
     early = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
     )
     assert (early.returncode, early.stderr) == (130, "")
 

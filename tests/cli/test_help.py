@@ -25,7 +25,7 @@ def paths_of(command, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 def tk(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "toolkit", *arguments], env=os.environ | {"COLUMNS": "80"} | environment,
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ def tk(*arguments: str, stdin: str | None = None, **options) -> subprocess.Compl
         input=stdin if stdin is not None else "",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         **options,
     )

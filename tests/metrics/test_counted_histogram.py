@@ -24,8 +24,8 @@ def test_it_says_what_prometheus_histogram_says_of_the_same_values():
     histogram = Histogram("gap", "Text.", list(labels), buckets=SHORT_SECONDS, registry=theirs).labels(
         *labels.values()
     )
-    counted = CountedHistogram("gap", "Text.", SHORT_SECONDS, labels)
-    ours.register(counted)
+    family = CountedHistogram("gap", "Text.", list(labels), buckets=SHORT_SECONDS, registry=ours)
+    counted = family.labels(*labels.values())
     values = [SHORT_SECONDS[0], SHORT_SECONDS[3], 0.0, 99.0, *(2 ** -rng.randrange(12) for _ in range(20))]
     for value in values:
         count = rng.randrange(1, 5)

@@ -47,7 +47,7 @@ def ask(hub: Hub, tmp_path: Path) -> Callable[..., str]:
         arguments = ["heavy"] if "LLM" in expression else []
         done = subprocess.run(
             [sys.executable, "-c", code, *arguments], env=kept | settings | environment, capture_output=True, text=True,
-            cwd=tmp_path, timeout=120,
+            cwd=tmp_path, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
