@@ -67,7 +67,7 @@ class Change:
         if self.significant is None:
             return "cannot tell"
         if not self.significant:
-            return "as before"
+            return "within noise"
         return "worse" if self.worse else "better"
 
 
