@@ -62,6 +62,10 @@ HYPERTHREADED = [(0, 0, 0), (0, 0, 1), (0, 0, 0), (0, 0, 1)]
 TWO_PROCESSORS = [(0, 0, 0), (1, 1, 10), (0, 0, 1), (1, 1, 11), (0, 0, 0), (1, 1, 10), (0, 0, 1), (1, 1, 11)]
 
 
+VIRTUAL = [(number, 0, 0) for number in range(8)]
+"""Some virtual machines call each core a processor."""
+
+
 class TestCores:
     def test_where_all_cores_are_alike_there_is_a_thread_for_each_and_the_system_places_them(self, tmp_path):
         plan = plan_threads(find_cores(machine(tmp_path, FLAT), {0, 1, 2, 3}))
@@ -87,6 +91,10 @@ class TestCores:
     def test_of_unequal_processors_the_one_with_more_cores_left_is_taken(self, tmp_path):
         cores = find_cores(machine(tmp_path, TWO_PROCESSORS), {0, 1, 3})
         assert [core.cpus for core in plan_threads(cores).cores] == [(1,), (3,)]
+
+    def test_cores_with_the_same_memory_are_one_processor_s_whatever_they_are_called(self, tmp_path):
+        cores = find_cores(machine(tmp_path, VIRTUAL), set(range(8)))
+        assert plan_threads(cores).count == 8
 
     def test_more_ranks_than_cores_have_a_thread_each(self, tmp_path):
         cores = find_cores(machine(tmp_path, FLAT), {0, 1})

@@ -78,6 +78,6 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 def _text(path: Path) -> str:
     """Empty where there is no such file."""
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return ""

@@ -78,9 +78,13 @@ def plan_threads(cores: Cores, asked: int | None = None, rank: int = 0, size: in
         assert cores.quota is not None
         return Threads(max(1, int(cores.quota) // size))
     if size == 1:
-        packages = [core.package for core in cores.all]
-        most = max(packages, key=packages.count)
-        own = tuple(core for core in cores.all if core.package == most)
+        # Cores of one memory node are together, whatever a virtual machine calls a processor.
+        package: dict[int, int] = {}
+        for core in cores.all:
+            package[core.node] = min(package.get(core.node, core.package), core.package)
+        places = [package[core.node] for core in cores.all]
+        most = max(places, key=places.count)
+        own = tuple(core for core, place in zip(cores.all, places, strict=True) if place == most)
     else:
         count = len(cores.all) // size
         own = cores.all[rank * count : (rank + 1) * count]

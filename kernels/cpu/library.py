@@ -119,7 +119,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None, str | None]:
         return (
             None,
             None,
-            "they were not built: there was no C++ compiler (g++ or clang++) when tk was installed",
+            "they were not built: no C++ compiler (g++ or clang++) compiled them when tk was installed",
         )
     try:
         library = ctypes.CDLL(str(PATH))

@@ -132,6 +132,8 @@ def _recorded() -> Iterator[list[Call]]:
         kernel.run = recording(kernel, run)
     try:
         yield calls
+        if len(kernels()) != len(before):
+            raise UnrecordableError("a kernel that was loaded on the way")
     finally:
         for kernel, run in before.items():
             kernel.run = run

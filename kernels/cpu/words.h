@@ -95,8 +95,8 @@ struct Int8 {
   }
   [[gnu::always_inline]] static void store_words(uint8_t* to, IntVec whole) {
     const HalfVec halves = __builtin_convertvector((UintVec)whole, HalfVec);
-    const HalfVec pairs = __builtin_shufflevector(halves, halves, 0, 2, 1, 3, 4, 6, 5, 7);
-    std::memcpy(to, &pairs, sizeof pairs);
+    const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    _mm_storeu_si128((__m128i*)to, _mm_shuffle_epi8((__m128i)halves, order));
   }
 #elif defined(__aarch64__)
   static constexpr int kWords = 1;

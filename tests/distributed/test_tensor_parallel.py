@@ -172,20 +172,27 @@ def test_a_step_that_got_no_masks_does_not_put_the_ranks_out_of_step(shared_out,
     assert again.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
-def test_after_an_interrupt_in_a_step_no_other_is_run(shared_out, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyboardInterrupt, "interrupted in the middle of a step"),
+        (RuntimeError("out of luck"), "out of luck"),
+    ],
+)
+def test_after_an_interrupt_or_an_error_in_a_step_no_other_is_run(shared_out, monkeypatch, error, said):
     """The other ranks may be anywhere; their sums would be of different steps."""
     llm = shared_out("gpt2")
     worker = llm._core.executor._worker
 
     def interrupted(step):
-        raise KeyboardInterrupt
+        raise error
 
     monkeypatch.setattr(worker, "execute", interrupted)
     prompt, params = {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises((KeyboardInterrupt, WorkersLostError)):
         llm.generate([prompt], params, use_tqdm=False)
     monkeypatch.undo()
-    with pytest.raises(WorkersLostError, match="interrupted in the middle of a step"):
+    with pytest.raises(WorkersLostError, match=said):
         llm.generate([prompt], params, use_tqdm=False)
     llm.shutdown()  # and again at the end: the second does nothing
 

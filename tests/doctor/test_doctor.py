@@ -122,10 +122,11 @@ class TestMachine:
         [
             (2 * (Core(0, 0, ()),), None, None, "2 cores: on the CPU tk computes with 2 threads"),
             (
-                (Core(0, 0, (0, 2)), Core(1, 1, (1, 3))),
+                (Core(0, 0, (0, 2)), Core(1, 1, (1, 3)), Core(1, 1, (4, 5))),
                 None,
                 None,
-                "2 cores (4 hardware threads) of 2 processors: on the CPU tk computes with 1 thread, bound to a core of its own",
+                "3 cores (6 hardware threads) of 2 processors: on the CPU tk computes with 2 threads, all but the first bound to a "
+                "core each",
             ),
             (
                 8 * (Core(0, 0, (0,)),),

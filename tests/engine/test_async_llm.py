@@ -27,6 +27,7 @@ class ScriptedCore:
     """A core that says what the test has it say, and keeps what it is told."""
 
     client = 0
+    ended = False
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -110,17 +111,17 @@ async def test_deaths_count_for_the_requests_that_were_open_then(scripted):
     """A request that came while no core ran has not been met by that death."""
     llm, core = scripted
     before = llm.begin(request("before"))
-    llm.pause()
+    llm.pause(0)
     meanwhile = llm.begin(request("meanwhile"))
     llm.resume(0, core, INFO)
     for _ in range(2):
         assert llm.num_unfinished == 2
-        llm.pause()
+        llm.pause(0)
         llm.resume(0, core, INFO)
     with pytest.raises(EngineError, match="died 3 times"):
         await anext(before)
     assert llm.num_unfinished == 1
-    llm.pause()
+    llm.pause(0)
     with pytest.raises(EngineError, match="died 3 times"):
         await anext(meanwhile)
 
@@ -130,7 +131,7 @@ async def test_answers_to_one_prompt_share_it_after_the_engine_died_too(scripted
     llm, core = scripted
     llm.begin(request("four", prompt=list(range(64)), n=4))
     await core.say(EngineOutputs([EngineOutput(number, [number + 5]) for number in range(4)]))
-    llm.pause()
+    llm.pause(0)
     core.told.clear()
     llm.resume(0, core, INFO)
     assert [(rest.params.n, rest.output_token_ids) for rest in core.told] == [(1, [n + 5]) for n in range(4)]

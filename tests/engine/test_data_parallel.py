@@ -110,6 +110,48 @@ async def test_requests_of_a_core_that_died_go_on_with_the_other_at_once(scripte
     assert len(third.told) == 1, "it has the least to do"
 
 
+async def test_cores_that_die_together_are_one_death_of_each_request() -> None:
+    llm, cores = AsyncLLM("no-model"), [ScriptedCore() for _ in range(4)]
+
+    class Inputs:
+        tokenizer = None
+
+    llm.attach([(core, INFO) for core in cores], Inputs())
+    streams = [llm.begin(request(str(i), prompt=[i] * 20)) for i in range(8)]
+    llm.pause(0, 1, 2)
+    assert len(numbers(cores[3])) == 8
+    assert max(stream.num_deaths for stream in streams) == 1
+    llm.pause(1)  # told once more
+    assert max(stream.num_deaths for stream in streams) == 1
+    await llm.shutdown()
+
+
+async def test_what_moved_to_another_core_is_no_prompt_to_compute_for_ever(scripted: Pair) -> None:
+    llm, first, second = scripted
+    stream = llm.begin(request("long", prompt=list(range(4000))))
+    index = 0 if numbers(first) else 1
+    core = (first, second)[index]
+    await core.say(EngineOutputs([EngineOutput(stream.request.number, [5])]))
+    llm.pause(index)
+    llm.resume(index, ScriptedCore(), INFO)
+    for i in range(4):
+        llm.begin(request(str(i), prompt=[i] * 20))
+    moved = (first, second)[1 - index]
+    assert len(numbers(moved)) > 1, "what is left of an answer does not keep others away"
+
+
+async def test_a_core_that_fails_its_requests_is_passed_over(scripted: Pair) -> None:
+    """It would look idle, and get all of them."""
+    llm, first, second = scripted
+    for i in range(20):
+        stream = llm.begin(request(str(i), prompt=[i] * 20))
+        if stream.request.number in numbers(first):
+            failed = EngineOutput(stream.request.number, [], finish_reason="error", error="no luck")
+            await first.say(EngineOutputs([failed]))
+    assert len(numbers(first)) <= replica.FAILURES
+    assert len(numbers(second)) >= 17
+
+
 async def test_requests_wait_when_no_core_runs_and_go_on_with_the_first_that_comes(scripted: Pair) -> None:
     llm, *before = scripted
     llm.begin(request("one"))

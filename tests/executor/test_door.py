@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
+from contextlib import suppress
 
 import pytest
 
 from toolkit.executor.channel import Channel
 from toolkit.executor.door import KEY_SIZE, Door, call
-from toolkit.executor.messages import Beat, Broken, decode_from_rank, encode
+from toolkit.executor.messages import Beat, Broken, Call, End, decode_from_rank, encode
+from toolkit.executor.rank import RankProcess
 
 HOST = "127.0.0.1"
 
@@ -42,23 +45,29 @@ def test_those_that_know_the_key_come_in_under_their_numbers(door):
 
 
 def test_strangers_stay_outside_and_do_not_keep_others_from_coming_in(door):
-    """One has another key, one another number, one says nonsense, one leaves, one comes twice."""
+    """One has another key, one another number, one says nonsense, some say nothing, one leaves, one comes twice."""
+    silent = [socket.create_connection((HOST, door.port)) for _ in range(3)]
     admitted: dict[int, Channel] = {}
     waiting = in_thread(lambda: admitted.update(door.admit([0, 1], 20, lambda: None)))
     outside = [call(HOST, door.port, b"x" * KEY_SIZE, 0), call(HOST, door.port, door.key, 7)]
     with socket.create_connection((HOST, door.port)) as nonsense:
         nonsense.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:1234567890\r\n\r\n")
     socket.create_connection((HOST, door.port)).close()
-    first = call(HOST, door.port, door.key, 0)
-    outside.append(call(HOST, door.port, door.key, 0))
+    twice = [call(HOST, door.port, door.key, 0) for _ in range(2)]
     call(HOST, door.port, door.key, 1)
     waiting.join(20)
     assert sorted(admitted) == [0, 1]
     admitted[0].send_bytes(encode(Beat(0, 5)))
-    assert decode_from_rank(first.receive()) == Beat(0, 5)
+    heard = []
+    for caller in twice:
+        with suppress(EOFError):
+            heard.append(decode_from_rank(caller.receive()))
+    assert heard == [Beat(0, 5)], "one of the two is inside"
     for stranger in outside:
         with pytest.raises(EOFError):
             stranger.receive()
+    for stranger in silent:
+        stranger.close()
 
 
 def test_who_has_heard_a_proof_cannot_use_it_again(door):
@@ -105,3 +114,27 @@ def test_the_last_word_arrives_though_more_was_sent_than_read(door):
     admitted[0].close()
     ending.join(20)
     assert not ending.is_alive()
+
+
+def test_a_rank_that_computes_for_long_is_not_taken_for_gone_whatever_waits_for_it(door, monkeypatch):
+    """TCP gives up an end whose window stays closed."""
+    monkeypatch.setattr("toolkit.executor.door.UNHEARD", 2)
+    ends: list[Channel] = []
+    calling = in_thread(lambda: ends.append(call(HOST, door.port, door.key, 0)))
+    ours = door.admit([0], 20, lambda: None)[0]
+    calling.join(20)
+    rank, heard, computed = RankProcess(ends[0], far=True), [], threading.Event()
+
+    def serve() -> None:
+        computed.wait(20)
+        heard.extend(rank._receive() for _ in range(2))
+
+    monkeypatch.setattr(rank, "_serve", serve)
+    running = in_thread(rank.run)
+    long = Call("x", ["y" * 8_000_000])
+    sending = in_thread(lambda: [ours.send(message) for message in (long, End())])
+    time.sleep(4.5)
+    computed.set()
+    running.join(20)
+    sending.join(20)
+    assert heard == [long, End()]

@@ -59,9 +59,9 @@ class End(msgspec.Struct, tag="end"):
 
 
 class Paused(msgspec.Struct, tag="paused"):
-    """A core has died, and another is being started."""
+    """Cores have died, and others are being started."""
 
-    core: int
+    cores: list[int]
 
 
 class Revived(msgspec.Struct, tag="revived"):

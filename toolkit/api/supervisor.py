@@ -165,7 +165,7 @@ class Supervisor:
         self._infos = await all_ready(self._clients, report)
         for launch, client, info in zip(launches, self._clients, self._infos, strict=True):
             metrics = self.metrics.of(launch.index)
-            self._cores.append(_Core(launch.index, client, Reviver(launch, client), metrics, info))
+            self._cores.append(_Core(launch.index, client, Reviver(launch.like(info), client), metrics, info))
         for core in self._cores:
             self._run(self._read_core(core))
         self._begin()
@@ -314,7 +314,8 @@ class Supervisor:
         counted = [family for family in worker.families if family.kind != "gauge"]  # those are of the living
         self._departed = merged([self._departed, counted])
         for core in self._cores:
-            core.client.send(Leave(worker.client))
+            if not core.dead:
+                core.client.send(Leave(worker.client))
         now = time.monotonic()
         while self._restarts and self._restarts[0] < now - RESTART_WINDOW:
             self._restarts.popleft()
@@ -403,13 +404,19 @@ class Supervisor:
                             observe_step(core.metrics, message.stats)
                     self._tell_loads()
             except Exception as cause:
-                core.info, core.stats = None, EngineStats()
-                observe_gauges(core.metrics, core.stats)
-                self._tell(Paused(core.index))
+                gone = [
+                    one for one in self._cores if one.info is not None and (one is core or one.client.ended)
+                ]
+                for one in gone:
+                    one.info, one.stats = None, EngineStats()
+                    observe_gauges(one.metrics, one.stats)
+                if gone:  # else another of those that died together has told
+                    self._tell(Paused([one.index for one in gone]))
                 try:
                     client, core.info = await core.reviver.another(cause)
                 except EngineDeadError as error:
                     core.dead = error.message
+                    core.client.kill()
                     self._tell(Dead(core.index, error.message))
                     if all(one.dead for one in self._cores):
                         self._fail(error)

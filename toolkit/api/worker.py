@@ -108,13 +108,14 @@ class Worker:
             elif isinstance(message, Drain):
                 self._draining = asyncio.create_task(self._drain())
             elif isinstance(message, Paused):
-                self._engine.pause(message.core)
+                self._engine.pause(*message.cores)
             elif isinstance(message, Revived):
                 self._engine.resume(message.core, self._link(message.sockets), message.info)
                 self._engine.read(message.core).add_done_callback(_end_if_failed)
             elif isinstance(message, Dead):
                 self._engine.lose(message.core, EngineDeadError(message.message))
-                self._http.gate.door.draining = self._engine.dead is not None
+                if self._engine.dead is not None:
+                    self._http.gate.door.draining = True
             elif isinstance(message, Loads):
                 self._engine.observe_loads(message.num_sequences)
             elif isinstance(message, End):

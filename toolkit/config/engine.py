@@ -138,7 +138,9 @@ class SchedulerConfig:
         "fcfs", "fcfs: first come, first served. priority: lower numbers first."
     )
     async_scheduling: bool | None = option(
-        None, "Schedule the next step before this one's tokens are known. Default: on for a GPU."
+        None,
+        "Schedule the next step before this one's tokens are known. Default: on for a GPU. With --pipeline-parallel-size there is "
+        "a step for each stage instead.",
     )
 
     def __post_init__(self) -> None:
@@ -189,6 +191,11 @@ class ParallelConfig:
     def num_devices(self) -> int:
         """Of all engines together."""
         return self.world_size * self.data_parallel_size
+
+    @property
+    def num_devices_here(self) -> int:
+        """Of those on this machine: one at least of a cluster's, which are not looked up and taken to be alike."""
+        return self.num_devices if self.distributed_executor_backend == "mp" else 1
 
     @property
     def delivering_rank(self) -> int:

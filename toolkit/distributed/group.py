@@ -65,7 +65,8 @@ class Group:
         for first in range(0, self.size, size):
             group = dist.new_group(list(range(first, first + size)), timeout=timedelta(seconds=PATIENCE))
             if first <= self.rank < first + size:
-                part = Group(self.rank - first, size, group, group)
+                numbers = None if dist.get_backend(group) == "nccl" else group
+                part = Group(self.rank - first, size, group, numbers)
         return part
 
     def close(self) -> None:

@@ -154,8 +154,7 @@ def _cores(cores: Cores, asked: int | None) -> Finding:
         found += f" of {len(packages)} processors"
     if cores.quota is not None:
         found += f", and a control group's limit of {cores.quota:g}"
-    own = "a core of its own" if plan.count == 1 else "cores of their own"
-    bound = f", bound to {own}" if plan.cores else ""
+    bound = ", all but the first bound to a core each" if len(plan.cores) > 1 else ""
     text = f"{found}: on the CPU tk computes with {_counted(plan.count, 'thread')}{bound}"
     if asked is not None:
         return Finding("cores", "pass", f"{text} (OMP_NUM_THREADS)")

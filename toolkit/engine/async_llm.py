@@ -123,8 +123,8 @@ class AsyncLLM:
                 core.kill()
             raise
         self.attach(list(zip(cores, infos, strict=True)), InputProcessor(folder, loaded, least(infos)))
-        for replica, launch, core in zip(self.replicas, launches, cores, strict=True):
-            replica.reviver = Reviver(launch, core)
+        for replica, launch, core, info in zip(self.replicas, launches, cores, infos, strict=True):
+            replica.reviver = Reviver(launch.like(info), core)
             self.read(replica.index)
 
     def attach(self, cores: Sequence[tuple[CoreLink, WorkerInfo] | None], inputs: InputProcessor) -> None:
@@ -251,7 +251,8 @@ class AsyncLLM:
         if stream.share is not None:
             self._router.end(stream.share)
         stream.share = stream.replica = None
-        running = [replica.index for replica in self.replicas if replica.runs]
+        live = [replica for replica in self.replicas if replica.runs]
+        running = [one.index for one in [one for one in live if one.is_trusted] or live]
         if running:
             request = stream.request
             stream.share = self._router.place(
@@ -271,6 +272,9 @@ class AsyncLLM:
         """
         replica = self._place(stream)
         if replica is not None:
+            begun = any(sequence.token_ids for sequence in stream.state.sequences)
+            if begun and stream.share is not None and self._router is not None:
+                self._router.computed(stream.share)  # nobody tells when it is computed once more
             for sequence in stream.state.sequences:
                 if not sequence.finished:
                     replica.link.send(_rest(stream.request, sequence, self._client))
@@ -301,13 +305,18 @@ class AsyncLLM:
         return await self._ask(lambda client, ticket: EndRequests(id, client, ticket))
 
     async def _ask(self, question: Question) -> RequestList:
-        """What all cores that run answer together."""
+        """What all cores that run answer together. One that is silent is left out where the others have something to tell."""
         if self.dead is not None:
             raise self.dead
         running = [replica for replica in self.replicas if replica.runs]
         if not running:
             raise ServerUnavailableError("The engine died and is being started again.")
-        told = await asyncio.gather(*(replica.ask(question) for replica in running))
+        asked = (replica.ask(question) for replica in running)
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        told = [answer for answer in found if isinstance(answer, RequestList)]
+        failures = [error for error in found if isinstance(error, BaseException)]
+        if failures and not any(answer.requests for answer in told):
+            raise failures[0]
         requests = sorted((one for answer in told for one in answer.requests), key=lambda one: -one.age)
         return RequestList(0, requests, sum(answer.kv_cache_usage for answer in told) / len(told))
 
@@ -368,7 +377,8 @@ class AsyncLLM:
             except Exception as cause:
                 if replica.reviver is None:
                     raise
-                self.pause(replica.index)
+                gone = [one.index for one in self.replicas if one.runs and (one is replica or one.link.ended)]
+                self.pause(*gone)
                 num_waiting = sum(stream.replica is None for stream in self._streams.values())
                 try:
                     core, info = await replica.reviver.another(cause, num_waiting)
@@ -389,13 +399,15 @@ class AsyncLLM:
                 else:
                     replica.take(message)
 
-    def pause(self, index: int = 0) -> None:
-        """A core has died; another will come in its place. Its requests go on with the other cores at once or, when none
-        runs, with the first that comes; those that have seen too many die end.
+    def pause(self, *indices: int) -> None:
+        """Cores have died; others will come in their places. Their requests go on with the other cores at once or, when none
+        runs, with the first that comes; those that have seen too many die end. Those that are known to have died together are
+        to be told together: no request is sent to one of them then.
         """
-        replica = self.replicas[index]
-        replica.disconnect()
-        for stream in [stream for stream in self._streams.values() if stream.replica is replica]:
+        gone = [self.replicas[index] for index in indices if self.replicas[index].runs]
+        for replica in gone:
+            replica.disconnect()
+        for stream in [stream for stream in self._streams.values() if stream.replica in gone]:
             stream.num_deaths += 1
             if stream.num_deaths <= MAX_RESUMES:
                 self._go_on(stream)
@@ -418,6 +430,8 @@ class AsyncLLM:
         request ends with this error, and so does every one that comes.
         """
         self.replicas[index].dead = without_it(error)
+        if self.replicas[index].linked:
+            self.replicas[index].link.kill()
         if all(one.dead is not None for one in self.replicas):
             self.dead = error
             self._fail_all(error)
@@ -516,6 +530,7 @@ class AsyncLLM:
         if num_tokens:
             metrics.generation_tokens.inc(num_tokens)
         for sequence, reason in done.finished:
+            replica.note_end(reason, now)
             observe_end(metrics, sequence, self._streams.get(sequence.request.id), reason, now)
             if sequence.request.finished:
                 self._drop(sequence.request.id)

@@ -70,6 +70,8 @@ class EngineCore:
         self._depth = num_stages if num_stages > 1 else 1 + info.async_scheduling
         self._knows_tokens = num_stages > 1
         """Whether a step has only requests whose tokens are all known when it is launched."""
+        far = config.parallel.distributed_executor_backend == "ray"
+        self._overlaps = self._depth > 1 and (info.device != "cpu" or far)
         self._steps: deque[tuple[SchedulerOutput, Pending]] = deque()
         self._constraints = Constraints(read_tokenizer, info.vocab_size)
         self._clients = [0]
@@ -89,8 +91,8 @@ class EngineCore:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the device has another step to run while one's tokens are taken in."""
-        return self._depth > 1
+        """Whether the device has another step to run while one's tokens are taken in, and to launch it takes no time."""
+        return self._overlaps
 
     def add(self, new: EngineRequest) -> None:
         """Takes a request in: n sequences that share the prompt's blocks. Raises ValueError for one that the

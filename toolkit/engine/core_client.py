@@ -63,6 +63,11 @@ class CoreLink:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromCore)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the core is known to be gone."""
+        return False
+
     def listen(self) -> None:
         """From here on the running loop hears of messages."""
         self._loop = asyncio.get_running_loop()
@@ -126,17 +131,27 @@ class CoreClient(CoreLink):
         self.sockets = tempfile.mkdtemp(prefix="tk-")
         super().__init__(self.sockets, 0)
         self._timer: asyncio.TimerHandle | None = None
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "toolkit.engine.process", self.sockets],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-            env={**os.environ, ENGINE: str(launch.index), **launch.environment},
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "toolkit.engine.process", self.sockets],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+                env={**os.environ, ENGINE: str(launch.index), **launch.environment},
+            )
+        except OSError:  # out of memory or processes
+            self.close()
+            shutil.rmtree(self.sockets, ignore_errors=True)
+            raise
         self._start = Start(launch.config, str(launch.folder), launch.log)
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether its process is known to be gone."""
+        return self._process.poll() is not None
 
     async def ready(self, report: Report) -> WorkerInfo:
         """Waits until requests can come. Raises the ToolkitError that start-up met, or EngineDeadError."""

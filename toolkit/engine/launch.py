@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from toolkit.config import EngineConfig
@@ -27,6 +27,11 @@ class Launch:
     index: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     """What it has beside this process' variables."""
+
+    def like(self, info: WorkerInfo) -> Launch:
+        """That of a core in the place of one that found this out: on no other kind of device, though its own be missing now."""
+        device = "cpu" if info.device == "cpu" else "cuda"
+        return replace(self, config=self.config.with_settings(device=device))
 
     @property
     def name(self) -> str:
@@ -54,6 +59,11 @@ def _devices(config: EngineConfig) -> list[str | None]:
     count, each = parallel.data_parallel_size, parallel.world_size
     ours = config.device.device != "cpu" and parallel.distributed_executor_backend != "ray"
     gpus = _gpus() if ours else []
+    if ours and not gpus and config.device.device == "cuda":
+        raise ConfigError(
+            "--data-parallel-size gives each engine GPUs of its own, and NVIDIA's driver (NVML) lists none here; tk doctor says more.",
+            param="data_parallel_size",
+        )
     if not gpus:
         return [None] * count
     if parallel.num_devices > len(gpus):

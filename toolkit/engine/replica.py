@@ -28,6 +28,8 @@ FRESH = 1.0
 """Seconds for which a step shows that the engine is well."""
 HUNG = 5.0
 """Seconds in which an engine that is well runs a step when it is asked to."""
+FAILURES = 3
+"""Requests in a row that end with an error, after which a core is passed over."""
 ANSWER_TIMEOUT = 10.0
 """Seconds that the core gets to answer a question: it looks at them between steps."""
 
@@ -60,6 +62,8 @@ class Replica:
         """Since when a Ping is unanswered; 0 when none is."""
         self._ponged = asyncio.Event()
         self._step_error: str | None = None
+        self._num_failures, self._failed_at = 0, 0.0
+        """Requests in a row that ended with an error, and when the last one did."""
         self._num_asked = 0
         self._asked: dict[int, asyncio.Future[RequestList]] = {}
         """Who waits for which of the core's answers, by ticket."""
@@ -81,6 +85,7 @@ class Replica:
             self._link.kill()
         self._link, self.info = link, info
         self.runs, self._pinged_at, self._step_error = True, 0.0, None
+        self._num_failures = 0
 
     def disconnect(self) -> None:
         """The core has died, or is of no use any more: nothing is sent to it, or taken in of it."""
@@ -117,6 +122,22 @@ class Replica:
         if message.stats is not None:
             self.stats = message.stats
 
+    def note_end(self, reason: str, now: float) -> None:
+        """Remembers how a request of its ended."""
+        if reason == "error":
+            self._num_failures, self._failed_at = self._num_failures + 1, now
+        else:
+            self._num_failures = 0
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether nothing speaks against sending it requests while others run: one that fails them quickly looks idle. After a
+        while it is tried again.
+        """
+        now = time.monotonic()
+        hangs = self._pinged_at and now - self._pinged_at > HUNG
+        return not hangs and (self._num_failures < FAILURES or now - self._failed_at > HUNG)
+
     async def ask(self, question: Question) -> RequestList:
         """The core's answer. Raises ServerUnavailableError when none comes."""
         self._num_asked += 1
@@ -150,7 +171,9 @@ class Replica:
                     f"{self.name.capitalize()} has made no step for {seconds:.0f} s."
                 )
         if self.dead is not None:
-            raise self.dead
+            raise EngineDeadError(
+                self.dead.message
+            )  # another each time: a raise adds to an error's traceback
         if not self.runs:
             raise _restarting(self.name)
         if self._step_error is not None:

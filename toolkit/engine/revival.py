@@ -56,16 +56,19 @@ class Reviver:
             )
             await asyncio.sleep(BACK_OFF[self._num_attempts])
             self._num_attempts += 1
-            core = CoreClient(self._launch)
+            core: CoreClient | None = None
             begun = time.monotonic()
             try:
+                core = CoreClient(self._launch)
                 info = await core.ready(lambda name, seconds: None)
             except Exception as error:
-                core.kill()
+                if core is not None:
+                    core.kill()
                 cause = error
                 continue
             except BaseException:
-                core.kill()
+                if core is not None:
+                    core.kill()
                 raise
             self._core, self._alive_since = core, time.monotonic()
             logger.warning("%s runs again, after %.1f s", self._launch.name, self._alive_since - begun)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hmac
+import queue
 import secrets
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Collection
 
@@ -36,20 +38,27 @@ class Door:
         """
         deadline = time.monotonic() + patience
         found: dict[int, Channel] = {}
-        self._listener.settimeout(0.5)
+        known: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+
+        def ask(caller: socket.socket) -> None:
+            known.put((self._who(caller), caller))
+
+        self._listener.settimeout(0.1)
         while len(found) < len(ranks):
             if time.monotonic() > deadline:
                 raise TimeoutError("no call from " + ", ".join(f"rank {r}" for r in ranks if r not in found))
             try:
                 caller, _ = self._listener.accept()
+                # Each in a thread of its own: one that says nothing keeps nobody else out.
+                threading.Thread(target=ask, args=(caller,), daemon=True, name="door").start()
             except TimeoutError:
                 look()
-                continue
-            rank = self._who(caller)
-            if rank in ranks and rank not in found:
-                found[rank] = Channel(_tuned(caller))
-            else:
-                caller.close()
+            while not known.empty():
+                rank, caller = known.get()
+                if rank in ranks and rank not in found:
+                    found[rank] = Channel(_tuned(caller))
+                else:
+                    caller.close()
         return found
 
     def close(self) -> None:

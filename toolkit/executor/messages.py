@@ -21,6 +21,8 @@ class Begin(msgspec.Struct, tag=True):
     meeting: str
     rank: int
     log: LogStyle
+    beside: int = 0
+    """Ranks that share this one's machine, itself included; 0: all of all engines."""
 
 
 class Step(msgspec.Struct, tag=True):

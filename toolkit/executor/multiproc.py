@@ -70,6 +70,8 @@ class MultiprocExecutor(Executor):
         self._delivering = config.parallel.delivering_rank
         self._lock = threading.Lock()
         self._broken: list[Broken] = []
+        self._asking: set[int] = set()
+        """Ranks that are gone, while it is found out how."""
         self._over = threading.Event()
         """Nothing more is expected of the ranks: the end was asked for, or has been told."""
         self._answers: queue.SimpleQueue[Answer | Here | Phase | Running] = queue.SimpleQueue()
@@ -213,6 +215,7 @@ class MultiprocExecutor(Executor):
             except EOFError:
                 if self._over.is_set():
                     return
+                self._asking.add(rank.rank)
                 message = Broken(rank.rank, "", f"ended without a word ({rank.how_ended()})")
             match message:
                 case Result():
@@ -242,6 +245,7 @@ class MultiprocExecutor(Executor):
     def _broke(self, broken: Broken) -> None:
         with self._lock:
             self._broken.append(broken)
+            self._asking.discard(broken.rank)
             first = len(self._broken) == 1
         self._results.put(None)
         if self._over.is_set() or not first:
@@ -262,9 +266,15 @@ class MultiprocExecutor(Executor):
             while not self._broken and time.monotonic() < deadline:
                 time.sleep(0.02)
         time.sleep(0.2 if self._broken else 0.0)  # for those that know more than the first
+        deadline = time.monotonic() + GRACE
+        while self._asking and time.monotonic() < deadline:
+            time.sleep(0.02)
         self._over.set()
         if not self._broken:
             logger.error("rank 0 ended", exc_info=error)
+            self._broken.append(
+                Broken(0, "", f"{type(error).__name__}: {error}")
+            )  # the others are at another point
             return WorkersLostError(f"rank 0: {type(error).__name__}: {error}")
         told = self._blamed()
         if told.traceback:

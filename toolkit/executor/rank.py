@@ -54,10 +54,22 @@ class RankProcess:
         self._steps = 0
         self._busy = True
         """Whether a step is under way, or the start-up."""
+        self._heard: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
+        """What has come from far; None: the other end is gone."""
 
     def run(self) -> bool:
         """Until the other end says so, or is gone: whether it said so. What ends it otherwise is told there, and nowhere else."""
+        if self._far:
+            threading.Thread(target=self._hear, daemon=True, name="hear").start()
         return self._told(self._serve)
+
+    def _hear(self) -> None:
+        """Takes in what comes while a step computes, too: TCP gives up an end that has not read for seconds."""
+        try:
+            while True:
+                self._heard.put(self._channel.receive())
+        except EOFError:
+            self._heard.put(None)
 
     def _told(self, work: Callable[[], None]) -> bool:
         """Whether the work came to its end."""
@@ -74,7 +86,10 @@ class RankProcess:
         return False
 
     def _receive(self) -> ToRank:
-        return decode_to_rank(self._channel.receive())
+        data = self._heard.get() if self._far else self._channel.receive()
+        if data is None:
+            raise EOFError
+        return decode_to_rank(data)
 
     def _serve(self) -> None:
         begin = self._receive()
@@ -90,7 +105,7 @@ class RankProcess:
 
         self._channel.send(Here(begin.rank))
         meeting = begin.meeting if "://" in begin.meeting else Path(begin.meeting)
-        worker = Worker(begin.config, Path(begin.folder), begin.rank, meeting)
+        worker = Worker(begin.config, Path(begin.folder), begin.rank, meeting, begin.beside)
         self._channel.send(Running(begin.rank, worker.start(self._report)))
         deliver = self._deliverer() if begin.rank == begin.config.parallel.delivering_rank else None
         unsampled: deque[tuple[int, PendingOutput]] = deque()
@@ -123,9 +138,15 @@ class RankProcess:
 
     def _deliverer(self) -> Callable[[PendingOutput], None]:
         """What takes steps under way, in order, and sends what each gave; meanwhile the next one can be launched."""
+        import torch
+
         steps: queue.SimpleQueue[PendingOutput] = queue.SimpleQueue()
+        begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        device = torch.cuda.current_device() if begun else None
 
         def deliver() -> None:
+            if device is not None:
+                torch.cuda.set_device(device)  # each thread has its own
             while True:
                 self._channel.send(Result(self._rank, steps.get().result()))
 
@@ -153,7 +174,10 @@ class _Forward(logging.Handler):
         self._channel, self._rank = channel, rank
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._channel.send(Log(self._rank, record.name, record.levelno, self.format(record)))
+        try:
+            self._channel.send(Log(self._rank, record.name, record.levelno, self.format(record)))
+        except Exception:
+            self.handleError(record)
 
 
 def _log_to(channel: Channel, begin: Begin) -> None:

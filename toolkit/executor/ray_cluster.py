@@ -23,14 +23,20 @@ SOON = 2.0
 
 
 class Cluster:
-    """The cluster, while this process is one of its drivers."""
+    """The cluster, while this process is one of its drivers. It leaves with the last that needs it."""
+
+    _num_users = 0
+    _joined = False
+    """Whether the first of them made this process a driver, and not its user."""
 
     def __init__(self) -> None:
         """Finds it as Ray does: by RAY_ADDRESS, else the one that was started on this machine. Raises ConfigError."""
         self.ray = _import()
-        self._joined = not self.ray.is_initialized()
-        if self._joined:
+        if not self.ray.is_initialized():
             _join(self.ray)
+            Cluster._joined = True
+        Cluster._num_users += 1
+        self._uses = True
         self.own_node: str = self.ray.get_runtime_context().get_node_id()
 
     def addresses(self) -> dict[str, str]:
@@ -75,7 +81,13 @@ class Cluster:
         return names[int(os.environ.get(ENGINE, "0")) % len(names)] if names else None
 
     def leave(self) -> None:
-        if self._joined:
+        """Once, however often it is called."""
+        if not self._uses:
+            return
+        self._uses = False
+        Cluster._num_users -= 1
+        if Cluster._joined and not Cluster._num_users:
+            Cluster._joined = False
             self.ray.shutdown()
 
     def _nodes(self) -> list[dict[str, Any]]:

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 START = 120.0
 """Seconds in which an actor begins: Python and PyTorch may come over a network."""
-LAST_WORD = 3.0
-"""Seconds that Ray has to say how an actor ended."""
+LAST_WORD = 0.7
+"""Seconds that Ray has to say how an actor ended: less than others wait for that."""
 
 
 class Actors(Ranks):
@@ -38,6 +38,7 @@ class Actors(Ranks):
         """Raises ConfigError: no cluster, no room in it, machines that are not alike or lack the model."""
         self._cluster = Cluster()
         self._group: Any = None
+        self._store: TCPStore | None = None
         self.others = []
         try:
             resource, self._group = self._cluster.place(config)
@@ -54,6 +55,7 @@ class Actors(Ranks):
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
+        self._store = None  # nobody listens from here on
         self._cluster.leave()
 
     def _start(self, config: EngineConfig, folder: Path, log: LogStyle, resource: str) -> None:
@@ -92,11 +94,13 @@ class Actors(Ranks):
             ) from None
         finally:
             door.close()
-        on_node = Counter(place.node for place in places)
+        engines = -(-config.parallel.data_parallel_size // len(addresses))  # that may be on a machine
+        on_node = {node: count * engines for node, count in Counter(place.node for place in places).items()}
         for actor, (_, place) in zip(actors, found, strict=True):
             threads = config.device.num_threads or max(1, place.cores // on_node[place.node])
             own = config.with_settings(device="cuda" if resource == "GPU" else "cpu", num_threads=threads)
-            actor.begin(channels[actor.rank], Begin(own, str(folder), self.meeting, actor.rank, log))
+            begin = Begin(own, str(folder), self.meeting, actor.rank, log, on_node[place.node])
+            actor.begin(channels[actor.rank], begin)
         logger.info("Ray has placed %s", ", ".join(actor.name for actor in actors))
 
     def _actors(self, count: int, folder: str, resource: str) -> list[tuple[Any, Place]]:

@@ -18,7 +18,8 @@ def dry_run(engine: EngineConfig, *, as_json: bool) -> int:
     Raises ToolkitError for a model that is not there or that tk does not run.
     """
     checkpoint = look_up(engine.model.model, engine.model.revision)
-    made = estimate(checkpoint, engine, find_device(engine.device.device, engine.parallel.num_devices))
+    device = find_device(engine.device.device, engine.parallel.num_devices_here)
+    made = estimate(checkpoint, engine, device)
     if as_json:
         answer(as_fields(checkpoint.name, made))
     else:

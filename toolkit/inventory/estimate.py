@@ -104,7 +104,7 @@ def estimate(checkpoint: Checkpoint, engine: EngineConfig, device: Device) -> Es
     """
     config: Any = checkpoint.config
     if device.kind == "cpu":
-        here = engine.parallel.num_devices
+        here = engine.parallel.num_devices_here
         device = dataclasses.replace(device, total=device.total // here, free=device.free // here)
     wanted, on_gpu = engine.model.dtype, device.kind != "cpu"
     dtype = auto_dtype(checkpoint.config, on_gpu=on_gpu) if wanted == "auto" else wanted
@@ -123,7 +123,10 @@ def estimate(checkpoint: Checkpoint, engine: EngineConfig, device: Device) -> Es
             return 0
         return _num_blocks(engine, device, weights, step, block_bytes, max_model_len)
 
-    weights, layers = min(stages, key=lambda stage: (blocks_of(*stage), -stage[0]))
+    # The tightest stage: one whose weights do not fit at all, else the one with the fewest blocks.
+    weights, layers = min(
+        stages, key=lambda stage: (stage[0] + step <= device.free, blocks_of(*stage), -stage[0])
+    )
     num_blocks, block_bytes = blocks_of(weights, layers), layers * layer_bytes
     return Estimate(
         device=device,
@@ -147,14 +150,24 @@ def _stages(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> list[tu
     nbytes = _counter(checkpoint, engine, dtype)
     if count == 1:
         return [(sum(map(nbytes, checkpoint.weights)), layers)]
+    if not layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size {count}: encoders run whole on one device.",
+            param="pipeline_parallel_size",
+        )
     of_layers, first, last = dict.fromkeys(range(layers), 0), 0, 0
-    head = max(nbytes(tensor) for tensor in checkpoint.weights if tensor.is_vocabulary)
+    tables = [tensor for tensor in checkpoint.weights if tensor.is_vocabulary]
+    head = nbytes(next((tensor for tensor in tables if "lm_head." in tensor.name), tables[0]))
+    plain = _counter(checkpoint, engine, dtype, rounds_head=False)  # a table without a head is not rounded
     for tensor in checkpoint.weights:
         found = _LAYER.search(tensor.name)
         if found is not None:
-            of_layers[int(found[1])] += nbytes(tensor)
+            index = int(found[1])
+            if index >= layers:
+                raise CheckpointError(f"{checkpoint.name} has a tensor {tensor.name}, and {layers} layers.")
+            of_layers[index] += nbytes(tensor)
         elif tensor.is_table:
-            first += nbytes(tensor)
+            first += plain(tensor)
         else:
             last += nbytes(tensor)
     if getattr(checkpoint.config, "tie_word_embeddings", False):
@@ -169,14 +182,16 @@ def _stages(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> list[tu
     return list(zip(weights, counts, strict=True))
 
 
-def _counter(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> Callable[[Tensor], int]:
+def _counter(
+    checkpoint: Checkpoint, engine: EngineConfig, dtype: str, *, rounds_head: bool = True
+) -> Callable[[Tensor], int]:
     """What one rank's part of a tensor takes. int8 rounds the output head, too."""
     quantization, num_ranks = engine.model.quantization, engine.parallel.tensor_parallel_size
     tied = bool(getattr(checkpoint.config, "tie_word_embeddings", False))
 
     def number(tensor: Tensor) -> int:
         is_head = tensor.is_vocabulary and (tied or "lm_head." in tensor.name)
-        rounded = tensor.is_linear or (is_head and quantization == "int8")
+        rounded = tensor.is_linear or (rounds_head and is_head and quantization == "int8")
         return TYPE_BYTES[quantization if quantization and rounded else dtype]
 
     def share(tensor: Tensor) -> int:

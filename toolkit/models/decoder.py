@@ -15,6 +15,7 @@ from toolkit.layers import LayerNorm, OutputHead, RMSNorm, Slots, VocabularyEmbe
 from toolkit.layers.replay import Replay
 from toolkit.models.registry import CausalLM
 from toolkit.models.stages import share_out
+from toolkit.quantization import quantizes_head
 
 
 class DecoderLayer(nn.Module, abc.ABC):
@@ -117,7 +118,9 @@ def _indices(model: Decoder, config: Any, make: Callable[[int], DecoderLayer]) -
         return range(config.num_hidden_layers)
     with torch.device("meta"):
         parts = make(0), OutputHead(config.hidden_size, config.vocab_size)
-    layer, head = (sum(parameter.nbytes for parameter in part.parameters()) for part in parts)
+    layer = sum(parameter.nbytes for parameter in parts[0].parameters())
+    # A head that is to be rounded is so when it is packed.
+    head = sum(p.numel() * (1 if quantizes_head() else p.itemsize) for p in parts[1].parameters())
     counts = share_out(config.num_hidden_layers, model.stage.count, layer, head)
     begin = sum(counts[: model.stage.index])
     return range(begin, begin + counts[model.stage.index])

@@ -93,7 +93,7 @@ class BatchState:
             self.token_ids.numpy()[rows, lengths] = tokens.clamp(min=0).numpy()
             return
         place = torch.from_numpy(np.stack((rows, lengths))).to(self.device, torch.int64)
-        self.token_ids[place[0], place[1]] = tokens.clamp(min=0).to(torch.int32)
+        self.token_ids[place[0], place[1]] = tokens.clamp(min=0).to(self.device, torch.int32)
 
     def _take(self, table: torch.Tensor, rows: IntArray, columns: IntArray) -> torch.Tensor:
         """Elements of a table on the device, int64. NumPy has few of them in a third of PyTorch's time."""

@@ -51,9 +51,17 @@ class Worker:
     _stream: torch.cuda.Stream | None = None
 
     def __init__(
-        self, config: EngineConfig, folder: Path, rank: int = 0, meeting: Path | str | None = None
+        self,
+        config: EngineConfig,
+        folder: Path,
+        rank: int = 0,
+        meeting: Path | str | None = None,
+        beside: int = 0,
     ) -> None:
-        """`meeting`: where the ranks of a model that is shared out find each other (`distributed.connect`)."""
+        """`meeting`: where the ranks of a model that is shared out find each other (`distributed.connect`). `beside`: ranks on this
+        machine, itself included; 0: all of all engines.
+        """
+        self._beside = beside
         self.config = config
         self.folder = folder
         self._rank, self._meeting = rank, meeting
@@ -100,13 +108,16 @@ class Worker:
 
     def _start_threads(self) -> None:
         """A CPU's, as many and where `plan_threads` says."""
-        asked = self.config.device.num_threads or asked_for()
-        plan = plan_threads(find_cores(), asked, self._rank, self.config.parallel.num_devices)
+        ranks, given = self.config.parallel.num_devices, asked_for()
+        asked = self.config.device.num_threads or (max(1, given // ranks) if given else None)
+        plan = plan_threads(find_cores(), asked, self._rank, ranks)
         torch.set_num_threads(plan.count)
         cpu.set_num_threads(plan.count)
         alone = self.config.parallel.data_parallel_size == 1  # engines do not know each other's cores
-        if plan.cores and alone and cpu.bind_threads([core.cpus for core in plan.cores]):
-            logger.info("%d threads, each bound to a core", plan.count)
+        if len(plan.cores) > 1 and alone:
+            bound = cpu.bind_threads([core.cpus for core in plan.cores])
+            how = "all but the first bound to a core each" if bound else "not all bound: the system refused"
+            logger.info("%d threads, %s", plan.count, how)
 
     def close(self) -> None:
         """Leaves the other ranks, if there are any."""
@@ -186,8 +197,10 @@ class Worker:
                 part.target.numel() for slot in sketch.slots().values() for part in slot.parts
             )
             self._weight_bytes = sum(p.nbytes for p in sketch.parameters())
-            here = self.world.size if device.type == "cpu" else 1  # ranks with this memory
-            memory.require_weights_fit(self._weight_bytes * here, device, dtype)
+            together = self._weight_bytes
+            if device.type == "cpu":  # ranks on one machine share its memory
+                together = together * self._beside if self._beside else self.world.total(together)
+            memory.require_weights_fit(together, device, dtype)
             model = build(device, max_model_len)
             everything = sketch if self.stage is WHOLE else build(torch.device("meta"), 1, WHOLE)
             load_weights(
@@ -245,7 +258,8 @@ class Worker:
 
             self._graph_shapes = graph_shapes(num_rows, budget, max_model_len)
 
-        room = int(memory.available(device) * memory.CPU_SHARE / self.config.parallel.num_devices)
+        sharing = self._beside or self.config.parallel.num_devices
+        room = int(memory.available(device) * memory.CPU_SHARE / sharing)
         if device.type == "cuda" and config.cache.num_gpu_blocks_override is None:
             probe_blocks = 1  # what lies in the blocks does not matter here
             self.runner = runner(probe_blocks, 0, max_model_len)
@@ -324,7 +338,8 @@ class Worker:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()
-        sampling = self.config.scheduler.max_num_seqs * self.info.vocab_size * SAMPLING_BYTES
+        num_rows = self.config.scheduler.max_num_seqs if self.stage.is_last else 0
+        sampling = num_rows * self.info.vocab_size * SAMPLING_BYTES
         return int(torch.cuda.max_memory_allocated() + max(0, outside) + sampling)
 
     def _measure_graphs(self) -> int:
