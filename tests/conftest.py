@@ -7,12 +7,16 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Without bytecode each of a hundred servers would compile all its modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # several processes share the cores; threads that wait for each other would starve
 
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,6 +65,31 @@ def unused_tcp_port() -> int:
     from tests.api.serving import free_port
 
     return free_port()
+
+
+@pytest.fixture
+def tk_here(capfd: pytest.CaptureFixture[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs `tk` in this process, where everything is imported already: its exit code and what it wrote."""
+    from toolkit.cli import main
+
+    def run(
+        *arguments: str, stdin: str = "", cwd: Path | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryFile("w+") as piped:
+            piped.write(stdin)
+            piped.seek(0)
+            patch.setattr(sys, "stdin", piped)
+            patch.setattr(sys, "argv", ["tk", *arguments])
+            if cwd is not None:
+                patch.chdir(cwd)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            capfd.readouterr()
+            with pytest.raises(SystemExit) as ended:
+                main()
+        return subprocess.CompletedProcess(arguments, ended.value.code, *capfd.readouterr())
+
+    return run
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ ROOMS = {
     "sampling": {"kernels"},
     "attention": {"kernels"},
     "quantization": {"kernels"},
-    "distributed": set(),
+    "distributed": {"kernels"},
     "layers": {"attention", "quantization", "kernels", "distributed"},
     "models": {"layers", "attention", "quantization", "demo", "distributed", "kernels"},
     "worker": {

@@ -23,17 +23,30 @@ constexpr int kRows = 2;
 constexpr int64_t kBlockRows = kRows * (112 / kRows);
 // Bytes of weights that a task reads at least: some 10 us of memory's time.
 constexpr int64_t kTaskBytes = 96 * 1024;
-// How far ahead of the sums weights are asked for, in words: the processor's own prefetcher stops at each page's end.
-constexpr int64_t kAhead = 32 * kColumns;
+// And how many tasks a thread has where there are several blocks.
+constexpr int64_t kTasks = 32;
+// How far ahead, in words, a tile that has a panel for itself asks for weights: the processor's own prefetcher stops at each page's end. Few
+// rows wait for nothing else, and want them in the first-level cache.
+constexpr int kFewRows = 4;
+constexpr int64_t kNear = 32 * kColumns, kFar = 128 * kColumns;
+// Words between which one of several tiles asks for its share of the next panel.
+constexpr int64_t kGroup = 8;
+constexpr int64_t kLine = 16;  // words of a cache line
+constexpr int64_t kGroupLines = kGroup * kColumns / kLine;
 
-template <class Type, int kTileRows>
-void tile(const uint32_t* __restrict x, const uint32_t* __restrict panel, int64_t words, float* __restrict out) {
+// `ahead`: where a tile that is one of several asks for some `lines` after each group of words.
+template <class Type, int kTileRows, bool kAlone>
+void tile(const uint32_t* __restrict x, const uint32_t* __restrict panel, int64_t words, const uint32_t* ahead, int64_t lines,
+          float* __restrict out) {
   // Two words at a time where one would leave the multipliers waiting for sums to come back.
   constexpr int kSteps = kTileRows * kVecs <= 4 ? 2 : 1;
+  constexpr int64_t kWords = kAlone ? kSteps : kGroup;
   typename Type::Sum sums[kSteps][kTileRows][kVecs] = {};
   const auto add_word = [&](int step) __attribute__((always_inline)) {
-    __builtin_prefetch(panel + kAhead);
-    __builtin_prefetch(panel + kAhead + kColumns / 2);
+    if (kAlone) {
+      constexpr bool kFew = kTileRows <= kFewRows;
+      for (int64_t i = 0; i < kColumns; i += kLine) __builtin_prefetch(panel + (kFew ? kNear : kFar) + i, 0, kFew ? 3 : 2);
+    }
     for (int v = 0; v < kVecs; ++v) {
       const UintVec weight = load_words(panel + v * kLanes);
       for (int row = 0; row < kTileRows; ++row) Type::add(sums[step][row][v], x + row * Type::kWords, weight);
@@ -42,8 +55,9 @@ void tile(const uint32_t* __restrict x, const uint32_t* __restrict panel, int64_
     panel += kColumns;
   };
   int64_t word = 0;
-  for (; word + kSteps <= words; word += kSteps) {
-    for (int step = 0; step < kSteps; ++step) add_word(step);
+  for (; word + kWords <= words; word += kWords) {
+    for (int64_t i = 0; i < lines && !kAlone; ++i, ahead += kLine) __builtin_prefetch(ahead, 0, 2);
+    for (int i = 0; i < kWords; ++i) add_word(i % kSteps);
   }
   for (; word < words; ++word) add_word(0);
   for (int row = 0; row < kTileRows; ++row) {
@@ -55,14 +69,14 @@ void tile(const uint32_t* __restrict x, const uint32_t* __restrict panel, int64_
   }
 }
 
-using Tile = void (*)(const uint32_t*, const uint32_t*, int64_t, float*);
+using Tile = void (*)(const uint32_t*, const uint32_t*, int64_t, const uint32_t*, int64_t, float*);
 
-template <class Type, int kTileRows>
-Tile tile_of(int64_t rows) {
+template <class Type, int kTileRows = kRows>
+Tile tile_of(int64_t rows, bool alone) {
   if constexpr (kTileRows > 1) {
-    if (rows < kTileRows) return tile_of<Type, kTileRows - 1>(rows);
+    if (rows < kTileRows) return tile_of<Type, kTileRows - 1>(rows, alone);
   }
-  return tile<Type, kTileRows>;
+  return alone ? tile<Type, kTileRows, true> : tile<Type, kTileRows, false>;
 }
 
 // Rows of x as tiles read them: [words][count], `count` at most kRows. `scale`: what each row was divided by.
@@ -133,46 +147,65 @@ Finish<Y> finish_of(const Weight& w) {
 thread_local uint64_t taken_product = 0;
 thread_local int64_t taken_block = 0;
 
+// How a product is cut: rows into blocks of tiles, a block's panels into parts. A task is a part of a block.
+struct Cut {
+  Cut(const Weight& w, int64_t rows) {
+    const int64_t width = w.gated ? kColumns / 2 : kColumns;
+    const int64_t tiles = (rows + kRows - 1) / kRows;
+    blocks = (tiles * kRows + kBlockRows - 1) / kBlockRows;
+    tile_rows = (rows + tiles - 1) / tiles;
+    block_rows = (tiles + blocks - 1) / blocks * tile_rows;
+    panels = (w.columns + width - 1) / width;
+    part_panels = blocks > 1 ? panels * blocks / (kTasks * num_threads()) : kTaskBytes / (4 * w.words * kColumns);
+    part_panels = part_panels < 1 ? 1 : part_panels > panels ? panels : part_panels;
+    parts = (panels + part_panels - 1) / part_panels;
+  }
+  int64_t blocks, block_rows, tile_rows;
+  int64_t parts, part_panels, panels;
+};
+
 template <class Type, class X, class Y>
 void linear(const Weight& w, const X* x, int64_t rows, Y* y) {
   if (rows == 0) return;
-  const int64_t width = w.gated ? kColumns / 2 : kColumns;
-  const int64_t panels = (w.columns + width - 1) / width, panel_words = w.words * kColumns;
-  const int64_t tiles = (rows + kRows - 1) / kRows, blocks = (tiles * kRows + kBlockRows - 1) / kBlockRows;
-  const int64_t block_tiles = (tiles + blocks - 1) / blocks;
-  const int64_t tile_rows = (rows + tiles - 1) / tiles, block_rows = block_tiles * tile_rows;
-  int64_t task_panels = kTaskBytes / (4 * panel_words);
-  if (blocks > 1) task_panels = panels * blocks / (8 * num_threads());
-  task_panels = task_panels < 1 ? 1 : task_panels > panels ? panels : task_panels;
-  const int64_t parts = (panels + task_panels - 1) / task_panels;
-  const int64_t taken_words = w.words * Type::kWords * block_rows;
+  const Cut cut(w, rows);
+  const int64_t width = w.gated ? kColumns / 2 : kColumns, panel_words = w.words * kColumns;
+  const int64_t num_tasks = cut.blocks * cut.parts, taken_words = w.words * Type::kWords * cut.block_rows;
   const uint64_t product = new_number();
   const Finish<Y> to_rows = finish_of<Type, Y>(w);
 
-  parallel(blocks * parts, [&](int64_t task) {
-    const int64_t block = task / parts, part = task % parts;
-    const int64_t first = block * block_rows, end = first + block_rows < rows ? first + block_rows : rows;
-    uint32_t* taken = static_cast<uint32_t*>(scratch(4 * (taken_words + block_rows)));
+  parallel_runs(num_tasks, [&](int64_t task, int64_t next_task) {
+    const int64_t block = task / cut.parts, part = task % cut.parts;
+    const int64_t first = block * cut.block_rows, end = first + cut.block_rows < rows ? first + cut.block_rows : rows;
+    const int64_t num_tiles = (end - first + cut.tile_rows - 1) / cut.tile_rows;
+    uint32_t* taken = static_cast<uint32_t*>(scratch(4 * (taken_words + cut.block_rows)));
     float* scale = reinterpret_cast<float*>(taken + taken_words);
     if (taken_product != product || taken_block != block) {
-      for (int64_t row = first; row < end; row += tile_rows) {
-        const int64_t count = row + tile_rows < end ? tile_rows : end - row;
+      for (int64_t row = first; row < end; row += cut.tile_rows) {
+        const int64_t count = row + cut.tile_rows < end ? cut.tile_rows : end - row;
         take_tile<Type>(x + row * w.depth, count, w, taken + (row - first) * w.words * Type::kWords, scale + row - first);
       }
       taken_product = product, taken_block = block;
     }
     alignas(64) float sums[kRows * kColumns];
-    const int64_t last = (part + 1) * task_panels < panels ? (part + 1) * task_panels : panels;
-    for (int64_t panel = part * task_panels; panel < last; ++panel) {
-      for (int64_t row = first; row < end; row += tile_rows) {
-        const int64_t count = row + tile_rows < end ? tile_rows : end - row;
-        const Tile run = tile_of<Type, kRows>(count);
+    const int64_t last = (part + 1) * cut.part_panels < cut.panels ? (part + 1) * cut.part_panels : cut.panels;
+    for (int64_t panel = part * cut.part_panels; panel < last; ++panel) {
+      const uint32_t* const words = w.panels + panel * panel_words;
+      // The first of several tiles waits for memory, the others find the panel in the cache: each asks for its share of the thread's next
+      // panel, so that memory is read all the while.
+      const bool goes_on = panel + 1 < last || next_task < num_tasks;
+      const uint32_t* const next = panel + 1 < last ? words + panel_words : w.panels + next_task % cut.parts * cut.part_panels * panel_words;
+      const uint32_t* ahead = next;
+      for (int64_t row = first; row < end; row += cut.tile_rows) {
+        const int64_t count = row + cut.tile_rows < end ? cut.tile_rows : end - row;
         // Where the results go is not in the caches when there are many; it comes while the tile is multiplied.
         for (int64_t i = 0; i < count; ++i) {
           __builtin_prefetch(y + (row + i) * w.columns + panel * width, 1);
           __builtin_prefetch(y + (row + i) * w.columns + panel * width + width - 1, 1);
         }
-        run(taken + (row - first) * w.words * Type::kWords, w.panels + panel * panel_words, w.words, sums);
+        const int64_t lines = goes_on && ahead < next + panel_words ? (kGroupLines + num_tiles - 1) / num_tiles : 0;
+        const Tile run = tile_of<Type>(count, num_tiles == 1);
+        run(taken + (row - first) * w.words * Type::kWords, words, w.words, ahead, lines, sums);
+        ahead += lines * kLine * (w.words / kGroup);
         to_rows(w, panel, count, sums, scale + row - first, y + row * w.columns);
       }
     }

@@ -11,6 +11,12 @@ using Task = void (*)(void* context, int64_t index);
 // A task must not call it. One caller at a time; a second waits.
 void run_tasks(int64_t count, Task task, void* context);
 
+using RunTask = void (*)(void* context, int64_t index, int64_t next);
+
+// The same for tasks whose neighbours belong together: [0, count) is cut into a run for each thread, which goes through its own in order and
+// then helps others with theirs. `next`: the task that the thread most likely does next, or count.
+void run_in_runs(int64_t count, RunTask task, void* context);
+
 // Threads that a kernel may use, the caller included.
 int64_t num_threads();
 
@@ -31,6 +37,12 @@ static inline void parallel(int64_t count, F&& body) {
     return;
   }
   run_tasks(count, [](void* context, int64_t index) { (*static_cast<F*>(context))(index); }, &body);
+}
+
+// run_in_runs with a callable: parallel_runs(n, [&](int64_t i, int64_t next) { ... }).
+template <class F>
+static inline void parallel_runs(int64_t count, F&& body) {
+  run_in_runs(count, [](void* context, int64_t index, int64_t next) { (*static_cast<F*>(context))(index, next); }, &body);
 }
 
 }  // namespace tk

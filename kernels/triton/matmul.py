@@ -27,8 +27,10 @@ COLUMNS = 128
 """Columns per step of a program's loop: those of the weight are a multiple."""
 FETCHED = 512
 """Columns asked for, into the L2 cache, before the kernel waits."""
+MULTIPROCESSORS = 132
+"""An H200's."""
 ENOUGH = 72
-"""Programs that keep more than half of an H200's 132 multiprocessors busy."""
+"""Programs that keep more than half of them busy."""
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -54,6 +56,7 @@ def matmul(
     """As `linear.linear`, which checks the arguments, for up to TOKENS tokens and a multiple of COLUMNS columns."""
     num_tokens, in_features = x.shape
     tile = tile or best_tile(weight.shape[0], in_features)
+    tile = tile._replace(stages=min(tile.stages, _most_stages(tile.rows, x.device)))
     num_tiles = -(-weight.shape[0] // tile.rows)
     share = -(-in_features // (COLUMNS * tile.splits)) * COLUMNS
     parts = counts = out
@@ -89,13 +92,27 @@ def matmul(
 
 
 def best_tile(num_rows: int, in_features: int) -> Tile:
-    """The fastest shapes measured on an H200 within decode steps of 64 rows, as few as come near the best of each size."""
-    rows = next((rows for rows in (64, 32) if num_rows >= rows * ENOUGH), 16)
-    if rows < 64 and in_features > 8192:  # x is long: better to read it fewer times
-        rows *= 2
-    programs = -(-num_rows // rows)
-    splits = 2 if in_features >= 2048 and programs <= ENOUGH else 1
-    return Tile(rows, splits, stages=3 if programs > 264 else 4)
+    """The fastest shapes measured on an H200 in chains of norms and products of 64 rows, as few as come near the best of each size: one
+    program on every multiprocessor, with as much of the weight on its way as fits there.
+    """
+    if num_rows > 64 * MULTIPROCESSORS:
+        return Tile(128, 1, stages=4)
+    if num_rows >= 64 * ENOUGH:
+        return Tile(64, 1, stages=5)
+    if in_features >= 8192:  # x is long: better to read it fewer times
+        return Tile(64, 2, stages=5)
+    programs = -(-num_rows // 32)
+    splits = next((n for n in (4, 2) if programs * n <= MULTIPROCESSORS and in_features >= 512 * n), 1)
+    return Tile(32, splits, stages=6)
+
+
+@cache
+def _most_stages(rows: int, device: torch.device) -> int:
+    """As many as there is shared memory for, a little of which is for other things."""
+    if device.type != "cuda":
+        return 1
+    shared: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return max(1, (shared - 1024) // ((TOKENS + rows) * COLUMNS * 2))
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,12 +27,13 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 def test_metrics_tell_of_the_gpu(served: Server) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
-    assert served.metric("tk:gpu_memory_total_bytes", gpu="0") == pytest.approx(total, rel=0.05)
-    assert 0.8 * total < served.metric("tk:gpu_memory_used_bytes", gpu="0") <= 1.05 * total
-    assert 0 <= served.metric("tk:gpu_utilization_perc", gpu="0") <= 1
-    limit = served.metric("tk:gpu_power_limit_watts", gpu="0")
-    assert 30 < served.metric("tk:gpu_power_watts", gpu="0") < 1.2 * limit
-    assert 15 < served.metric("tk:gpu_temperature_celsius", gpu="0") < 100
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # as nvidia-smi counts them
+    assert served.metric("tk:gpu_memory_total_bytes", gpu=gpu) == pytest.approx(total, rel=0.05)
+    assert 0.8 * total < served.metric("tk:gpu_memory_used_bytes", gpu=gpu) <= 1.05 * total
+    assert 0 <= served.metric("tk:gpu_utilization_perc", gpu=gpu) <= 1
+    limit = served.metric("tk:gpu_power_limit_watts", gpu=gpu)
+    assert 30 < served.metric("tk:gpu_power_watts", gpu=gpu) < 1.2 * limit
+    assert 15 < served.metric("tk:gpu_temperature_celsius", gpu=gpu) < 100
 
 
 def test_fifty_streams_outlive_their_engine_on_a_gpu(served: Server, reference: Reference) -> None:
@@ -42,6 +44,8 @@ def test_fifty_streams_outlive_their_engine_on_a_gpu(served: Server, reference: 
         ("length", 4096, None)
     }
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.text.startswith(reference.text(prompt, 96))
+        assert answer.text.startswith(
+            reference.text(prompt, 96).rstrip("\ufffd")
+        )  # the last character may go on
     assert "Traceback" not in served.stderr
     until(served.is_idle)

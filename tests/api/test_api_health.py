@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,42 +36,42 @@ def test_an_idle_engine_makes_a_step_to_show_that_it_can(server: Server) -> None
     assert server.metric("tk:num_requests_running") == 0
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_hung_engine_is_told_within_seconds_and_so_is_its_return(
-    start: Callable[..., Server], num_workers: int
-) -> None:
-    server = start("--api-workers", str(num_workers))
-    client = Client(server, 1500)
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two API workers"])
+def own(
+    request: pytest.FixtureRequest, bare_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server that the tests below make ill, each for a while."""
+    server = Server(str(bare_model), "--api-workers", str(request.param), cwd=tmp_path_factory.mktemp("own"))
+    yield server
+    server.stop()
+
+
+def test_a_hung_engine_is_told_within_seconds_and_so_is_its_return(own: Server) -> None:
+    client = Client(own, 1500)
     until(lambda: client.events)
-    assert statuses(server) == dict.fromkeys(PROBES, 200)
-    server.core.suspend()
-    until(lambda: statuses(server) == ILL)
-    server.core.resume()
-    until(lambda: statuses(server) == dict.fromkeys(PROBES, 200))
+    assert statuses(own) == dict.fromkeys(PROBES, 200)
+    own.core.suspend()
+    until(lambda: statuses(own) == ILL)
+    own.core.resume()
+    until(lambda: statuses(own) == dict.fromkeys(PROBES, 200))
     client.finish()
     assert client.num_tokens == 1500
 
 
-def test_while_the_engine_is_started_again_the_server_lives_and_is_not_ready(
-    start: Callable[..., Server],
-) -> None:
-    server = start()
-    with server.holding("toolkit.engine.process"):
-        server.core.kill()
-        until(lambda: statuses(server) == ILL)
-        message = server.http.get("/health").json()["error"]["message"]
+def test_while_the_engine_is_started_again_the_server_lives_and_is_not_ready(own: Server) -> None:
+    with own.holding("toolkit.engine.process"):
+        own.core.kill()
+        until(lambda: statuses(own) == ILL)
+        message = own.http.get("/health").json()["error"]["message"]
     assert "started again" in message
-    until(lambda: statuses(server) == dict.fromkeys(PROBES, 200))
+    until(lambda: statuses(own) == dict.fromkeys(PROBES, 200))
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_an_engine_whose_steps_all_fail_is_not_well_though_requests_come(
-    start: Callable[..., Server], num_workers: int
-) -> None:
-    server = start("--api-workers", str(num_workers))
+def test_an_engine_whose_steps_all_fail_is_not_well_though_requests_come(own: Server) -> None:
+    num_workers = max(1, len(own.workers))
 
     def ask() -> int:
-        return Client(server, 3, stream=False).finish().status
+        return Client(own, 3, stream=False).finish().status
 
     assert ask() == 200
     stop = threading.Event()
@@ -79,21 +79,21 @@ def test_an_engine_whose_steps_all_fail_is_not_well_though_requests_come(
     def keep_asking() -> set[int]:
         return {ask() for _ in iter(stop.is_set, True)}
 
-    with server.broken(), ThreadPoolExecutor(8) as pool:
+    with own.broken(), ThreadPoolExecutor(8) as pool:
         asking = [pool.submit(keep_asking) for _ in range(8)]
         try:
             # For a second the last good step speaks for the engine, in the worker that saw it.
-            until(lambda: all(statuses(server) == ILL for _ in range(4 * num_workers)))
+            until(lambda: all(statuses(own) == ILL for _ in range(4 * num_workers)))
             end = time.monotonic() + 3  # several steps are asked for in that time
             while time.monotonic() < end:
-                assert statuses(server) == ILL
+                assert statuses(own) == ILL
         finally:
             stop.set()
         assert all(done.result() == {500} for done in asking)
-        message = server.http.get("/health").json()["error"]["message"]
+        message = own.http.get("/health").json()["error"]["message"]
     assert "RuntimeError: a kernel met its end" in message
     assert ask() == 200
-    until(lambda: statuses(server) == dict.fromkeys(PROBES, 200))
+    until(lambda: statuses(own) == dict.fromkeys(PROBES, 200))
 
 
 def test_a_model_whose_numbers_are_lost_is_not_well(start: Callable[..., Server], model: Path) -> None:

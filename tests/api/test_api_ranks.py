@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -31,9 +31,25 @@ def ask(server: Server, harm: Callable[[], object]) -> list[Answer]:
     return asyncio.run(streamed(server, BODIES, harm))
 
 
+@pytest.fixture(scope="module")
+def running(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Server]]:
+    """A server over two ranks: the one that runs, or another when a test has ended it."""
+    started: list[Server] = []
+
+    def one() -> Server:
+        if not started or started[-1].popen.poll() is not None:
+            flags = ("--tensor-parallel-size", "2", "--worker-timeout", "6")
+            started.append(Server(str(model), *flags, cwd=tmp_path_factory.mktemp("ranks")))
+        return started[-1]
+
+    yield one
+    for server in started:
+        server.stop()
+
+
 @pytest.fixture
-def server(start: Callable[..., Server], model: Any) -> Server:
-    return start("--tensor-parallel-size", "2", "--worker-timeout", "6", model=model)
+def server(running: Callable[[], Server]) -> Server:
+    return running()
 
 
 @pytest.mark.parametrize(

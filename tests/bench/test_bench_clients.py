@@ -224,6 +224,16 @@ class TestCounting:
         assert (record.output_tokens, record.sizes_known, record.first_token) == (9, False, 1.0)
         assert record.gaps == array("d", [2.0])
 
+    def test_tokens_without_any_text_come_when_their_events_do(self):
+        """Special tokens alone, several to an event as of a server that is behind: they have times nevertheless."""
+        record = feed([*(event("completions", "", "compact") for _ in range(3)), usage(6)])
+        assert (record.output_tokens, record.sizes_known, record.first_token) == (6, False, 0.0)
+        assert (record.tpot, record.token_gaps().tolist()) == (2.0 / 5, [0.5, 0.5])
+
+    def test_no_tokens_have_no_times(self):
+        record = feed([event("completions", "", "compact"), usage(0)])
+        assert (record.output_tokens, record.first_token) == (0, None)
+
 
 def usage(tokens):
     return orjson.dumps({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": tokens}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from tests.bench.results import outcome
 from tests.bench.test_bench_cli import tk
 from toolkit.bench import search, sweep
-from toolkit.bench.search import find_max_rate
+from toolkit.bench.search import find_max_rate, judge
+from toolkit.bench.summary import Summary
 from toolkit.bench.sweep import config_at, points, run_sweep
 from toolkit.bench.wire import ServerError
 from toolkit.config.load import BenchConfig, SweepConfig
@@ -108,6 +110,40 @@ class TestSearch:
         code, document, _ = searched(capsys, request_rate=0.02)
         assert (code, len(measured)) == (1, 1)
         assert "none came in 20 s" in document["ended_early"]
+
+    @pytest.mark.parametrize(
+        ("ttft", "lag", "delay", "sent_rate", "verdict"),
+        [
+            (0.1, 0.05, 0.0, 20.0, True),  # the client's lateness is in the times, and they are good
+            (0.1, 0.05, 0.0, 12.0, None),  # it never sent what was asked for
+            (1.2, 0.5, 0.0, 20.0, None),  # without its lateness they might be good
+            (1.2, 0.0, 0.5, 20.0, None),  # the same, where it reads late
+            (9.0, 0.5, 0.5, 20.0, False),  # not even then
+        ],
+    )
+    def test_a_late_client_ends_it_only_where_it_may_be_its_fault(self, ttft, lag, delay, sent_rate, verdict):
+        run = outcome(ttft=ttft, goodput=("ttft:1000",))
+        late = dataclasses.replace(
+            run.result, saturated="it was late", loop_delay=Summary.each([delay] * 40), sent_rate=sent_rate
+        )
+        records = [dataclasses.replace(one, woken=one.scheduled + lag) for one in run.records]
+        assert judge(dataclasses.replace(run, result=late, records=records)) is verdict
+        assert judge(run) is (ttft < 1.0)
+
+    def test_a_client_that_cannot_tell_says_so(self, measured, capsys):
+        def answer(config):
+            run = outcome(rate=config.request_rate, goodput=config.goodput)
+            if len(measured) < 3:
+                return run
+            late = dataclasses.replace(run.result, saturated="it was late", sent_rate=1.0)
+            return dataclasses.replace(run, result=late)
+
+        measured.answer = answer
+        code, document, _ = searched(capsys, request_rate=2.0)
+        assert (code, document["max_requests_per_s"]) == (1, 4.0)
+        assert document["ended_early"].startswith(
+            "CLIENT SATURATED at 8.00 requests/s: it was late (send from"
+        )
 
     @pytest.mark.parametrize(("error", "expected"), [(ServerError("Gone."), 1), (KeyboardInterrupt(), 130)])
     def test_what_ends_it_early_loses_nothing(self, measured, capsys, error, expected):

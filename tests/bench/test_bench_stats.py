@@ -194,6 +194,11 @@ class TestSaturation:
         assert saturation(0.5, 0.0, 0.3, wall=0.5) is not None
         assert saturation(0.001, 0.001, 0.3, wall=10.0) is None
 
+    def test_a_client_that_waited_for_a_core_blames_the_machine(self):
+        for late in ((0.5, 0.0), (0.0, 0.5)):
+            assert "it used 3% of a core: the machine is busy" in (saturation(*late, 0.03, wall=10.0) or "")
+            assert "the machine" not in (saturation(*late, 0.9, wall=10.0) or "the machine")
+
     def test_a_client_without_a_schedule_is_saturated_when_its_core_or_its_loop_is_full(self):
         assert saturation(0.0, 0.001, 0.99, wall=10.0) is not None
         assert saturation(0.0, 0.5, 0.5, wall=10.0) is not None

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from tests.chat.emulator import Emulator
+from tests.combinations import pairwise
 from toolkit.chat.answer import Answer
 from toolkit.chat.delta import Delta
 from toolkit.chat.live import LiveDisplay
@@ -103,9 +104,7 @@ def words(lines: list[str]) -> list[str]:
     return [re.sub(" +", " ", line) for line in stripped if line.strip("─-")]
 
 
-@pytest.mark.parametrize("rows", [60, 24, 6])
-@pytest.mark.parametrize("columns", [81, 41])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("columns", "rows", "seed"), pairwise([81, 41], [60, 24, 6], [0, 1]))
 def test_the_end_is_what_rich_makes_of_the_whole(columns, rows, seed):
     emulator = Emulator(columns, rows)
     stream(cut(TOUR, seed), emulator)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,15 +22,15 @@ def paths_of(command, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     return [path, *(one for name in below for one in paths_of(below[name], (*path, name)))]
 
 
-def tk(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "toolkit", *arguments], env=os.environ | {"COLUMNS": "80"} | environment,
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+@pytest.fixture
+def tk(tk_here: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """On a terminal that is 80 columns wide."""
+    monkeypatch.setenv("COLUMNS", "80")
+    return tk_here
 
 
 @pytest.mark.parametrize("command", paths_of(tree()), ids=" ".join)
-def test_help_fits_a_terminal_of_80_by_24_with_the_prompt(command: tuple[str, ...]):
+def test_help_fits_a_terminal_of_80_by_24_with_the_prompt(tk: Callable, command: tuple[str, ...]):
     done = tk(*command, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -38,13 +38,13 @@ def test_help_fits_a_terminal_of_80_by_24_with_the_prompt(command: tuple[str, ..
     assert max(map(len, lines)) <= 80
 
 
-def test_the_programs_help_has_every_command_once_with_what_it_does():
+def test_the_programs_help_has_every_command_once_with_what_it_does(tk: Callable):
     lines = [line.split(maxsplit=1) for line in tk("--help").stdout.splitlines() if line.startswith("  ")]
     assert tuple(name for name, _ in lines) == COMMANDS
     assert all(text[0].isupper() and not text.endswith(("...", ".")) for _, text in lines)
 
 
-def test_help_shows_common_settings_by_subject_and_help_all_the_rest():
+def test_help_shows_common_settings_by_subject_and_help_all_the_rest(tk: Callable):
     short, whole = tk("serve", "--help").stdout, tk("serve", "--help-all").stdout
     assert "tk serve --help-all" in short
     for text in (short, whole):
@@ -68,7 +68,7 @@ def test_help_shows_common_settings_by_subject_and_help_all_the_rest():
         ("chat --sytem=x", "--system"),
     ],
 )
-def test_what_was_meant_is_named_on_one_line(line: str, meant: str):
+def test_what_was_meant_is_named_on_one_line(tk: Callable, line: str, meant: str):
     done = tk(*line.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert f"Did you mean {meant}" in done.stderr
@@ -76,14 +76,14 @@ def test_what_was_meant_is_named_on_one_line(line: str, meant: str):
 
 
 @pytest.mark.parametrize("line", ["serve --port", "serve --port x", "serve a b", "completion fsh", "zzz"])
-def test_other_mistakes_are_one_line_too(line: str):
+def test_other_mistakes_are_one_line_too(tk: Callable, line: str):
     done = tk(*line.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("tk: ")
     assert done.stderr.count("\n") == 1
 
 
-def test_without_a_command_the_help_goes_to_stderr_as_a_mistake():
+def test_without_a_command_the_help_goes_to_stderr_as_a_mistake(tk: Callable):
     done = tk()
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == tk("--help").stdout
@@ -100,7 +100,7 @@ def test_the_version_needs_no_command_line_library():
 
 
 @pytest.mark.parametrize("shell", FILES)
-def test_a_completion_script_is_printed_or_installed(shell: str, tmp_path: Path):
+def test_a_completion_script_is_printed_or_installed(tk: Callable, shell: str, tmp_path: Path):
     script = (ROOT / "completions" / FILES[shell]).read_text()
     assert tk("completion", shell).stdout == script
     environment = {

@@ -1,4 +1,4 @@
-"""`tk run`, and what every command does with a mistake: as a user sees it, in a process of its own."""
+"""`tk run`, and what every command does with a mistake: as a user sees it, once in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from pathlib import Path
 from tests import checkpoints
 
 
-def tk(*arguments: str, stdin: str | None = None, **options) -> subprocess.CompletedProcess[str]:
+def tk(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "toolkit", *arguments],
-        input=stdin if stdin is not None else "",
+        input="",
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
-        **options,
     )
 
 
@@ -34,32 +33,32 @@ def test_the_answer_goes_to_stdout_and_nothing_else_does(checkpoint):
     assert "Traceback" not in done.stderr
 
 
-def test_a_piped_prompt_joins_the_given_one(checkpoint):
+def test_a_piped_prompt_joins_the_given_one(checkpoint, tk_here):
     folder = str(checkpoint("gpt2"))
-    alone = tk("run", folder, "--raw", "--max-tokens", "12", stdin="one\n\ntwo\n")
-    both = tk("run", folder, "one", "--raw", "--max-tokens", "12", stdin="two\n")
+    alone = tk_here("run", folder, "--raw", "--max-tokens", "12", stdin="one\n\ntwo\n")
+    both = tk_here("run", folder, "one", "--raw", "--max-tokens", "12", stdin="two\n")
     assert alone.returncode == both.returncode == 0
     assert alone.stdout == both.stdout != "\n"
 
 
-def test_the_demo_model_answers_without_a_model_named():
-    done = tk("run", stdin="who are you?")
+def test_the_demo_model_answers_without_a_model_named(tk_here):
+    done = tk_here("run", stdin="who are you?")
     assert done.returncode == 0, done.stderr
     assert "demo model" in done.stdout
 
 
-def test_no_prompt_is_one_readable_line(checkpoint):
-    done = tk("run", str(checkpoint("gpt2")))
+def test_no_prompt_is_one_readable_line(checkpoint, tk_here):
+    done = tk_here("run", str(checkpoint("gpt2")))
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("tk: There is no prompt")
     assert done.stderr.count("\n") == 1
 
 
-def test_an_unknown_model_is_one_readable_paragraph_with_the_nearest_name(tmp_path: Path):
+def test_an_unknown_model_is_one_readable_paragraph_with_the_nearest_name(tk_here, tmp_path: Path):
     (tmp_path / "tiny-model").mkdir()
     (tmp_path / "tiny-model" / "config.json").write_text("{}")
-    done = tk("run", "tinny-model", "hi", cwd=tmp_path)
+    done = tk_here("run", "tinny-model", "hi", cwd=tmp_path)
     assert done.returncode == 2
     assert "tiny-model" in done.stderr
     assert str(tmp_path) in done.stderr
@@ -79,8 +78,8 @@ def test_versions_and_help_need_no_torch():
     assert tk("--version").stdout.startswith("tk 0.")
 
 
-def test_a_prompt_in_the_models_place_is_told_where_it_belongs():
-    done = tk("run", "What is a KV cache?")
+def test_a_prompt_in_the_models_place_is_told_where_it_belongs(tk_here):
+    done = tk_here("run", "What is a KV cache?")
     assert done.returncode == 2
     assert "--prompt" in done.stderr
     assert done.stderr.count("\n") == 1

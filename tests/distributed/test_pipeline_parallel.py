@@ -112,6 +112,20 @@ def test_sampling_grammars_penalties_preemption_siblings_and_embeddings_agree_wi
     assert any(preempted), "one had a token on its way"
 
 
+def test_a_tied_table_is_rounded_on_the_first_stage_as_in_one_process(
+    load: Callable[..., LLM], checkpoint: Checkpoint
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, prompt_logprobs=1)
+    prompts = [{"prompt_token_ids": prompt} for prompt in prompts_for("int8")]
+    found = []
+    for stages in (1, 2):
+        llm = load(checkpoint("qwen3-tied"), quantization="int8", pipeline_parallel_size=stages)
+        assert llm.info.model_parameters == checkpoints.make_reference("qwen3-tied").num_parameters()
+        results = llm.generate(prompts, params, use_tqdm=False)
+        found.append([(one.outputs[0].token_ids, one.prompt_logprobs) for one in results])
+    assert found[0] == found[1]
+
+
 def whole_names(folder: Path) -> list[str]:
     return list(build(folder, Stage()).slots())
 

@@ -21,6 +21,7 @@ from toolkit.engine.messages import (
     EngineOutputs,
     EngineRequest,
     EngineStats,
+    Forgotten,
     ListRequests,
     Pong,
     RequestInfo,
@@ -152,6 +153,36 @@ async def test_a_core_that_fails_its_requests_is_passed_over(scripted: Pair) -> 
     assert len(numbers(second)) >= 17
 
 
+async def test_a_core_that_hangs_is_passed_over_though_nobody_asks_for_its_health(
+    scripted: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, first, second = scripted
+    known = list(range(400))
+    stuck = llm.begin(request("stuck", prompt=known))
+    silent, other = (first, second) if numbers(first) else (second, first)
+    monkeypatch.setattr(replica, "HUNG", -1.0)
+    await other.say(Pong())
+    stuck.close()
+    for i in range(3):
+        llm.begin(request(str(i), prompt=known))
+        await other.say(Pong())
+    assert (len(numbers(silent)), len(numbers(other))) == (1, 3)
+
+
+async def test_what_a_core_has_forgotten_is_known_of_it_no_more(scripted: Pair) -> None:
+    """Whichever front end had it do so."""
+    llm, first, second = scripted
+    known = list(range(400))
+    llm.begin(request("one", prompt=known)).close()
+    home, other = (first, second) if numbers(first) else (second, first)
+    busy = llm.begin(request("two", prompt=known))
+    await home.say(EngineOutputs([EngineOutput(busy.request.number, [5])]))
+    assert len(numbers(home)) == 2
+    await home.say(Forgotten())
+    llm.begin(request("three", prompt=known))
+    assert len(numbers(other)) == 1
+
+
 async def test_requests_wait_when_no_core_runs_and_go_on_with_the_first_that_comes(scripted: Pair) -> None:
     llm, *before = scripted
     llm.begin(request("one"))
@@ -214,6 +245,31 @@ async def test_one_engine_whose_steps_fail_is_named(scripted: Pair, monkeypatch:
     await llm.check_some()
 
 
+async def test_each_engine_has_a_throughput_of_its_own(scripted: Pair) -> None:
+    llm, first, second = scripted
+    llm.metrics.observe_throughput()
+    await asyncio.sleep(0.01)
+    for core, num_steps in ((first, 1), (second, 3)):
+        for _ in range(num_steps):
+            await core.say(EngineOutputs(stats=EngineStats(num_tokens=30, num_sampled=10)))
+    steps, computed, generated = llm.metrics.observe_throughput()
+    assert computed == pytest.approx(30 * steps)
+    assert generated == pytest.approx(10 * steps)
+
+    def told(name: str) -> list[float]:
+        labels = {"model_name": "no-model"}
+        value = llm.metrics.registry.get_sample_value
+        return [value(f"tk:{name}_per_second", labels | {"engine": engine}) for engine in "01"]
+
+    for name, total in (
+        ("iterations", steps),
+        ("computed_tokens", computed),
+        ("generation_tokens", generated),
+    ):
+        assert told(name) == pytest.approx([total / 4, total * 3 / 4], rel=0.1), "asked at almost one time"
+        assert sum(told(name)) == pytest.approx(total)
+
+
 async def test_questions_and_figures_are_of_all_cores(scripted: Pair) -> None:
     llm, *cores = scripted
     for index, core in enumerate(cores):
@@ -244,6 +300,7 @@ async def test_answers_without_a_seed_differ_between_cores(scripted: Pair) -> No
     llm, *cores = scripted
     for i in range(4):
         llm.begin(request(str(i)))
-    seeds = {message.params.seed for core in cores for message in core.told}
+    requests = [one for core in cores for one in core.told if isinstance(one, EngineRequest)]
+    seeds = {one.params.seed for one in requests}
     assert len(seeds) == 4
     assert None not in seeds

@@ -8,9 +8,11 @@ import pytest
 
 from toolkit import LLM
 from toolkit.config import EngineConfig
+from toolkit.config.engine import MEMORY
 from toolkit.engine import launch
 from toolkit.engine.launch import Phases, plan
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, OutOfMemoryError
+from toolkit.inventory.device import Device
 from toolkit.logs import LogStyle
 
 
@@ -59,13 +61,33 @@ def test_too_few_gpus_are_refused_with_what_fits(monkeypatch, settings, told):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(ConfigError, match=told):
         environments(4, monkeypatch, **settings)
-    assert environments(4, monkeypatch, device="cpu", **settings) == [{}] * settings["data_parallel_size"]
+    on_cpus = environments(4, monkeypatch, device="cpu", **settings)
+    assert [list(one) for one in on_cpus] == [[MEMORY]] * settings["data_parallel_size"]
 
 
-def test_one_engine_engines_on_cpus_and_those_that_ray_places_are_told_nothing(monkeypatch):
+def test_on_cpus_each_engine_has_an_equal_share_of_the_free_memory(monkeypatch):
+    """Free when the server starts: an engine that is started again has the same."""
+    monkeypatch.setattr(launch, "find_device", lambda kind: Device(kind, kind, 100, 61))
+    assert environments(0, monkeypatch, data_parallel_size=3) == [{MEMORY: "20"}] * 3
+
+
+def test_an_engine_on_a_cpu_keeps_within_its_share(monkeypatch, checkpoint):
+    """Its weights have to fit, and the cache has 0.4 of what they leave."""
+    folder, blocks = str(checkpoint("llama3-gqa")), {"max_num_seqs": 256, "max_model_len": 100}
+    weights = LLM(folder, device="cpu", num_gpu_blocks_override=10).info.weight_bytes
+    monkeypatch.setenv(MEMORY, str(weights - 1))
+    with pytest.raises(OutOfMemoryError, match="of cpu memory are free for each engine"):
+        LLM(folder, device="cpu", **blocks)
+    room = 2**20
+    monkeypatch.setenv(MEMORY, str(weights + room))
+    info = LLM(folder, device="cpu", **blocks).info
+    block_bytes = info.cache_bytes // info.num_blocks
+    assert info.num_blocks == int(0.4 * room) // block_bytes
+
+
+def test_one_engine_and_those_that_ray_places_are_told_nothing(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     assert environments(2, monkeypatch) == [{}]
-    assert environments(0, monkeypatch, data_parallel_size=2) == [{}, {}]
     placed = {"data_parallel_size": 4, "distributed_executor_backend": "ray"}
     assert environments(2, monkeypatch, **placed) == [{}] * 4
 
@@ -78,8 +100,3 @@ def test_a_phase_is_done_when_it_is_in_every_engine():
     assert told == []
     phases.add("weights", 2.0)
     assert told == [("weights", 2.0)]
-
-
-def test_llm_which_is_one_engine_refuses_several():
-    with pytest.raises(ConfigError, match="--data-parallel-size is for servers"):
-        LLM(data_parallel_size=2)

@@ -11,7 +11,10 @@ import pytest
 
 from toolkit.engine.pooling import PoolingInput, num_at_once, pooled
 from toolkit.errors import EngineError
+from toolkit.metrics import Metrics
 from toolkit.pooling import PoolingParams
+
+METRICS = Metrics("tk", "model")
 
 
 class Engine:
@@ -20,11 +23,13 @@ class Engine:
     def __init__(self) -> None:
         self.info = SimpleNamespace(max_num_batched_tokens=8)
         self.num_cores = 1
-        self.metrics = SimpleNamespace(prompt_tokens=SimpleNamespace(inc=lambda count: None))
         self.num_waiting_tokens = 0
         self.held_back: list[int] = []
         """Tokens that were held back when each prompt was begun, itself not counted."""
         self.num_open = self.most_open = 0
+
+    def metrics_of(self, stream):
+        return METRICS
 
     def begin(self, request):
         self.held_back.append(self.num_waiting_tokens - len(request.prompt_token_ids))

@@ -74,7 +74,7 @@ def test_what_a_core_has_forgotten_or_lost_attracts_nothing():
     assert made.place(prompt(1, 600), [0]).prompt > 100, "the cache has dropped at least the longest of it"
     made.connect(0, 1000)
     assert made.place(prompt(2, 600), [0]).prompt == 600
-    made.forget_prompts()
+    made.forget_prompts(0)
     assert made.place(prompt(2, 600), [0]).prompt == 600
 
 

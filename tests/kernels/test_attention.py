@@ -16,7 +16,10 @@ import torch.nn.functional as F
 from toolkit.kernels import reference
 from torch import Tensor
 
+from tests.combinations import pairwise
+
 NAN = float("nan")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative, in norm
 gpu = pytest.mark.gpu
@@ -176,16 +179,18 @@ DECODE = ((1, 9), (1, 1), (1, 33))
 MIXED = ((1, 20), (5, 37), (6, 6), (1, 1))  # a decode, a chunk after a prefix, a whole prompt, a first token
 
 
-@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
-@pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "lens"),
+    pairwise(DTYPES, [32, 64, 80, 96, 128, 256], [DECODE, MIXED]),
+    ids=str,
+)
 def test_every_head_size_and_dtype(triton_attention, device, dtype, head_size, lens):
     check(triton_attention, Case(lens, dtype=dtype, head_size=head_size), device)
 
 
-@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
-@pytest.mark.parametrize("head_size", [32, 80, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "lens"), pairwise(DTYPES, [32, 80, 128, 256], [DECODE, MIXED]), ids=str
+)
 def test_caches_in_fp8(triton_attention, device, dtype, head_size, lens):
     check(triton_attention, Case(lens, dtype=dtype, cached=FP8, head_size=head_size), device)
     check(

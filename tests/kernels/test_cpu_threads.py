@@ -55,6 +55,17 @@ def test_the_number_of_threads_may_change_between_kernels():
         torch.testing.assert_close(linear(x), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 20, 300])
+@pytest.mark.parametrize("columns", [20, 100, 500])
+def test_more_threads_than_tasks_or_fewer_compute_all_of_a_product(rows, columns):
+    weight, x = torch.randn(columns, 64), torch.randn(rows, 64)
+    linear = PackedLinear(weight)
+    for count in (1, 2, 3, 7):
+        cpu.set_num_threads(count)
+        for _ in range(20):
+            torch.testing.assert_close(linear(x), x @ weight.T, atol=1e-4, rtol=1e-4)
+
+
 def test_idle_threads_take_no_time():
     linear, x, _ = layer()
     linear(x)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from toolkit.kernels import reference
 from torch import Tensor
 
+from tests.combinations import pairwise
+
 NAN = float("nan")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative, in norm
@@ -72,11 +74,13 @@ def test_reference_agrees_with_pytorch():
     assert_close(reference.linear(**call), F.gelu(F.linear(call["x"], call["weight"], call["bias"])))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 7, 16])
-@pytest.mark.parametrize(("size", "in_features"), [(64, 768), (16, 2048), (1040, 1024), (33, 100), (1, 1)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sizes_and_dtypes(linears, device, dtype, size, in_features, tokens):
-    check(linears, Case(tokens, size, in_features, dtype=dtype), device)
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "tokens"),
+    pairwise(DTYPES, [(64, 768), (16, 2048), (1040, 1024), (33, 100), (1, 1)], [1, 2, 7, 16]),
+    ids=str,
+)
+def test_sizes_and_dtypes(linears, device, dtype, sizes, tokens):
+    check(linears, Case(tokens, *sizes, dtype=dtype), device)
 
 
 @pytest.mark.parametrize("tokens", [17, 40, 64])

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from toolkit.kernels import reference
 from torch import Tensor
 
+from tests.combinations import pairwise
+
 NAN = float("nan")
 EPS = 1e-6
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -131,20 +133,24 @@ def test_reference_agrees_with_transformers(rotary_size, normed):
     torch.testing.assert_close(cache, expected, equal_nan=True)
 
 
-@pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(
-    ("head_size", "rotary_size"), [(32, 32), (64, 0), (80, 80), (80, 32), (96, 96), (128, 64), (256, 256)]
+    ("dtype", "sizes", "normed"),
+    pairwise(DTYPES, [(32, 32), (64, 0), (80, 80), (80, 32), (96, 96), (128, 64), (256, 256)], [True, False]),
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_heads_of_any_size_rotated_in_whole_or_part(rotary, device, dtype, head_size, rotary_size, normed):
+def test_heads_of_any_size_rotated_in_whole_or_part(rotary, device, dtype, sizes, normed):
+    head_size, rotary_size = sizes
     check(rotary, Case(head_size=head_size, rotary_size=rotary_size, normed=normed, dtype=dtype), device)
 
 
-@pytest.mark.parametrize("rotary_size", [32, 0])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (14, 2), (71, 1)])
-@pytest.mark.parametrize("tokens", [1, 9])
-def test_every_way_of_grouping_heads(rotary, device, tokens, heads, kv_heads, rotary_size):
-    check(rotary, Case(heads=heads, kv_heads=kv_heads, rotary_size=rotary_size, tokens=tokens), device)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "rotary_size"), pairwise([1, 9], [(1, 1), (3, 3), (14, 2), (71, 1)], [32, 0]), ids=str
+)
+def test_every_way_of_grouping_heads(rotary, device, tokens, heads, rotary_size):
+    num_heads, num_kv_heads = heads
+    check(
+        rotary, Case(heads=num_heads, kv_heads=num_kv_heads, rotary_size=rotary_size, tokens=tokens), device
+    )
 
 
 @pytest.mark.parametrize("heads_first", [True, False])
@@ -153,10 +159,13 @@ def test_every_layout_of_the_cache(rotary, device, block_size, heads_first):
     check(rotary, Case(block_size=block_size, heads_first=heads_first, normed=True), device)
 
 
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize(("head_size", "rotary_size"), [(32, 32), (64, 0), (80, 32), (128, 128)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_caches_in_fp8(rotary, device, dtype, head_size, rotary_size, normed):
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "normed"),
+    pairwise(DTYPES, [(32, 32), (64, 0), (80, 32), (128, 128)], [True, False]),
+    ids=str,
+)
+def test_caches_in_fp8(rotary, device, dtype, sizes, normed):
+    head_size, rotary_size = sizes
     check(
         rotary,
         Case(head_size=head_size, rotary_size=rotary_size, normed=normed, dtype=dtype, cached=FP8),

@@ -198,8 +198,8 @@ class TestUnusable:
         assert "\n" not in caught.value.message
 
 
-def test_the_core_starts_without_transformers(checkpoint):
-    """Importing it takes seconds."""
+def test_the_core_starts_without_transformers_and_pytorchs_compiler(checkpoint):
+    """Importing either takes seconds."""
     code = (
         "import sys\n"
         "from pathlib import Path\n"
@@ -207,13 +207,14 @@ def test_the_core_starts_without_transformers(checkpoint):
         "from toolkit.config import DeviceConfig, EngineConfig\n"
         "from toolkit.worker.worker import Worker\n"
         "config = EngineConfig(device=DeviceConfig(device='cpu'))\n"
-        "info = Worker(config, Path(sys.argv[1])).start(lambda phase, seconds: None)\n"
-        "print(info.dtype, sorted({'transformers', 'tokenizers', 'safetensors'} & set(sys.modules)))\n"
+        "heavy = {'transformers', 'tokenizers', 'safetensors', 'torch._dynamo'}\n"
+        "for folder in sys.argv[1:]:\n"
+        "    info = Worker(config, Path(folder)).start(lambda phase, seconds: None)\n"
+        "    print(info.dtype, sorted(heavy & set(sys.modules)))\n"
     )
-    for name in ("gpt2", "llama-rope-yarn", "qwen3"):
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(checkpoint(name))],
-            capture_output=True, text=True, env=os.environ,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == "float32 []\n"
+    folders = [str(checkpoint(name)) for name in ("gpt2", "llama-rope-yarn", "qwen3")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *folders], capture_output=True, text=True, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "float32 []\n" * 3

@@ -75,6 +75,28 @@ def test_on_a_cpu_the_flag_is_that_of_its_memory():
     assert "--kv-cache-memory" in diagnose(server, View(**(BUSY | {"recent_preemptions": 3.0}))).advice
 
 
+@pytest.mark.parametrize(
+    ("labels", "advice"),
+    [
+        ({"gpu_memory_utilization": "0.92"}, "raise --gpu-memory-utilization, or --kv-cache-dtype fp8"),
+        (
+            {"gpu_memory_utilization": "0.92", "kv_cache_memory_bytes": "1073741824"},
+            "raise --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE (1.0 GiB now)",
+        ),
+    ],
+)
+def test_vllms_cache_is_as_large_as_its_bytes_say_where_they_are_given(labels, advice):
+    """A share of the memory decides nothing then; on a CPU they are the usual way."""
+    server = a_server(None, tuple(labels.items()))
+    assert diagnose(server, View(**(BUSY | {"recent_preemptions": 3.0}))).advice == advice
+
+
+def test_a_cache_of_a_given_size_is_raised_by_that():
+    settings = SETTINGS | {"engine": {"cache": {"kv_cache_memory": 2.0}}}
+    found = diagnose(a_server(settings), View(**(BUSY | {"recent_preemptions": 3.0})))
+    assert found.advice == "raise --kv-cache-memory, or --kv-cache-dtype fp8"
+
+
 def test_without_the_prefix_cache_prompts_are_its_fault():
     settings = {"engine": {"cache": {"enable_prefix_caching": False}}}
     numbers = BUSY | {"mean_prompt_rate": 9000.0, "latencies": itl(0.01, 0.2)}
@@ -109,4 +131,4 @@ def test_settings_are_what_the_device_has_made_of_them():
 def test_every_flag_that_it_advises_exists():
     known = {row.flag for config in (*PARTS.values(), ServerConfig) for row in options(config)}
     advised = set(re.findall(r"--[a-z-]+[a-z]", Path(diagnosis.__file__).read_text()))
-    assert advised - known == {"--api-server-count"}  # vLLM's
+    assert advised - known == {"--api-server-count", "--kv-cache-memory-bytes"}  # vLLM's

@@ -22,7 +22,7 @@ def ready_card(
     info = served.info
     url = _url(listener, config)
     table = Table.grid(padding=(0, 2))
-    table.add_row("model", f"{name} ({_count(info.num_parameters)} parameters, {info.dtype})")
+    table.add_row("model", f"{name} ({_count(info.model_parameters)} parameters, {info.dtype})")
     table.add_row("device", f"{info.device}, attention: {info.attention_backend}")
     if len(served.infos) > 1:
         table.add_row("engines", f"{len(served.infos)}, each with the whole model and a KV cache of its own")

@@ -19,13 +19,9 @@ INTERVAL = 10.0
 
 async def tell_stats(front: Front, *, log: bool) -> None:
     """Sets the gauges of throughput and, while there is work, writes a line to the log. Never ends."""
-    metrics = front.metrics
     was_busy = False
     while True:
-        steps, computed, generated = metrics.throughput.take()
-        metrics.iterations_per_second.set(steps)
-        metrics.computed_tokens_per_second.set(computed)
-        metrics.generation_tokens_per_second.set(generated)
+        steps, computed, generated = front.metrics.observe_throughput()
         stats = front.stats
         is_busy = steps > 1.0 / INTERVAL or bool(
             stats.num_running or stats.num_waiting
@@ -70,4 +66,4 @@ def describe(front: Front, engine: EngineConfig, served: Served) -> None:
         if row.name != "chat_template"  # it may be a whole text, and everybody may read the metrics
     }
     metrics.describe("config_info", "The engine's settings.", settings)
-    metrics.observe_machine(gpu=info.device.startswith("cuda"))
+    metrics.observe_machine(gpu=info.device != "cpu")

@@ -71,12 +71,13 @@ class Answer:
         """Writes into the record what came.
 
         Servers send an event for each token also when its text is held back or empty (half a character): where the
-        server's own count agrees, such events are tokens like the others. Otherwise only text counts.
+        server's own count agrees, such events are tokens like the others. Otherwise only text counts; where there are
+        tokens and no text at all, every event.
         """
         times, sizes, known = self.times, self.sizes, self.sizes_said
         if not known and self.total in (len(sizes), len(sizes) - self.ends_empty):
             times, sizes, known = times[: self.total], array("q", [1]) * self.total, True
-        elif 0 in sizes:
+        elif 0 in sizes and (any(sizes) or not self.total):
             filled = [(time, size) for time, size in zip(times, sizes, strict=True) if size > 0]
             times, sizes = array("d", [time for time, _ in filled]), array("q", [size for _, size in filled])
         record = self.record

@@ -78,6 +78,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
     },
 }
+CONFIGS["llama-3.1-70b"] = CONFIGS["llama-3.1-8b"] | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
 """The shapes as their makers publish them."""
 
 

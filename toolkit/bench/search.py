@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 from toolkit.bench.document import SCHEMA, as_json
 from toolkit.bench.outcome import Outcome
+from toolkit.bench.record import RequestRecord
 from toolkit.bench.run import measure, run_loop, save_numbered, seed_of_run, to_text
+from toolkit.bench.saturation import REMEDY
+from toolkit.bench.stats import is_good
 from toolkit.bench.wire import ServerError
 from toolkit.config.load import BenchConfig
 
@@ -58,6 +61,29 @@ async def find_max_rate(holds: Callable[[float], Awaitable[bool]], first: float)
     return bracket.holds
 
 
+def judge(outcome: Outcome) -> bool | None:
+    """Whether a run kept the objectives; None where it may be the client that broke them.
+
+    A late client adds to the times. So what keeps the objectives nevertheless keeps them, if only it was sent as fast as
+    it was to be; and what breaks them even without what the client added breaks them.
+    """
+    config, result = outcome.config, outcome.result
+    if (result.good_share or 0.0) >= config.goodput_ratio:
+        behind = (result.offered_rate or 0.0) > (result.sent_rate or 0.0) * PRECISION
+        return None if result.saturated is not None and behind else True
+    if result.saturated is None:
+        return False
+    delay = 0.0 if result.loop_delay is None else result.loop_delay.at(99)
+
+    def may_be_good(record: RequestRecord) -> bool:
+        late = (record.woken or record.scheduled) - record.scheduled + delay
+        added = {"ttft": late, "e2el": late, "tpot": delay / max(record.output_tokens - 1, 1)}
+        return is_good(record, {name: most + added[name] for name, most in config.objectives.items()})
+
+    good = sum(may_be_good(record) for record in outcome.records if record.ok)
+    return None if good >= config.goodput_ratio * (result.num_succeeded + result.num_failed) else False
+
+
 class SearchEndedError(Exception):
     """The search cannot go on, and ends with what it has."""
 
@@ -89,11 +115,6 @@ def run_search(config: BenchConfig) -> int:
         result = outcome.result
         if outcome.interrupted:
             raise SearchEndedError("Interrupted", 130)
-        if result.saturated is not None:
-            why = (
-                f"CLIENT SATURATED at {rate:.2f} requests/s: {result.saturated} (more processes: --clients N)"
-            )
-            raise SearchEndedError(why, 1)
         if not result.num_sent:
             why = f"At {rate:.2f} requests/s none came in {probe.duration or 0.0:g} s: --duration says how long to look"
             raise SearchEndedError(why, 1)
@@ -103,7 +124,11 @@ def run_search(config: BenchConfig) -> int:
             first_error = result.errors[0]
             why = f"Every request failed at {rate:.2f} requests/s: {first_error.cause}: {first_error.example.rstrip('.')}"
             raise SearchEndedError(why, 1)
-        if (result.good_share or 0.0) >= config.goodput_ratio:
+        verdict = judge(outcome)
+        if verdict is None:
+            why = f"CLIENT SATURATED at {rate:.2f} requests/s: {result.saturated} ({REMEDY})"
+            raise SearchEndedError(why, 1)
+        if verdict:
             held.append(rate)
         print(_line(outcome, held=rate in held), file=sys.stderr)
         return rate in held
@@ -138,6 +163,7 @@ def _line(outcome: Outcome, *, held: bool) -> str:
     return (
         f"{outcome.config.request_rate:10.2f} requests/s: {result.good_share or 0.0:7.2%} good, "
         f"{result.per_second(result.output_tokens):,.0f} output tok/s, {'holds' if held else 'fails'}"
+        f"{'' if result.saturated is None else ' (the client was late)'}"
     )
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from toolkit.bench.outcome import Outcome
+from toolkit.bench.saturation import REMEDY
 from toolkit.bench.stats import Result
 from toolkit.config.load import BenchConfig
 
@@ -117,7 +118,7 @@ def problems(outcome: Outcome) -> Iterator[tuple[str, str]]:
         yield (
             "bold red",
             f"CLIENT SATURATED: {result.saturated}.\nThroughput and latencies would be the client's, not the server's, "
-            "and are left out. Lower the load, or send from more processes: --clients N.",
+            f"and are left out. Lower the load, or {REMEDY}.",
         )
 
 

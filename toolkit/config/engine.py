@@ -14,6 +14,8 @@ MOST_GIB = 2.0**20
 """More than any machine has; infinity is no size."""
 ENGINE = "TOOLKIT_ENGINE"
 """The variable that tells an engine's process which of --data-parallel-size it is."""
+MEMORY = "TOOLKIT_MEMORY"
+"""The variable that tells it, on a CPU, its share of the machine's memory in bytes: all that it may take, weights included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

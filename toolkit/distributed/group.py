@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch
@@ -14,9 +15,13 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from toolkit.errors import ConfigError
 
+if TYPE_CHECKING:
+    from toolkit.distributed.symmetric import Symmetric
+
 # The newer name where there is one, since the older then warns at each call.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+_abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
 
 PATIENCE = 1800.0
 """Seconds that a rank waits for another: while weights are loaded, that is long. That one has ended, or hangs in a step, is for the
@@ -33,21 +38,28 @@ class Group:
     """For what is on the device; None in a group of one."""
     numbers: dist.ProcessGroup | None = None
     """For what is on the host."""
+    symmetric: Symmetric | None = None
+    """What adds small tensors up, on GPUs of one machine."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, which is written over."""
-        if self.size > 1:
-            dist.all_reduce(x, group=self.tensors)
+        """The sum of all ranks' x, which may be written over."""
+        if self.size == 1:
+            return x
+        if self.symmetric is not None and (total := self.symmetric.all_reduce(x)) is not None:
+            return total
+        dist.all_reduce(x, group=self.tensors)
         return x
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, width] of every rank to [n, size · width], in rank order."""
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[n, width] of every rank to [n, size · width], in rank order; in `out` where one is given and there are several ranks."""
         if self.size == 1:
             return x
         n, width = x.shape
-        parts = torch.empty((self.size * n, width), dtype=x.dtype, device=x.device)
-        _gather(parts, x.contiguous(), group=self.tensors)
-        return parts.view(self.size, n, width).transpose(0, 1).reshape(n, self.size * width)
+        parts = torch.empty((self.size, n, width), dtype=x.dtype, device=x.device)
+        _gather(parts.view(-1, width), x.contiguous(), group=self.tensors)
+        out = torch.empty((n, self.size * width), dtype=x.dtype, device=x.device) if out is None else out
+        out.view(n, self.size, width).copy_(parts.transpose(0, 1))
+        return out
 
     def least(self, number: int) -> int:
         """The least of the ranks' numbers."""
@@ -63,15 +75,21 @@ class Group:
             return SINGLE
         part = SINGLE
         for first in range(0, self.size, size):
-            group = dist.new_group(list(range(first, first + size)), timeout=timedelta(seconds=PATIENCE))
+            ranks, wait = list(range(first, first + size)), timedelta(seconds=PATIENCE)
+            tensors = numbers = dist.new_group(ranks, timeout=wait)
+            if self.numbers is not self.tensors:
+                numbers = dist.new_group(ranks, timeout=wait, backend="gloo")
             if first <= self.rank < first + size:
-                numbers = None if dist.get_backend(group) == "nccl" else group
-                part = Group(self.rank - first, size, group, numbers)
+                part = Group(self.rank - first, size, tensors, numbers)
         return part
 
     def close(self) -> None:
-        """Leaves the other ranks."""
-        if self.size > 1:
+        """Leaves the other ranks, which may be gone: NCCL is not to wait for them."""
+        if self.size == 1:
+            return
+        if self.tensors is not None and dist.get_backend(self.tensors) == "nccl":
+            _abort()
+        else:
             dist.destroy_process_group()
 
     def _agree(self, number: int, how: dist.ReduceOp.RedOpType) -> int:

@@ -22,6 +22,7 @@ from toolkit.engine.messages import (
     EngineOutputs,
     EngineRequest,
     EngineStats,
+    Forgotten,
     ListRequests,
     RequestList,
     ResetPrefixCache,
@@ -197,6 +198,8 @@ class AsyncLLM:
         replica = self._place(stream)
         if replica is not None:
             replica.link.send(request)
+            if self._router is not None:
+                replica.probe(time.monotonic())  # one that hangs is passed over from then on
         self._streams[request.id] = stream
         self._waiting[request.id] = len(request.prompt_token_ids)
         self.num_waiting_tokens += len(request.prompt_token_ids)
@@ -287,7 +290,7 @@ class AsyncLLM:
             return []
         running = [sequence for sequence in state.sequences if not sequence.finished]
         for _ in running:
-            self._metrics_of(stream).finished("abort")
+            self.metrics_of(stream).finished("abort")
         if stream.replica is not None:
             stream.replica.send(Abort([sequence.number for sequence in running], self._client))
         return running
@@ -321,11 +324,9 @@ class AsyncLLM:
         return RequestList(0, requests, sum(answer.kv_cache_usage for answer in told) / len(told))
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the cached beginnings of prompts."""
+        """Forgets the cached beginnings of prompts. Each core tells all of its front ends when it has."""
         for replica in self.replicas:
             replica.send(ResetPrefixCache())
-        if self._router is not None:
-            self._router.forget_prompts()
 
     @property
     def stats(self) -> EngineStats:
@@ -396,6 +397,9 @@ class AsyncLLM:
             for message in await link.receive():
                 if isinstance(message, EngineOutputs):
                     self.take(message, replica)
+                elif isinstance(message, Forgotten):
+                    if self._router is not None:
+                        self._router.forget_prompts(replica.index)
                 else:
                     replica.take(message)
 
@@ -486,7 +490,7 @@ class AsyncLLM:
     def _forget(self, stream: RequestStream, reason: str) -> None:
         self._outputs.remove(stream.state.id)
         self._drop(stream.state.id)
-        self._metrics_of(stream).finished(reason)
+        self.metrics_of(stream).finished(reason)
 
     def _drop(self, request_id: str) -> RequestStream | None:
         """Takes a request off the books."""
@@ -499,7 +503,8 @@ class AsyncLLM:
     def _waits_no_more(self, request_id: str) -> None:
         self.num_waiting_tokens -= self._waiting.pop(request_id, 0)
 
-    def _metrics_of(self, stream: RequestStream) -> Metrics:
+    def metrics_of(self, stream: RequestStream) -> Metrics:
+        """Those of the core that has a request."""
         return self.metrics if stream.replica is None else stream.replica.metrics
 
     def take(self, message: EngineOutputs, replica: Replica) -> None:

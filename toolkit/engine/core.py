@@ -51,7 +51,7 @@ class EngineCore:
         read_tokenizer: Callable[[], Tokenizer | None] = lambda: None,
     ) -> None:
         """`read_tokenizer` is called once, in a thread, when the first request with a grammar comes."""
-        info = executor.info
+        self.info = info = executor.info
         self.executor = executor
         self.scheduler = Scheduler(
             num_blocks=info.num_blocks,

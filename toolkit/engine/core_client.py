@@ -17,9 +17,12 @@ import toolkit.errors
 from toolkit.config.engine import ENGINE
 from toolkit.engine.launch import Launch, Phases
 from toolkit.engine.messages import (
+    Alive,
     EngineOutputs,
     Failed,
+    Forgotten,
     FromCore,
+    Knock,
     Phase,
     Pong,
     Ready,
@@ -34,10 +37,12 @@ from toolkit.worker import Report, WorkerInfo
 
 CHECK_INTERVAL = 0.2
 """Seconds between looks at whether the process still lives."""
+KNOCK = 5.0
+"""Seconds without a word of the core after which it is asked for one."""
 STOP_TIMEOUT = 10.0
 """Seconds that the core gets to end after a Stop."""
 
-FromAlive = EngineOutputs | RequestList | Phase | Ready | Pong
+FromAlive = EngineOutputs | RequestList | Forgotten | Phase | Ready | Pong | Alive
 """What a core says while it lives."""
 
 
@@ -124,13 +129,20 @@ class CoreLink:
 
 
 class CoreClient(CoreLink):
-    """The first front end: it starts the core's process, and notices its end."""
+    """The first front end: it starts the core's process, and notices when that ends or hangs: when it makes no step within
+    `--worker-timeout`.
+    """
 
     def __init__(self, launch: Launch) -> None:
         """Starts the process; `ready` waits for it."""
         self.sockets = tempfile.mkdtemp(prefix="tk-")
         super().__init__(self.sockets, 0)
         self._timer: asyncio.TimerHandle | None = None
+        self._unheard = 0.0
+        """Seconds without a word of the core; from a Knock on, of those since that. Only those in which this process looked: when
+        both are put aside, none pass."""
+        self._knocked = self._ready = False
+        self._timeout = launch.config.parallel.worker_timeout
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "toolkit.engine.process", self.sockets],
@@ -163,25 +175,36 @@ class CoreClient(CoreLink):
                 if isinstance(message, Phase):
                     report(message.name, message.seconds)
                 elif isinstance(message, Ready):
+                    self._ready = True
                     return message.info
 
     async def receive(self) -> list[FromAlive]:
         """The next messages: all that have come. Raises what ended the core: a ToolkitError of start-up, else
-        EngineDeadError with the cause.
+        EngineDeadError with the cause, which may be that it hangs.
         """
         waited = False
         while True:
             code = self._process.poll()
             messages = self._received()
             if messages:
+                self._unheard, self._knocked = 0.0, False
                 return messages
             if code is not None and waited:
                 raise EngineDeadError(f"The engine's process ended without a word ({how_ended(code)}).")
+            if self._knocked and self._unheard > self._timeout:
+                raise EngineDeadError(
+                    f"The engine's process lives and has made no step for {self._timeout:g} s (--worker-timeout): it hangs, or its "
+                    "steps take longer than that."
+                )
             await self._news()
             waited = True
 
     def _look(self) -> None:
         """Has `receive` look at the process now and then."""
+        self._unheard += CHECK_INTERVAL
+        if self._ready and not self._knocked and self._unheard > KNOCK:
+            self._unheard, self._knocked = 0.0, True
+            self.send(Knock())
         self._end_wait()
         self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL, self._look)
 

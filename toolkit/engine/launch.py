@@ -1,4 +1,4 @@
-"""What each of an engine's cores is started with: its own GPUs, told through its environment."""
+"""What each of an engine's cores is started with: its own GPUs, or share of memory, told through its environment."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from toolkit.config import EngineConfig
+from toolkit.config.engine import MEMORY
 from toolkit.errors import ConfigError
-from toolkit.inventory.device import find_gpus
+from toolkit.inventory.device import find_device, find_gpus
 from toolkit.logs import LogStyle
 from toolkit.worker import Report, WorkerInfo
 
@@ -46,15 +47,15 @@ def name_of(index: int, count: int) -> str:
 
 def plan(config: EngineConfig, folder: Path, log: LogStyle) -> list[Launch]:
     """One for each of `--data-parallel-size`. Raises ConfigError, with the sizes that can be, when there are fewer GPUs."""
-    count = config.parallel.data_parallel_size
-    return [
-        Launch(config, folder, log, index, {} if devices is None else {DEVICES: devices})
-        for index, devices in enumerate([None] if count == 1 else _devices(config))
-    ]
+    several = config.parallel.data_parallel_size > 1
+    environments = _environments(config) if several else [{}]
+    return [Launch(config, folder, log, index, environment) for index, environment in enumerate(environments)]
 
 
-def _devices(config: EngineConfig) -> list[str | None]:
-    """The GPUs of each engine, as CUDA_VISIBLE_DEVICES has them; None where they run on CPUs, or Ray chooses."""
+def _environments(config: EngineConfig) -> list[dict[str, str]]:
+    """What each of several engines is told of its devices: its GPUs, or its share of the memory that is free now, as they do not see
+    each other's. Nothing where Ray chooses.
+    """
     parallel = config.parallel
     count, each = parallel.data_parallel_size, parallel.world_size
     ours = config.device.device != "cpu" and parallel.distributed_executor_backend != "ray"
@@ -64,8 +65,11 @@ def _devices(config: EngineConfig) -> list[str | None]:
             "--data-parallel-size gives each engine GPUs of its own, and NVIDIA's driver (NVML) lists none here; tk doctor says more.",
             param="data_parallel_size",
         )
+    if parallel.distributed_executor_backend == "ray":
+        return [{} for _ in range(count)]
     if not gpus:
-        return [None] * count
+        share = find_device("cpu").free // count
+        return [{MEMORY: str(share)} for _ in range(count)]
     if parallel.num_devices > len(gpus):
         fit = len(gpus) // each
         raise ConfigError(
@@ -75,7 +79,7 @@ def _devices(config: EngineConfig) -> list[str | None]:
             + "; --device cpu needs none.",
             param="data_parallel_size",
         )
-    return [",".join(gpus[index * each : (index + 1) * each]) for index in range(count)]
+    return [{DEVICES: ",".join(gpus[index * each : (index + 1) * each])} for index in range(count)]
 
 
 def _gpus() -> list[str]:

@@ -27,8 +27,9 @@ from toolkit.engine.pooling import (
     Vector,
     as_vector,
 )
+from toolkit.engine.several_cores import SeveralCores
 from toolkit.engine.tokenizer import load_tokenizer
-from toolkit.errors import ConfigError, EngineError, InvalidRequestError
+from toolkit.errors import EngineError, InvalidRequestError
 from toolkit.executor import Executor, start_executor
 from toolkit.models.hub import locate, locate_tokenizer
 from toolkit.sampling.params import BeamSearchParams, SamplingParams
@@ -63,26 +64,28 @@ class LLM:
     def with_executor(cls, config: EngineConfig, executor: Executor) -> LLM:
         """The same over an executor that is made already."""
         llm = cls.__new__(cls)
-        llm._attach(config, executor, locate(config.model.model, config.model.revision))
+        folder = locate(config.model.model, config.model.revision)
+        llm._attach(config, llm._core_over(config, executor), folder)
         return llm
 
     def _load(self, config: EngineConfig, report: Report | None) -> None:
-        if config.parallel.data_parallel_size > 1:
-            raise ConfigError(
-                "--data-parallel-size is for servers and AsyncLLM, whose engines have processes of their own: LLM is one engine, "
-                "in this process. Serve the model (tk serve), or use AsyncLLM.",
-                param="data_parallel_size",
-            )
         folder = locate(config.model.model, config.model.revision)
         if config.model.tokenizer is not None:
             locate_tokenizer(config.model.tokenizer)  # what is missing is said before the model is loaded
-        self._attach(config, start_executor(config, folder, report or (lambda name, seconds: None)), folder)
+        report = report or (lambda name, seconds: None)
+        if config.parallel.data_parallel_size > 1:
+            self._attach(config, SeveralCores(config, folder, report), folder)
+        else:
+            self._attach(config, self._core_over(config, start_executor(config, folder, report)), folder)
 
-    def _attach(self, config: EngineConfig, executor: Executor, folder: Path) -> None:
+    def _core_over(self, config: EngineConfig, executor: Executor) -> EngineCore:
+        return EngineCore(config, executor, lambda: self.tokenizer)
+
+    def _attach(self, config: EngineConfig, core: EngineCore | SeveralCores, folder: Path) -> None:
         self.config = config
         self.folder = folder
-        self._core = EngineCore(config, executor, lambda: self.tokenizer)
-        self.info = executor.info
+        self._core = core
+        self.info = core.info
         tokenizer = config.model.tokenizer
         self.tokenizer = load_tokenizer(
             folder if tokenizer is None else locate_tokenizer(tokenizer), config.model.chat_template

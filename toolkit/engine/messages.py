@@ -68,6 +68,10 @@ class Ping(msgspec.Struct, tag="ping"):
     client: int
 
 
+class Knock(msgspec.Struct, tag="knock"):
+    """From the first front end: say that the loop goes round. It costs an idle core no step."""
+
+
 class ListRequests(msgspec.Struct, tag="list"):
     """Tell of every request. The answer has the same ticket."""
 
@@ -154,6 +158,14 @@ class Pong(msgspec.Struct, tag="pong"):
     error: str | None = None
 
 
+class Alive(msgspec.Struct, tag="alive"):
+    """The answer to Knock."""
+
+
+class Forgotten(msgspec.Struct, tag="forgotten"):
+    """Nothing is cached any more, whoever asked for that."""
+
+
 class RequestInfo(msgspec.Struct):
     """A live request, its n sequences together. Times in seconds."""
 
@@ -212,5 +224,5 @@ class Start(msgspec.Struct):
     log: LogStyle
 
 
-ToCore = EngineRequest | Abort | Leave | ResetPrefixCache | ListRequests | EndRequests | Ping | Stop
-FromCore = EngineOutputs | RequestList | Phase | Ready | Pong | Failed
+ToCore = EngineRequest | Abort | Leave | ResetPrefixCache | ListRequests | EndRequests | Ping | Knock | Stop
+FromCore = EngineOutputs | RequestList | Forgotten | Phase | Ready | Pong | Alive | Failed

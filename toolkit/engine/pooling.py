@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from toolkit.engine.input_processor import InputProcessor
 from toolkit.engine.messages import EngineRequest
 from toolkit.errors import EngineError, InvalidRequestError
+from toolkit.metrics import Metrics
 from toolkit.pooling import PoolingInfo, PoolingParams
 from toolkit.sampling.params import SamplingParams
 
@@ -244,29 +245,37 @@ async def pooled(
     """The vectors of prompts, in their order. When this is cancelled, what still runs is ended. Raises EngineError."""
     most = STEPS_AHEAD * engine.info.max_num_batched_tokens * engine.num_cores
     vectors: list[Vector] = []
+    computed: Counter[Metrics] = Counter()
     running: deque[tuple[RequestStream, int]] = deque()
     num_tokens = 0
     held_back = sum(len(one.token_ids) for one in inputs)
+
+    async def take() -> int:
+        """Waits for the first of those that run; the tokens of its prompt."""
+        stream, size = running[0]
+        vectors.append(await _vector(stream))
+        computed[engine.metrics_of(stream)] += size
+        running.popleft()
+        return size
+
     engine.num_waiting_tokens += held_back
     try:
         for index, one in enumerate(inputs):
             while running and num_tokens + len(one.token_ids) > most:
-                num_tokens -= running[0][1]
-                vectors.append(await _vector(running[0][0]))
-                running.popleft()
+                num_tokens -= await take()
             stream = engine.begin(one.request(f"{request_id}-{index}", priority))
             running.append((stream, len(one.token_ids)))
             num_tokens += len(one.token_ids)
             held_back -= len(one.token_ids)
             engine.num_waiting_tokens -= len(one.token_ids)
         while running:
-            vectors.append(await _vector(running[0][0]))
-            running.popleft()
+            await take()
     finally:
         engine.num_waiting_tokens -= held_back
         for stream, _ in running:
             stream.close()
-    engine.metrics.prompt_tokens.inc(sum(len(one.token_ids) for one in inputs))
+    for metrics, size in computed.items():
+        metrics.prompt_tokens.inc(size)
     return vectors
 
 

@@ -17,12 +17,15 @@ import zmq
 
 from toolkit.engine.messages import (
     Abort,
+    Alive,
     EndRequests,
     EngineOutput,
     EngineOutputs,
     EngineRequest,
     Failed,
+    Forgotten,
     FromCore,
+    Knock,
     Leave,
     ListRequests,
     Phase,
@@ -136,6 +139,8 @@ class CoreProcess:
                 self._forget(message.client)
             elif isinstance(message, ResetPrefixCache):
                 self._core.reset_prefix_cache()
+                for client in list(self._outboxes):
+                    self._send(Forgotten(), client)
             elif isinstance(message, ListRequests):
                 self._tell_of(self._core.live_requests(), message)
             elif isinstance(message, EndRequests):
@@ -144,6 +149,8 @@ class CoreProcess:
                 self._tell_of(ended, message)
             elif isinstance(message, Ping):
                 self._ping(message.client)
+            elif isinstance(message, Knock):
+                self._send(Alive())
             else:
                 assert isinstance(message, Stop)
                 return False

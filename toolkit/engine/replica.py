@@ -138,6 +138,16 @@ class Replica:
         hangs = self._pinged_at and now - self._pinged_at > HUNG
         return not hangs and (self._num_failures < FAILURES or now - self._failed_at > HUNG)
 
+    def probe(self, now: float) -> bool:
+        """Whether it has not been heard of lately: then it is asked for a step, which an idle core makes for this."""
+        if not self.runs or now - self._stepped_at <= FRESH:
+            return False
+        if not self._pinged_at:
+            self._pinged_at = now
+            self._ponged.clear()
+            self.link.send(Ping(self.link.client))
+        return True
+
     async def ask(self, question: Question) -> RequestList:
         """The core's answer. Raises ServerUnavailableError when none comes."""
         self._num_asked += 1
@@ -158,11 +168,7 @@ class Replica:
         the core is being started again or does not answer in time, EngineDeadError when it is gone.
         """
         now = time.monotonic()
-        if self.runs and now - self._stepped_at > FRESH:
-            if not self._pinged_at:
-                self._pinged_at = now
-                self._ponged.clear()
-                self.link.send(Ping(self.link.client))
+        if self.probe(now):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ponged.wait(), max(0.0, self._pinged_at + HUNG - now))
             if not self._ponged.is_set():

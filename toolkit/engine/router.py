@@ -58,10 +58,9 @@ class Router:
         """A core begins with an empty cache for so many tokens."""
         self._seen[core] = _Beginnings(capacity)
 
-    def forget_prompts(self) -> None:
-        """The cores have forgotten what they had cached."""
-        for seen in self._seen:
-            seen.clear()
+    def forget_prompts(self, core: int) -> None:
+        """A core has forgotten what it had cached."""
+        self._seen[core].clear()
 
     def observe(self, num_sequences: Sequence[int]) -> None:
         """Takes in how many sequences each core has, whoever sent them."""

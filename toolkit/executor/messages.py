@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from toolkit.config import EngineConfig
+from toolkit.executor.devices import DeviceReport
 from toolkit.logs import LogStyle
 from toolkit.scheduler import ModelOutput, SchedulerOutput
 from toolkit.worker import WorkerInfo
@@ -56,6 +57,7 @@ class Here(msgspec.Struct, tag=True):
     """A rank's process has begun, and goes to the meeting."""
 
     rank: int
+    device: DeviceReport
 
 
 class Phase(msgspec.Struct, tag=True):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from toolkit.config import EngineConfig
 from toolkit.errors import ToolkitError, WorkersLostError
-from toolkit.executor import losses
+from toolkit.executor import devices, losses
 from toolkit.executor.base import Executor, Pending
 from toolkit.executor.messages import (
     Answer,
@@ -92,8 +92,12 @@ class MultiprocExecutor(Executor):
         for listener in self._listeners:
             listener.start()
         try:
-            self._await(Here)
-            if self._ranks[0].rank > 0:
+            told = {here.rank: here.device for here in self._await(Here)}
+            first_is_here = 0 not in told
+            if first_is_here:
+                told = {0: devices.report(config.device.device, 0)} | told
+            devices.require_alike({self._names[rank]: device for rank, device in told.items()})
+            if first_is_here:
                 self._worker = Worker(config, folder, 0, ranks.meeting)
                 self.info = self._worker.start(report)
             running = self._await(Running, report)
@@ -174,7 +178,10 @@ class MultiprocExecutor(Executor):
         try:
             if told is not None:
                 self._send(told)
-            return call()
+            value = call()
+            if self._broken:  # what a step gave that was let go means nothing
+                raise WorkersLostError("a rank has ended")
+            return value
         except Exception as error:
             raise self._lost(error) from error
         except BaseException:  # Ctrl-C: the others go on with the step
@@ -256,6 +263,8 @@ class MultiprocExecutor(Executor):
                 rank.kill()  # between CPUs this wakes a rank that waits for them
             if self._on_failure is not None:
                 self._on_failure(told.kind, self._words(told))
+            elif self._worker is not None:
+                self._worker.abandon()
 
     def _lost(self, error: Exception) -> Exception:
         """What to raise for an error here: what the ranks say of it, if it is that one of them is gone."""

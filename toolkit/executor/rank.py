@@ -101,9 +101,10 @@ class RankProcess:
             begin.log.apply()
         threading.Thread(target=self._beat, daemon=True, name="beat").start()
 
+        from toolkit.executor.devices import report
         from toolkit.worker.worker import Worker
 
-        self._channel.send(Here(begin.rank))
+        self._channel.send(Here(begin.rank, report(begin.config.device.device, begin.rank)))
         meeting = begin.meeting if "://" in begin.meeting else Path(begin.meeting)
         worker = Worker(begin.config, Path(begin.folder), begin.rank, meeting, begin.beside)
         self._channel.send(Running(begin.rank, worker.start(self._report)))

@@ -158,7 +158,6 @@ def _stages(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> list[tu
     of_layers, first, last = dict.fromkeys(range(layers), 0), 0, 0
     tables = [tensor for tensor in checkpoint.weights if tensor.is_vocabulary]
     head = nbytes(next((tensor for tensor in tables if "lm_head." in tensor.name), tables[0]))
-    plain = _counter(checkpoint, engine, dtype, rounds_head=False)  # a table without a head is not rounded
     for tensor in checkpoint.weights:
         found = _LAYER.search(tensor.name)
         if found is not None:
@@ -167,7 +166,7 @@ def _stages(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> list[tu
                 raise CheckpointError(f"{checkpoint.name} has a tensor {tensor.name}, and {layers} layers.")
             of_layers[index] += nbytes(tensor)
         elif tensor.is_table:
-            first += plain(tensor)
+            first += nbytes(tensor)
         else:
             last += nbytes(tensor)
     if getattr(checkpoint.config, "tie_word_embeddings", False):
@@ -182,16 +181,14 @@ def _stages(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> list[tu
     return list(zip(weights, counts, strict=True))
 
 
-def _counter(
-    checkpoint: Checkpoint, engine: EngineConfig, dtype: str, *, rounds_head: bool = True
-) -> Callable[[Tensor], int]:
+def _counter(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> Callable[[Tensor], int]:
     """What one rank's part of a tensor takes. int8 rounds the output head, too."""
     quantization, num_ranks = engine.model.quantization, engine.parallel.tensor_parallel_size
     tied = bool(getattr(checkpoint.config, "tie_word_embeddings", False))
 
     def number(tensor: Tensor) -> int:
         is_head = tensor.is_vocabulary and (tied or "lm_head." in tensor.name)
-        rounded = tensor.is_linear or (rounds_head and is_head and quantization == "int8")
+        rounded = tensor.is_linear or (is_head and quantization == "int8")
         return TYPE_BYTES[quantization if quantization and rounded else dtype]
 
     def share(tensor: Tensor) -> int:

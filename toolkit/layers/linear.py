@@ -25,7 +25,7 @@ class Linear(nn.Module):
 
     Under tensor parallelism `split` says what of W each rank has: all of it (None); a share of its rows, and so of the
     output ("out": column-parallel, in the words of Megatron-LM, arXiv:1909.08053); or a share of its columns, for as much of the
-    input ("in": row-parallel), and then the ranks' products are added up.
+    input ("in": row-parallel), and then y is this rank's part of a sum, which the norm that comes next adds up.
     """
 
     weight: nn.Parameter
@@ -61,10 +61,11 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_rows), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.columns.whole:
-            return self._product(x, self.bias)
-        y = self.group.all_reduce(self._product(x, None))
-        return y if self.bias is None else y + self.bias
+        return self._product(x, self._bias())
+
+    def _bias(self) -> torch.Tensor | None:
+        """What this rank adds: of a sum's parts, the first has it."""
+        return self.bias if self.columns.whole or self.group.rank == 0 else None
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.packed is not None:
@@ -88,9 +89,8 @@ class Linear(nn.Module):
         """Puts the weight into the layout that a CPU multiplies fastest with, where it has one; once, after loading. The plain layout
         is then given up.
         """
-        bias = self.bias if self.columns.whole else None
         self.packed = pack(
-            self.weight.detach(), bias, self.scale, activation=self.activation, gated=self.gated
+            self.weight.detach(), self._bias(), self.scale, activation=self.activation, gated=self.gated
         )
         if self.packed is not None:
             self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
@@ -159,17 +159,18 @@ class OutputHead(Linear):
         )
 
     def forward(self, x: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, hidden] to [n, vocab_size]; on a GPU a view of `buffer` [n, rows of the weight], where one is given."""
+        """[n, hidden] to [n, vocab_size]; on a GPU a view of `buffer` [n, rows of all ranks' weights], where one is given."""
         kernels = fused(x.device)
+        own = buffer if self.group.size == 1 else None
         if self.packed is not None:
             logits = self.packed(x, torch.float32)
-        elif buffer is None or kernels is None:
+        elif own is None or kernels is None:
             logits = super().forward(x)
         elif kernels.fits(len(x), self.weight):
-            logits = kernels.linear(x, self.weight, out=buffer)
+            logits = kernels.linear(x, self.weight, out=own)
         else:
-            logits = torch.mm(x, self.weight.T, out=buffer)
-        logits = self.group.all_gather(logits)[:, : self.vocab_size]
+            logits = torch.mm(x, self.weight.T, out=own)
+        logits = self.group.all_gather(logits, buffer)[:, : self.vocab_size]
         return logits if logits.is_cuda else logits.contiguous()
 
     def pack(self) -> None:

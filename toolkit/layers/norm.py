@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from toolkit.distributed import current
 from toolkit.kernels import cpu
 from toolkit.kernels.cpu.norm import DTYPES, Norm
 from toolkit.layers.fused import fused
@@ -15,6 +18,9 @@ from toolkit.layers.weights import Slot, Slots
 class _Normalization(nn.Module):
     """(norm(x + residual), x + residual) of x and residual, both [num_tokens, size]. The sum may be written
     into `residual`.
+
+    Under tensor parallelism an x that comes with a residual is this rank's part of it, as row-parallel products are: the ranks' are added
+    up here, in one kernel with the rest where that is fastest.
     """
 
     bias: nn.Parameter | None
@@ -26,6 +32,31 @@ class _Normalization(nn.Module):
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
         self.register_parameter("bias", None)
         self.eps = eps
+        self.group = current()
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is not None and self.group.size > 1:
+            if self.group.symmetric is not None:
+                both = self.group.symmetric.all_reduce_norm(x, residual, self.weight, self.bias, self.eps)
+                if both is not None:
+                    return both
+            x = self.group.all_reduce(x)
+        if self.packed is not None:
+            normed, total = self.packed(x, residual)
+            return normed, total
+        kernels = fused(x.device)
+        if kernels is not None:
+            return self._fused(kernels, x, residual)
+        total = x if residual is None else x + residual
+        return self._plain(total), total
+
+    def _fused(
+        self, kernels: SimpleNamespace, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
 
     def pack(self) -> None:
         """Prepares our kernel, where it runs; once, after loading, on a CPU."""
@@ -42,18 +73,16 @@ class LayerNorm(_Normalization):
         super().__init__(size, eps)
         self.bias = nn.Parameter(torch.zeros(size), requires_grad=False)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.packed is not None:
-            normed, total = self.packed(x, residual)
-            return normed, total
-        kernels = fused(x.device)
-        if kernels is not None:
-            both: tuple[torch.Tensor, torch.Tensor] = kernels.add_layer_norm(
-                x, residual, self.weight, self.bias, self.eps
-            )
-            return both
-        residual = x if residual is None else x + residual
-        return F.layer_norm(residual, self.weight.shape, self.weight, self.bias, self.eps), residual
+    def _fused(
+        self, kernels: SimpleNamespace, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        both: tuple[torch.Tensor, torch.Tensor] = kernels.add_layer_norm(
+            x, residual, self.weight, self.bias, self.eps
+        )
+        return both
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
     def slots(self, name: str) -> Slots:
         return {f"{name}.weight": Slot(self.weight), f"{name}.bias": Slot(self.bias)}
@@ -62,16 +91,14 @@ class LayerNorm(_Normalization):
 class RMSNorm(_Normalization):
     """Root mean square normalization (Zhang & Sennrich, 2019)."""
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.packed is not None:
-            normed, total = self.packed(x, residual)
-            return normed, total
-        kernels = fused(x.device)
-        if kernels is not None:
-            both: tuple[torch.Tensor, torch.Tensor] = kernels.add_rms_norm(x, residual, self.weight, self.eps)
-            return both
-        residual = x if residual is None else x + residual
-        return F.rms_norm(residual, self.weight.shape, self.weight, self.eps), residual
+    def _fused(
+        self, kernels: SimpleNamespace, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        both: tuple[torch.Tensor, torch.Tensor] = kernels.add_rms_norm(x, residual, self.weight, self.eps)
+        return both
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def slots(self, name: str) -> Slots:
         return {f"{name}.weight": Slot(self.weight)}

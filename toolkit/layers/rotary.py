@@ -28,9 +28,12 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: Any, head_size: int, max_model_len: int) -> None:
         super().__init__()
         inv_freq, scaling = inverse_frequencies(config, head_size, max_model_len)
-        positions = torch.arange(max_model_len, dtype=torch.float32, device=inv_freq.device)
-        angles = torch.outer(positions, inv_freq)
-        table = torch.stack((angles.cos(), angles.sin()), dim=1) * scaling
+        if inv_freq.is_meta:  # else PyTorch loads its compiler, which takes seconds, to compute nothing
+            table = torch.empty(max_model_len, 2, len(inv_freq), device="meta")
+        else:
+            positions = torch.arange(max_model_len, dtype=torch.float32, device=inv_freq.device)
+            angles = torch.outer(positions, inv_freq)
+            table = torch.stack((angles.cos(), angles.sin()), dim=1) * scaling
         self.register_buffer("cos_sin", table.to(torch.get_default_dtype()), persistent=False)
 
 

@@ -111,8 +111,10 @@ class Metrics:
         self._families: dict[str, Any] = {} if beside is None else beside._families
         self._prefix = prefix
         self._values = (model_name, engine)
-        self.throughput: Throughput = Throughput() if beside is None else beside.throughput
-        """Of all engines."""
+        self.throughput = Throughput()
+        self.engines: dict[str, Metrics] = {} if beside is None else beside.engines
+        """All of the server's, by their label."""
+        self.engines[engine] = self
 
         self.num_requests_running = self._gauge("num_requests_running", "Requests that are being computed.")
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
@@ -243,7 +245,19 @@ class Metrics:
 
     def of(self, engine: int) -> Metrics:
         """The same metrics of one of the server's engines: its label tells them apart."""
-        return self if engine == 0 else Metrics(self._prefix, self._values[0], str(engine), self)
+        label = str(engine)
+        return self.engines.get(label) or Metrics(self._prefix, self._values[0], label, self)
+
+    def observe_throughput(self) -> tuple[float, float, float]:
+        """Sets each engine's gauges; (steps, tokens computed, tokens generated) in a second, of all together."""
+        total = (0.0, 0.0, 0.0)
+        for one in self.engines.values():
+            steps, computed, generated = one.throughput.take()
+            one.iterations_per_second.set(steps)
+            one.computed_tokens_per_second.set(computed)
+            one.generation_tokens_per_second.set(generated)
+            total = (total[0] + steps, total[1] + computed, total[2] + generated)
+        return total
 
     def finished(self, reason: str) -> None:
         """Counts the end of a sequence."""

@@ -29,7 +29,9 @@ class DecoderLayer(nn.Module, abc.ABC):
         batch: AttentionBatch,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output, residual stream) of the tokens `wanted`, or all."""
+        """(output, residual stream) of the tokens `wanted`, or all. Under tensor parallelism an output is this rank's part of a sum, and
+        so is x where it comes with a residual.
+        """
 
     @abc.abstractmethod
     def slots(self, name: str) -> Slots:
@@ -50,7 +52,7 @@ class Decoder(CausalLM):
 
     def __init__(self, config: Any, max_model_len: int) -> None:
         super().__init__(config, max_model_len)
-        self.stage, self.tied = current_stage(), config.tie_word_embeddings
+        self.group, self.stage, self.tied = current(), current_stage(), config.tie_word_embeddings
         self.has_table = self.stage.is_first or (self.stage.is_last and self.tied)
         if self.has_table:
             self.embed = VocabularyEmbedding(config.vocab_size, config.hidden_size)
@@ -58,9 +60,11 @@ class Decoder(CausalLM):
         self.indices = _indices(self, config, make)
         """Of the layers that are here."""
         self.layers = nn.ModuleList(make(index) for index in self.indices)
-        self._replay = Replay() if self.stage.is_last and current().size == 1 else None
+        self._replay = Replay() if self.stage.is_last and self.group.size == 1 else None
         if self.stage.is_last:
             self.norm = self.make_norm(config)
+        # On the first stage for its table alone: that is rounded as the weight of the head, wherever the head computes.
+        if self.stage.is_last or (self.has_table and self.tied and quantizes_head()):
             self.lm_head = OutputHead(
                 config.hidden_size, config.vocab_size, self.embed if self.tied else None
             )
@@ -92,7 +96,7 @@ class Decoder(CausalLM):
             x, residual = layer(x, residual, batch)
         if not self.stage.is_last:
             x, residual = last(x, residual, batch)
-            total: torch.Tensor = x + residual
+            total: torch.Tensor = self.group.all_reduce(x) + residual
             return total
         x, residual = last(x, residual, batch, batch.wanted)
         normed: torch.Tensor = self.norm(x, residual)[0]

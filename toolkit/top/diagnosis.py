@@ -99,11 +99,18 @@ def cache_full(case: Case) -> Diagnosis | None:
         said.append(f"{words.count(preempted)} preempted in {words.duration(case.view.span)}")
     if case.waiting:
         said.append(f"{words.count(case.waiting)} wait")
-    if case.on_gpu:
-        advice = "raise --gpu-memory-utilization, or --kv-cache-dtype fp8"
-    else:
-        advice = "raise --kv-cache-memory, or lower --max-num-seqs"
-    return Diagnosis("KV cache", 2, ", ".join(said), advice)
+    return Diagnosis("KV cache", 2, ", ".join(said), more_cache(case))
+
+
+def more_cache(case: Case) -> str:
+    """What the size of the KV cache is set by: bytes, where they are given, else a share of the memory."""
+    given = number(case.server, "kv_cache_memory_bytes")
+    if given is not None and not case.server.is_tk:
+        return f"raise --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE ({words.size(given)} now)"
+    if not case.on_gpu:
+        return "raise --kv-cache-memory, or lower --max-num-seqs"
+    by_share = setting(case.server, "kv_cache_memory") is None
+    return f"raise {'--gpu-memory-utilization' if by_share else '--kv-cache-memory'}, or --kv-cache-dtype fp8"
 
 
 def front_end_busy(case: Case) -> Diagnosis | None:

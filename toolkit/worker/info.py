@@ -30,6 +30,8 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     async_scheduling: bool
     world_size: int = 1
     """Ranks that share the model; sizes are of one of them."""
+    model_parameters: int = 0
+    """Of the whole model."""
     attention_size: int = 0
     """Of all layers together: query heads times head size."""
     generates: bool = True

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import psutil
 import torch
 
 from toolkit import cgroup
 from toolkit.config import CacheConfig
+from toolkit.config.engine import MEMORY
 from toolkit.errors import OutOfMemoryError
 
 GIB = 2**30
@@ -19,11 +22,15 @@ def gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
-def available(device: torch.device) -> int:
-    """Bytes that can still be allocated; on a CPU within the container's limit."""
+def available(device: torch.device, taken: int = 0) -> int:
+    """Bytes that can still be allocated; on a CPU within the container's limit and, of several engines, this one's share, of which
+    so many are taken.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return min(int(psutil.virtual_memory().available), cgroup.memory()[1])
+    free = min(int(psutil.virtual_memory().available), cgroup.memory()[1])
+    share = os.environ.get(MEMORY)
+    return free if share is None else min(free, max(0, int(share) - taken))
 
 
 def require_weights_fit(size: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -31,9 +38,10 @@ def require_weights_fit(size: int, device: torch.device, dtype: torch.dtype) -> 
     free = available(device)
     if size > free:
         half = " Half of that with --dtype bfloat16." if dtype == torch.float32 else ""
+        share = " for each engine" if device.type == "cpu" and MEMORY in os.environ else ""
         raise OutOfMemoryError(
             f"The model's weights take {gib(size)} in {str(dtype).removeprefix('torch.')}, and {gib(free)} of "
-            f"{device.type} memory are free.{half}"
+            f"{device.type} memory are free{share}.{half}"
         )
 
 

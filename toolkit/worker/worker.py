@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import time
@@ -14,7 +15,8 @@ import torch
 from toolkit.attention import choose_backend
 from toolkit.config import EngineConfig
 from toolkit.cores import asked_for, find_cores, plan_threads
-from toolkit.distributed import SINGLE, WHOLE, Stage, connect, parallel, stages
+from toolkit.distributed import SINGLE, WHOLE, Group, Stage, connect, parallel, stages
+from toolkit.distributed.symmetric import joined
 from toolkit.errors import ConfigError, OutOfMemoryError
 from toolkit.kernels import cpu
 from toolkit.layers.fused import fused
@@ -71,7 +73,7 @@ class Worker:
 
     def start(self, report: Report) -> WorkerInfo:
         """Loads the model and makes the cache. Raises ToolkitError for what the user can mend."""
-        device = _choose_device(self.config.device.device, None if self._meeting is None else self._rank)
+        device = choose_device(self.config.device.device, None if self._meeting is None else self._rank)
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         with self._on_stream():
@@ -84,7 +86,8 @@ class Worker:
         if self._meeting is not None:
             with phases("ranks"):
                 self.world = connect(self._rank, size, self._meeting, device)
-                self.group, self.stage = stages(self.world, self.config.parallel.tensor_parallel_size)
+                group, self.stage = stages(self.world, self.config.parallel.tensor_parallel_size)
+                self.group = joined(group, device)
         with phases("config"):
             model_config = load_config(self.folder)
             dtype = choose_dtype(self.config.model.dtype, model_config, device)
@@ -120,8 +123,23 @@ class Worker:
             logger.info("%d threads, %s", plan.count, how)
 
     def close(self) -> None:
-        """Leaves the other ranks, if there are any."""
-        self.world.close()
+        """Leaves the other ranks, if there are any, also those that are gone; there are no more steps then."""
+        if self.group.symmetric is not None:
+            self.group.symmetric.release()
+        vars(self).pop("runner", None)
+        gc.collect()  # NCCL does not end before the last graph that has a call of it
+        self._leave()
+
+    def abandon(self) -> None:
+        """Lets a GPU's step come to its end that waits for ranks that are gone; what it gives means nothing. From any thread."""
+        if self._stream is not None:
+            if self.group.symmetric is not None:
+                self.group.symmetric.release()
+            self._leave()
+
+    def _leave(self) -> None:
+        world, self.world = self.world, SINGLE
+        world.close()
 
     def execute(self, step: SchedulerOutput) -> PendingOutput:
         with self._on_stream():
@@ -180,8 +198,10 @@ class Worker:
         max_model_len: int,
         phases: _Phases,
     ) -> Model:
-        def build(device: torch.device, max_model_len: int, stage: Stage = self.stage) -> Model:
-            with parallel(self.group, stage):
+        def build(
+            device: torch.device, max_model_len: int, stage: Stage = self.stage, group: Group = self.group
+        ) -> Model:
+            with parallel(group, stage):
                 return build_model(
                     model_config,
                     self.folder,
@@ -193,9 +213,9 @@ class Worker:
 
         with phases("weights"):
             sketch = build(torch.device("meta"), 1)
-            self._num_parameters = sum(
-                part.target.numel() for slot in sketch.slots().values() for part in slot.parts
-            )
+            self._num_parameters = self._model_parameters = _num_parameters(sketch)
+            if self.world.size > 1:
+                self._model_parameters = _num_parameters(build(torch.device("meta"), 1, WHOLE, SINGLE))
             self._weight_bytes = sum(p.nbytes for p in sketch.parameters())
             together = self._weight_bytes
             if device.type == "cpu":  # ranks on one machine share its memory
@@ -258,8 +278,9 @@ class Worker:
 
             self._graph_shapes = graph_shapes(num_rows, budget, max_model_len)
 
-        sharing = self._beside or self.config.parallel.num_devices
-        room = int(memory.available(device) * memory.CPU_SHARE / sharing)
+        taken = self.world.total(self._weight_bytes) if device.type == "cpu" else 0
+        sharing = self._beside or self.config.parallel.world_size
+        room = int(memory.available(device, taken) * memory.CPU_SHARE / sharing)
         if device.type == "cuda" and config.cache.num_gpu_blocks_override is None:
             probe_blocks = 1  # what lies in the blocks does not matter here
             self.runner = runner(probe_blocks, 0, max_model_len)
@@ -322,6 +343,7 @@ class Worker:
             num_host_blocks=num_host_blocks,
             block_size=self.config.cache.block_size,
             num_parameters=self._num_parameters,
+            model_parameters=self._model_parameters,
             weight_bytes=self._weight_bytes,
             cache_bytes=num_blocks * per_block,
             world_size=self.world.size,
@@ -419,13 +441,17 @@ class _Phases:
             self._report(self._name, time.perf_counter() - self._start)
 
 
+def _num_parameters(model: Model) -> int:
+    return sum(part.target.numel() for slot in model.slots().values() for part in slot.parts)
+
+
 def _attention_size(model: Model) -> int:
     layers = model.attention_layers() if isinstance(model, CausalLM) else []
     return sum(layer.shape.num_heads * layer.shape.head_size for layer in layers)
 
 
-def _choose_device(wanted: str, rank: int | None) -> torch.device:
-    """`rank`: of several, each of which has a GPU."""
+def choose_device(wanted: str, rank: int | None) -> torch.device:
+    """What a worker computes on. `rank`: of several, each of which has a GPU. Raises ConfigError when there is none."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

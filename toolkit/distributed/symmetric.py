@@ -1,0 +1,205 @@
+"""Sums over the GPUs of one machine through memory that they read of each other, where that is faster than NCCL: for small ones."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from toolkit.distributed.group import Group
+
+logger = logging.getLogger(__name__)
+
+Way = Literal["pushed", "one-shot", "two-shot", "NCCL"]
+WIDTH = 4096
+"""Numbers of 16 bits in the rows that are timed."""
+ROWS = tuple(2**power for power in range(14))
+_opened = False
+"""Whether this process has done so: torch counts such meetings in a way that ranks of another age cannot follow."""
+CALLS = 16
+"""In one captured graph, of which the median replay counts."""
+REPLAYS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Symmetric:
+    """What a rank needs for it."""
+
+    peers: Any
+    """`toolkit.kernels.triton.all_reduce.Peers`"""
+    kernels: ModuleType
+    buffer: torch.Tensor
+    """This rank's, bytes."""
+    handle: object
+    """What keeps the others' open."""
+    ways: tuple[tuple[int, Way], ...] = ()
+    """The fastest for sums of up to so many bytes, rising; NCCL for larger ones."""
+
+    def way(self, nbytes: int) -> Way:
+        return next((way for most, way in self.ways if nbytes <= most), "NCCL")
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The sum of all ranks' x; None where NCCL is better."""
+        way = self.way(x.nbytes)
+        if way == "NCCL" or not self.kernels.fits(x, self.peers.size, two_shot=way == "two-shot"):
+            return None
+        total: torch.Tensor = self.kernels.all_reduce(x, self.peers, two_shot=way == "two-shot")
+        return total
+
+    def all_reduce_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(norm(total), total) of the sum of all ranks' x and the residual; None where it is better done apart."""
+        way = self.way(x.nbytes)
+        both: tuple[torch.Tensor, torch.Tensor] | None = None
+        if way == "pushed" and self.kernels.fits_push(x):
+            both = self.kernels.pushed_norm(x, residual, weight, bias, eps, self.peers)
+        elif way in ("pushed", "one-shot") and self.kernels.fits_norm(x):
+            both = self.kernels.all_reduce_norm(x, residual, weight, bias, eps, self.peers)
+        return both
+
+    def release(self) -> None:
+        """Lets kernels come to their end that wait for a rank that is gone. What they and all later ones add up means nothing."""
+        with torch.cuda.stream(torch.cuda.Stream(self.buffer.device)):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            kernels, calls = self.kernels, self.peers.calls.cpu()
+            flags = self.buffer[kernels.FLAGS_AT : kernels.PUSHED_AT].view(torch.int32)
+            told = 2 * calls.max() + 2**30
+            flags.copy_(told.expand_as(flags))
+            words = self.buffer[kernels.PUSHED_AT :].view(torch.int64)
+            words.copy_((told.long() << 32).expand_as(words))
+
+
+def joined(group: Group, device: torch.device) -> Group:
+    """The group with its ranks' memory open to each other, where all are GPUs of one machine that can be; says what was found."""
+    if group.size == 1 or group.size > 8 or device.type != "cuda" or not _on_one_machine(group):
+        return group
+    global _opened
+    if group.least(int(not _opened)) == 0:
+        logger.info("all-reduce through NCCL alone: this process has been a rank of another engine before")
+        return group
+    _opened = True
+    try:
+        symmetric, why = _open(group, device), ""
+    except (
+        Exception
+    ) as error:  # the driver's, torch's and the machine's reasons are many, and none is the user's mistake
+        symmetric, why = None, str(error).splitlines()[0]
+    if group.least(int(symmetric is not None)) == 0 or symmetric is None:
+        logger.warning(
+            "all-reduce through NCCL alone: the GPUs cannot read each other's memory (%s)",
+            why or "another rank's",
+        )
+        return group
+    times = _times(group, symmetric, device)
+    symmetric = replace(
+        symmetric, ways=tuple((size, min(found, key=lambda way: found[way])) for size, found in times.items())
+    )
+    logger.info("all-reduce over %d GPUs: %s", group.size, ", ".join(_described(times)))
+    return replace(group, symmetric=symmetric)
+
+
+def _on_one_machine(group: Group) -> bool:
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        machine = socket.gethostname()
+    number = int.from_bytes(hashlib.sha256(machine.encode()).digest()[:4])
+    return group.least(number) == -group.least(-number)
+
+
+def _open(group: Group, device: torch.device) -> Symmetric:
+    # Multicast over NVLink is not used here, and a program that ends badly while it is can take the switch down for others.
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    import torch.distributed._symmetric_memory as memory
+
+    from toolkit.kernels.triton import all_reduce as kernels
+
+    assert group.tensors is not None
+    buffer = memory.empty(kernels.buffer_bytes(group.size), dtype=torch.uint8, device=device)
+    handle = memory.rendezvous(buffer, group.tensors)
+    buffer.zero_()
+    torch.cuda.synchronize(device)
+    group.total(0)  # nobody writes before all have zeroed theirs
+    addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
+    calls = torch.zeros(kernels.PROGRAMS, dtype=torch.int32, device=device)
+    return Symmetric(kernels.Peers(group.rank, group.size, addresses, calls), kernels, buffer, handle)
+
+
+def _times(group: Group, symmetric: Symmetric, device: torch.device) -> dict[int, dict[Way, float]]:
+    """Microseconds of sums of so many bytes with the norm after them, the slowest rank's: the same numbers on all ranks."""
+    from toolkit.kernels.triton.norm import add_rms_norm
+
+    kernels, peers = symmetric.kernels, symmetric.peers
+    found: dict[int, dict[Way, float]] = {}
+    weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
+    for rows in ROWS:
+        x = torch.zeros(rows, WIDTH, dtype=torch.bfloat16, device=device)
+        rest = torch.zeros_like(x), weight, None, 1e-5
+        ways: dict[Way, Callable[[], object]] = {
+            "NCCL": partial(_sum_and_norm, group.all_reduce, add_rms_norm, x, rest[0], weight)
+        }
+        if kernels.fits_push(x):
+            ways["pushed"] = partial(kernels.pushed_norm, x, *rest, peers)
+        if kernels.fits_norm(x):
+            ways["one-shot"] = partial(kernels.all_reduce_norm, x, *rest, peers)
+        if group.size > 2 and kernels.fits(x, group.size, two_shot=True):
+            two_shot = partial(kernels.all_reduce, peers=peers, two_shot=True)
+            ways["two-shot"] = partial(_sum_and_norm, two_shot, add_rms_norm, x, rest[0], weight)
+        found[x.nbytes] = {way: -group.least(-round(1000 * _time(call))) / 1000 for way, call in ways.items()}
+    return found
+
+
+def _sum_and_norm(
+    add_up: Callable[[torch.Tensor], torch.Tensor],
+    add_rms_norm: Callable[..., object],
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+) -> None:
+    add_rms_norm(add_up(x), residual, weight, 1e-5)
+
+
+def _time(call: Callable[[], object]) -> float:
+    """Microseconds of a call, replayed."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    for _ in range(CALLS):
+        call()
+    graph.capture_end()
+    graph.replay()
+    taken: list[float] = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        taken.append(1000 * start.elapsed_time(end) / CALLS)
+    return statistics.median(taken)
+
+
+def _described(times: dict[int, dict[Way, float]]) -> Iterable[str]:
+    """`8 KiB one-shot 5.1 us (NCCL 14.0)`"""
+    for size, found in times.items():
+        best = min(found, key=lambda way: found[way])
+        others = ", ".join(f"{way} {found[way]:.1f}" for way in sorted(found) if way != best)
+        name = f"{size >> 10} KiB" if size < 2**20 else f"{size >> 20} MiB"
+        yield f"{name} {best} {found[best]:.1f} us ({others})"
