@@ -14,10 +14,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         "OMP_NUM_THREADS", "1"
     )  # several processes share the cores; threads that wait for each other would starve
 
+import contextlib
+import logging
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,19 @@ def unused_tcp_port() -> int:
     return free_port()
 
 
+@contextlib.contextmanager
+def unchanged_logging() -> Iterator[None]:
+    """What is set of the loggers inside is set back."""
+    loggers = [logging.getLogger(name) for name in ("", "toolkit")]
+    before = [(one.level, one.handlers[:], one.propagate) for one in loggers]
+    try:
+        yield
+    finally:
+        for one, (level, handlers, propagate) in zip(loggers, before, strict=True):
+            one.setLevel(level)
+            one.handlers, one.propagate = handlers, propagate
+
+
 @pytest.fixture
 def tk_here(capfd: pytest.CaptureFixture[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs `tk` in this process, where everything is imported already: its exit code and what it wrote."""
@@ -85,7 +100,7 @@ def tk_here(capfd: pytest.CaptureFixture[str]) -> Callable[..., subprocess.Compl
             for name, value in environment.items():
                 patch.setenv(name, value)
             capfd.readouterr()
-            with pytest.raises(SystemExit) as ended:
+            with unchanged_logging(), pytest.raises(SystemExit) as ended:
                 main()
         return subprocess.CompletedProcess(arguments, ended.value.code, *capfd.readouterr())
 

@@ -57,7 +57,9 @@ class Peers:
     addresses: Tensor
     """Of each rank's buffer, int64 [size]."""
     calls: Tensor
-    """This rank's count of calls for each program, int32 [PROGRAMS], zero at first."""
+    """This rank's counts of calls for each program, int32 [2, PROGRAMS], zero at first: of those with flags, and of pushed ones. So
+    what a program looks at is never older than the call before, and counts may wrap around.
+    """
 
 
 def fits(x: Tensor, size: int, two_shot: bool = False) -> bool:
@@ -88,7 +90,7 @@ def all_reduce(x: Tensor, peers: Peers, two_shot: bool = False) -> Tensor:
         x,
         out,
         peers.addresses,
-        peers.calls,
+        peers.calls[0],
         x.numel(),
         rounds,
         RANK=peers.rank,
@@ -132,7 +134,7 @@ def all_reduce_norm(
         weight if bias is None else bias,
         out,
         peers.addresses,
-        peers.calls,
+        peers.calls[0],
         num_tokens,
         _norm_rows(x),
         eps,
@@ -172,7 +174,7 @@ def pushed_norm(
         (weight if bias is None else bias).view(torch.int32),
         out.view(torch.int32),
         peers.addresses,
-        peers.calls,
+        peers.calls[1],
         eps,
         TYPE=tl.float16 if x.dtype == torch.float16 else tl.bfloat16,
         HALF=size // 2,
@@ -209,7 +211,6 @@ def _meet(addresses_ptr, told, RANK: tl.constexpr, SIZE: tl.constexpr, FLAGS_AT:
     flags = (tl.load(addresses_ptr + RANK) + FLAGS_AT).to(tl.pointer_type(tl.int32))
     for step in tl.static_range(1, SIZE):
         peer = (RANK + step) % SIZE
-        # The difference is right also where the count has wrapped around.
         while tl.atomic_add(flags + mine + peer, 0, sem="acquire", scope="sys") - told < 0:
             pass
     tl.debug_barrier()

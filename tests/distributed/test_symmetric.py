@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from toolkit.distributed.group import Group
-from toolkit.distributed.symmetric import Symmetric
+from toolkit.distributed.symmetric import Symmetric, opened, timed
 
 RANKS = 3
 PROGRAMS = 4
@@ -19,6 +19,8 @@ PROGRAMS = 4
 SIZES = (1, 5000, 3 * 1024 * 4, 40_000)
 SHAPES = ((1, 64), (9, 48))
 DTYPES = (torch.float32, torch.bfloat16)
+CALLS = 2**31 - 12
+"""That have been before: counts wrap around."""
 
 
 def x_of(rank: int, call: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -32,7 +34,7 @@ def run_rank(rank: int, folder: Path) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     from toolkit.kernels.triton import all_reduce as kernels
 
-    calls = torch.zeros(kernels.PROGRAMS, dtype=torch.int32)
+    calls = torch.full((2, kernels.PROGRAMS), CALLS, dtype=torch.int32)
     kernels.PROGRAMS = PROGRAMS
     buffers = []
     for peer in range(RANKS):
@@ -90,8 +92,10 @@ def test_every_rank_gets_the_same_sums(tmp_path):
     from toolkit.kernels.triton import all_reduce as kernels
 
     for rank in range(RANKS):
-        with (tmp_path / f"buffer{rank}").open("wb") as file:
-            file.truncate(kernels.buffer_bytes(RANKS))
+        buffer = torch.zeros(kernels.buffer_bytes(RANKS), dtype=torch.uint8)
+        buffer[kernels.FLAGS_AT : kernels.PUSHED_AT].view(torch.int32).fill_(2 * CALLS - 2**32)
+        buffer[kernels.PUSHED_AT :].view(torch.int64).fill_(CALLS << 32)
+        (tmp_path / f"buffer{rank}").write_bytes(buffer.numpy().tobytes())
     processes = multiprocessing.get_context("spawn")
     ranks = [processes.Process(target=run_rank, args=(rank, tmp_path), daemon=True) for rank in range(RANKS)]
     for rank in ranks:
@@ -111,7 +115,7 @@ def test_what_is_too_long_for_the_buffers_is_refused():
     from toolkit.kernels.triton import all_reduce as kernels
 
     peers = kernels.Peers(
-        0, 2, torch.zeros(2, dtype=torch.int64), torch.zeros(kernels.PROGRAMS, dtype=torch.int32)
+        0, 2, torch.zeros(2, dtype=torch.int64), torch.zeros(2, kernels.PROGRAMS, dtype=torch.int32)
     )
     with pytest.raises(ValueError, match="more than all_reduce sums up"):
         kernels.all_reduce(torch.empty(kernels.MOST_BYTES // 4 + 1), peers)
@@ -132,7 +136,5 @@ def test_the_way_goes_by_the_size():
 
 
 def test_a_group_on_cpus_keeps_to_its_collectives():
-    from toolkit.distributed.symmetric import joined
-
     group = Group(0, 2)
-    assert joined(group, torch.device("cpu")) is group
+    assert timed(opened(group, torch.device("cpu")), torch.device("cpu")) is group

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from tests import checkpoints
+from tests.api.serving import until
 from tests.checkpoints import VOCAB
 from toolkit import LLM, SamplingParams
+from toolkit.engine import core_client
 from toolkit.engine.router import Router, Share
 from toolkit.errors import EngineDeadError, ToolkitError
 
@@ -89,15 +91,30 @@ def test_answers_without_a_seed_differ_and_embeddings_are_those_of_one_engine(
     assert torch.allclose(several, one, atol=1e-6)
 
 
+def test_what_idle_cores_say_of_themselves_is_not_kept(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_client, "KNOCK", 0.1)
+    first = llm._core._cores[0]
+    for _ in range(3):
+        heard = first.heard_at
+        until(lambda before=heard: first.heard_at > before)
+    assert llm._core._news.empty()
+
+
 def test_a_core_that_dies_ends_the_call_with_the_cause(llm: LLM) -> None:
     """The last test: nothing runs behind it."""
-    stream = llm.stream({"prompt_token_ids": [3, 4]}, SamplingParams(max_tokens=150, ignore_eos=True))
+    params = SamplingParams(max_tokens=150, ignore_eos=True)
+    stream, left = (llm.stream({"prompt_token_ids": [3, 4]}, params) for _ in range(2))
     next(stream)
+    next(left)
     for core in llm._core._cores:
         psutil.Process(core.pid).kill()
     with pytest.raises(EngineDeadError, match=r"Engine [01]: .*SIGKILL"):
         list(stream)
     with pytest.raises(EngineDeadError, match="SIGKILL"):
+        llm.generate({"prompt_token_ids": [3]}, use_tqdm=False)
+    llm.shutdown()
+    left.close()
+    with pytest.raises(EngineDeadError, match="shut down"):
         llm.generate({"prompt_token_ids": [3]}, use_tqdm=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import re
 import sys
@@ -213,7 +214,7 @@ def test_an_interrupted_step_with_a_grammar_is_forgotten(model, monkeypatch, cap
             texts(llm, params(regex="[ab]{40}"))
     [[(text, reason)]] = texts(llm, params(regex="[ab]{40}"))
     assert (len(text), reason) == (40, "stop")
-    assert not caplog.records
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
 def test_stop_strings_penalties_and_ignored_ends_go_with_a_grammar(llm):

@@ -13,14 +13,14 @@ from toolkit.errors import ConfigError
 from toolkit.executor import devices
 from toolkit.executor.devices import DeviceReport, require_alike
 
-H200 = DeviceReport("NVIDIA H200", "9.0", 140 * 2**30)
+H200 = DeviceReport("NVIDIA H200", "9.0", 132, 140 * 2**30)
 
 
 def test_gpus_of_different_kinds_are_refused_and_named() -> None:
-    a100 = DeviceReport("NVIDIA A100", "8.0", 80 * 2**30)
+    a100 = DeviceReport("NVIDIA A100", "8.0", 108, 80 * 2**30)
     told = (
-        r"rank 0, rank 1: NVIDIA H200 \(compute capability 9\.0\); "
-        r"rank 2 on 10\.0\.0\.2: NVIDIA A100 \(compute capability 8\.0\)\."
+        r"rank 0, rank 1: NVIDIA H200 \(compute capability 9\.0, 132 multiprocessors\); "
+        r"rank 2 on 10\.0\.0\.2: NVIDIA A100 \(compute capability 8\.0, 108 multiprocessors\)\."
     )
     with pytest.raises(ConfigError, match=told):
         require_alike({"rank 0": H200, "rank 1": H200, "rank 2 on 10.0.0.2": a100})
@@ -31,7 +31,7 @@ def test_gpus_of_different_kinds_are_refused_and_named() -> None:
 def test_gpus_that_differ_in_memory_alone_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     def told(memory: float) -> list[str]:
         caplog.clear()
-        other = DeviceReport(H200.name, H200.capability, int(memory * 2**30))
+        other = DeviceReport("NVIDIA H200 NVL", H200.capability, H200.multiprocessors, int(memory * 2**30))
         with caplog.at_level(logging.WARNING):
             require_alike({"rank 0": H200, "rank 1": other})
         return caplog.messages

@@ -76,68 +76,92 @@ class Symmetric:
 
     def release(self) -> None:
         """Lets kernels come to their end that wait for a rank that is gone. What they and all later ones add up means nothing."""
+        kernels, size = self.kernels, self.peers.size
         with torch.cuda.stream(torch.cuda.Stream(self.buffer.device)):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            kernels, calls = self.kernels, self.peers.calls.cpu()
-            flags = self.buffer[kernels.FLAGS_AT : kernels.PUSHED_AT].view(torch.int32)
-            told = 2 * calls.max() + 2**30
-            flags.copy_(told.expand_as(flags))
-            words = self.buffer[kernels.PUSHED_AT :].view(torch.int64)
-            words.copy_((told.long() << 32).expand_as(words))
+            met, pushed = self.peers.calls.cpu()
+            flags = self.buffer[kernels.FLAGS_AT :][: 4 * size * kernels.PROGRAMS].view(torch.int32)
+            flags.copy_((2 * met + 2**30)[:, None].expand(-1, size).reshape(-1))
+            words = self.buffer[kernels.PUSHED_AT :].view(torch.int64).view(2, kernels.PUSHED_ROWS, -1)
+            told = (pushed[: kernels.PUSHED_ROWS] + 2**30).long() << 32
+            words.copy_(told[None, :, None].expand_as(words))
 
 
-def joined(group: Group, device: torch.device) -> Group:
-    """The group with its ranks' memory open to each other, where all are GPUs of one machine that can be; says what was found."""
+def opened(group: Group, device: torch.device) -> Group:
+    """The group with its ranks' memory open to each other, where all are GPUs of one machine that can be; nothing is made of it before
+    it is `timed`.
+    """
+    global _opened
     if group.size == 1 or group.size > 8 or device.type != "cuda" or not _on_one_machine(group):
         return group
-    global _opened
     if group.least(int(not _opened)) == 0:
         logger.info("all-reduce through NCCL alone: this process has been a rank of another engine before")
         return group
-    _opened = True
+    _opened, why, symmetric = True, "another rank cannot", None
     try:
-        symmetric, why = _open(group, device), ""
+        kernels, buffer = _allocate(group, device)
     except (
         Exception
-    ) as error:  # the driver's, torch's and the machine's reasons are many, and none is the user's mistake
-        symmetric, why = None, str(error).splitlines()[0]
-    if group.least(int(symmetric is not None)) == 0 or symmetric is None:
-        logger.warning(
-            "all-reduce through NCCL alone: the GPUs cannot read each other's memory (%s)",
-            why or "another rank's",
-        )
+    ) as error:  # no Triton; the driver's, torch's and the machine's reasons: none is the user's mistake
+        why, buffer = str(error).splitlines()[0], None
+    if (
+        group.least(int(buffer is not None)) and buffer is not None
+    ):  # else those that have one would wait for the others
+        try:
+            symmetric = _meet(group, kernels, buffer)
+        except Exception as error:
+            why = str(error).splitlines()[0]
+        # Also where all wait for each other: nobody writes before all have zeroed theirs.
+        if not group.least(int(symmetric is not None)):
+            symmetric = None
+    if symmetric is None:
+        logger.warning("all-reduce through NCCL alone: the GPUs cannot read each other's memory (%s)", why)
         return group
-    times = _times(group, symmetric, device)
-    symmetric = replace(
-        symmetric, ways=tuple((size, min(found, key=lambda way: found[way])) for size, found in times.items())
-    )
-    logger.info("all-reduce over %d GPUs: %s", group.size, ", ".join(_described(times)))
     return replace(group, symmetric=symmetric)
 
 
+def timed(group: Group, device: torch.device) -> Group:
+    """The group with the fastest way for each size, which the log tells."""
+    if group.symmetric is None:
+        return group
+    times = _times(group, group.symmetric, device)
+    ways = tuple((size, min(found, key=lambda way: found[way])) for size, found in times.items())
+    logger.info("all-reduce over %d GPUs: %s", group.size, ", ".join(_described(times)))
+    return replace(group, symmetric=replace(group.symmetric, ways=ways))
+
+
 def _on_one_machine(group: Group) -> bool:
+    """Also in one container, as what is open to others is handed over by the numbers of processes."""
     try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+        spaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("pid", "mnt", "net")]
+        machine = "".join([Path("/proc/sys/kernel/random/boot_id").read_text(), *spaces])
     except OSError:
         machine = socket.gethostname()
     number = int.from_bytes(hashlib.sha256(machine.encode()).digest()[:4])
     return group.least(number) == -group.least(-number)
 
 
-def _open(group: Group, device: torch.device) -> Symmetric:
+def _allocate(group: Group, device: torch.device) -> tuple[ModuleType, torch.Tensor]:
+    """(the kernels, this rank's buffer)"""
     # Multicast over NVLink is not used here, and a program that ends badly while it is can take the switch down for others.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     import torch.distributed._symmetric_memory as memory
 
     from toolkit.kernels.triton import all_reduce as kernels
 
-    assert group.tensors is not None
     buffer = memory.empty(kernels.buffer_bytes(group.size), dtype=torch.uint8, device=device)
-    handle = memory.rendezvous(buffer, group.tensors)
     buffer.zero_()
     torch.cuda.synchronize(device)
-    group.total(0)  # nobody writes before all have zeroed theirs
-    addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
-    calls = torch.zeros(kernels.PROGRAMS, dtype=torch.int32, device=device)
+    return kernels, buffer
+
+
+def _meet(group: Group, kernels: ModuleType, buffer: torch.Tensor) -> Symmetric:
+    import torch.distributed._symmetric_memory as memory
+
+    assert group.tensors is not None
+    handle = memory.rendezvous(buffer, group.tensors)
+    addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=buffer.device)
+    calls = torch.zeros(2, kernels.PROGRAMS, dtype=torch.int32, device=buffer.device)
+    torch.cuda.synchronize(buffer.device)
     return Symmetric(kernels.Peers(group.rank, group.size, addresses, calls), kernels, buffer, handle)
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -39,6 +40,8 @@ CHECK_INTERVAL = 0.2
 """Seconds between looks at whether the process still lives."""
 KNOCK = 5.0
 """Seconds without a word of the core after which it is asked for one."""
+GRACE = 5.0
+"""Seconds more than a step may take, for the core to say by itself which of its ranks hangs."""
 STOP_TIMEOUT = 10.0
 """Seconds that the core gets to end after a Stop."""
 
@@ -138,6 +141,8 @@ class CoreClient(CoreLink):
         self.sockets = tempfile.mkdtemp(prefix="tk-")
         super().__init__(self.sockets, 0)
         self._timer: asyncio.TimerHandle | None = None
+        self.heard_at = time.monotonic()
+        """When the core last said anything."""
         self._unheard = 0.0
         """Seconds without a word of the core; from a Knock on, of those since that. Only those in which this process looked: when
         both are put aside, none pass."""
@@ -188,10 +193,11 @@ class CoreClient(CoreLink):
             messages = self._received()
             if messages:
                 self._unheard, self._knocked = 0.0, False
+                self.heard_at = time.monotonic()
                 return messages
             if code is not None and waited:
                 raise EngineDeadError(f"The engine's process ended without a word ({how_ended(code)}).")
-            if self._knocked and self._unheard > self._timeout:
+            if self._knocked and self._unheard > self._timeout + GRACE:
                 raise EngineDeadError(
                     f"The engine's process lives and has made no step for {self._timeout:g} s (--worker-timeout): it hangs, or its "
                     "steps take longer than that."

@@ -67,9 +67,11 @@ def _environments(config: EngineConfig) -> list[dict[str, str]]:
         )
     if parallel.distributed_executor_backend == "ray":
         return [{} for _ in range(count)]
+    share = {
+        MEMORY: str(find_device("cpu").free // count)
+    }  # also beside GPUs, which torch may have no driver for
     if not gpus:
-        share = find_device("cpu").free // count
-        return [{MEMORY: str(share)} for _ in range(count)]
+        return [share] * count
     if parallel.num_devices > len(gpus):
         fit = len(gpus) // each
         raise ConfigError(
@@ -79,7 +81,7 @@ def _environments(config: EngineConfig) -> list[dict[str, str]]:
             + "; --device cpu needs none.",
             param="data_parallel_size",
         )
-    return [{DEVICES: ",".join(gpus[index * each : (index + 1) * each])} for index in range(count)]
+    return [share | {DEVICES: ",".join(gpus[index * each : (index + 1) * each])} for index in range(count)]
 
 
 def _gpus() -> list[str]:

@@ -34,7 +34,7 @@ class Reviver:
         was the last attempt, with the cause.
         """
         await self._core.end()
-        if time.monotonic() - self._alive_since > STABLE:
+        if self._core.heard_at - self._alive_since > STABLE:  # that one hangs is noticed long after
             self._num_attempts = 0
         while True:
             several = self._launch.config.parallel.data_parallel_size > 1

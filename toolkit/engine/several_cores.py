@@ -82,6 +82,8 @@ class SeveralCores:
 
     def add(self, request: EngineRequest) -> None:
         """Gives a request to one of the cores."""
+        if self._dead is not None:
+            raise EngineDeadError(self._dead.message)
         params = request.params
         if params.seed is None:  # cores that choose seeds by themselves all choose the same
             request.params = msgspec.structs.replace(params, seed=self._random.getrandbits(63))
@@ -139,6 +141,8 @@ class SeveralCores:
         """Ends the cores and the thread."""
         if self._loop.is_closed():
             return
+        self._placed.clear()
+        self._dead = EngineDeadError("The engine was shut down.")
         self._run(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -172,6 +176,8 @@ class SeveralCores:
         try:
             while True:
                 for message in await core.receive():
+                    if isinstance(message, EngineOutputs) and not (message.outputs or message.numbers):
+                        continue  # idle cores tell of themselves now and then, which nobody may ever ask for
                     if isinstance(message, EngineOutputs | Forgotten):
                         self._news.put((launch.index, message))
         except Exception as error:

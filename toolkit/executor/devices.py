@@ -22,13 +22,19 @@ class DeviceReport(msgspec.Struct, frozen=True):
     name: str
     capability: str = ""
     """CUDA's compute capability."""
+    multiprocessors: int = 0
     memory: int = 0
     """Bytes; of GPUs alone, as ranks on CPUs may share theirs."""
 
     @property
-    def kind(self) -> str:
-        """What has to be the same."""
-        return f"{self.name} (compute capability {self.capability})" if self.capability else self.name
+    def kind(self) -> tuple[str, int]:
+        """What has to be the same. Names of one kind may differ, as they tell of memory and form, too."""
+        return self.capability or self.name, self.multiprocessors
+
+    def __str__(self) -> str:
+        if not self.capability:
+            return self.name
+        return f"{self.name} (compute capability {self.capability}, {self.multiprocessors} multiprocessors)"
 
 
 def report(wanted: str, rank: int) -> DeviceReport:
@@ -41,7 +47,8 @@ def report(wanted: str, rank: int) -> DeviceReport:
     if device.type == "cpu":
         return DeviceReport("CPU")
     found = torch.cuda.get_device_properties(device)
-    return DeviceReport(found.name, f"{found.major}.{found.minor}", found.total_memory)
+    capability = f"{found.major}.{found.minor}"
+    return DeviceReport(found.name, capability, found.multi_processor_count, found.total_memory)
 
 
 def require_alike(devices: Mapping[str, DeviceReport]) -> None:
@@ -50,9 +57,8 @@ def require_alike(devices: Mapping[str, DeviceReport]) -> None:
     """
     if len({device.kind for device in devices.values()}) > 1:
         raise ConfigError(
-            f"The devices of one engine differ: {_each({name: one.kind for name, one in devices.items()})}. Its ranks share every step "
-            "evenly, so that they have to be of one kind: CUDA_VISIBLE_DEVICES chooses among a machine's.",
-            param="tensor_parallel_size",
+            f"The devices of one engine differ: {_each({name: str(one) for name, one in devices.items()})}. Its ranks share every step "
+            "evenly, so that they have to be of one kind: CUDA_VISIBLE_DEVICES chooses among a machine's."
         )
     sizes = [device.memory for device in devices.values()]
     if min(sizes) < ALIKE * max(sizes):

@@ -145,10 +145,12 @@ class MultiprocExecutor(Executor):
         self._ranks = []
         for listener in self._listeners:
             listener.join(5)
-        if self._worker is not None:
-            self._worker.close()
-        self._worker = None
-        self._started.close()
+        try:
+            if self._worker is not None:
+                self._worker.close()
+        finally:
+            self._worker = None
+            self._started.close()
 
     def constrain(self, step: int, pending: Pending | None, masks: Masks) -> None:
         """Lets a step sample, wherever it does."""

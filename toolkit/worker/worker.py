@@ -16,7 +16,7 @@ from toolkit.attention import choose_backend
 from toolkit.config import EngineConfig
 from toolkit.cores import asked_for, find_cores, plan_threads
 from toolkit.distributed import SINGLE, WHOLE, Group, Stage, connect, parallel, stages
-from toolkit.distributed.symmetric import joined
+from toolkit.distributed.symmetric import opened, timed
 from toolkit.errors import ConfigError, OutOfMemoryError
 from toolkit.kernels import cpu
 from toolkit.layers.fused import fused
@@ -87,7 +87,8 @@ class Worker:
             with phases("ranks"):
                 self.world = connect(self._rank, size, self._meeting, device)
                 group, self.stage = stages(self.world, self.config.parallel.tensor_parallel_size)
-                self.group = joined(group, device)
+                self.group = opened(group, device)
+                self.group = timed(self.group, device)
         with phases("config"):
             model_config = load_config(self.folder)
             dtype = choose_dtype(self.config.model.dtype, model_config, device)
@@ -124,18 +125,24 @@ class Worker:
 
     def close(self) -> None:
         """Leaves the other ranks, if there are any, also those that are gone; there are no more steps then."""
-        if self.group.symmetric is not None:
-            self.group.symmetric.release()
-        vars(self).pop("runner", None)
-        gc.collect()  # NCCL does not end before the last graph that has a call of it
-        self._leave()
+        if self.world.size > 1:
+            self._release()
+            vars(self).pop("runner", None)
+            gc.collect()  # NCCL does not end before the last graph that has a call of it
+            self._leave()
 
     def abandon(self) -> None:
         """Lets a GPU's step come to its end that waits for ranks that are gone; what it gives means nothing. From any thread."""
         if self._stream is not None:
-            if self.group.symmetric is not None:
-                self.group.symmetric.release()
+            self._release()
             self._leave()
+
+    def _release(self) -> None:
+        if self.group.symmetric is not None:
+            try:
+                self.group.symmetric.release()
+            except RuntimeError as error:  # the GPU has failed, and nothing runs on it any more
+                logger.warning("the GPU's memory could not be written: %s", str(error).splitlines()[0])
 
     def _leave(self) -> None:
         world, self.world = self.world, SINGLE
