@@ -42,6 +42,7 @@ cpu_peers.main()
     assert engine.start_up >= 0
     seconds, tokens = engine.run(([[3, 4], [5, 6]], [2, 3]))
     assert (seconds >= 0, tokens) == (True, [[4, 4], [6, 6, 6]])
+    assert [process.status() for process in engine.processes] == ["stopped"], "others have their turns"
     with pytest.raises(SystemExit, match=r"asked for \[2\] tokens and made \[1\]"):
         engine.run(([[3]], [2]))
     engine.close()

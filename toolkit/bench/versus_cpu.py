@@ -19,6 +19,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from toolkit.bench import cpu_peers
 from toolkit.bench.versus_transformers import Work, make_gpt2
 from toolkit.kernels import cpu
@@ -55,7 +57,7 @@ WORK = {"batch1": batch1, "mixed": mixed, "prefill": prefill}
 
 
 class Engine:
-    """An engine's process. It is idle, and takes no CPU, while others have their turns."""
+    """An engine's process. It is stopped while others have their turns, as some engines are busy while they are idle."""
 
     def __init__(self, python: str, name: str, folder: Path, dtype: str, threads: int) -> None:
         self.label = f"{name} {dtype}"
@@ -67,12 +69,15 @@ class Engine:
             text=True,
         )
         self.start_up = float(self._answer()["seconds"])
+        self._rest()
 
     def run(self, work: Work) -> tuple[float, list[list[int]]]:
         """(seconds, tokens)"""
         assert self._process.stdin is not None
+        self._wake()
         print(json.dumps({"prompts": work[0], "lengths": work[1]}), file=self._process.stdin, flush=True)
         answer = self._answer()
+        self._rest()
         counts = [len(tokens) for tokens in answer["tokens"]]
         if counts != work[1]:
             raise SystemExit(f"{self.label} was asked for {work[1]} tokens and made {counts}.")
@@ -89,8 +94,22 @@ class Engine:
 
     def close(self) -> None:
         assert self._process.stdin is not None
+        self._wake()
         self._process.stdin.close()
         self._process.wait()
+
+    def _rest(self) -> None:
+        for process in self.processes:
+            process.suspend()
+
+    def _wake(self) -> None:
+        for process in self.processes:
+            process.resume()
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        first = psutil.Process(self._process.pid)
+        return [first, *first.children(recursive=True)]
 
 
 def make_tokenizer(folder: Path, vocab: int) -> None:
