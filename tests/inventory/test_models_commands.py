@@ -110,18 +110,23 @@ class TestPull:
         [asked] = [part for path, part in hub.ranges if path.endswith("model.safetensors")]
         assert int(asked.removeprefix("bytes=").split("-")[0]) >= 10 * 2**20
 
-    def test_files_that_were_whole_when_it_failed_are_not_fetched_again(self, hub, tk):
+    def test_files_that_were_whole_when_it_failed_are_not_fetched_again(self, hub, tk, tmp_path):
         hub.failing = {"model.safetensors"}
         broken = tk("pull", "org/tiny")
         assert (broken.returncode, broken.stdout) == (2, "")
         assert "files that were complete are kept" in broken.stderr
         assert "Traceback" not in broken.stderr
         assert hub.asked_for("tokenizer.json")
+        # Files come side by side: what is still on its way when one fails is not kept.
+        snapshot = tmp_path / "hf/hub/models--org--tiny/snapshots" / commit_of("org/tiny", "main")
+        whole = {path.name for path in snapshot.iterdir()}
         hub.failing = set()
         hub.requests.clear()
         assert tk("pull", "org/tiny").returncode == 0
         fetched = [path for kind, path, _ in hub.requests if kind == "GET" and "/resolve/" in path]
-        assert [Path(path).name for path in fetched] == ["model.safetensors"]
+        everything = {path.name for path in Path(MODEL_DIR).iterdir()} | {"README.md"}
+        assert {Path(path).name for path in fetched} == everything - whole
+        assert "model.safetensors" not in whole
 
     def test_ctrl_c_ends_it_at_once_and_leaves_no_pieces(self, hub, environment, tmp_path):
         """The hub holds the weights back until the process is gone."""
