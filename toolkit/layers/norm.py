@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from types import SimpleNamespace
 
 import torch
@@ -15,7 +16,7 @@ from toolkit.layers.fused import fused
 from toolkit.layers.weights import Slot, Slots
 
 
-class _Normalization(nn.Module):
+class _Normalization(nn.Module, abc.ABC):
     """(norm(x + residual), x + residual) of x and residual, both [num_tokens, size]. The sum may be written
     into `residual`.
 
@@ -50,13 +51,15 @@ class _Normalization(nn.Module):
         total = x if residual is None else x + residual
         return self._plain(total), total
 
+    @abc.abstractmethod
     def _fused(
         self, kernels: SimpleNamespace, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError
+        """(norm, sum) through our kernels for a GPU."""
 
+    @abc.abstractmethod
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        """norm(x) through PyTorch."""
 
     def pack(self) -> None:
         """Prepares our kernel, where it runs; once, after loading, on a CPU."""
