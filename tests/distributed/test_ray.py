@@ -129,6 +129,35 @@ def test_nothing_is_left_of_a_server_that_is_killed(server: Server) -> None:
     until(lambda: all(gone(process) for process in everything))
 
 
+def test_engines_on_two_nodes_answer_as_one_process_does_and_outlive_an_actor(
+    cluster: Cluster, folder: Path, reference: Reference, in_hand: Path, tmp_path: Path
+) -> None:
+    served = Server(
+        str(folder), "--distributed-executor-backend", "ray", "--data-parallel-size", "2", cwd=tmp_path
+    )
+    try:
+        before = actors()
+        assert len({rank.ppid() for rank in before}) == len(before) == 2, (
+            "each engine is on a node of its own"
+        )
+
+        def harm() -> None:
+            before[0].kill()
+            (in_hand / "slow").unlink()
+
+        (in_hand / "slow").touch()
+        answers = ask(served, harm)
+        assert [a.text for a in answers] == [reference.text(p, TOKENS) for p in PROMPTS]
+        assert {a.error for a in answers} == {None}
+        until(lambda: len(actors()) == 2)
+        assert before[1] in actors(), "the other engine goes on"
+        assert served.http.get("/health").status_code == 200
+        everything = [*psutil.Process(served.pid).children(recursive=True), *actors()]
+    finally:
+        served.stop()
+    until(lambda: all(gone(process) for process in everything))
+
+
 def test_stages_on_two_nodes_give_what_one_process_gives(cluster: Cluster, folder: Path) -> None:
     """The last stage tells tokens, log-probabilities and what follows a grammar; nothing is left of the ranks at the end."""
     kinds = [

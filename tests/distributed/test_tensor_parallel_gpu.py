@@ -105,15 +105,23 @@ def test_sixteen_and_eight_bits_are_as_far_from_transformers_as_on_one_gpu(check
     assert errors[1] < 1.5 * errors[0]
 
 
-def test_an_engine_ends_when_one_of_its_ranks_is_dead(checkpoint):
-    llm = LLM(str(checkpoint("gpt2")), tensor_parallel_size=2, **SMALL)
-    prompt, params = prompts_for("gpt2")[0], SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+@pytest.mark.parametrize(("num_prompts", "length", "max_tokens"), [(1, 1, 100), (64, 40, 1)])
+def test_an_engine_ends_when_one_of_its_ranks_is_dead(checkpoint, num_prompts, length, max_tokens):
+    """In steps of one token, and of many."""
+    in_a_process(end_with_a_dead_rank, str(checkpoint("gpt2")), num_prompts, length, max_tokens)
+
+
+def end_with_a_dead_rank(folder: str, num_prompts: int, length: int, max_tokens: int) -> None:
+    settings = SMALL | {"max_num_seqs": 64, "num_gpu_blocks_override": 1000, "enable_prefix_caching": False}
+    llm = LLM(folder, tensor_parallel_size=2, **settings)
+    prompts = [{"prompt_token_ids": [1 + i] * length} for i in range(num_prompts)]
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     rank = next(child for child in psutil.Process().children() if "toolkit.executor.rank" in child.cmdline())
     threading.Timer(0.05, rank.kill).start()
 
     def generate_for_ever() -> None:
         while True:
-            llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+            llm.generate(prompts, params, use_tqdm=False)
 
     with pytest.raises(WorkersLostError):
         generate_for_ever()
@@ -124,8 +132,9 @@ def test_an_engine_ends_when_one_of_its_ranks_is_dead(checkpoint):
 
 
 def test_nothing_is_left_on_the_gpus(checkpoint):
+    before = psutil.Process().children(recursive=True)
     llm = LLM(str(checkpoint("gpt2")), tensor_parallel_size=2, **SMALL)
-    children = psutil.Process().children(recursive=True)
+    children = [child for child in psutil.Process().children(recursive=True) if child not in before]
     assert children
     llm.shutdown()
     _, alive = psutil.wait_procs(children, 10)

@@ -143,14 +143,14 @@ class MultiprocExecutor(Executor):
         for rank in self._ranks:
             rank.end(max(0.1, deadline - time.monotonic()) if healthy else 0.1)
         self._ranks = []
-        for listener in self._listeners:
-            listener.join(5)
         try:
             if self._worker is not None:
                 self._worker.close()
         finally:
             self._worker = None
             self._started.close()
+            for listener in self._listeners:
+                listener.join(5)
 
     def constrain(self, step: int, pending: Pending | None, masks: Masks) -> None:
         """Lets a step sample, wherever it does."""

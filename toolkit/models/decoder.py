@@ -9,9 +9,17 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from toolkit.attention import AttentionBatch
+from toolkit.attention import Attention, AttentionBatch
 from toolkit.distributed import current, current_stage
-from toolkit.layers import LayerNorm, OutputHead, RMSNorm, Slots, VocabularyEmbedding
+from toolkit.layers import (
+    LayerNorm,
+    Linear,
+    MergedLinear,
+    OutputHead,
+    RMSNorm,
+    Slots,
+    VocabularyEmbedding,
+)
 from toolkit.layers.replay import Replay
 from toolkit.models.registry import CausalLM
 from toolkit.models.stages import share_out
@@ -19,9 +27,17 @@ from toolkit.quantization import quantizes_head
 
 
 class DecoderLayer(nn.Module, abc.ABC):
-    """Attention and MLP."""
+    """Attention and MLP, each behind a norm."""
 
-    @abc.abstractmethod
+    attn_norm: LayerNorm | RMSNorm
+    qkv: MergedLinear
+    attn: Attention
+    out: Linear
+    mlp_norm: LayerNorm | RMSNorm
+    up: Linear
+    """With the activation, and the gate if there is one."""
+    down: Linear
+
     def forward(
         self,
         x: torch.Tensor,
@@ -32,6 +48,12 @@ class DecoderLayer(nn.Module, abc.ABC):
         """(output, residual stream) of the tokens `wanted`, or all. Under tensor parallelism an output is this rank's part of a sum, and
         so is x where it comes with a residual.
         """
+        x, residual = self.attn_norm(x, residual)
+        x = self.attn(self.qkv(x), batch)
+        if wanted is not None:
+            x, residual = x[wanted], residual[wanted]
+        x, residual = self.mlp_norm(self.out(x), residual)
+        return self.down(self.up(x)), residual
 
     @abc.abstractmethod
     def slots(self, name: str) -> Slots:

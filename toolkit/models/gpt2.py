@@ -36,33 +36,18 @@ class Block(DecoderLayer):
         heads = even(config.n_head, "attention heads")
         self.qkv = MergedLinear(hidden, [heads.times(head_size)] * 3, bias=True)
         self.attn = Attention(AttentionShape(heads.count, heads.count, head_size, scale))
-        self.attn_out = Linear(hidden, hidden, bias=True, split="in")
+        self.out = Linear(hidden, hidden, bias=True, split="in")
         self.mlp_norm = LayerNorm(hidden, config.layer_norm_epsilon)
         inner = config.n_inner or 4 * hidden
         kind = activation_kind(config.activation_function)
         self.up = Linear(hidden, inner, bias=True, activation=kind, split="out")
         self.down = Linear(inner, hidden, bias=True, split="in")
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        batch: AttentionBatch,
-        wanted: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output, residual stream) of the tokens `wanted`, or all."""
-        x, residual = self.attn_norm(x, residual)
-        x = self.attn(self.qkv(x), batch)
-        if wanted is not None:
-            x, residual = x[wanted], residual[wanted]
-        x, residual = self.mlp_norm(self.attn_out(x), residual)
-        return self.down(self.up(x)), residual
-
     def slots(self, name: str) -> Slots:
         return (
             self.attn_norm.slots(f"{name}.ln_1")
             | self.qkv.slots(f"{name}.attn.c_attn", transpose=True)
-            | self.attn_out.slots(f"{name}.attn.c_proj", transpose=True)
+            | self.out.slots(f"{name}.attn.c_proj", transpose=True)
             | self.mlp_norm.slots(f"{name}.ln_2")
             | self.up.slots(f"{name}.mlp.c_fc", transpose=True)
             | self.down.slots(f"{name}.mlp.c_proj", transpose=True)

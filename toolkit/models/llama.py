@@ -9,10 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
-from toolkit.attention import Attention, AttentionBatch, AttentionShape, HeadTransform
+from toolkit.attention import Attention, AttentionShape, HeadTransform
 from toolkit.distributed import even, kv_heads
 from toolkit.layers import (
     GatedLinear,
@@ -38,13 +35,16 @@ class Shape:
     """One for each layer; 0: the whole context. Empty: all 0."""
 
 
-class SelfAttention(nn.Module):
+class Layer(DecoderLayer):
+    up: GatedLinear
+
     def __init__(self, config: Any, shape: Shape, index: int, rotary: RotaryEmbedding) -> None:
         super().__init__()
         hidden, num_heads, eps = config.hidden_size, config.num_attention_heads, config.rms_norm_eps
         num_kv_heads = config.num_key_value_heads or num_heads
         size = getattr(config, "head_dim", None) or hidden // num_heads
         heads, kv = even(num_heads, "attention heads"), kv_heads(num_kv_heads)
+        self.attn_norm = RMSNorm(hidden, eps)
         self.qkv = MergedLinear(
             hidden, (heads.times(size), kv.times(size), kv.times(size)), bias=shape.qkv_bias
         )
@@ -61,70 +61,24 @@ class SelfAttention(nn.Module):
             ),
         )
         self.out = Linear(num_heads * size, hidden, bias=shape.out_bias, split="in")
-
-    def forward(self, x: torch.Tensor, batch: AttentionBatch, wanted: torch.Tensor | None) -> torch.Tensor:
-        """Of the tokens `wanted`, or all."""
-        x = self.attn(self.qkv(x), batch)
-        out: torch.Tensor = self.out(x if wanted is None else x[wanted])
-        return out
+        self.mlp_norm = RMSNorm(hidden, eps)
+        inner, kind = config.intermediate_size, activation_kind(config.hidden_act)
+        self.up = GatedLinear(hidden, inner, bias=shape.mlp_bias, activation=kind)
+        self.down = Linear(inner, hidden, bias=shape.mlp_bias, split="in")
 
     def slots(self, name: str) -> Slots:
-        slots = self.qkv.merged_slots([f"{name}.{part}_proj" for part in "qkv"]) | self.out.slots(
-            f"{name}.o_proj"
+        attn, mlp = f"{name}.self_attn", f"{name}.mlp"
+        slots = (
+            self.attn_norm.slots(f"{name}.input_layernorm")
+            | self.qkv.merged_slots([f"{attn}.{part}_proj" for part in "qkv"])
+            | self.out.slots(f"{attn}.o_proj")
+            | self.mlp_norm.slots(f"{name}.post_attention_layernorm")
+            | self.up.merged_slots([f"{mlp}.gate_proj", f"{mlp}.up_proj"])
+            | self.down.slots(f"{mlp}.down_proj")
         )
         if self.q_norm is not None and self.k_norm is not None:
-            slots |= self.q_norm.slots(f"{name}.q_norm") | self.k_norm.slots(f"{name}.k_norm")
+            slots |= self.q_norm.slots(f"{attn}.q_norm") | self.k_norm.slots(f"{attn}.k_norm")
         return slots
-
-
-class GatedMLP(nn.Module):
-    """down(act(gate(x)) · up(x)) (Shazeer, 2020)."""
-
-    def __init__(self, config: Any, shape: Shape) -> None:
-        super().__init__()
-        inner = config.intermediate_size
-        self.gate_up = GatedLinear(
-            config.hidden_size, inner, bias=shape.mlp_bias, activation=activation_kind(config.hidden_act)
-        )
-        self.down = Linear(inner, config.hidden_size, bias=shape.mlp_bias, split="in")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(self.gate_up(x))
-        return out
-
-    def slots(self, name: str) -> Slots:
-        merged = self.gate_up.merged_slots([f"{name}.gate_proj", f"{name}.up_proj"])
-        return merged | self.down.slots(f"{name}.down_proj")
-
-
-class Layer(DecoderLayer):
-    def __init__(self, config: Any, shape: Shape, index: int, rotary: RotaryEmbedding) -> None:
-        super().__init__()
-        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attn = SelfAttention(config, shape, index, rotary)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config, shape)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        batch: AttentionBatch,
-        wanted: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output, residual stream) of the tokens `wanted`, or all."""
-        x, residual = self.attn_norm(x, residual)
-        x = self.attn(x, batch, wanted)
-        x, residual = self.mlp_norm(x, residual if wanted is None else residual[wanted])
-        return self.mlp(x), residual
-
-    def slots(self, name: str) -> Slots:
-        return (
-            self.attn_norm.slots(f"{name}.input_layernorm")
-            | self.attn.slots(f"{name}.self_attn")
-            | self.mlp_norm.slots(f"{name}.post_attention_layernorm")
-            | self.mlp.slots(f"{name}.mlp")
-        )
 
 
 class Llama(Decoder):

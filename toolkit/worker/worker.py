@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -67,6 +68,8 @@ class Worker:
         self.config = config
         self.folder = folder
         self._rank, self._meeting = rank, meeting
+        self._leaving = threading.Lock()
+        """Held while another thread does so: it may wait for graphs that only this one can give up."""
         self.world = self.group = SINGLE
         """All ranks of the model, and those that share this one's stage."""
         self.stage = WHOLE
@@ -125,7 +128,7 @@ class Worker:
 
     def close(self) -> None:
         """Leaves the other ranks, if there are any, also those that are gone; there are no more steps then."""
-        if self.world.size > 1:
+        if self._meeting is not None:
             self._release()
             vars(self).pop("runner", None)
             gc.collect()  # NCCL does not end before the last graph that has a call of it
@@ -145,8 +148,9 @@ class Worker:
                 logger.warning("the GPU's memory could not be written: %s", str(error).splitlines()[0])
 
     def _leave(self) -> None:
-        world, self.world = self.world, SINGLE
-        world.close()
+        with self._leaving:
+            world, self.world = self.world, SINGLE
+            world.close()
 
     def execute(self, step: SchedulerOutput) -> PendingOutput:
         with self._on_stream():
