@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .triton import activation, bitmask, fp8, inputs, logprobs, norm, penalties, rotary
+from .triton import activation, bitmask, embedding, fp8, inputs, logprobs, norm, penalties, rotary
 
 COLD_BYTES = 512 << 20
 """So much is walked over before a tensor comes again, that none is still in the L2 cache."""
@@ -76,6 +76,13 @@ def layer_rows(num_tokens: int, make: Maker, shape: Shape = LLAMA) -> Iterator[R
         row * 4 * hidden,
     )
     yield Row("rows to FP8", [partial(fp8.quantize, x) for x in xs], row * hidden + num_tokens * (hidden + 4))
+    table, half = make.random(32768, hidden), 16384
+    tokens = make.integers(num_tokens, below=32768)
+    yield Row(
+        "rows of half a table",
+        [partial(embedding.embed_share, tokens, table, half, half)],
+        row * 3 * hidden // 2,
+    )
     blocks = -(-num_tokens // BLOCK_SIZE)
     cache = make.random(2, blocks, BLOCK_SIZE, kv_heads, head_size)
     cos_sin = make.random(num_tokens, 2, head_size // 2)

@@ -112,6 +112,12 @@ def add_layer_norm(
     return normed.to(x.dtype), total
 
 
+def embed_share(indices: Tensor, table: Tensor, begin: int, count: int) -> Tensor:
+    """Rows `[n, size]` of a table that has those from `begin` on, `count` of them; zeros for indices of others."""
+    here = (indices >= begin) & (indices < begin + count)
+    return table[(indices.long() - begin).where(here, 0)] * here[:, None]
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + half) of the first dimensions of fp32 heads `[num_tokens, num_heads, head_size]`.
 

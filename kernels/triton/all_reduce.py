@@ -33,6 +33,8 @@ PLACE = 2**18
 """Bytes of a program's place."""
 MOST_BYTES = PROGRAMS * PLACE
 """Of one sum."""
+GATHERED = 2048
+"""Numbers of a row that a program brings to the others at a time."""
 PUSHED_ROWS = 128
 """At most: a program for each."""
 PUSHED_WIDTH = 8192
@@ -192,6 +194,34 @@ def pushed_norm(
     return out, residual
 
 
+def all_gather(x: Tensor, out: Tensor, outs: Tensor, peers: Peers) -> None:
+    """Puts all ranks' x, `[n, width]`, side by side, in rank order, into every rank's `out`, `[n, size * width]`, of which `outs` has the
+    addresses, int64 [size]. All contiguous and of one type; the same calls everywhere, as with sums.
+    """
+    num_rows, width = x.shape
+    if not x.is_contiguous() or not out.is_contiguous() or out.shape != (num_rows, peers.size * width):
+        raise ValueError(
+            f"{list(x.shape)} of {peers.size} ranks do not fill {list(out.shape)}, or not in one piece"
+        )
+    num_tiles = num_rows * triton.cdiv(width, GATHERED)
+    pdl = supported(x.device)
+    _all_gather_kernel[(min(PROGRAMS, num_tiles),)](
+        x,
+        outs,
+        peers.addresses,
+        peers.calls[0],
+        num_tiles,
+        width,
+        RANK=peers.rank,
+        SIZE=peers.size,
+        BLOCK=GATHERED,
+        FLAGS_AT=FLAGS_AT,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=8,
+    )
+
+
 @triton.jit
 def _place(addresses_ptr, rank, call, TYPE: tl.constexpr, PROGRAMS: tl.constexpr, PLACE: tl.constexpr):
     """Where a rank keeps this program's share in this call."""
@@ -265,6 +295,38 @@ def _all_reduce_kernel(
                 place = _place(addresses_ptr, rank, call, TYPE, PROGRAMS, PLACE)
                 summed = tl.load(place + at, cache_modifier=".cg")
                 tl.store(out_ptr + begin + at, summed, mask=begin + at < size)
+    tl.store(calls_ptr + program, call)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _all_gather_kernel(
+    x_ptr,
+    outs_ptr,
+    addresses_ptr,
+    calls_ptr,
+    num_tiles,
+    width,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FLAGS_AT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Tiles program, program + programs, ...: BLOCK numbers of a row each."""
+    program = tl.program_id(0)
+    tiles_of_row = tl.cdiv(width, BLOCK)
+    wait(PDL)
+    release(PDL)
+    call = tl.load(calls_ptr + program) + 1
+    for tile in range(program, num_tiles, tl.num_programs(0)):
+        row = (tile // tiles_of_row).to(tl.int64)
+        column = tile % tiles_of_row * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * width + column, mask=column < width)
+        at = (row * SIZE + RANK) * width + column
+        for step in tl.static_range(SIZE):
+            out = tl.load(outs_ptr + (RANK + step) % SIZE).to(tl.pointer_type(x_ptr.dtype.element_ty))
+            tl.store(tl.multiple_of(out, 16) + at, x, mask=column < width)
+    _meet(addresses_ptr, 2 * call, RANK, SIZE, FLAGS_AT)
     tl.store(calls_ptr + program, call)
 
 

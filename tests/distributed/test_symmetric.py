@@ -19,6 +19,9 @@ PROGRAMS = 4
 SIZES = (1, 5000, 3 * 1024 * 4, 40_000)
 SHAPES = ((1, 64), (9, 48))
 DTYPES = (torch.float32, torch.bfloat16)
+GATHERED = ((1, 5), (7, 2500))
+ROOM = 4 * RANKS * 7 * 2500
+"""Bytes of what is gathered."""
 CALLS = 2**31 - 12
 """That have been before: counts wrap around."""
 
@@ -63,6 +66,18 @@ def run_rank(rank: int, folder: Path) -> None:
                 residual = x_of(9, call, *shape, dtype=dtype)
                 ways = kernels.pushed_norm if kernels.fits_push(x) else kernels.all_reduce_norm
                 found += ways(x, residual, weight, bias if centered else None, 1e-5, peers)
+        for shape in GATHERED:
+            call += 1
+            outs = []
+            for peer in range(RANKS):
+                with (folder / f"room{peer}").open("r+b") as file:
+                    outs.append(torch.frombuffer(mmap.mmap(file.fileno(), ROOM), dtype=dtype))
+            out = outs[rank][: RANKS * shape[0] * shape[1]].view(shape[0], -1)
+            at = torch.tensor([room.data_ptr() for room in outs])
+            kernels.all_gather(x_of(rank, call, *shape, dtype=dtype), out, at, peers)
+            found.append(out.clone())
+            # As sums come between a model's gathered logits, so that nobody writes the next ones before these are read.
+            kernels.all_reduce(x_of(rank, 0, 5000, dtype=dtype), peers)
     torch.save(found, folder / f"found{rank}")
 
 
@@ -83,6 +98,11 @@ def expected() -> list[torch.Tensor]:
                 layer = torch.nn.functional.layer_norm(total, size, weight, bias)
                 norm = layer if centered else torch.nn.functional.rms_norm(total, size, weight, 1e-5)
                 sums += [norm, total, norm, total]
+        for shape in GATHERED:
+            call += 1
+            sums.append(
+                torch.cat([x_of(rank, call, *shape, dtype=dtype) for rank in range(RANKS)], 1).double()
+            )
     return sums
 
 
@@ -96,6 +116,7 @@ def test_every_rank_gets_the_same_sums(tmp_path):
         buffer[kernels.FLAGS_AT : kernels.PUSHED_AT].view(torch.int32).fill_(2 * CALLS - 2**32)
         buffer[kernels.PUSHED_AT :].view(torch.int64).fill_(CALLS << 32)
         (tmp_path / f"buffer{rank}").write_bytes(buffer.numpy().tobytes())
+        (tmp_path / f"room{rank}").write_bytes(bytes(ROOM))
     processes = multiprocessing.get_context("spawn")
     ranks = [processes.Process(target=run_rank, args=(rank, tmp_path), daemon=True) for rank in range(RANKS)]
     for rank in ranks:

@@ -8,7 +8,7 @@ import os
 import socket
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +33,17 @@ REPLAYS = 5
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """A tensor that every rank has, and into which the others write."""
+
+    tensor: torch.Tensor
+    addresses: torch.Tensor
+    """Of all ranks', int64 [size]."""
+    handle: object
+    """What keeps them open."""
+
+
+@dataclass(frozen=True, slots=True)
 class Symmetric:
     """What a rank needs for it."""
 
@@ -45,6 +56,8 @@ class Symmetric:
     """What keeps the others' open."""
     ways: tuple[tuple[int, Way], ...] = ()
     """The fastest for sums of up to so many bytes, rising; NCCL for larger ones."""
+    rooms: dict[int, Room] = field(default_factory=dict)
+    """By their addresses here."""
 
     def way(self, nbytes: int) -> Way:
         return next((way for most, way in self.ways if nbytes <= most), "NCCL")
@@ -56,6 +69,28 @@ class Symmetric:
             return None
         total: torch.Tensor = self.kernels.all_reduce(x, self.peers, two_shot=way == "two-shot")
         return total
+
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> bool:
+        """Fills all ranks' `out`; whether it is a room's beginning and this could be done."""
+        room = self.rooms.get(out.data_ptr())
+        if room is None:
+            return False
+        self.kernels.all_gather(x, out, room.addresses, self.peers)
+        return True
+
+    def room(self, group: Group, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor for `all_gather`; the same one to all that ask for the same."""
+        for room in self.rooms.values():
+            if room.tensor.shape == shape and room.tensor.dtype == dtype:
+                return room.tensor
+        import torch.distributed._symmetric_memory as memory
+
+        assert group.tensors is not None
+        tensor = memory.empty(shape, dtype=dtype, device=self.buffer.device)
+        handle = memory.rendezvous(tensor, group.tensors)
+        addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=tensor.device)
+        self.rooms[tensor.data_ptr()] = Room(tensor, addresses, handle)
+        return tensor
 
     def all_reduce_norm(
         self,

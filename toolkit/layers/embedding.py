@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from toolkit.distributed import Share, current, rounded_up
+from toolkit.layers.fused import fused
 from toolkit.layers.packed import Packed
 from toolkit.layers.weights import Slot, Slots
 
@@ -58,10 +59,14 @@ class VocabularyEmbedding(Embedding):
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
             return super().forward(indices)
-        own = indices - self.part.begin
-        here = (own >= 0) & (own < self.part.count)
-        rows = super().forward(own.where(here, 0))
-        return self.group.all_reduce(rows * here[:, None])
+        kernels = fused(indices.device)
+        if kernels is not None:
+            rows = kernels.embed_share(indices, self.table, self.part.begin, self.part.count)
+        else:
+            own = indices - self.part.begin
+            here = (own >= 0) & (own < self.part.count)
+            rows = super().forward(own.where(here, 0)) * here[:, None]
+        return self.group.all_reduce(rows)
 
     def slots(self, name: str) -> Slots:
         return {f"{name}.weight": Slot(self.weight, shares=(self.part,))}

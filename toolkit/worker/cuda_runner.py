@@ -68,9 +68,8 @@ class CudaRunner(ModelRunner):
         )
         num_rows = len(state.block_table) - 1
         if model.stage.is_last:
-            head = model.lm_head.weight
-            width = head.shape[0] * model.lm_head.group.size
-            self._logits = torch.empty(num_rows, width, dtype=head.dtype, device=self.device)
+            head, group = model.lm_head.weight, model.lm_head.group
+            self._logits = group.room((num_rows, head.shape[0] * group.size), head.dtype, self.device)
         if not model.stage.is_first:
             shape = state.max_tokens, model.hidden_size
             self._received = torch.zeros(shape, dtype=model.dtype, device=self.device)

@@ -1,0 +1,55 @@
+"""Rows of a rank's share of an embedding table."""
+
+# mypy: allow-incomplete-defs
+# Triton annotates the constexpr parameters of a kernel and no others.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .pdl import release, supported, wait
+
+CHUNK = 4096
+"""Numbers of a row that a program copies at a time."""
+
+
+def embed_share(indices: Tensor, table: Tensor, begin: int, count: int) -> Tensor:
+    """Rows `[n, size]` of a table that has those from `begin` on, `count` of them; zeros for indices of others.
+
+    indices: int32 or int64 `[n]`; table: `[count or more, size]`. Both contiguous.
+    """
+    if not indices.is_contiguous() or not table.is_contiguous():
+        raise ValueError("indices and table must be contiguous")
+    size = table.shape[1]
+    out = torch.empty(len(indices), size, dtype=table.dtype, device=table.device)
+    pdl = supported(table.device)
+    chunk = min(CHUNK, triton.next_power_of_2(size))
+    _embed_kernel[(len(indices), triton.cdiv(size, chunk))](
+        indices,
+        table,
+        out,
+        begin,
+        count,
+        size,
+        CHUNK=chunk,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["begin", "count"])
+def _embed_kernel(index_ptr, table_ptr, out_ptr, begin, count, size, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """A chunk of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    wait(PDL)
+    release(PDL)
+    index = tl.load(index_ptr + row).to(tl.int64) - begin
+    here = (index >= 0) & (index < count)
+    x = tl.load(table_ptr + index * size + column, mask=here & (column < size), other=0.0)
+    tl.store(out_ptr + row * size + column, x, mask=column < size)
