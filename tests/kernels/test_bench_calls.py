@@ -35,7 +35,7 @@ def test_every_row_runs_and_counts_its_bytes(calls, make, monkeypatch):
         assert row.num_bytes > 0
         for call in row.calls:
             call()
-    assert len({row.name for row in rows}) == len(rows) == 13
+    assert len({row.name for row in rows}) == len(rows) == 14
 
 
 def test_a_layer_norm_moves_four_rows_a_token(calls, make, monkeypatch):
