@@ -1,8 +1,8 @@
 """FP8 (e4m3): rounding to it, quantizing rows, and products of few rows with weights kept in it.
 
 Products of few rows are bound by reading the weight, so there the weight alone is in FP8, with a scale for each of
-its rows, and x stays in 16 bits; the structure is that of `linear`. For many rows, x too is quantized, row by row
-(`quantize`), and the tensor cores multiply FP8 numbers.
+its rows, and x stays in 16 bits. One row of x is multiplied in registers, as in `linear`; for more see `matmul`. For
+many rows, x too is quantized, row by row (`quantize`), and the tensor cores multiply FP8 numbers.
 """
 
 # mypy: allow-incomplete-defs
@@ -16,15 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import apply, check_kind
-from .linear import Tile, _load, _load_bias
-from .pdl import fetch, release, supported, wait
+from .linear import _load_bias
+from .matmul import MAX_TOKENS, load_once, matmul
+from .pdl import release, supported, wait
 
 FP8 = torch.float8_e4m3fn
 MAX = tl.constexpr(448.0)
 MIN_GREATEST = tl.constexpr(2.0**-100)
 """Rows of zeros have a scale too, and its inverse is finite."""
 TOKENS = 16
-"""Rows of x that a program takes. More are done in runs of so many, each of which reads the weight anew."""
+"""Rows of x up to which the product is bound by reading the weight. More are done in runs of MAX_TOKENS."""
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -61,7 +62,6 @@ def linear(
     activation: str | None = None,
     gated: bool = False,
     out: Tensor | None = None,
-    tile: Tile | None = None,
 ) -> Tensor:
     """act(x (W * scale)ᵀ + b) `[num_tokens, size]`, or act(gate) * up where W holds the rows of gate, then up's.
 
@@ -82,52 +82,50 @@ def linear(
         raise ValueError("x and the weight must be contiguous")
     if out is None:
         out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
-    if not num_tokens:
-        return out
-    tile = tile or _tile(num_tokens, size, in_features, gated)
-    pdl = supported(x.device)
-    tensors = (x, weight, scale, weight if bias is None else bias, out)
-    options = {
-        "ROWS": tile.rows,
-        "COLUMNS": tile.columns,
-        "EVEN": in_features % (tile.columns * tile.parts) == 0,
-        "BIASED": bias is not None,
-        "KIND": activation or "",
-        "GATED": gated,
-        "PDL": pdl,
-        "launch_pdl": pdl,
-        "num_warps": tile.warps,
-    }
-    programs = -(-size // tile.rows)
-    if _in_registers(num_tokens, in_features):
-        _vector_kernel[(programs,)](*tensors, size, in_features, **options)
+    if num_tokens == 1 and in_features % 16 == 0:  # the kernel reads rows of the weight by aligned words
+        _vector(x, weight, scale, bias, activation, gated, out)
     else:
-        options |= {"PARTS": tile.parts, "STAGES": tile.stages, "FETCHED": tile.fetched if pdl else 0}
-        grid = (programs, -(-num_tokens // TOKENS))
-        _dot_kernel[grid](*tensors, num_tokens, size, in_features, TOKENS=TOKENS, **options)
+        for begin in range(0, num_tokens, MAX_TOKENS):
+            rows = slice(begin, begin + MAX_TOKENS)
+            matmul(x[rows], weight, scale, bias, activation, gated, out[rows])
     return out
+
+
+def _vector(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    gated: bool,
+    out: Tensor,
+) -> None:
+    """`linear` for one token. The tiles have as many bytes as those of `linear.linear`."""
+    in_features, size = x.shape[1], out.shape[1]
+    rows, columns, warps = (8, 1024, 2) if in_features <= 1024 else (4, 2048, 4)
+    pdl = supported(x.device)
+    _vector_kernel[(-(-size // rows),)](
+        x,
+        weight,
+        scale,
+        weight if bias is None else bias,
+        out,
+        size,
+        in_features,
+        ROWS=rows,
+        COLUMNS=columns,
+        EVEN=in_features % columns == 0,
+        BIASED=bias is not None,
+        KIND=activation or "",
+        GATED=gated,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=warps,
+    )
 
 
 def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
-
-
-def _in_registers(num_tokens: int, in_features: int) -> bool:
-    """Whether `_vector_kernel` serves: it reads rows of the weight by aligned words."""
-    return num_tokens == 1 and in_features % 16 == 0
-
-
-def _tile(num_tokens: int, size: int, in_features: int, gated: bool) -> Tile:
-    """From the shapes measured for `linear` on an H200: as many bytes of the weight on their way, and no more of x
-    for each of them. Not measured themselves.
-    """
-    if _in_registers(num_tokens, in_features):
-        return Tile(8, 1024, 1, 2, 1, 0) if in_features <= 1024 else Tile(4, 2048, 1, 4, 1, 0)
-    if gated:
-        return Tile(16, 128, 1, 1, 4, 0)
-    if min(size, in_features) < 1024:
-        return Tile(8, 128, 4, 4, 4, 1024)
-    return Tile(16 if num_tokens <= 8 else 32, 128, 4, 4, 4, 1024)
 
 
 @triton.jit
@@ -229,11 +227,11 @@ def _vector_kernel(
     # Threads load as many numbers of the weight as of x, 8, so that what they multiply is theirs already.
     word = tl.max_contiguous(tl.arange(0, WORDS)[None, :], [1, 2])
     rows = weight_ptr.to(tl.pointer_type(tl.int32)) + (row.to(tl.int64) * num_words)[:, None]
-    weight = _load(rows + word, word < num_words, not EVEN)
+    weight = load_once(rows + word, word < num_words, EVEN)
     acc = tl.zeros([ROWS, WORDS], tl.float32)
     if GATED:
         up_rows = rows + tl.cast(size, tl.int64) * num_words
-        up = _load(up_rows + word, word < num_words, not EVEN)
+        up = load_once(up_rows + word, word < num_words, EVEN)
         up_acc = tl.zeros([ROWS, WORDS], tl.float32)
         up_scale = tl.load(scale_ptr + size + row)
         up_bias = _load_bias(bias_ptr + size + row, BIASED, ROWS)
@@ -245,11 +243,11 @@ def _vector_kernel(
     for start in range(0, last, COLUMNS):
         x = tl.load(x_ptr + start + column)
         after = (start + COLUMNS) // 4 + word
-        weight_after = _load(rows + after, after < num_words, not EVEN)
+        weight_after = load_once(rows + after, after < num_words, EVEN)
         acc += _sums_by_four(weight, x, COLUMNS)
         weight = weight_after
         if GATED:
-            up_after = _load(up_rows + after, after < num_words, not EVEN)
+            up_after = load_once(up_rows + after, after < num_words, EVEN)
             up_acc += _sums_by_four(up, x, COLUMNS)
             up = up_after
     column += last
@@ -263,132 +261,3 @@ def _vector_kernel(
     if GATED:
         y *= tl.sum(up_acc + _sums_by_four(up, x, COLUMNS), 1) * up_scale + up_bias
     tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty))
-
-
-@triton.jit
-def _fetch(rows, in_features, COLUMNS: tl.constexpr):
-    """Ask for the first columns of rows, one element of every 128 bytes, into the L2 cache."""
-    column = tl.minimum(tl.arange(0, COLUMNS // 128) * 128, in_features - 1)
-    fetch(rows[:, None] + column[None, :])
-
-
-@triton.jit
-def _like(weight, DTYPE: tl.constexpr):
-    """e4m3 in the type of x. The way from fp16 to bf16 that the compiler takes has a quarter of this one's rate."""
-    if DTYPE.is_bf16() and not INTERPRETED:
-        weight = tl.inline_asm_elementwise(
-            """{
-            .reg .b16 low, high, a, b, c, d;
-            .reg .b32 ab, cd;
-            .reg .f32 wide_a, wide_b, wide_c, wide_d;
-            mov.b32 {low, high}, $2;
-            cvt.rn.f16x2.e4m3x2 ab, low;
-            cvt.rn.f16x2.e4m3x2 cd, high;
-            mov.b32 {a, b}, ab;
-            mov.b32 {c, d}, cd;
-            cvt.f32.f16 wide_a, a;
-            cvt.f32.f16 wide_b, b;
-            cvt.f32.f16 wide_c, c;
-            cvt.f32.f16 wide_d, d;
-            cvt.rn.bf16x2.f32 $0, wide_b, wide_a;
-            cvt.rn.bf16x2.f32 $1, wide_d, wide_c;
-            }""",
-            "=r,=r,r",
-            [weight.to(tl.uint8, bitcast=True)],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
-    return weight.to(DTYPE)
-
-
-@triton.jit
-def _dot(x, weight, acc, PARTS: tl.constexpr):
-    """x @ weightᵀ + acc in fp32, of x's type. The interpreter multiplies bf16 numbers' bits, so it gets them widened."""
-    if INTERPRETED:
-        x = x.to(tl.float32)
-    weight = _like(weight, x.dtype)
-    if PARTS == 1:
-        weight = tl.trans(weight)
-    else:
-        weight = tl.trans(weight, 0, 2, 1)
-    return tl.dot(x, weight, acc, input_precision="ieee")
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _dot_kernel(
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    bias_ptr,
-    out_ptr,
-    num_tokens,
-    size,
-    in_features,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-    FETCHED: tl.constexpr,
-    EVEN: tl.constexpr,
-    BIASED: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """ROWS outputs of TOKENS tokens. Tiles are `[tokens or rows, columns]`, of several parts `[parts, ...,
-    columns]`.
-
-    Rows past the last one are the last one again.
-    """
-    STEP: tl.constexpr = PARTS * COLUMNS
-    release(PDL)
-    row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), size - 1)
-    token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    rows = weight_ptr + row.to(tl.int64) * in_features
-    up_offset = tl.cast(size, tl.int64) * in_features
-    if FETCHED:
-        _fetch(rows, in_features, FETCHED)
-        if GATED:
-            _fetch(rows + up_offset, in_features, FETCHED)
-    if PARTS == 1:
-        column = tl.arange(0, COLUMNS)[None, :]
-        weight_rows = rows[:, None]
-        x_rows = x_ptr + (token * in_features)[:, None]
-        in_x = (token < num_tokens)[:, None]
-        acc = tl.zeros([TOKENS, ROWS], tl.float32)
-    else:
-        part = tl.arange(0, PARTS)[:, None, None]
-        column = part * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
-        weight_rows = rows[None, :, None]
-        x_rows = x_ptr + (token * in_features)[None, :, None]
-        in_x = (token < num_tokens)[None, :, None]
-        acc = tl.zeros([PARTS, TOKENS, ROWS], tl.float32)
-    up_acc = acc
-    scale = tl.load(scale_ptr + row)
-    bias = _load_bias(bias_ptr + row, BIASED, ROWS)
-    if GATED:
-        up_scale = tl.load(scale_ptr + size + row)
-        up_bias = _load_bias(bias_ptr + size + row, BIASED, ROWS)
-    wait(PDL)
-    for start in tl.range(0, in_features, STEP, num_stages=STAGES):
-        at = start + column
-        if EVEN:
-            x = tl.load(x_rows + at, mask=in_x, other=0.0)
-        else:
-            x = tl.load(x_rows + at, mask=in_x & (at < in_features), other=0.0)
-        acc = _dot(x, _load(weight_rows + at, at < in_features, not EVEN), acc, PARTS)
-        if GATED:
-            up = _load(weight_rows + up_offset + at, at < in_features, not EVEN)
-            up_acc = _dot(x, up, up_acc, PARTS)
-    if PARTS > 1:
-        acc = tl.sum(acc, 0)
-        up_acc = tl.sum(up_acc, 0)
-    y = acc * scale[None, :] + bias[None, :]
-    if KIND != "":
-        y = apply(y, KIND)
-    if GATED:
-        y *= up_acc * up_scale[None, :] + up_bias[None, :]
-    out = out_ptr + (token * size)[:, None] + row[None, :]
-    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=(token < num_tokens)[:, None])

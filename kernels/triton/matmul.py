@@ -1,8 +1,10 @@
 """Products of up to 64 rows with a weight, in tiles of the tensor cores.
 
 Such a product is bound by reading the weight once and, from the L2 cache, x once per tile. So tiles are as large as still
-fills the GPU; where that takes it, several programs share a tile, each with some of the columns, and the last to come
-adds up what they have, in the same order whoever it is.
+fills the GPU, and as much of the weight as there is shared memory for is on its way at any time. Where large tiles would be
+too few, a program has a smaller one, whose columns its warps share out; or several programs share a tile, each with some of
+the columns, and the last to come adds up what they have, in the same order whoever it is. The weight is in the type of x,
+or in FP8, which becomes it in registers.
 """
 
 # mypy: allow-incomplete-defs
@@ -21,12 +23,10 @@ from torch import Tensor
 from .activation import apply
 from .pdl import fetch, release, supported, wait
 
-TOKENS = 64
-"""Rows of x that a tile holds."""
+MAX_TOKENS = 64
+"""Rows of x that a tile can hold."""
 COLUMNS = 128
-"""Columns per step of a program's loop: those of the weight are a multiple."""
-FETCHED = 512
-"""Columns asked for, into the L2 cache, before the kernel waits."""
+"""Columns per step of the loop, and part."""
 MULTIPROCESSORS = 132
 """An H200's."""
 ENOUGH = 72
@@ -39,80 +39,119 @@ class Tile(NamedTuple):
 
     rows: int
     """Rows of the weight."""
-    splits: int
-    """Programs that share a tile."""
     stages: int
+    """Steps of the loop on their way, if there is shared memory for them."""
+    parts: int = 1
+    """Runs of columns side by side, each for a warp of its own, whose sums are added up in the end."""
+    splits: int = 1
+    """Programs that share a tile."""
 
 
 def matmul(
     x: Tensor,
     weight: Tensor,
+    scale: Tensor | None,
     bias: Tensor | None,
     activation: str | None,
     gated: bool,
     out: Tensor,
     tile: Tile | None = None,
 ) -> Tensor:
-    """As `linear.linear`, which checks the arguments, for up to TOKENS tokens and a multiple of COLUMNS columns."""
+    """As `linear.linear`, which checks the arguments, for up to MAX_TOKENS tokens; with a scale as `fp8.linear`."""
     num_tokens, in_features = x.shape
-    tile = tile or best_tile(weight.shape[0], in_features)
-    tile = tile._replace(stages=min(tile.stages, _most_stages(tile.rows, x.device)))
-    num_tiles = -(-weight.shape[0] // tile.rows)
-    share = -(-in_features // (COLUMNS * tile.splits)) * COLUMNS
+    num_rows = weight.shape[0]
+    best = best_tile if scale is None else best_tile_of_fp8
+    tile = tile or best(num_tokens, num_rows, in_features)
+    tokens = _padded(num_tokens, tile)
+    step = COLUMNS * tile.parts
+    stages = min(
+        tile.stages, _shared_memory(x.device) // (step * (tokens * x.itemsize + tile.rows * weight.itemsize))
+    )
+    num_tiles = -(-num_rows // tile.rows)
+    share = -(-in_features // (step * tile.splits)) * step
     parts = counts = out
     if tile.splits > 1:
-        shape = (tile.splits, num_tiles, TOKENS, tile.rows)
+        shape = (tile.splits, num_tiles, tokens, tile.rows)
         parts, counts = torch.empty(shape, dtype=torch.float32, device=x.device), _counts(x.device)
     pdl = supported(x.device)
     _tile_kernel[(num_tiles, tile.splits)](
         x,
         weight,
+        weight if scale is None else scale,
         weight if bias is None else bias,
         out,
         parts,
         counts,
         num_tokens,
-        weight.shape[0] // 2 if gated else weight.shape[0],
+        num_rows // 2 if gated else num_rows,
         in_features,
         share,
-        TOKENS=TOKENS,
+        TOKENS=tokens,
         ROWS=tile.rows,
         COLUMNS=COLUMNS,
+        PARTS=tile.parts,
         SPLITS=tile.splits,
-        STAGES=tile.stages,
-        FETCHED=FETCHED if pdl else 0,
+        STAGES=max(1, stages),
+        FETCHED=max(2 * COLUMNS, step) if pdl else 0,
+        LINE=128 // weight.itemsize,
+        EVEN=in_features % step == 0,
+        SCALED=scale is not None,
         BIASED=bias is not None,
         KIND=activation or "",
         GATED=gated,
         PDL=pdl,
         launch_pdl=pdl,
-        num_warps=4,
+        num_warps=4 if tile.parts == 1 else tile.parts,
     )
     return out
 
 
-def best_tile(num_rows: int, in_features: int) -> Tile:
-    """The fastest shapes measured on an H200 in chains of norms and products of 64 rows, as few as come near the best of each size: one
-    program on every multiprocessor, with as much of the weight on its way as fits there.
-    """
+def best_tile(num_tokens: int, num_rows: int, in_features: int) -> Tile:
+    """The fastest shapes measured on an H200 in chains of norms and products, as few as come near the best of each size."""
     if num_rows > 64 * MULTIPROCESSORS:
-        return Tile(128, 1, stages=4)
+        return Tile(128, stages=4)
+    if num_tokens <= 16 and num_rows <= 1024 <= in_features:
+        return Tile(16, stages=4, parts=4) if num_tokens <= 8 else Tile(8, stages=6, parts=4)
+    if num_tokens <= 8 and num_rows <= (4096 if in_features >= 2048 else 3072):
+        return Tile(16, stages=5, parts=2)
+    if num_tokens <= 16 and num_rows <= 1024:
+        return Tile(8, stages=5, parts=2)
+    if num_tokens <= 32 and num_rows > 1024:
+        return Tile(64, stages=8 if in_features >= 4096 else 6)
     if num_rows >= 64 * ENOUGH:
-        return Tile(64, 1, stages=5)
+        return Tile(64, stages=6)
+    if num_tokens <= 32 and in_features >= 2048:
+        return Tile(64, stages=6, splits=4)
     if in_features >= 8192:  # x is long: better to read it fewer times
-        return Tile(64, 2, stages=5)
+        return Tile(64, stages=5, splits=2)
     programs = -(-num_rows // 32)
     splits = next((n for n in (4, 2) if programs * n <= MULTIPROCESSORS and in_features >= 512 * n), 1)
-    return Tile(32, splits, stages=6)
+    return Tile(32, stages=6, splits=splits)
+
+
+def best_tile_of_fp8(num_tokens: int, num_rows: int, in_features: int) -> Tile:
+    """As `best_tile`. Here smaller tiles hide better that the weight is converted."""
+    if num_tokens > 16:
+        return Tile(32, stages=8)
+    rows = 16 if num_tokens <= 8 or num_rows <= 1024 else 32
+    return Tile(rows, stages=4, parts=2) if num_rows > 4096 else Tile(rows, stages=6, parts=4)
+
+
+def _padded(num_tokens: int, tile: Tile) -> int:
+    """The rows of x in a tile. Without parts, one of the two sides has 64 rows, as the tensor cores' full rate takes."""
+    if tile.parts == 1 and tile.rows < 64:
+        return MAX_TOKENS
+    least = 16 if tile.parts == 1 or tile.rows < 16 else 8
+    return max(least, 1 << (num_tokens - 1).bit_length())
 
 
 @cache
-def _most_stages(rows: int, device: torch.device) -> int:
-    """As many as there is shared memory for, a little of which is for other things."""
+def _shared_memory(device: torch.device) -> int:
+    """What a program's tiles may take, in bytes; a little is for other things."""
     if device.type != "cuda":
-        return 1
-    shared: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return max(1, (shared - 1024) // ((TOKENS + rows) * COLUMNS * 2))
+        return 0
+    most: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return most - 1024
 
 
 @cache
@@ -122,16 +161,60 @@ def _counts(device: torch.device) -> Tensor:
 
 
 @triton.jit
-def _dot(x, weight, acc):
-    """x @ weightᵀ + acc in fp32. The interpreter multiplies bf16 numbers' bits, so it gets them widened."""
-    if INTERPRETED:
-        x = x.to(tl.float32)
-        weight = weight.to(tl.float32)
-    return tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+def _like(weight, DTYPE: tl.constexpr):
+    """e4m3 in the type of x. The way from fp16 to bf16 that the compiler takes has a quarter of this one's rate."""
+    if DTYPE.is_bf16() and not INTERPRETED:
+        weight = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high, a, b, c, d;
+            .reg .b32 ab, cd;
+            .reg .f32 wide_a, wide_b, wide_c, wide_d;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 ab, low;
+            cvt.rn.f16x2.e4m3x2 cd, high;
+            mov.b32 {a, b}, ab;
+            mov.b32 {c, d}, cd;
+            cvt.f32.f16 wide_a, a;
+            cvt.f32.f16 wide_b, b;
+            cvt.f32.f16 wide_c, c;
+            cvt.f32.f16 wide_d, d;
+            cvt.rn.bf16x2.f32 $0, wide_b, wide_a;
+            cvt.rn.bf16x2.f32 $1, wide_d, wide_c;
+            }""",
+            "=r,=r,r",
+            [weight.to(tl.uint8, bitcast=True)],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    return weight.to(DTYPE)
 
 
 @triton.jit
-def _sum_of_parts(acc, part_ptr, count_ptr, SPLITS: tl.constexpr):
+def load_once(pointers, live, EVEN: tl.constexpr):
+    """A tile of the weight, which no one will ask for again soon."""
+    if EVEN:
+        tile = tl.load(pointers, eviction_policy="evict_first")
+    else:
+        tile = tl.load(pointers, mask=live, other=0.0, eviction_policy="evict_first")
+    return tile
+
+
+@triton.jit
+def _dot(a, b, acc):
+    """a @ bᵀ + acc in fp32. The interpreter multiplies bf16 numbers' bits, so it gets them widened."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    if len(acc.shape) == 2:
+        b = tl.trans(b)
+    else:
+        b = tl.trans(b, 0, 2, 1)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _sum_of_programs(acc, part_ptr, count_ptr, SPLITS: tl.constexpr):
     """(the sum of what the tile's programs have, whether this is the last of them to come)."""
     tile = tl.program_id(0)
     at = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
@@ -152,6 +235,7 @@ def _sum_of_parts(acc, part_ptr, count_ptr, SPLITS: tl.constexpr):
 def _tile_kernel(
     x_ptr,
     weight_ptr,
+    scale_ptr,
     bias_ptr,
     out_ptr,
     part_ptr,
@@ -163,45 +247,80 @@ def _tile_kernel(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     FETCHED: tl.constexpr,
+    LINE: tl.constexpr,
+    EVEN: tl.constexpr,
+    SCALED: tl.constexpr,
     BIASED: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS rows of the weight, of which half are of gate and half of up if GATED, over `share` of its columns.
+    """ROWS rows of the weight, of which half are of gate and half of up if GATED, over `share` of its columns. Tiles are
+    `[tokens or rows, columns]`, of several parts `[parts, ..., columns]`.
 
-    Rows past the last one are the last one again.
+    The longer side is the product's first operand: of 64 rows or more that one has the tensor cores' full rate. Rows past
+    the last one are the last one again.
     """
-    release(PDL)
+    if not GATED:
+        release(PDL)
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
+    WEIGHT_FIRST: tl.constexpr = ROWS >= TOKENS
+    FIRST: tl.constexpr = ROWS if WEIGHT_FIRST else TOKENS
+    SECOND: tl.constexpr = TOKENS if WEIGHT_FIRST else ROWS
     lane = tl.arange(0, ROWS)
     row = tl.minimum(tl.program_id(0) * OUTPUTS + lane % OUTPUTS, size - 1)
     if GATED:
         row += lane // OUTPUTS * size
-    weight_rows = weight_ptr + (row.to(tl.int64) * in_features)[:, None]
     begin = tl.program_id(1) * share
-    end = tl.minimum(begin + share, in_features)
+    left = in_features - begin
+    rows = weight_ptr + row.to(tl.int64) * in_features + begin
     if FETCHED:
-        fetch(weight_rows + tl.minimum(begin + tl.arange(0, FETCHED // 64) * 64, end - 1)[None, :])
+        fetch(rows[:, None] + tl.minimum(tl.arange(0, FETCHED // LINE) * LINE, left - 1)[None, :])
+    if SCALED:
+        scale = tl.load(scale_ptr + row)
     if BIASED:
         bias = tl.load(bias_ptr + row).to(tl.float32)
     token = tl.arange(0, TOKENS)
-    x_rows = x_ptr + (token * in_features)[:, None]
-    in_x = (token < num_tokens)[:, None]
-    column = tl.arange(0, COLUMNS)[None, :]
-    acc = tl.zeros([TOKENS, ROWS], tl.float32)
+    x_rows = x_ptr + token * in_features + begin
+    if PARTS == 1:
+        column = tl.arange(0, COLUMNS)[None, :]
+        rows = rows[:, None]
+        x_rows = x_rows[:, None]
+        in_x = (token < num_tokens)[:, None]
+        acc = tl.zeros([FIRST, SECOND], tl.float32)
+    else:
+        column = (tl.arange(0, PARTS) * COLUMNS)[:, None, None] + tl.arange(0, COLUMNS)[None, None, :]
+        rows = rows[None, :, None]
+        x_rows = x_rows[None, :, None]
+        in_x = (token < num_tokens)[None, :, None]
+        acc = tl.zeros([PARTS, FIRST, SECOND], tl.float32)
     wait(PDL)
-    for start in tl.range(begin, end, COLUMNS, num_stages=STAGES):
-        weight = tl.load(weight_rows + start + column, eviction_policy="evict_first")
-        x = tl.load(x_rows + start + column, mask=in_x, other=0.0)
-        acc = _dot(x, weight, acc)
+    for start in tl.range(0, tl.minimum(share, left), PARTS * COLUMNS, num_stages=STAGES):
+        at = start + column
+        weight = load_once(rows + at, at < left, EVEN)
+        x = tl.load(x_rows + at, mask=in_x if EVEN else in_x & (at < left), other=0.0)
+        if SCALED:
+            weight = _like(weight, x.dtype)
+        if WEIGHT_FIRST:
+            acc = _dot(weight, x, acc)
+        else:
+            acc = _dot(x, weight, acc)
+    if GATED:
+        release(PDL)  # what follows is a product, to be spread evenly over the multiprocessors
+    if PARTS > 1:
+        acc = tl.sum(acc, 0)
     if SPLITS > 1:
-        acc, last = _sum_of_parts(acc, part_ptr, count_ptr, SPLITS)
+        acc, last = _sum_of_programs(acc, part_ptr, count_ptr, SPLITS)
         if not last:
             return
+    if WEIGHT_FIRST:
+        acc = tl.trans(acc)
+    if SCALED:
+        acc *= scale[None, :]
     if BIASED:
         acc += bias[None, :]
     if GATED:
@@ -214,4 +333,6 @@ def _tile_kernel(
         y *= up
     out_row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     out = out_ptr + (token * size)[:, None] + out_row[None, :]
-    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=in_x & (out_row < size)[None, :])
+    tl.store(
+        out, y.to(out_ptr.dtype.element_ty), mask=(token < num_tokens)[:, None] & (out_row < size)[None, :]
+    )

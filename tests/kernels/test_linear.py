@@ -84,27 +84,34 @@ def test_sizes_and_dtypes(linears, device, dtype, sizes, tokens):
 
 
 @pytest.mark.parametrize("tokens", [17, 40, 64])
-@pytest.mark.parametrize(("size", "in_features"), [(64, 128), (100, 768), (1, 2048)])
+@pytest.mark.parametrize(("size", "in_features"), [(64, 128), (100, 768), (1, 2048), (20, 100)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_more_rows(linears, device, dtype, size, in_features, tokens):
     check(linears, Case(tokens, size, in_features, dtype=dtype), device)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3])
+@pytest.mark.parametrize(("splits", "in_features"), [(1, 600), (2, 640), (3, 600), (4, 640)])
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("gated", [True, False])
-def test_programs_that_share_a_tile_add_up(linears, device, gated, rows, splits):
+def test_programs_that_share_a_tile_add_up(linears, device, gated, rows, splits, in_features):
     """Twice, since the programs of a tile count themselves and must leave the count as they found it."""
-    call = make(Case(20, 70, 640, "silu", gated=gated, biased=True), device)
+    call = make(Case(20, 70, in_features, "silu", gated=gated, biased=True), device)
     for _ in range(2):
         out = torch.full((20, 70), NAN, device=device)
-        linears.matmul.matmul(**call, out=out, tile=linears.matmul.Tile(rows, splits, 2))
+        tile = linears.matmul.Tile(rows, stages=2, splits=splits)
+        linears.matmul.matmul(**call, scale=None, out=out, tile=tile)
         assert_close(out, reference.linear(**call))
 
 
-def test_more_rows_come_in_whole_columns(linears, device):
-    with pytest.raises(ValueError, match="multiple of 128"):
-        linears.linear(**make(Case(17, 8, 100), device))
+@pytest.mark.parametrize(("tokens", "in_features"), [(2, 1024), (7, 600), (13, 640), (30, 80)])
+@pytest.mark.parametrize(("rows", "parts"), [(8, 4), (16, 2), (16, 4), (32, 2)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_warps_that_share_the_columns_add_up(linears, device, gated, rows, parts, tokens, in_features):
+    call = make(Case(tokens, 37, in_features, "silu", gated=gated, biased=True), device)
+    out = torch.full((tokens, 37), NAN, device=device)
+    tile = linears.matmul.Tile(rows, stages=2, parts=parts)
+    linears.matmul.matmul(**call, scale=None, out=out, tile=tile)
+    assert_close(out, reference.linear(**call))
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 20])
@@ -122,22 +129,23 @@ def test_more_rows_come_in_whole_columns(linears, device):
     ],
 )
 def test_bias_activation_and_gate(linears, device, activation, gated, biased, in_features, tokens):
-    if tokens > linears.FEW_TOKENS:
-        in_features = -(-in_features // 128) * 128
     check(linears, Case(tokens, 20, in_features, activation, gated, biased), device)
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("size", [1000, 2304, 6000, 40_000])
-def test_every_tile_that_a_size_leads_to_covers_it(linears, device, size, gated):
+@pytest.mark.parametrize("tokens", [2, 12, 20, 40])
+@pytest.mark.parametrize("num_rows", [1000, 2304, 3072, 6000, 40_000])
+def test_every_tile_that_a_size_leads_to_covers_it(linears, device, num_rows, tokens, gated):
     """Few columns keep the interpreter fast; the rows decide the tile."""
-    for in_features in (512, 1040):
-        tile = linears._tile(2, size, in_features, gated)
-        call = make(Case(2, 2 * tile.rows + 3, in_features, gated=gated), device)
-        assert_close(linears.linear(**call, tile=tile), reference.linear(**call))
+    for in_features in (512, 1040, 2048):
+        tile = linears.matmul.best_tile(tokens, num_rows, in_features)
+        call = make(Case(tokens, tile.rows + 3, in_features, gated=gated), device)
+        out = torch.full((tokens, tile.rows + 3), NAN, device=device)
+        linears.matmul.matmul(**call, scale=None, out=out, tile=tile)
+        assert_close(out, reference.linear(**call))
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", [1, 5, 20])
 def test_nothing_beyond_the_tensors_is_read_into_the_result(linears, device, tokens):
     """Neighbours of x and of the weight are NaN."""
     call = make(Case(tokens, 21, 300, "silu", gated=True), device)
@@ -189,11 +197,15 @@ def test_what_the_kernel_cannot_do_is_an_error(linears):
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 17, 64])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 16, 17, 32, 33, 64])
 @pytest.mark.parametrize(
     "case",
     [
         Case(0, 6144, 4096, dtype=torch.bfloat16),
+        Case(0, 3072, 4096, dtype=torch.bfloat16),
+        Case(0, 4096, 2048, dtype=torch.bfloat16),
+        Case(0, 1024, 2048, dtype=torch.bfloat16),
+        Case(0, 3072, 1024, "silu", gated=True, dtype=torch.bfloat16),
         Case(0, 4096, 14336, dtype=torch.bfloat16),
         Case(0, 14336, 4096, "silu", gated=True, dtype=torch.bfloat16),
         Case(0, 151936, 1024, dtype=torch.bfloat16),
