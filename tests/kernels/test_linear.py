@@ -229,6 +229,7 @@ def test_a_captured_chain_waits_for_what_it_reads(linears, device, tokens):
 
     torch.manual_seed(0)
     weights = (torch.randn(24, 1024, 1024, device=device) / 32).bfloat16()
+    gates = (torch.randn(2048, 1024, device=device) / 32).bfloat16()
     scale = torch.ones(1024, device=device, dtype=torch.bfloat16)
     first = torch.randn(tokens, 1024, device=device, dtype=torch.bfloat16)
 
@@ -237,6 +238,7 @@ def test_a_captured_chain_waits_for_what_it_reads(linears, device, tokens):
         for weight in weights:
             x, residual = add_rms_norm(x, residual, scale, 1e-5)
             x = product(product(x, weight), weight)
+            x = product(product(x, gates, None, "silu", True), weight)
         return x
 
     chain(linears.linear)

@@ -147,6 +147,21 @@ def test_cuda_graphs_leave_nearly_all_memory_to_the_cache(checkpoint):
     assert 0 <= sizes[0] - sizes[1] < 2**29
 
 
+def test_an_engine_is_made_while_one_that_nobody_uses_is_garbage(checkpoint):
+    """Its graphs may not be destroyed while others are captured."""
+    for _ in range(2):
+        llm = LLM(str(checkpoint("gpt2")), kv_cache_memory=0.05, max_num_seqs=8)
+        llm.me = llm
+        del llm
+        before = gc.get_threshold()
+        gc.set_threshold(100)
+        try:
+            llm = LLM(str(checkpoint("llama3-gqa")), kv_cache_memory=0.05, max_num_seqs=8)
+        finally:
+            gc.set_threshold(*before)
+        llm.shutdown()
+
+
 def test_a_step_that_runs_out_of_memory_is_done_in_smaller_ones(checkpoint, monkeypatch):
     """The first steps fail as PyTorch's allocator would; every request is answered all the same, and rightly."""
     model = checkpoints.make_reference("gpt2")

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from toolkit.capture import captured
+
 if TYPE_CHECKING:
     from toolkit.distributed.group import Group
 
@@ -239,10 +241,9 @@ def _time(call: Callable[[], object]) -> float:
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")
-    for _ in range(CALLS):
-        call()
-    graph.capture_end()
+    with captured(graph):
+        for _ in range(CALLS):
+            call()
     graph.replay()
     taken: list[float] = []
     for _ in range(REPLAYS):

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from toolkit.attention import AttentionBackend, AttentionBatch
+from toolkit.capture import captured
 from toolkit.models.registry import CausalLM
 from toolkit.sampling.grammar import Masks
 from toolkit.sampling.sampler import add_biases
@@ -195,9 +196,8 @@ class CudaRunner(ModelRunner):
             self.state.send(_EMPTY)
             self._forward(shape)  # compiles what is not compiled yet
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            out = self._forward(shape)
-            graph.capture_end()
+            with captured(graph, self._pool):
+                out = self._forward(shape)
             kept = self._decode if shape.max_query_len == 1 else self._mixed
             bisect.insort(kept, Graph(shape, graph, out), key=lambda g: g.shape.num_tokens)
         torch.cuda.synchronize()

@@ -1,0 +1,69 @@
+"""While a CUDA graph is captured nothing else is destroyed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+from toolkit.capture import captured
+
+
+class Graph:
+    """Notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        self.calls.append(("begin", pool))
+
+    def capture_end(self) -> None:
+        self.calls.append("end")
+
+
+class Engine:
+    """One that nobody uses any more, and that only the garbage collector finds."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture(autouse=True)
+def often():
+    """The collector looks at every tenth object."""
+    before = gc.get_threshold()
+    gc.set_threshold(10)
+    yield
+    gc.set_threshold(*before)
+
+
+def test_garbage_of_another_engine_is_collected_before_or_after():
+    def lives_on() -> bool:
+        """Whether an engine does among many new objects."""
+        engine = weakref.ref(Engine())
+        objects = [[] for _ in range(1000)]  # type: ignore[var-annotated]
+        return len(objects) == 1000 and engine() is not None
+
+    assert not lives_on()
+    graph: Any = Graph()
+    with captured(graph, "pool"):
+        assert lives_on()
+        assert graph.calls == [("begin", "pool")]
+    assert graph.calls == [("begin", "pool"), "end"]
+    assert not lives_on()
+
+
+def test_the_collector_is_as_it_was_after_an_error_too():
+    with pytest.raises(RuntimeError, match="out of memory"), captured(Graph()):  # type: ignore[arg-type]
+        raise RuntimeError("out of memory")
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with captured(Graph()):  # type: ignore[arg-type]
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
