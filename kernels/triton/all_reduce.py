@@ -1,6 +1,6 @@
-"""Sums over the ranks of a group, through memory that each GPU has of the others': one kernel, no call of a library.
+"""Sums and gathered rows over the ranks of a group, through memory that each GPU has of the others': one kernel, no call of a library.
 
-Each rank has a buffer that its peers can read and write (`Peers`). There are three ways:
+Each rank has a buffer that its peers can read and write (`Peers`). There are three ways to a sum:
 - one-shot: a program copies its share of x into its own place in the buffer, tells the peers' programs of the same number, waits until they
   have told it, and reads theirs;
 - two-shot: it then reads a part of which it is the one to add up, and after a second wait the sums of the other parts from the
@@ -9,7 +9,7 @@ Each rank has a buffer that its peers can read and write (`Peers`). There are th
   word has come: twice the bytes, and one trip instead of three.
 All ranks add in the order of the ranks, so that they have the very same bits.
 
-Places alternate between two from call to call. A rank that writes to one again has had something of every peer in the call in between,
+Places of sums alternate between two from call to call. A rank that writes to one again has had something of every peer in the call in between,
 which those have entered only after they had read that place: nothing else needs to be waited for.
 """
 
@@ -197,6 +197,8 @@ def pushed_norm(
 def all_gather(x: Tensor, out: Tensor, outs: Tensor, peers: Peers) -> None:
     """Puts all ranks' x, `[n, width]`, side by side, in rank order, into every rank's `out`, `[n, size * width]`, of which `outs` has the
     addresses, int64 [size]. All contiguous and of one type; the same calls everywhere, as with sums.
+
+    A rank's `out` is written as soon as another one comes here: between its last reader and the next call there has to be a sum.
     """
     num_rows, width = x.shape
     if not x.is_contiguous() or not out.is_contiguous() or out.shape != (num_rows, peers.size * width):

@@ -22,6 +22,7 @@ from .pdl import release, supported, wait
 
 MAX_TOKENS = matmul.MAX_TOKENS
 FEW_TOKENS = 16
+"""Rows of x up to which this is as fast as cuBLAS for every weight."""
 MOST_ROWS = 32768
 """Of a weight, for more tokens than FEW_TOKENS: with more, such as an output head's, cuBLAS is as fast."""
 
@@ -86,6 +87,7 @@ def fits(num_tokens: int, weight: Tensor) -> bool:
     rows, columns = weight.shape
     if num_tokens <= FEW_TOKENS:
         return columns % 16 == 0
+    # With other columns more tokens have not been measured.
     return num_tokens <= MAX_TOKENS and columns % matmul.COLUMNS == 0 and rows <= MOST_ROWS
 
 

@@ -149,17 +149,19 @@ def test_cuda_graphs_leave_nearly_all_memory_to_the_cache(checkpoint):
 
 def test_an_engine_is_made_while_one_that_nobody_uses_is_garbage(checkpoint):
     """Its graphs may not be destroyed while others are captured."""
-    for _ in range(2):
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()  # so that even what has survived for long is soon looked at again
+    try:
         llm = LLM(str(checkpoint("gpt2")), kv_cache_memory=0.05, max_num_seqs=8)
         llm.me = llm
         del llm
-        before = gc.get_threshold()
-        gc.set_threshold(100)
-        try:
-            llm = LLM(str(checkpoint("llama3-gqa")), kv_cache_memory=0.05, max_num_seqs=8)
-        finally:
-            gc.set_threshold(*before)
-        llm.shutdown()
+        gc.set_threshold(10, 1, 1)
+        llm = LLM(str(checkpoint("llama3-gqa")), kv_cache_memory=0.05, max_num_seqs=8)
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+    llm.shutdown()
 
 
 def test_a_step_that_runs_out_of_memory_is_done_in_smaller_ones(checkpoint, monkeypatch):

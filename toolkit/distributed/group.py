@@ -39,7 +39,7 @@ class Group:
     numbers: dist.ProcessGroup | None = None
     """For what is on the host."""
     symmetric: Symmetric | None = None
-    """What adds small tensors up, on GPUs of one machine."""
+    """What adds small tensors up and gathers into rooms, on GPUs of one machine."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, which may be written over."""

@@ -1,4 +1,4 @@
-"""Sums over the GPUs of one machine through memory that they read of each other, where that is faster than NCCL: for small ones."""
+"""Small sums and gathered logits over the GPUs of one machine, through memory that they have of each other: faster than NCCL there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import socket
 import statistics
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -88,7 +89,12 @@ class Symmetric:
         import torch.distributed._symmetric_memory as memory
 
         assert group.tensors is not None
-        tensor = memory.empty(shape, dtype=dtype, device=self.buffer.device)
+        tensor = None
+        with suppress(RuntimeError):  # no memory: as the caller finds when it allocates a plain one
+            tensor = memory.empty(shape, dtype=dtype, device=self.buffer.device)
+        # Before they meet, which cannot be interrupted: others may take long, or have failed.
+        if not group.least(int(tensor is not None)) or tensor is None:
+            return torch.empty(shape, dtype=dtype, device=self.buffer.device)
         handle = memory.rendezvous(tensor, group.tensors)
         addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=tensor.device)
         self.rooms[tensor.data_ptr()] = Room(tensor, addresses, handle)

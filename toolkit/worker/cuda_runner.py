@@ -203,6 +203,12 @@ class CudaRunner(ModelRunner):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what the steps before the captures took
 
+    def close(self) -> None:
+        """Gives up the graphs, whoever still refers to this."""
+        for graph in (*self._decode, *self._mixed):
+            graph.graph.reset()
+        self._decode, self._mixed = [], []
+
     def _graph_for(self, step: SchedulerOutput) -> Graph | None:
         """The smallest graph that the step fits into."""
         total = step.total_tokens

@@ -115,6 +115,9 @@ class ModelRunner:
         """Makes a CUDA graph of each shape of step; raises RuntimeError where there are none."""
         raise RuntimeError("CUDA graphs need an NVIDIA GPU and Triton")
 
+    def close(self) -> None:
+        """There are no more steps."""
+
     def _keeps_hidden(self, step: SchedulerOutput) -> bool:
         """Whether the hidden states of all of the step's tokens are asked for."""
         return bool(step.prompt_logprobs) or self._pools(step)

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _RANDOM = SamplingParams(temperature=1.0)
 
+LEAVE = 20.0
+"""Seconds that one thread waits for another which leaves the ranks."""
 SAMPLING_BYTES = 10
 """For each logit, at most: a copy in fp32, counts of tokens, and a copy in the model's type."""
 
@@ -130,8 +132,11 @@ class Worker:
         """Leaves the other ranks, if there are any, also those that are gone; there are no more steps then."""
         if self._meeting is not None:
             self._release()
-            vars(self).pop("runner", None)
-            gc.collect()  # NCCL does not end before the last graph that has a call of it
+            runner: ModelRunner | None = vars(self).pop("runner", None)
+            if runner is not None:
+                runner.close()  # NCCL does not end before the last graph that has a call of it
+            del runner
+            gc.collect()
             self._leave()
 
     def abandon(self) -> None:
@@ -148,9 +153,14 @@ class Worker:
                 logger.warning("the GPU's memory could not be written: %s", str(error).splitlines()[0])
 
     def _leave(self) -> None:
-        with self._leaving:
+        if not self._leaving.acquire(timeout=LEAVE):
+            logger.warning("NCCL has not ended after %g s, and is left to the end of the process", LEAVE)
+            return
+        try:
             world, self.world = self.world, SINGLE
             world.close()
+        finally:
+            self._leaving.release()
 
     def execute(self, step: SchedulerOutput) -> PendingOutput:
         with self._on_stream():
