@@ -9,8 +9,8 @@ Each rank has a buffer that its peers can read and write (`Peers`). There are th
   word has come: twice the bytes, and one trip instead of three.
 All ranks add in the order of the ranks, so that they have the very same bits.
 
-Places of sums alternate between two from call to call. A rank that writes to one again has had something of every peer in the call in between,
-which those have entered only after they had read that place: nothing else needs to be waited for.
+Places of sums alternate between two from call to call. A rank that writes to one again has had something of every peer in the call in
+between, which those have entered only after they had read that place: nothing else needs to be waited for.
 """
 
 # mypy: allow-incomplete-defs
