@@ -29,8 +29,9 @@ typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
 }
 
 // Each type has: kPerWord, elements in a word; kWords, words that x has for each word of the weight; Sum, what products are added up in;
-// add(sum, x, weight), for one word of x and the words of kLanes columns; scale(x, n), what a row of x is divided by; and
-// take(x, n, scale, to), which makes words of n elements of x, the last filled up with zeros.
+// add(sum, x, weight), for one word of x and the words of kLanes columns; and is_words(n), whether a row of n elements of x is such
+// words as it lies. Where it is not always: take(x, n, to), which makes words of it, writes kLanes words more at most, and returns what
+// the row was divided by.
 
 struct Fp32 {
   static constexpr int kPerWord = 1, kWords = 1;
@@ -38,8 +39,8 @@ struct Fp32 {
   [[gnu::always_inline]] static void add(Sum& sum, const uint32_t* x, UintVec weight) {
     sum += (Vec)splat_word(x) * (Vec)weight;
   }
-  static float scale(const float*, int64_t) { return 1; }
-  static void take(const float* x, int64_t n, float, uint32_t* to) { std::memcpy(to, x, n * 4); }
+  static bool is_words(int64_t) { return true; }
+  static float take(const float*, int64_t, uint32_t*) { return 1; }
 };
 
 #if defined(__AVX512BF16__)
@@ -50,10 +51,11 @@ struct Bf16 {
   [[gnu::always_inline]] static void add(Sum& sum, const uint32_t* x, UintVec weight) {
     sum = (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)splat_word(x), (__m512bh)weight);
   }
-  static float scale(const bf16*, int64_t) { return 1; }
-  static void take(const bf16* x, int64_t n, float, uint32_t* to) {
+  static bool is_words(int64_t n) { return n % kPerWord == 0; }
+  static float take(const bf16* x, int64_t n, uint32_t* to) {
     to[n / 2] = 0;
     std::memcpy(to, x, n * 2);
+    return 1;
   }
 };
 #else
@@ -65,10 +67,11 @@ struct Bf16 {
     sum += (Vec)splat_word(x) * (Vec)(weight << 16);
     sum += (Vec)splat_word(x + 1) * (Vec)(weight & 0xffff0000u);
   }
-  static float scale(const bf16*, int64_t) { return 1; }
-  static void take(const bf16* x, int64_t n, float, uint32_t* to) {
+  static bool is_words(int64_t) { return false; }
+  static float take(const bf16* x, int64_t n, uint32_t* to) {
     to[n] = 0;
     for (int64_t i = 0; i < n; ++i) to[i] = static_cast<uint32_t>(x[i].bits) << 16;
+    return 1;
   }
 };
 #endif
@@ -126,9 +129,20 @@ struct Int8 {
     std::memcpy(to, &low, sizeof low);
   }
 #endif
+  static bool is_words(int64_t) { return false; }
+  template <class X>
+  static float take(const X* x, int64_t n, uint32_t* to) {
+    const float scale = scale_of(x, n), factor = scale > 0 ? 1 / scale : 0;
+    uint8_t* bytes = reinterpret_cast<uint8_t*>(to);
+    for (int64_t i = 0; i < n; i += kLanes) {
+      const Vec v = i + kLanes <= n ? load(x + i) : load_some(x + i, n - i);
+      store_words(bytes + i * kWords, nearest(v * factor) + kOffset);
+    }
+    return scale;
+  }
   // The largest magnitude becomes 127. Infinity and NaN become NaN, and the row's products with it.
   template <class X>
-  static float scale(const X* x, int64_t n) {
+  static float scale_of(const X* x, int64_t n) {
     IntVec most = {};  // magnitudes' bits are in the order of their values, and those of NaN after all
     for (int64_t i = 0; i < n; i += kLanes) {
       const IntVec bits = (IntVec)abs(i + kLanes <= n ? load(x + i) : load_some(x + i, n - i));
@@ -136,15 +150,6 @@ struct Int8 {
     }
     const IntVec odd = most >= 0x7f800000;
     return max((Vec)(most & ~odd)) / 127 + sum((Vec)(most & odd)) * 0.0f;
-  }
-  template <class X>
-  static void take(const X* x, int64_t n, float scale, uint32_t* to) {
-    const float factor = scale > 0 ? 1 / scale : 0;
-    uint8_t* bytes = reinterpret_cast<uint8_t*>(to);
-    for (int64_t i = 0; i < n; i += kLanes) {
-      const Vec v = i + kLanes <= n ? load(x + i) : load_some(x + i, n - i);
-      store_words(bytes + i * kWords, nearest(v * factor) + kOffset);
-    }
   }
 };
 
