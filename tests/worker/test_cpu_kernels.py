@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from toolkit.kernels import cpu
 
 from tests.checkpoints import VOCAB
 from toolkit import LLM, SamplingParams
+from toolkit.worker.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"the CPU kernels: {cpu.problem()}")
 
@@ -37,3 +39,20 @@ def test_every_variant_gives_the_same_tokens_on_any_number_of_threads(checkpoint
     for variant in cpu.variants():
         with cpu.using(variant):
             assert greedy(folder, num_threads=2) == expected, variant
+
+
+@pytest.mark.parametrize(("dtype", "inside"), [("float32", 1), ("float16", 2)])
+def test_where_kernels_compute_pytorch_has_one_thread_during_a_step(checkpoint, dtype, inside, monkeypatch):
+    execute, seen = ModelRunner.execute, []
+
+    def looking(runner, step):
+        seen.append(torch.get_num_threads())
+        return execute(runner, step)
+
+    monkeypatch.setattr(ModelRunner, "execute", looking)
+    llm = LLM(str(checkpoint("gpt2")), device="cpu", dtype=dtype, kv_cache_memory=0.05, num_threads=2)
+    llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+    after = torch.get_num_threads()
+    llm.shutdown()
+    assert set(seen) == {inside}
+    assert after == 2

@@ -61,7 +61,7 @@ class CPUBackend(AttentionBackend):
         transform: HeadTransform,
     ) -> torch.Tensor:
         layer = self._layers.get(k_cache.data_ptr())
-        if layer is None and _kernels_fit(k_cache):
+        if layer is None and kernels_fit(k_cache):
             layer = self._layers[k_cache.data_ptr()] = _layer(k_cache, v_cache, shape, transform)
         if layer is not None:
             transformed: torch.Tensor = layer.write(qkv, _step(batch))
@@ -88,7 +88,8 @@ class CPUBackend(AttentionBackend):
         )
 
 
-def _kernels_fit(k_cache: torch.Tensor) -> bool:
+def kernels_fit(k_cache: torch.Tensor) -> bool:
+    """Whether attention over these keys `[num_blocks, block_size, num_kv_heads, head_size]` is our kernels'."""
     return cpu.available() and k_cache.dtype in DTYPES and k_cache.shape[3] <= MOST_HEAD_SIZE
 
 
