@@ -204,7 +204,8 @@ class Attention {
   void run() {
     plan();
     float* partial = num_partial_ ? new float[num_partial_] : nullptr;
-    parallel(items_.size(), [&](int64_t i) { attend(items_[i], partial); });
+    const int64_t count = items_.size();
+    parallel_runs(count, [&](int64_t i, int64_t next) { attend(items_[i], next < count ? &items_[next] : nullptr, partial); });
     parallel(merges_.size(), [&](int64_t i) { merge(merges_[i], partial); });
     delete[] partial;
   }
@@ -328,13 +329,22 @@ class Attention {
     }
   }
 
-  void attend(const Item& item, float* partial) const {
+  // next: the item that is most likely the thread's next one, or null.
+  void attend(const Item& item, const Item* next, float* partial) const {
     State state;
     begin(item, state);
     const T *keys[2 * kKeys], *values[2 * kKeys];
     locate(item, 0, keys, values);
     for (int64_t first = 0; first < item.num_keys; first += kKeys) {
-      locate(item, first + kKeys, keys + kKeys, values + kKeys);
+      if (next && first + kKeys >= item.num_keys) {
+        locate(*next, 0, keys + kKeys, values + kKeys);
+        for (int64_t i = kKeys; i < 2 * kKeys; ++i) {
+          keys[i] += (next->head - item.head) * size_;
+          values[i] += (next->head - item.head) * size_;
+        }
+      } else {
+        locate(item, first + kKeys, keys + kKeys, values + kKeys);
+      }
       if (is_across(item)) {
         for (int64_t i = kKeys; i < 2 * kKeys; ++i) {
           fetch(keys[i] + item.head * size_, size_);
@@ -398,6 +408,10 @@ class Attention {
     const int64_t count = smaller(kKeys, item.num_keys - first), start = h * item.num_rows;
     float* sums = state.sums + start * padded_;
     multiply(state.q + start * padded_, keys, offset, count, padded_, item.num_rows, logits);
+    for (int64_t key = kKeys + count; key < 2 * kKeys; ++key) {
+      fetch(keys[key] + offset, padded_);
+      fetch(values[key] + offset, padded_);
+    }
     for (int64_t r = 0; r < item.num_rows; ++r) {
       const int64_t own = position(item.request, item.first_row + r), tile = item.first_key + first;
       rescale(sums + r * padded_, soften(logits + r * kKeys, first_seen(own) - tile, smaller(count, own + 1 - tile), layer_.soft_cap,
