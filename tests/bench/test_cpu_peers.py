@@ -27,10 +27,12 @@ def test_an_engine_answers_over_its_pipe_whatever_it_prints_and_is_held_to_the_n
     peer = tmp_path / "peer.py"
     peer.write_text(
         f"""
-import os, sys
+import atexit, os, sys, time
 sys.path.insert(0, {str(Path(cpu_peers.__file__).parents[2])!r})
 from toolkit.bench import cpu_peers
 def echo(folder, dtype, threads):
+    if dtype == "for ever":
+        atexit.register(time.sleep, 100)
     os.write(1, b"loading...\\n")
     return lambda prompts, lengths: [[p[-1]] * (n - (len(p) == 1)) for p, n in zip(prompts, lengths)]
 cpu_peers.ENGINES["echo"] = echo
@@ -46,6 +48,11 @@ cpu_peers.main()
     with pytest.raises(SystemExit, match=r"asked for \[2\] tokens and made \[1\]"):
         engine.run(([[3]], [2]))
     engine.close()
+    monkeypatch.setattr(versus_cpu, "ENDING", 0.5)
+    engine = Engine(sys.executable, "echo", tmp_path, "for ever", 1)
+    [process] = engine.processes
+    engine.close()
+    assert not process.is_running(), "also one that does not end by itself"
 
 
 def test_the_reader_of_safetensors_reads_what_transformers_wrote(checkpoint) -> None:

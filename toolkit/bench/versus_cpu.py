@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ def prefill() -> Work:
     return [[rng.randint(0, 10000) for _ in range(512)] for _ in range(4)], [1] * 4
 
 
+ENDING = 20.0
+"""Seconds that an engine has to end."""
 WARM_UP: Work = [[7] * 16], [4]
 WORK = {"batch1": batch1, "mixed": mixed, "prefill": prefill}
 
@@ -93,9 +96,15 @@ class Engine:
         return dict(json.loads(line))
 
     def close(self) -> None:
+        """Some do not end by themselves after a rest."""
         assert self._process.stdin is not None
+        processes = self.processes
         self._wake()
         self._process.stdin.close()
+        _, alive = psutil.wait_procs(processes, ENDING)
+        for process in alive:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self._process.wait()
 
     def _rest(self) -> None:
