@@ -10,6 +10,7 @@ from toolkit.kernels import cpu
 
 from tests.checkpoints import VOCAB
 from toolkit import LLM, SamplingParams
+from toolkit.models.decoder import Decoder
 from toolkit.worker.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"the CPU kernels: {cpu.problem()}")
@@ -42,17 +43,27 @@ def test_every_variant_gives_the_same_tokens_on_any_number_of_threads(checkpoint
 
 
 @pytest.mark.parametrize(("dtype", "inside"), [("float32", 1), ("float16", 2)])
-def test_where_kernels_compute_pytorch_has_one_thread_during_a_step(checkpoint, dtype, inside, monkeypatch):
-    execute, seen = ModelRunner.execute, []
+def test_where_kernels_compute_pytorch_has_one_thread_within_the_model(
+    checkpoint, dtype, inside, monkeypatch
+):
+    """What samples, and computes log-probabilities, has all of them."""
+    forward, choose = Decoder.forward, ModelRunner._choose
+    seen, sampling = [], []
 
-    def looking(runner, step):
+    def looking(model, *inputs):
         seen.append(torch.get_num_threads())
-        return execute(runner, step)
+        return forward(model, *inputs)
 
-    monkeypatch.setattr(ModelRunner, "execute", looking)
+    def choosing(runner, *inputs):
+        sampling.append(torch.get_num_threads())
+        return choose(runner, *inputs)
+
+    monkeypatch.setattr(Decoder, "forward", looking)
+    monkeypatch.setattr(ModelRunner, "_choose", choosing)
     llm = LLM(str(checkpoint("gpt2")), device="cpu", dtype=dtype, kv_cache_memory=0.05, num_threads=2)
     llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
     after = torch.get_num_threads()
     llm.shutdown()
     assert set(seen) == {inside}
+    assert set(sampling) == {2}
     assert after == 2

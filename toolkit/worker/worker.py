@@ -7,15 +7,13 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from toolkit.attention import choose_backend
-from toolkit.attention.cpu import kernels_fit
 from toolkit.config import EngineConfig
 from toolkit.cores import asked_for, find_cores, plan_threads
 from toolkit.distributed import SINGLE, WHOLE, Group, Stage, connect, parallel, stages
@@ -56,8 +54,6 @@ class Worker:
     """What runs a model without a cache, in the runner's place."""
     _graph_shapes: list[StepShape]
     _stream: torch.cuda.Stream | None = None
-    _kernels_compute = False
-    """Whether nearly all of a CPU's step is our kernels'."""
 
     def __init__(
         self,
@@ -167,7 +163,7 @@ class Worker:
             self._leaving.release()
 
     def execute(self, step: SchedulerOutput) -> PendingOutput:
-        with self._on_stream(), _torch_alone() if self._kernels_compute else nullcontext():
+        with self._on_stream():
             return (self.encoder or self.runner).execute(step)
 
     def _on_stream(self) -> AbstractContextManager[object]:
@@ -340,7 +336,6 @@ class Worker:
                 f"of swap space ({memory.gib(memory.available(device))} of {device.type} memory are free); lower "
                 f"--kv-cache-memory, --gpu-memory-utilization or --swap-space."
             ) from error
-        self._kernels_compute = backend.name == "cpu" and kernels_fit(self.runner.cache.blocks[0, 0])
         self.info = self._info(
             model, backend.name, dtype, device, max_model_len, budget, num_blocks, num_host_blocks, per_block
         )
@@ -488,16 +483,3 @@ def choose_device(wanted: str, rank: int | None) -> torch.device:
     if rank is not None:
         torch.cuda.set_device(rank % torch.cuda.device_count())  # ranks of one machine follow each other
     return torch.device("cuda", torch.cuda.current_device())
-
-
-@contextmanager
-def _torch_alone() -> Iterator[None]:
-    """PyTorch's operations run on the calling thread inside. Threads of its own would have to wait for processors on which our kernels'
-    look out for work: of two cores' 67 ms for a step of 64 requests, the sum and the rows of gpt2's embeddings waited for 13.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
