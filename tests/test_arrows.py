@@ -27,6 +27,7 @@ ROOMS = {
     "models": {"layers", "attention", "quantization", "demo", "distributed", "kernels"},
     "worker": {
         "capture",
+        "parent",
         "cores",
         "models",
         "layers",

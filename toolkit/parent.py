@@ -9,6 +9,12 @@ import threading
 from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
+_has_parent = False
+
+
+def is_own_process() -> bool:
+    """Whether this process is tk's alone: nobody else's threads run in it."""
+    return _has_parent
 
 
 def end_with_parent(clean_up: Callable[[], object] = lambda: None) -> None:
@@ -16,6 +22,8 @@ def end_with_parent(clean_up: Callable[[], object] = lambda: None) -> None:
 
     On Linux the parent's death also wakes a process that was stopped, which could not see it.
     """
+    global _has_parent
+    _has_parent = True
     wake_with_parent()
 
     def wait() -> None:

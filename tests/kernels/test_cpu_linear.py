@@ -13,7 +13,16 @@ if not cpu.available():
 
 from toolkit.kernels.cpu.linear import PackedLinear
 
-SHAPES = [(1, 32, 4), (1, 50, 7), (3, 98, 33), (8, 64, 128), (9, 70, 130), (29, 96, 257), (130, 66, 65)]
+SHAPES = [
+    (1, 32, 4),
+    (1, 50, 7),
+    (3, 98, 33),
+    (8, 64, 128),
+    (9, 70, 130),
+    (29, 96, 257),
+    (130, 66, 65),
+    (130, 66, 64),
+]
 """(rows, out, in): single rows, whole and broken tiles, panels and words; more rows than one block has."""
 ACTIVATIONS = [None, "silu", "relu", "gelu", "gelu_tanh"]
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}

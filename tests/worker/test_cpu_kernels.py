@@ -9,7 +9,7 @@ import torch
 from toolkit.kernels import cpu
 
 from tests.checkpoints import VOCAB
-from toolkit import LLM, SamplingParams
+from toolkit import LLM, SamplingParams, parent
 from toolkit.models.decoder import Decoder
 from toolkit.worker.model_runner import ModelRunner
 
@@ -42,11 +42,15 @@ def test_every_variant_gives_the_same_tokens_on_any_number_of_threads(checkpoint
             assert greedy(folder, num_threads=2) == expected, variant
 
 
-@pytest.mark.parametrize(("dtype", "inside"), [("float32", 1), ("float16", 2)])
+@pytest.mark.parametrize(
+    ("own_process", "dtype", "inside"), [(True, "float32", 1), (True, "float16", 2), (False, "float32", 2)]
+)
 def test_where_kernels_compute_pytorch_has_one_thread_within_the_model(
-    checkpoint, dtype, inside, monkeypatch
+    checkpoint, own_process, dtype, inside, monkeypatch
 ):
-    """What samples, and computes log-probabilities, has all of them."""
+    """What samples, and computes log-probabilities, has all of them. In a user's process the number is the user's."""
+    assert not parent.is_own_process()
+    monkeypatch.setattr(parent, "_has_parent", own_process)
     forward, choose = Decoder.forward, ModelRunner._choose
     seen, sampling = [], []
 

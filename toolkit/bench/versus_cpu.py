@@ -98,9 +98,11 @@ class Engine:
     def close(self) -> None:
         """Some do not end by themselves after a rest."""
         assert self._process.stdin is not None
-        processes = self.processes
-        self._wake()
-        self._process.stdin.close()
+        processes = [] if self._process.poll() is not None else self.processes
+        for process in processes:
+            process.resume()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         _, alive = psutil.wait_procs(processes, ENDING)
         for process in alive:
             with suppress(psutil.NoSuchProcess):
@@ -205,16 +207,18 @@ def main() -> None:
             engines += [
                 Engine(python or sys.executable, name, folder, dtype, args.threads) for dtype in PEERS[name]
             ]
-        print(json.dumps(floors(args.threads)), flush=True)
-        for engine in engines:
-            row = {"work": "start-up", "engine": engine.label, "seconds": round(engine.start_up, 1)}
-            print(json.dumps(row), flush=True)
-            engine.run(WARM_UP)
-        for name in args.work or WORK:
-            for line in measure(engines, name, WORK[name](), args.rounds):
-                print(json.dumps(line), flush=True)
-        for engine in engines:
-            engine.close()
+        try:
+            print(json.dumps(floors(args.threads)), flush=True)
+            for engine in engines:
+                row = {"work": "start-up", "engine": engine.label, "seconds": round(engine.start_up, 1)}
+                print(json.dumps(row), flush=True)
+                engine.run(WARM_UP)
+            for name in args.work or WORK:
+                for line in measure(engines, name, WORK[name](), args.rounds):
+                    print(json.dumps(line), flush=True)
+        finally:
+            for engine in engines:
+                engine.close()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 from toolkit.attention import AttentionBackend, AttentionBatch
 from toolkit.attention.cpu import kernels_fit
 from toolkit.models.registry import CausalLM
+from toolkit.parent import is_own_process
 from toolkit.sampling.grammar import Masks
 from toolkit.sampling.logprobs import gather_logprobs
 from toolkit.sampling.sampler import sample
@@ -79,8 +80,9 @@ class ModelRunner:
     def __init__(self, model: CausalLM, backend: AttentionBackend, cache: KVCache, state: BatchState) -> None:
         self.model, self.backend, self.cache, self.state = model, backend, cache, state
         self.device = state.device
-        self._kernels_compute = backend.name == "cpu" and kernels_fit(cache.blocks[0, 0])
-        """Whether nearly all that the model computes is our kernels' for CPUs."""
+        kernels_compute = backend.name == "cpu" and kernels_fit(cache.blocks[0, 0])
+        self._torch_alone = kernels_compute and is_own_process()
+        """Whether nearly all that the model computes is our kernels' for CPUs, and no one else minds PyTorch's number of threads."""
         cache.bind(model, backend)
 
     @torch.inference_mode()
@@ -136,7 +138,7 @@ class ModelRunner:
             shape = len(token_ids), self.model.hidden_size
             empty = torch.empty(shape, dtype=self.model.dtype, device=self.device)
             hidden = self.model.stage.receive(empty)
-        with _torch_alone() if self._kernels_compute else nullcontext():
+        with _torch_alone() if self._torch_alone else nullcontext():
             computed: torch.Tensor = self.model(token_ids, batch, hidden)
         return computed
 
@@ -233,8 +235,9 @@ class ModelRunner:
 
 @contextmanager
 def _torch_alone() -> Iterator[None]:
-    """PyTorch's operations run on the calling thread inside. Threads of its own would have to wait for processors on which our kernels'
-    look out for work: of two cores' 67 ms for a step of 64 requests, the sum and the rows of gpt2's embeddings waited for 13.
+    """PyTorch's operations run on the calling thread inside, and on threads that call it for the first time meanwhile for good. Threads of
+    its own would have to wait for processors on which our kernels' look out for work: of two cores' 67 ms for a step of 64 requests, the
+    sum and the rows of gpt2's embeddings waited for 13.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
