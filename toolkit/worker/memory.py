@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 import psutil
@@ -93,3 +94,10 @@ def is_fatal(error: Exception) -> bool:
     return not is_out_of_memory(error) and any(
         said in str(error) for said in ("CUDA error", "Triton Error [CUDA]")
     )
+
+
+def give_back() -> None:
+    """Returns to the system what this process has freed and its C library keeps, as of weights loaded and then packed in another type."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)

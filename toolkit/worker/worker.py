@@ -253,6 +253,7 @@ class Worker:
             )
             if device.type == "cpu":
                 model.pack_weights()
+                memory.give_back()
                 self._weight_bytes = model.nbytes
         return model
 
