@@ -199,6 +199,8 @@ def all_gather(x: Tensor, out: Tensor, outs: Tensor, peers: Peers) -> None:
     addresses, int64 [size]. All contiguous and of one type; the same calls everywhere, as with sums.
 
     A rank's `out` is written as soon as another one comes here: between its last reader and the next call there has to be a sum.
+
+    Raises ValueError for an `out` of another shape, and for what is not in one piece.
     """
     num_rows, width = x.shape
     if not x.is_contiguous() or not out.is_contiguous() or out.shape != (num_rows, peers.size * width):

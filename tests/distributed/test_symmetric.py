@@ -140,6 +140,8 @@ def test_what_is_too_long_for_the_buffers_is_refused():
     )
     with pytest.raises(ValueError, match="more than all_reduce sums up"):
         kernels.all_reduce(torch.empty(kernels.MOST_BYTES // 4 + 1), peers)
+    with pytest.raises(ValueError, match="do not fill"):
+        kernels.all_gather(torch.empty(3, 8), torch.empty(3, 15), torch.zeros(2, dtype=torch.int64), peers)
     rows = kernels.PROGRAMS * kernels.PLACE // (4 * 1024)
     assert kernels.fits_norm(torch.empty(rows, 1024))
     assert not kernels.fits_norm(torch.empty(rows + 1, 1024))
