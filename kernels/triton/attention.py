@@ -88,6 +88,46 @@ def paged_attention(
     return out
 
 
+def decode_attention(
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    *,
+    rows: Tensor | None = None,
+    num_heads: int,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    cos_sin: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """`rotary.qk_norm_rope_write`, then `paged_attention`, in one kernel, for a step of one token per request.
+
+    Arguments as theirs: qkv `[num_tokens, (num_heads + 2 * num_kv_heads) * head_size]`, and a token's position is the last of its
+    request's. A token's own key and value count as they are in the cache, rounded, whether they have a slot or not. Returns
+    `[num_tokens, num_heads, head_size]`. Raises ValueError as the two do.
+    """
+    num_tokens, head_size = qkv.shape[0], k_cache.shape[3]
+    if qkv.stride(1) != 1 or qkv.shape[1] != (num_heads + 2 * k_cache.shape[2]) * head_size:
+        raise ValueError(
+            f"rows of {qkv.shape[1]} are not {num_heads} + 2 * {k_cache.shape[2]} contiguous heads of {head_size}"
+        )
+    q = qkv[:, : num_heads * head_size].view(num_tokens, num_heads, head_size)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    batch = Batch(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, out, rows)
+    batch.check()
+    own = Own(slot_mapping, cos_sin, q_weight, k_weight, eps)
+    decode(batch, Logits(scale, sliding_window, soft_cap), num_splits(batch, max_seq_len), own)
+    return out
+
+
 class Batch(NamedTuple):
     """The tensors of one call."""
 
@@ -160,6 +200,28 @@ class Batch(NamedTuple):
         }
 
 
+class Own(NamedTuple):
+    """What is done to the heads of the step's tokens, and where their keys and values go; see `rotary`."""
+
+    slot_mapping: Tensor
+    cos_sin: Tensor | None = None
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    eps: float = 0.0
+
+    def arguments(self, unused: Tensor) -> dict[str, object]:
+        normed = self.q_weight is not None
+        return {
+            "slot_ptr": self.slot_mapping,
+            "cos_sin_ptr": unused if self.cos_sin is None else self.cos_sin,
+            "q_weight_ptr": self.q_weight if normed else unused,
+            "k_weight_ptr": self.k_weight if normed else unused,
+            "eps": self.eps,
+            "HALF": 0 if self.cos_sin is None else self.cos_sin.shape[2],
+            "NORMED": normed,
+        }
+
+
 class Logits(NamedTuple):
     """How a dot product becomes a logit, and which logits count."""
 
@@ -182,24 +244,30 @@ class Logits(NamedTuple):
         }
 
 
-def decode(batch: Batch, logits: Logits, splits: int, tile: Tile | None = None) -> None:
-    """The requests with a single query, each over `splits` programs per KV head."""
+def decode(
+    batch: Batch, logits: Logits, splits: int, own: Own | None = None, tile: Tile | None = None
+) -> None:
+    """The requests with a single query, each over `splits` programs per KV head. With `own`, q is the step's qkv."""
     tile = tile or _decode_tile(batch)
-    num_heads, head_size = batch.q.shape[1:]
-    pdl = supported(batch.q.device)
+    num_heads, head_size = batch.out.shape[1:]
+    device = batch.q.device
+    pdl = supported(device)
     parts = log_sums = batch.out
     if splits > 1:
         shape = (batch.num_reqs, num_heads, splits)
-        parts = torch.empty((*shape, head_size), dtype=torch.float32, device=batch.q.device)
-        log_sums = torch.empty(shape, dtype=torch.float32, device=batch.q.device)
+        parts = torch.empty((*shape, head_size), dtype=torch.float32, device=device)
+        log_sums = torch.empty(shape, dtype=torch.float32, device=device)
     decode_kernel[(batch.num_kv_heads, batch.num_reqs, splits)](
         **batch.arguments(),
         **logits.arguments(),
+        **(own or Own(batch.seq_lens)).arguments(batch.q),
         part_ptr=parts,
         log_sum_ptr=log_sums,
         splits=splits,
         ROWS=tile.rows,
         KEYS=tile.keys,
+        OWN=own is not None,
+        FETCHED=tile.keys,
         SPLIT=splits > 1,
         PDL=pdl,
         launch_pdl=pdl,
@@ -244,9 +312,9 @@ def prefill(batch: Batch, logits: Logits, *, singles: bool, tile: Tile | None = 
 
 
 def num_splits(batch: Batch, max_seq_len: int) -> int:
-    """Programs per request and KV head in decode: enough to fill the GPU, none without a tile of keys."""
+    """Programs per request and KV head in decode: about two for each multiprocessor, none without a tile of keys."""
     programs = batch.num_reqs * batch.num_kv_heads
-    wanted = -(-2 * _num_multiprocessors(batch.q.device) // programs)
+    wanted = (2 * _num_multiprocessors(batch.q.device) + programs // 2) // programs
     return max(1, min(wanted, -(-max_seq_len // 64), MAX_SPLITS))
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .pdl import release, wait
+from .fp8 import to_fp8
+from .pdl import fetch, release, wait
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -26,6 +27,31 @@ def _table_of(request, table_ptr, row_ptr, table_stride, INDIRECT: tl.constexpr)
 def _load_blocks(table_ptr, position, end, BLOCK_SIZE: tl.constexpr):
     """The block numbers of the positions before `end`. Unsigned division is a shift where the size allows it."""
     return tl.load(table_ptr + position.to(tl.uint32) // BLOCK_SIZE, mask=position < end, other=0)
+
+
+@triton.jit
+def _fetch_rows(
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    begin,
+    end,
+    kv_stride_block,
+    kv_stride_slot,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Ask for the keys and values of up to KEYS positions from `begin`, which earlier steps have written."""
+    LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(HEAD_SIZE, LINE))
+    position = begin + tl.arange(0, KEYS)
+    block = _load_blocks(table_ptr, position, end, BLOCK_SIZE)
+    slot = position.to(tl.uint32) % BLOCK_SIZE
+    line = tl.minimum(tl.arange(0, LINES) * LINE, HEAD_SIZE - 1)
+    rows = (block.to(tl.int64) * kv_stride_block + slot * kv_stride_slot)[:, None] + line[None, :]
+    fetch(k_ptr + rows)
+    fetch(v_ptr + rows)
 
 
 @triton.jit
@@ -151,6 +177,71 @@ def _attend(
     return acc, row_max, row_sum
 
 
+@triton.jit
+def _load_pairs(pointers, in_row, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, HALF: tl.constexpr):
+    """Heads `[rows, head]`, and the same with each number's other in its place: pairs that are rotated are HALF apart."""
+    dim = tl.arange(0, HEAD_PAD)
+    live = in_row & (dim < HEAD_SIZE)[None, :]
+    x = tl.load(pointers + dim[None, :], mask=live, other=0.0)
+    other = x
+    if HALF:
+        other = tl.load(pointers + _other(dim, HALF)[None, :], mask=live, other=0.0)
+    return x, other
+
+
+@triton.jit
+def _turned(
+    x,
+    other,
+    weight,
+    other_weight,
+    cos,
+    sin,
+    eps,
+    HEAD_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """Heads `[rows, head]`, normed and rotated, in fp32."""
+    x = x.to(tl.float32)
+    other = other.to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_SIZE + eps)[:, None]
+        x *= scale * weight.to(tl.float32)
+        other *= scale * other_weight.to(tl.float32)
+    if HALF:
+        x = x * cos[None, :] + other * sin[None, :]
+    return x
+
+
+@triton.jit
+def _other(dim, HALF: tl.constexpr):
+    """The dimension that each is rotated with; what is not rotated has itself."""
+    return tl.where(dim < HALF, dim + HALF, tl.where(dim < 2 * HALF, dim - HALF, dim))
+
+
+@triton.jit
+def _angles(row_ptr, live, HEAD_PAD: tl.constexpr, HALF: tl.constexpr):
+    """What a head's numbers, and the others of their pairs, are multiplied by: cosines, and sines with their signs."""
+    dim = tl.arange(0, HEAD_PAD)
+    is_second = dim >= HALF
+    pair = tl.where(is_second, dim - HALF, dim)
+    rotates = live & (dim < 2 * HALF)
+    cos = tl.load(row_ptr + pair, mask=rotates, other=1.0).to(tl.float32)
+    sin = tl.load(row_ptr + HALF + pair, mask=rotates, other=0.0).to(tl.float32)
+    return cos, tl.where(is_second, sin, -sin)
+
+
+@triton.jit
+def _cached(x, k_ptr):
+    """Keys or values in the type of the cache."""
+    if k_ptr.dtype.element_ty == tl.float8e4nv:
+        x = to_fp8(x)
+    else:
+        x = x.to(k_ptr.dtype.element_ty)
+    return x
+
+
 @triton.jit(do_not_specialize=["window", "splits"])
 def decode_kernel(
     q_ptr,
@@ -163,6 +254,11 @@ def decode_kernel(
     out_ptr,
     part_ptr,
     log_sum_ptr,
+    slot_ptr,
+    cos_sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    eps,
     q_stride_token,
     q_stride_head,
     kv_stride_block,
@@ -186,8 +282,16 @@ def decode_kernel(
     SLIDING: tl.constexpr,
     CAPPED: tl.constexpr,
     SPLIT: tl.constexpr,
+    OWN: tl.constexpr,
+    FETCHED: tl.constexpr,
+    HALF: tl.constexpr,
+    NORMED: tl.constexpr,
 ):
-    """One (KV head, request, split): the heads of the group against their share of the keys."""
+    """One (KV head, request, split): the heads of the group against their share of the keys.
+
+    If OWN, q is qkv as it was projected: the token's own key and value are not in the cache. They come last in the softmax of the first
+    split, which stores them.
+    """
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -202,10 +306,34 @@ def decode_kernel(
     if SLIDING:
         begin = tl.maximum(begin, seq_len - window)
     end = seq_len
+    if OWN:
+        end -= 1
+        slot = tl.load(slot_ptr + token, mask=single, other=-1)
+        one = tl.full([1, 1], True, tl.int1)
+        no_rows = tl.zeros([1, 1], tl.int32)
+        cos, sin, q_weight, q_other_weight, k_weight, k_other_weight = 1.0, 0.0, 1.0, 1.0, 1.0, 1.0
+        if HALF:
+            cos, sin = _angles(cos_sin_ptr + end.to(tl.int64) * (2 * HALF), single, HEAD_PAD, HALF)
+        if NORMED:
+            q_weight, q_other_weight = _load_pairs(q_weight_ptr + no_rows, one, HEAD_SIZE, HEAD_PAD, HALF)
+            k_weight, k_other_weight = _load_pairs(k_weight_ptr + no_rows, one, HEAD_SIZE, HEAD_PAD, HALF)
     if SPLIT:
-        share = tl.cdiv(tl.cdiv(seq_len - begin, KEYS), splits) * KEYS
+        share = tl.cdiv(tl.cdiv(end - begin, KEYS), splits) * KEYS
         begin += split * share
         end = tl.minimum(end, begin + share)
+    if OWN and PDL:
+        _fetch_rows(
+            k_ptr,
+            v_ptr,
+            table_ptr,
+            begin,
+            end,
+            kv_stride_block,
+            kv_stride_slot,
+            BLOCK_SIZE,
+            HEAD_SIZE,
+            FETCHED,
+        )
     wait(PDL)
     release(PDL)
     if not single:
@@ -214,9 +342,21 @@ def decode_kernel(
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, HEAD_PAD)
     head = kv_head * GROUP + row
-    stored = (row < GROUP)[:, None] & (dim < HEAD_SIZE)[None, :]
-    q_rows = q_ptr + token * q_stride_token + (head * q_stride_head)[:, None] + dim[None, :]
-    q = _like_cache(tl.load(q_rows, mask=stored, other=0.0), k_ptr)
+    in_group = (row < GROUP)[:, None]
+    in_head = dim < HEAD_SIZE
+    stored = in_group & in_head[None, :]
+    q_rows = q_ptr + token * q_stride_token + (head * q_stride_head)[:, None]
+    if OWN:
+        k_row = q_ptr + token * q_stride_token + (tl.num_programs(0) * GROUP + kv_head) * HEAD_SIZE + no_rows
+        v_row = k_row + tl.num_programs(0) * HEAD_SIZE
+        q, other = _load_pairs(q_rows, in_group, HEAD_SIZE, HEAD_PAD, HALF)
+        own_k, k_other = _load_pairs(k_row, one, HEAD_SIZE, HEAD_PAD, HALF)
+        own_v = tl.load(v_row + dim[None, :], mask=in_head[None, :], other=0.0)
+        q = _turned(q, other, q_weight, q_other_weight, cos, sin, eps, HEAD_SIZE, HALF, NORMED)
+        q = q.to(q_ptr.dtype.element_ty)
+    else:
+        q = tl.load(q_rows + dim[None, :], mask=stored, other=0.0)
+    q = _like_cache(q, k_ptr)
 
     acc, row_max, row_sum = _attend(
         q,
@@ -242,6 +382,24 @@ def decode_kernel(
         False,
         True,
     )
+    if OWN:
+        own_k = _turned(own_k, k_other, k_weight, k_other_weight, cos, sin, eps, HEAD_SIZE, HALF, NORMED)
+        own_k, own_v = _cached(own_k, k_ptr), _cached(own_v.to(tl.float32), k_ptr)
+        kept = in_head[None, :] & (split == 0) & (slot >= 0)
+        slot = tl.maximum(slot, 0)
+        place = slot // BLOCK_SIZE * kv_stride_block + slot % BLOCK_SIZE * kv_stride_slot + dim[None, :]
+        tl.store(k_ptr + place, own_k, mask=kept)
+        tl.store(v_ptr + place, own_v, mask=kept)
+        x = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1)
+        if CAPPED:
+            x = 2 * tl.sigmoid(x * inner_scale) - 1
+        x = tl.where(split == 0, x * outer_scale, -float("inf"))
+        new_max = tl.maximum(row_max, x)
+        weight = tl.exp2(x - new_max)
+        decay = tl.exp2(row_max - new_max)
+        row_sum = row_sum * decay + weight
+        row_max = new_max
+        acc = acc * decay[:, None] + weight[:, None] * own_v.to(tl.float32)
     result = acc / tl.maximum(row_sum, 1e-30)[:, None]
     if SPLIT:
         part = (request * tl.num_programs(0) * GROUP + head) * splits + split

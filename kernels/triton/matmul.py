@@ -72,7 +72,7 @@ def matmul(
     parts = counts = out
     if tile.splits > 1:
         shape = (tile.splits, num_tiles, tokens, tile.rows)
-        parts, counts = torch.empty(shape, dtype=torch.float32, device=x.device), _counts(x.device)
+        parts, counts = torch.empty(shape, dtype=torch.float32, device=x.device), tile_counts(x.device)
     pdl = supported(x.device)
     _tile_kernel[(num_tiles, tile.splits)](
         x,
@@ -155,8 +155,8 @@ def _shared_memory(device: torch.device) -> int:
 
 
 @cache
-def _counts(device: torch.device) -> Tensor:
-    """How many programs of each tile have come: 0 between kernels."""
+def tile_counts(device: torch.device) -> Tensor:
+    """How many programs of each tile have come: 0 between kernels, of which none counts before the one ahead has ended."""
     return torch.zeros(4096, dtype=torch.int32, device=device)
 
 
@@ -262,13 +262,13 @@ def _tile_kernel(
     """ROWS rows of the weight, of which half are of gate and half of up if GATED, over `share` of its columns. Tiles are
     `[tokens or rows, columns]`, of several parts `[parts, ..., columns]`.
 
-    The longer side is the product's first operand: of 64 rows or more that one has the tensor cores' full rate. Rows past
-    the last one are the last one again.
+    The product's first operand has 64 rows, if one of the two has: the tensor cores take as many at a time, and read them again
+    for each run of the second's. Rows past the last one are the last one again.
     """
     if not GATED:
         release(PDL)
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
-    WEIGHT_FIRST: tl.constexpr = ROWS >= TOKENS
+    WEIGHT_FIRST: tl.constexpr = TOKENS < 64 or ROWS == 64
     FIRST: tl.constexpr = ROWS if WEIGHT_FIRST else TOKENS
     SECOND: tl.constexpr = TOKENS if WEIGHT_FIRST else ROWS
     lane = tl.arange(0, ROWS)

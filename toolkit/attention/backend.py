@@ -89,6 +89,19 @@ class AttentionBackend(abc.ABC):
     def unfit(cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
         """Why it cannot run there; None when it can."""
 
+    def forward(
+        self,
+        qkv: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: AttentionBatch,
+        shape: AttentionShape,
+        transform: HeadTransform,
+    ) -> torch.Tensor:
+        """`write`, then `attend`."""
+        query = self.write(qkv, k_cache, v_cache, batch, shape, transform)
+        return self.attend(query, k_cache, v_cache, batch, shape)
+
     @abc.abstractmethod
     def write(
         self,

@@ -29,5 +29,5 @@ class Attention(nn.Module):
 
         Returns [num_tokens, num_heads · head_size].
         """
-        query = self.backend.write(qkv, self.k_cache, self.v_cache, batch, self.shape, self.transform)
-        return self.backend.attend(query, self.k_cache, self.v_cache, batch, self.shape).flatten(1)
+        out = self.backend.forward(qkv, self.k_cache, self.v_cache, batch, self.shape, self.transform)
+        return out.flatten(1)

@@ -12,10 +12,10 @@ class TritonBackend(AttentionBackend):
     capturable = True
 
     def __init__(self) -> None:
-        from toolkit.kernels.triton.attention import paged_attention
+        from toolkit.kernels.triton.attention import decode_attention, paged_attention
         from toolkit.kernels.triton.rotary import qk_norm_rope_write
 
-        self._write, self._attend = qk_norm_rope_write, paged_attention
+        self._write, self._attend, self._decode = qk_norm_rope_write, paged_attention, decode_attention
 
     @classmethod
     def unfit(cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
@@ -28,6 +28,39 @@ class TritonBackend(AttentionBackend):
         if head_size > 256:
             return f"takes head sizes up to 256, and the model's is {head_size}"
         return None
+
+    def forward(
+        self,
+        qkv: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: AttentionBatch,
+        shape: AttentionShape,
+        transform: HeadTransform,
+    ) -> torch.Tensor:
+        """In one kernel where every request has a single token."""
+        if batch.max_query_len > 1:
+            return super().forward(qkv, k_cache, v_cache, batch, shape, transform)
+        out: torch.Tensor = self._decode(
+            qkv,
+            k_cache,
+            v_cache,
+            batch.slot_mapping,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table,
+            rows=batch.rows,
+            num_heads=shape.num_heads,
+            max_seq_len=batch.max_seq_len,
+            scale=shape.scale,
+            sliding_window=shape.sliding_window,
+            soft_cap=shape.soft_cap,
+            cos_sin=transform.cos_sin,
+            q_weight=transform.q_weight,
+            k_weight=transform.k_weight,
+            eps=transform.eps,
+        )
+        return out
 
     def write(
         self,
