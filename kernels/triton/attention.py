@@ -21,6 +21,7 @@ from torch import Tensor
 from .attention_kernels import decode_kernel, merge_kernel, prefill_kernel
 from .fp8 import FP8
 from .pdl import supported
+from .rotary import qk_norm_rope_write
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
@@ -92,6 +93,7 @@ def decode_attention(
     qkv: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    positions: Tensor,
     slot_mapping: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -108,23 +110,42 @@ def decode_attention(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """`rotary.qk_norm_rope_write`, then `paged_attention`, in one kernel, for a step of one token per request.
+    """`rotary.qk_norm_rope_write`, then `paged_attention`, for a step of one token per request, each the last of its request's:
+    in one kernel where the keys of a request are not split.
 
-    Arguments as theirs: qkv `[num_tokens, (num_heads + 2 * num_kv_heads) * head_size]`, and a token's position is the last of its
-    request's. A token's own key and value count as they are in the cache, rounded, whether they have a slot or not. Returns
-    `[num_tokens, num_heads, head_size]`. Raises ValueError as the two do.
+    Arguments as theirs. A token's own key and value count as they are in the cache, rounded, whether they have a slot or not, or,
+    with splits, if they have one. Returns `[num_tokens, num_heads, head_size]`. Raises ValueError as the two do.
     """
     num_tokens, head_size = qkv.shape[0], k_cache.shape[3]
-    if qkv.stride(1) != 1 or qkv.shape[1] != (num_heads + 2 * k_cache.shape[2]) * head_size:
+    num_kv_heads = k_cache.shape[2]
+    if qkv.stride(1) != 1 or qkv.shape[1] != (num_heads + 2 * num_kv_heads) * head_size:
         raise ValueError(
-            f"rows of {qkv.shape[1]} are not {num_heads} + 2 * {k_cache.shape[2]} contiguous heads of {head_size}"
+            f"rows of {qkv.shape[1]} are not {num_heads} + 2 * {num_kv_heads} contiguous heads of {head_size}"
         )
     q = qkv[:, : num_heads * head_size].view(num_tokens, num_heads, head_size)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     batch = Batch(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, out, rows)
     batch.check()
-    own = Own(slot_mapping, cos_sin, q_weight, k_weight, eps)
-    decode(batch, Logits(scale, sliding_window, soft_cap), num_splits(batch, max_seq_len), own)
+    splits = num_splits(batch, max_seq_len)
+    own = None
+    if splits == 1:
+        own = Own(slot_mapping, cos_sin, q_weight, k_weight, eps)
+    else:
+        q = qk_norm_rope_write(
+            qkv,
+            positions,
+            cos_sin,
+            slot_mapping,
+            k_cache,
+            v_cache,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=eps,
+        )
+        batch = batch._replace(q=q)
+    decode(batch, Logits(scale, sliding_window, soft_cap), splits, own)
     return out
 
 

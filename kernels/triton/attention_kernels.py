@@ -289,8 +289,8 @@ def decode_kernel(
 ):
     """One (KV head, request, split): the heads of the group against their share of the keys.
 
-    If OWN, q is qkv as it was projected: the token's own key and value are not in the cache. They come last in the softmax of the first
-    split, which stores them.
+    If OWN, q is qkv as it was projected: the token's own key and value are not in the cache, and come last. Without splits only:
+    with them, each program would do it again.
     """
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
@@ -385,7 +385,7 @@ def decode_kernel(
     if OWN:
         own_k = _turned(own_k, k_other, k_weight, k_other_weight, cos, sin, eps, HEAD_SIZE, HALF, NORMED)
         own_k, own_v = _cached(own_k, k_ptr), _cached(own_v.to(tl.float32), k_ptr)
-        kept = in_head[None, :] & (split == 0) & (slot >= 0)
+        kept = in_head[None, :] & (slot >= 0)
         slot = tl.maximum(slot, 0)
         place = slot // BLOCK_SIZE * kv_stride_block + slot % BLOCK_SIZE * kv_stride_slot + dim[None, :]
         tl.store(k_ptr + place, own_k, mask=kept)
@@ -393,9 +393,8 @@ def decode_kernel(
         x = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1)
         if CAPPED:
             x = 2 * tl.sigmoid(x * inner_scale) - 1
-        x = tl.where(split == 0, x * outer_scale, -float("inf"))
-        new_max = tl.maximum(row_max, x)
-        weight = tl.exp2(x - new_max)
+        new_max = tl.maximum(row_max, x * outer_scale)
+        weight = tl.exp2(x * outer_scale - new_max)
         decay = tl.exp2(row_max - new_max)
         row_sum = row_sum * decay + weight
         row_max = new_max

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import matmul
 from .activation import apply, check_kind
-from .matmul import load_once
+from .matmul import Unscaled, load_once
 from .pdl import release, supported, wait
 
 MAX_TOKENS = matmul.MAX_TOKENS
@@ -28,7 +28,7 @@ MOST_ROWS = 32768
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | Unscaled,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
@@ -37,37 +37,40 @@ def linear(
 ) -> Tensor:
     """act(x Wᵀ + b) `[num_tokens, size]`, or act(gate) * up where W holds the rows of gate, then those of up.
 
-    x: `[num_tokens, in]`, num_tokens up to MAX_TOKENS; weight: `[size, in]`, gated: `[2 * size, in]`; bias: as many as
-    the weight's rows. All contiguous. Sums are in fp32, in an order that depends on the shapes alone.
+    x: `[num_tokens, in]`, num_tokens up to MAX_TOKENS, or such rows from `add_norm`; weight: `[size, in]`, gated:
+    `[2 * size, in]`; bias: as many as the weight's rows. All contiguous. Sums are in fp32, in an order that depends on the
+    shapes alone.
 
     NOTE: on Hopper the kernel reads `weight` before the kernel ahead of it has ended (see `pdl`): that kernel
     must not write the weight.
 
     Raises ValueError for more tokens, other columns, an unknown activation, or tensors that are not contiguous.
     """
-    num_tokens, in_features = x.shape
+    if isinstance(x, Unscaled):
+        rows = x.x
+        _check(rows, weight, least=2)
+    else:
+        rows = x
+        _check(rows, weight)
+    num_tokens, in_features = rows.shape
     size = weight.shape[0] // 2 if gated else weight.shape[0]
     if activation is not None:
         check_kind(activation)
-    if num_tokens > MAX_TOKENS:
-        raise ValueError(f"{num_tokens} rows are more than {MAX_TOKENS}")
-    if not x.is_contiguous() or not weight.is_contiguous():
-        raise ValueError("x and the weight must be contiguous")
     if out is None:
-        out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
+        out = torch.empty((num_tokens, size), dtype=rows.dtype, device=rows.device)
     if num_tokens > 1:
         return matmul.matmul(x, weight, None, bias, activation, gated, out)
     if num_tokens:
-        rows, columns, warps = (4, 1024, 2) if in_features <= 1024 else (2, 2048, 4)
-        pdl = supported(x.device)
-        _vector_kernel[(-(-size // rows),)](
-            x,
+        tile, columns, warps = (4, 1024, 2) if in_features <= 1024 else (2, 2048, 4)
+        pdl = supported(rows.device)
+        _vector_kernel[(-(-size // tile),)](
+            rows,
             weight,
             weight if bias is None else bias,
             out,
             size,
             in_features,
-            ROWS=rows,
+            ROWS=tile,
             COLUMNS=columns,
             EVEN=in_features % columns == 0,
             BIASED=bias is not None,
@@ -78,6 +81,41 @@ def linear(
             num_warps=warps,
         )
     return out
+
+
+def add_norm(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    squares: Tensor,
+    bias: Tensor | None = None,
+) -> Unscaled:
+    """norm(x Wᵀ + b + residual), as `linear` takes it, for 2 to MAX_TOKENS tokens; norm is that of `norm.add_rms_norm`.
+    `residual` becomes the sum, rounded, of which the statistics are.
+
+    residual: `[num_tokens, size]`; norm_weight: `[size]`; squares: fp64 `[num_tokens]`, zeros, which
+    become part of the result. The rest is as in `linear`.
+    The rows are rounded before each is divided by its own root mean square, so they must fit their type: bf16, not fp16.
+
+    Raises ValueError as `linear` does, for another number of tokens, and for rows in fp16.
+    """
+    _check(x, weight, least=2)
+    if not residual.is_contiguous() or residual.shape != (len(x), len(weight)):
+        raise ValueError(
+            f"the residual must be contiguous, [{len(x)}, {len(weight)}], not {list(residual.shape)}"
+        )
+    if x.dtype == torch.float16:
+        raise ValueError("rows that are not scaled yet may not fit float16")
+    return matmul.add_norm(x, weight, bias, matmul.Norm(residual, norm_weight, eps, squares))
+
+
+def _check(x: Tensor, weight: Tensor, least: int = 0) -> None:
+    if not least <= len(x) <= MAX_TOKENS:
+        raise ValueError(f"{len(x)} rows are not {least} to {MAX_TOKENS}")
+    if not x.is_contiguous() or not weight.is_contiguous():
+        raise ValueError("x and the weight must be contiguous")
 
 
 def fits(num_tokens: int, weight: Tensor) -> bool:

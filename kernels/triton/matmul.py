@@ -4,7 +4,8 @@ Such a product is bound by reading the weight once and, from the L2 cache, x onc
 fills the GPU, and as much of the weight as there is shared memory for is on its way at any time. Where large tiles would be
 too few, a program has a smaller one, whose columns its warps share out; or several programs share a tile, each with some of
 the columns, and the last to come adds up what they have, in the same order whoever it is. The weight is in the type of x,
-or in FP8, which becomes it in registers.
+or in FP8, which becomes it in registers. A root mean square norm between two products is shared out among them: the first
+one's programs know their columns of the rows, and the second one's divide by what those add up to.
 """
 
 # mypy: allow-incomplete-defs
@@ -12,6 +13,7 @@ or in FP8, which becomes it in registers.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -47,8 +49,40 @@ class Tile(NamedTuple):
     """Programs that share a tile."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unscaled:
+    """Rows of a root mean square norm before each is divided by its own. A product that is bound by reading its weight
+    does that to its sums instead, so that no kernel has to stand between the one that knows the rows and the one that
+    multiplies them.
+    """
+
+    x: Tensor
+    """`[num_tokens, size]`, times the norm's weight."""
+    squares: Tensor
+    """fp64 `[num_tokens]`: each row's sum of squares before the weight."""
+    eps: float
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+
+class Norm(NamedTuple):
+    """A root mean square norm behind a product and its residual sum."""
+
+    residual: Tensor
+    """`[num_tokens, size]`; becomes the sum."""
+    weight: Tensor
+    eps: float
+    squares: Tensor
+    """fp64 `[num_tokens]`, zeros; becomes the sums of squares."""
+
+
 def matmul(
-    x: Tensor,
+    x: Tensor | Unscaled,
     weight: Tensor,
     scale: Tensor | None,
     bias: Tensor | None,
@@ -58,6 +92,37 @@ def matmul(
     tile: Tile | None = None,
 ) -> Tensor:
     """As `linear.linear`, which checks the arguments, for up to MAX_TOKENS tokens; with a scale as `fp8.linear`."""
+    _run(x, weight, scale, bias, activation, gated, out, None, tile)
+    return out
+
+
+def add_norm(
+    x: Tensor | Unscaled,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    tile: Tile | None = None,
+) -> Unscaled:
+    """As `linear.add_norm`, which checks the arguments."""
+    out = torch.empty_like(norm.residual)
+    _run(x, weight, None, bias, None, False, out, norm, tile)
+    return Unscaled(out, norm.squares, norm.eps)
+
+
+def _run(
+    x: Tensor | Unscaled,
+    weight: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    activation: str | None,
+    gated: bool,
+    out: Tensor,
+    norm: Norm | None,
+    tile: Tile | None,
+) -> None:
+    scaled, given, eps = True, out, 0.0
+    if isinstance(x, Unscaled):
+        scaled, given, eps, x = False, x.squares, x.eps, x.x
     num_tokens, in_features = x.shape
     num_rows = weight.shape[0]
     best = best_tile if scale is None else best_tile_of_fp8
@@ -82,6 +147,11 @@ def matmul(
         out,
         parts,
         counts,
+        given,
+        eps,
+        out if norm is None else norm.residual,
+        out if norm is None else norm.weight,
+        out if norm is None else norm.squares,
         num_tokens,
         num_rows // 2 if gated else num_rows,
         in_features,
@@ -99,11 +169,13 @@ def matmul(
         BIASED=bias is not None,
         KIND=activation or "",
         GATED=gated,
+        UNSCALED=not scaled,
+        LATE=_late(num_tokens, activation, gated, norm is not None),
+        NORMED=norm is not None,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=4 if tile.parts == 1 else tile.parts,
     )
-    return out
 
 
 def best_tile(num_tokens: int, num_rows: int, in_features: int) -> Tile:
@@ -135,6 +207,17 @@ def best_tile_of_fp8(num_tokens: int, num_rows: int, in_features: int) -> Tile:
         return Tile(32, stages=8)
     rows = 16 if num_tokens <= 8 or num_rows <= 1024 else 32
     return Tile(rows, stages=4, parts=2) if num_rows > 4096 else Tile(rows, stages=6, parts=4)
+
+
+def _late(num_tokens: int, activation: str | None, gated: bool, normed: bool) -> bool:
+    """Whether the next kernel may start only when the weight is read: one of so many programs that they would crowd on the
+    multiprocessors which this one's leave free. By times of chains, and by what follows in a model: a product, or attention.
+    """
+    if gated or normed:
+        return True
+    if activation is not None:
+        return num_tokens <= 8
+    return 16 < num_tokens <= 48  # attention over more fills all there is room for
 
 
 def _padded(num_tokens: int, tile: Tile) -> int:
@@ -240,6 +323,11 @@ def _tile_kernel(
     out_ptr,
     part_ptr,
     count_ptr,
+    given_ptr,
+    eps,
+    residual_ptr,
+    norm_ptr,
+    found_ptr,
     num_tokens,
     size,
     in_features,
@@ -257,6 +345,9 @@ def _tile_kernel(
     BIASED: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
+    UNSCALED: tl.constexpr,
+    LATE: tl.constexpr,
+    NORMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """ROWS rows of the weight, of which half are of gate and half of up if GATED, over `share` of its columns. Tiles are
@@ -265,7 +356,7 @@ def _tile_kernel(
     The product's first operand has 64 rows, if one of the two has: the tensor cores take as many at a time, and read them again
     for each run of the second's. Rows past the last one are the last one again.
     """
-    if not GATED:
+    if not LATE:
         release(PDL)
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
     WEIGHT_FIRST: tl.constexpr = TOKENS < 64 or ROWS == 64
@@ -285,6 +376,11 @@ def _tile_kernel(
     if BIASED:
         bias = tl.load(bias_ptr + row).to(tl.float32)
     token = tl.arange(0, TOKENS)
+    out_row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    stored = (token < num_tokens)[:, None] & (out_row < size)[None, :]
+    at_out = (token * size)[:, None] + out_row[None, :]
+    if NORMED:
+        norm = tl.load(norm_ptr + out_row, mask=out_row < size, other=0.0).to(tl.float32)
     x_rows = x_ptr + token * in_features + begin
     if PARTS == 1:
         column = tl.arange(0, COLUMNS)[None, :]
@@ -299,6 +395,10 @@ def _tile_kernel(
         in_x = (token < num_tokens)[None, :, None]
         acc = tl.zeros([PARTS, FIRST, SECOND], tl.float32)
     wait(PDL)
+    if UNSCALED:
+        squares = tl.load(given_ptr + token, mask=token < num_tokens, other=0.0).to(tl.float32)
+    if NORMED:
+        residual = tl.load(residual_ptr + at_out, mask=stored, other=0.0)
     for start in tl.range(0, tl.minimum(share, left), PARTS * COLUMNS, num_stages=STAGES):
         at = start + column
         weight = load_once(rows + at, at < left, EVEN)
@@ -309,8 +409,8 @@ def _tile_kernel(
             acc = _dot(weight, x, acc)
         else:
             acc = _dot(x, weight, acc)
-    if GATED:
-        release(PDL)  # what follows is a product, to be spread evenly over the multiprocessors
+    if LATE:
+        release(PDL)
     if PARTS > 1:
         acc = tl.sum(acc, 0)
     if SPLITS > 1:
@@ -321,6 +421,8 @@ def _tile_kernel(
         acc = tl.trans(acc)
     if SCALED:
         acc *= scale[None, :]
+    if UNSCALED:
+        acc *= tl.rsqrt(squares / in_features + eps)[:, None]
     if BIASED:
         acc += bias[None, :]
     if GATED:
@@ -331,8 +433,12 @@ def _tile_kernel(
         y = apply(y, KIND)
     if GATED:
         y *= up
-    out_row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    out = out_ptr + (token * size)[:, None] + out_row[None, :]
-    tl.store(
-        out, y.to(out_ptr.dtype.element_ty), mask=(token < num_tokens)[:, None] & (out_row < size)[None, :]
-    )
+    if NORMED:
+        total = (y + residual.to(tl.float32)).to(residual.dtype)
+        tl.store(residual_ptr + at_out, total, mask=stored)
+        y = tl.where(stored, total.to(tl.float32), 0.0)
+        # In fp64 the order in which programs come does not show, once the sum is rounded.
+        squares = tl.sum(y * y, 1).to(tl.float64)
+        tl.atomic_add(found_ptr + token, squares, mask=token < num_tokens, sem="relaxed")
+        y *= norm[None, :]
+    tl.store(out_ptr + at_out, y.to(out_ptr.dtype.element_ty), mask=stored)

@@ -36,8 +36,8 @@ def release(PDL: tl.constexpr):
     """Let the next kernel start once all programs of this one have come here, or have ended.
 
     Right after `wait` is the place for small kernels: what follows them then starts on an idle GPU, and its
-    programs spread evenly. Kernels that read a weight call it first of all, but those that such a kernel follows right
-    away once they have read it: programs that come as others end crowd on some of the multiprocessors.
+    programs spread evenly. Kernels that read a weight call it first of all, or, where a kernel of many programs follows, once they
+    have read it (`matmul`): programs that come as others end crowd on some of the multiprocessors.
     """
     if PDL:
         gdc_launch_dependents()

@@ -552,6 +552,7 @@ def check_fused(triton_attention, case: Case, fused: Fused, device: torch.device
         qkv,
         inputs.k_cache,
         inputs.v_cache,
+        positions,
         slot_mapping,
         inputs.query_start_loc,
         inputs.seq_lens,
@@ -602,20 +603,24 @@ def test_single_tokens_in_one_kernel_over_groups_windows_caps_and_splits(
 ):
     monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: splits)
     case = Case(SINGLES, heads=heads[0], kv_heads=heads[1], window=window, cap=cap)
-    check_fused(triton_attention, case, Fused(32, normed=True, unstored=(0, 3)), device)
+    unstored = (0, 3) if splits == 1 else ()
+    check_fused(triton_attention, case, Fused(32, normed=True, unstored=unstored), device)
 
 
-def test_single_tokens_of_padding_requests_touch_nothing(triton_attention, device, monkeypatch):
-    monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: 2)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_single_tokens_of_padding_requests_touch_nothing(triton_attention, device, monkeypatch, splits):
+    monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: splits)
     case = Case(((1, 20), (1, 30)), device=device)
     inputs = make(case)
     qkv = torch.randn(4, (case.heads + 2 * case.kv_heads) * case.head_size, device=device)
     before = inputs.k_cache.clone()
+    slots = torch.full((4,), -1, device=device)
     out = triton_attention.decode_attention(
         qkv,
         inputs.k_cache,
         inputs.v_cache,
-        torch.full((4,), -1, device=device),
+        F.pad(inputs.seq_lens, (0, 2)),
+        slots,
         torch.cat((inputs.query_start_loc, inputs.query_start_loc[-1:].repeat(2))),
         F.pad(inputs.seq_lens, (0, 2)),
         F.pad(inputs.block_table, (0, 0, 0, 2), value=-(10**6)),
@@ -630,7 +635,7 @@ def test_single_tokens_of_padding_requests_touch_nothing(triton_attention, devic
             qkv[:, :-8],
             inputs.k_cache,
             inputs.v_cache,
-            *[inputs.seq_lens] * 4,
+            *[inputs.seq_lens] * 5,
             num_heads=4,
             max_seq_len=1,
             scale=1.0,

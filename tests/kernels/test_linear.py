@@ -145,6 +145,63 @@ def test_every_tile_that_a_size_leads_to_covers_it(linears, device, num_rows, to
         assert_close(out, reference.linear(**call))
 
 
+# Norms between products
+
+
+def check_norm(
+    linears, device, dtype, tokens, hidden, in_features, tile=None, scaled=False, **options
+) -> None:
+    """A product, its residual sum, a norm, and two products of that, against one after the other."""
+    call = make(Case(tokens, hidden, in_features, biased=True, dtype=dtype), device)
+    x, weight, bias = call["x"], call["weight"], call["bias"]
+    residual = (3 * torch.randn(tokens, hidden, device=device)).to(dtype)
+    norm_weight = (torch.rand(hidden, device=device) + 0.5).to(dtype)
+    following = make(Case(tokens, 70, hidden, "silu", gated=True, biased=True, dtype=dtype), device)
+    del following["x"]
+    y = reference.linear(x, weight, bias)
+    expected, total = reference.add_rms_norm(y, residual, norm_weight, 1e-5)
+    squares = torch.zeros(tokens, dtype=torch.float64, device=device)
+    if tile is None:
+        unscaled = linears.add_norm(x, weight, residual, norm_weight, 1e-5, squares, bias)
+    else:
+        norm = linears.matmul.Norm(residual, norm_weight, 1e-5, squares)
+        unscaled = linears.matmul.add_norm(x, weight, bias, norm, tile)
+    assert len(unscaled) == tokens
+    assert_close(residual, total)
+    assert_close(linears.linear(unscaled, **following), reference.linear(expected, **following))
+
+
+@pytest.mark.parametrize("tokens", [2, 7, 16, 20, 64])
+@pytest.mark.parametrize(("hidden", "in_features"), [(64, 128), (100, 600), (1030, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_between_products(linears, device, dtype, hidden, in_features, tokens):
+    check_norm(linears, device, dtype, tokens, hidden, in_features)
+
+
+@pytest.mark.parametrize("tokens", [5, 20, 50])
+@pytest.mark.parametrize(
+    "tile", [(16, 2, 1, 1), (64, 2, 1, 2), (32, 2, 1, 3), (8, 2, 4, 1), (16, 2, 2, 1), (16, 2, 2, 2)], ids=str
+)
+def test_norms_behind_every_kind_of_tile(linears, device, tile, tokens):
+    for _ in range(2):  # the programs of a tile count themselves
+        check_norm(linears, device, torch.float32, tokens, 100, 640, linears.matmul.Tile(*tile))
+
+
+def test_what_norms_between_products_cannot_do_is_an_error(linears, device):
+    def add_norm(tokens: int, dtype: torch.dtype, residual: tuple[int, int] = (4, 8)) -> None:
+        x, weight = torch.zeros(tokens, 16, dtype=dtype), torch.zeros(8, 16, dtype=dtype)
+        squares = torch.zeros(tokens, dtype=torch.float64)
+        linears.add_norm(x, weight, torch.zeros(residual, dtype=dtype), weight[0, :8], 1e-5, squares)
+
+    for tokens in (1, 65):
+        with pytest.raises(ValueError, match=f"{tokens} rows"):
+            add_norm(tokens, torch.bfloat16)
+    with pytest.raises(ValueError, match="float16"):
+        add_norm(4, torch.float16)
+    with pytest.raises(ValueError, match="residual"):
+        add_norm(4, torch.bfloat16, (4, 9))
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 20])
 def test_nothing_beyond_the_tensors_is_read_into_the_result(linears, device, tokens):
     """Neighbours of x and of the weight are NaN."""

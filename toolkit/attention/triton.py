@@ -38,13 +38,14 @@ class TritonBackend(AttentionBackend):
         shape: AttentionShape,
         transform: HeadTransform,
     ) -> torch.Tensor:
-        """In one kernel where every request has a single token."""
+        """In one kernel for many requests of a single token each."""
         if batch.max_query_len > 1:
             return super().forward(qkv, k_cache, v_cache, batch, shape, transform)
         out: torch.Tensor = self._decode(
             qkv,
             k_cache,
             v_cache,
+            batch.positions,
             batch.slot_mapping,
             batch.query_start_loc,
             batch.seq_lens,

@@ -19,7 +19,7 @@ def fused(device: torch.device) -> SimpleNamespace | None:
         return None
     from toolkit.kernels.triton.activation import activation, gated_activation
     from toolkit.kernels.triton.embedding import embed_share
-    from toolkit.kernels.triton.linear import fits, linear
+    from toolkit.kernels.triton.linear import add_norm, fits, linear
     from toolkit.kernels.triton.norm import add_layer_norm, add_rms_norm
 
     return SimpleNamespace(
@@ -27,6 +27,7 @@ def fused(device: torch.device) -> SimpleNamespace | None:
         gated_activation=gated_activation,
         add_layer_norm=add_layer_norm,
         add_rms_norm=add_rms_norm,
+        add_norm=add_norm,
         embed_share=embed_share,
         linear=linear,
         fits=fits,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from toolkit.layers.fused import fused
 from toolkit.layers.packed import Packed, pack
 from toolkit.layers.weights import JoinedSlot, QuantizedSlot, Slot, Slots
 from toolkit.quantization import fp8, int8, new_weight, quantizes_head
+
+if TYPE_CHECKING:
+    from toolkit.kernels.triton.matmul import Unscaled
 
 Split = Literal["out", "in"] | None
 
@@ -60,25 +63,46 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = nn.Parameter(torch.empty(num_rows), requires_grad=False) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Unscaled) -> torch.Tensor:
         return self._product(x, self._bias())
+
+    def joins_norms(self, x: torch.Tensor) -> bool:
+        """Whether products of as many rows as x has are computed with the norms around them. (In float16, rows that are not
+        scaled yet may not fit. With weights in FP8 it is slower.)
+        """
+        kernels = fused(x.device)
+        if kernels is None or self.group.size > 1 or len(x) == 1 or x.dtype != torch.bfloat16:
+            return False
+        return bool(kernels.fits(len(x), self.weight))
+
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, squares: torch.Tensor
+    ) -> Unscaled:
+        """The root mean square norm, with this weight, of the output and `residual`, which becomes their sum; where `joins_norms`.
+        squares: as in `_Normalization.after`.
+        """
+        kernels = fused(x.device)
+        assert kernels is not None
+        normed: Unscaled = kernels.add_norm(x, self.weight, residual, weight, eps, squares, self._bias())
+        return normed
 
     def _bias(self) -> torch.Tensor | None:
         """What this rank adds: of a sum's parts, the first has it."""
         return self.bias if self.columns.whole or self.group.rank == 0 else None
 
-    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _product(self, x: torch.Tensor | Unscaled, bias: torch.Tensor | None) -> torch.Tensor:
+        kernels = fused(x.device)
+        if kernels is not None and kernels.fits(len(x), self.weight):
+            fused_y: torch.Tensor = kernels.linear(x, self.weight, bias, self.activation)
+            return fused_y
+        assert isinstance(x, torch.Tensor), "see joins_norms"
         if self.packed is not None:
             return self.packed(x)
         if self.scale is not None:
             return fp8.linear(x, self.weight, self.scale, bias, self.activation)
-        kernels = fused(x.device)
         if kernels is None:
             y = F.linear(x, self.weight, bias)
             return FUNCTIONS[self.activation](y) if self.activation else y
-        if kernels.fits(len(x), self.weight):
-            fused_y: torch.Tensor = kernels.linear(x, self.weight, bias, self.activation)
-            return fused_y
         if self.activation == "gelu_tanh" and bias is not None and x.dtype != torch.float32:
             # cuBLAS adds the bias and applies the tanh form of GELU while it has the sums in registers.
             return torch._addmm_activation(bias, x, self.weight.T, use_gelu=True)
@@ -195,17 +219,18 @@ class GatedLinear(MergedLinear):
         super().__init__(in_features, (share, share), bias=bias)
         self.activation = activation
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Unscaled) -> torch.Tensor:
+        kernels = fused(x.device)
+        if kernels is not None and kernels.fits(len(x), self.weight):
+            y: torch.Tensor = kernels.linear(x, self.weight, self.bias, self.activation, gated=True)
+            return y
+        assert isinstance(x, torch.Tensor), "see joins_norms"
         if self.packed is not None:
             return self.packed(x)
         if self.scale is not None:
             return fp8.linear(x, self.weight, self.scale, self.bias, self.activation, gated=True)
-        kernels = fused(x.device)
         if kernels is None:
             gate, up = F.linear(x, self.weight, self.bias).chunk(2, dim=1)
             return FUNCTIONS[self.activation](gate) * up
-        if kernels.fits(len(x), self.weight):
-            y: torch.Tensor = kernels.linear(x, self.weight, self.bias, self.activation, gated=True)
-        else:
-            y = kernels.gated_activation(F.linear(x, self.weight, self.bias), self.activation)
-        return y
+        y = kernels.gated_activation(F.linear(x, self.weight, self.bias), self.activation)
+        return y  # noqa: RET504  # typed above: the kernels are not

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,10 @@ from toolkit.kernels import cpu
 from toolkit.kernels.cpu.norm import DTYPES, Norm
 from toolkit.layers.fused import fused
 from toolkit.layers.weights import Slot, Slots
+
+if TYPE_CHECKING:
+    from toolkit.kernels.triton.matmul import Unscaled
+    from toolkit.layers.linear import Linear
 
 
 class _Normalization(nn.Module, abc.ABC):
@@ -50,6 +55,20 @@ class _Normalization(nn.Module, abc.ABC):
             return self._fused(kernels, x, residual)
         total = x if residual is None else x + residual
         return self._plain(total), total
+
+    def after(
+        self,
+        product: Linear,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        into: Linear,
+        squares: torch.Tensor,
+    ) -> tuple[torch.Tensor | Unscaled, torch.Tensor]:
+        """The same of product(x) and residual, as `into` takes it. squares: fp64 zeros, as many as rows of x or more, for this
+        call alone.
+        """
+        both: tuple[torch.Tensor, torch.Tensor] = self(product(x), residual)
+        return both
 
     @abc.abstractmethod
     def _fused(
@@ -93,6 +112,19 @@ class LayerNorm(_Normalization):
 
 class RMSNorm(_Normalization):
     """Root mean square normalization (Zhang & Sennrich, 2019)."""
+
+    def after(
+        self,
+        product: Linear,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        into: Linear,
+        squares: torch.Tensor,
+    ) -> tuple[torch.Tensor | Unscaled, torch.Tensor]:
+        """In no kernel of its own where both products are of few rows."""
+        if product.joins_norms(x) and into.joins_norms(x):
+            return product.add_norm(x, residual, self.weight, self.eps, squares[: len(x)]), residual
+        return super().after(product, x, residual, into, squares)
 
     def _fused(
         self, kernels: SimpleNamespace, x: torch.Tensor, residual: torch.Tensor | None

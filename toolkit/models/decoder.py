@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any, ClassVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -25,6 +26,9 @@ from toolkit.models.registry import CausalLM
 from toolkit.models.stages import share_out
 from toolkit.quantization import quantizes_head
 
+if TYPE_CHECKING:
+    from toolkit.kernels.triton.matmul import Unscaled
+
 
 class DecoderLayer(nn.Module, abc.ABC):
     """Attention and MLP, each behind a norm."""
@@ -40,20 +44,20 @@ class DecoderLayer(nn.Module, abc.ABC):
 
     def forward(
         self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
+        x: torch.Tensor | Unscaled,
+        residual: torch.Tensor,
         batch: AttentionBatch,
+        squares: torch.Tensor,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output, residual stream) of the tokens `wanted`, or all. Under tensor parallelism an output is this rank's part of a sum, and
-        so is x where it comes with a residual.
+        """(what `down` takes, residual stream) of the tokens `wanted`, or all; x: through `attn_norm`. The layer ends before
+        `down` since the norm behind that one is the next layer's.
         """
-        x, residual = self.attn_norm(x, residual)
-        x = self.attn(self.qkv(x), batch)
+        y = self.attn(self.qkv(x), batch)
         if wanted is not None:
-            x, residual = x[wanted], residual[wanted]
-        x, residual = self.mlp_norm(self.out(x), residual)
-        return self.down(self.up(x)), residual
+            y, residual = y[wanted], residual[wanted]
+        x, residual = self.mlp_norm.after(self.out, y, residual, self.up, squares)
+        return self.up(x), residual
 
     @abc.abstractmethod
     def slots(self, name: str) -> Slots:
@@ -112,24 +116,30 @@ class Decoder(CausalLM):
 
     def _through(self, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Layers and norm."""
-        residual: torch.Tensor | None = None
-        *layers, last = self.layers
-        for layer in layers:
-            x, residual = layer(x, residual, batch)
+        layers = self._layers()
+        squares = torch.zeros(len(layers), 2, len(x), dtype=torch.float64, device=x.device)
+        normed, residual = layers[0].attn_norm(x, None)
+        for (layer, following), room in zip(pairwise(layers), squares, strict=False):
+            x, residual = layer(normed, residual, batch, room[0])
+            normed, residual = following.attn_norm.after(layer.down, x, residual, following.qkv, room[1])
+        layer = layers[-1]
+        wanted = batch.wanted if self.stage.is_last else None
+        x, residual = layer(normed, residual, batch, squares[-1, 0], wanted)
+        x = layer.down(x)
         if not self.stage.is_last:
-            x, residual = last(x, residual, batch)
             total: torch.Tensor = self.group.all_reduce(x) + residual
             return total
-        x, residual = last(x, residual, batch, batch.wanted)
-        normed: torch.Tensor = self.norm(x, residual)[0]
-        return normed
+        out: torch.Tensor = self.norm(x, residual)[0]
+        return out
+
+    def _layers(self) -> list[DecoderLayer]:
+        return list(self.layers)  # type: ignore[arg-type]  # a ModuleList says of its items that they are modules
 
     def slots(self) -> Slots:
         slots: Slots = {}
         if self.has_table:
             slots |= self.embed.slots(self.embed_name)
-        for index, layer in zip(self.indices, self.layers, strict=True):
-            assert isinstance(layer, DecoderLayer)
+        for index, layer in zip(self.indices, self._layers(), strict=True):
             slots |= layer.slots(f"{self.layers_name}.{index}")
         if self.stage.is_last:
             slots |= self.norm.slots(self.norm_name)
