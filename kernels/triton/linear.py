@@ -112,8 +112,10 @@ def add_norm(
 
 
 def _check(x: Tensor, weight: Tensor, least: int = 0) -> None:
-    if not least <= len(x) <= MAX_TOKENS:
-        raise ValueError(f"{len(x)} rows are not {least} to {MAX_TOKENS}")
+    if len(x) > MAX_TOKENS:
+        raise ValueError(f"{len(x)} rows are more than {MAX_TOKENS}")
+    if len(x) < least:
+        raise ValueError(f"{len(x)} rows are fewer than {least}")
     if not x.is_contiguous() or not weight.is_contiguous():
         raise ValueError("x and the weight must be contiguous")
 
