@@ -21,7 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from .bench_calls import BLOCK_SIZE, COLD_BYTES, Maker, Row, fp8_products, layer_rows, logits_rows, state_rows
+from .bench_calls import (
+    BLOCK_SIZE,
+    COLD_BYTES,
+    LLAMA,
+    QWEN3,
+    Maker,
+    Row,
+    fp8_products,
+    layer_rows,
+    logits_rows,
+    state_rows,
+)
 from .cpu import bench as cpu_bench
 from .triton import activation, attention, linear, norm, sampling
 from .triton.attention import Batch, Logits, Tile
@@ -217,6 +228,13 @@ def main() -> None:
             print(
                 f"{'product':8s}{f'{name}, {num_tokens} tokens':44s}{seconds * 1e6:8.1f} us {share}  {label}"
             )
+    for num_tokens in (2, 8, 16, 64):
+        for name, (hidden, inner, heads, _, head_size) in (("Llama", LLAMA), ("Qwen3", QWEN3)):
+            joined, apart = (
+                seconds_of(calls) for calls in norm_calls(num_tokens, hidden, heads * head_size, inner)
+            )
+            size = f"{name} out, norm, gate-up, {num_tokens} tokens"
+            print(f"{'norm':8s}{size:44s}{joined * 1e6:8.1f} us  in a kernel of its own {apart * 1e6:.1f} us")
 
 
 def print_row(kind: str, row: Row, size: str, bandwidth: float) -> None:
@@ -240,10 +258,43 @@ def ranked(case: Case, batches: list[Batch], tune: bool) -> list[tuple[str, floa
         )
 
     rows = [("", seconds_per_call(default, batches))]
+    if case.max_query_len == 1:
+        rows.append(("with heads' norms, rotation and cache", seconds_per_call(whole_decode(case), batches)))
     if tune:
         tried = sorted(variants(case, batches), key=lambda row: row[1])
         rows += tried[:4]
     return rows
+
+
+def whole_decode(case: Case) -> Callable[[Batch], None]:
+    """A step of single tokens from their projections on."""
+    width = (case.heads + 2 * case.kv_heads) * case.head_size
+    qkv = torch.randn(len(case.lens), width, device="cuda", dtype=DTYPE)
+    weight = torch.ones(case.head_size, device="cuda", dtype=DTYPE)
+    cos_sin = torch.randn(case.max_seq_len, 2, case.head_size // 2, device="cuda", dtype=DTYPE)
+    last = torch.tensor([context - 1 for _, context in case.lens], device="cuda")
+    requests = torch.arange(len(case.lens), device="cuda")
+
+    def run(batch: Batch) -> None:
+        attention.decode_attention(
+            qkv,
+            batch.k_cache,
+            batch.v_cache,
+            last,
+            batch.block_table[requests, last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table,
+            num_heads=case.heads,
+            max_seq_len=case.max_seq_len,
+            scale=case.head_size**-0.5,
+            cos_sin=cos_sin,
+            q_weight=weight,
+            k_weight=weight,
+            eps=1e-6,
+        )
+
+    return run
 
 
 def variants(case: Case, batches: list[Batch]) -> Iterator[tuple[str, float]]:
@@ -367,6 +418,36 @@ def product_calls(
             activation.gated_activation(y, "silu")
 
     return [partial(ours, weight) for weight in weights], [partial(library, weight) for weight in weights]
+
+
+def norm_calls(
+    num_tokens: int, hidden: int, width: int, inner: int
+) -> tuple[list[Callable[[], object]], list[Callable[[], object]]]:
+    """Products before and behind a norm, over different weights: with the norm, and with it in a kernel of its own."""
+    copies = min(MAX_CACHES, max(2, COLD_BYTES // ((width + 2 * inner) * hidden * DTYPE.itemsize)))
+    x = torch.randn(num_tokens, width, device="cuda", dtype=DTYPE)
+    residual = torch.zeros(num_tokens, hidden, device="cuda", dtype=DTYPE)
+    scale = torch.ones(hidden, device="cuda", dtype=DTYPE)
+    squares = torch.zeros(
+        num_tokens, device="cuda", dtype=torch.float64
+    )  # sums of all calls: only the time counts
+
+    def joined(first: Tensor, second: Tensor) -> None:
+        normed = linear.add_norm(x, first, residual, scale, 1e-5, squares)
+        linear.linear(normed, second, None, "silu", gated=True)
+
+    def apart(first: Tensor, second: Tensor) -> None:
+        normed, _ = norm.add_rms_norm(linear.linear(x, first), residual, scale, 1e-5)
+        linear.linear(normed, second, None, "silu", gated=True)
+
+    weights = [
+        (
+            torch.randn(hidden, width, device="cuda", dtype=DTYPE) / 64,
+            torch.randn(2 * inner, hidden, device="cuda", dtype=DTYPE) / 64,
+        )
+        for _ in range(copies)
+    ]
+    return [partial(joined, *pair) for pair in weights], [partial(apart, *pair) for pair in weights]
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ class Shape(NamedTuple):
 
 LLAMA = Shape(4096, 14336, 32, 8, 128)
 """Llama-3.1-8B's."""
+QWEN3 = Shape(1024, 3072, 16, 8, 128)
+"""Qwen3-0.6B's."""
 
 
 class Maker(NamedTuple):

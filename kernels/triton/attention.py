@@ -81,8 +81,8 @@ def paged_attention(
     splits = num_splits(batch, max_seq_len)
     if max_query_len == 1:
         decode(batch, logits, splits)
-    elif batch.num_reqs > 1 and splits > 1 and max_seq_len > LONG_CONTEXT:
-        decode(batch, logits, splits)
+    elif batch.num_reqs > 1 and _multiple(batch) > 1 and max_seq_len > LONG_CONTEXT:
+        decode(batch, logits, max(2, splits))
         prefill(batch, logits, singles=False)
     else:
         prefill(batch, logits, singles=True)
@@ -110,11 +110,16 @@ def decode_attention(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """`rotary.qk_norm_rope_write`, then `paged_attention`, for a step of one token per request, each the last of its request's:
-    in one kernel where the keys of a request are not split.
+    """`rotary.qk_norm_rope_write`, then `paged_attention`, for a step of one token per request, whose position is the last of its
+    request's: in one kernel where the keys of a request are not split.
 
     Arguments as theirs. A token's own key and value count as they are in the cache, rounded, whether they have a slot or not, or,
-    with splits, if they have one. Returns `[num_tokens, num_heads, head_size]`. Raises ValueError as the two do.
+    with splits, if they have one.
+
+    NOTE: on Hopper the kernels read everything but qkv and the cache before the kernel ahead of them has ended (see `pdl`): it must
+    be older.
+
+    Returns `[num_tokens, num_heads, head_size]`. Raises ValueError as the two do.
     """
     num_tokens, head_size = qkv.shape[0], k_cache.shape[3]
     num_kv_heads = k_cache.shape[2]
@@ -288,7 +293,6 @@ def decode(
         ROWS=tile.rows,
         KEYS=tile.keys,
         OWN=own is not None,
-        FETCHED=tile.keys,
         SPLIT=splits > 1,
         PDL=pdl,
         launch_pdl=pdl,
@@ -334,9 +338,12 @@ def prefill(batch: Batch, logits: Logits, *, singles: bool, tile: Tile | None = 
 
 def num_splits(batch: Batch, max_seq_len: int) -> int:
     """Programs per request and KV head in decode: about two for each multiprocessor, none without a tile of keys."""
-    programs = batch.num_reqs * batch.num_kv_heads
-    wanted = (2 * _num_multiprocessors(batch.q.device) + programs // 2) // programs
-    return max(1, min(wanted, -(-max_seq_len // 64), MAX_SPLITS))
+    return max(1, min(int(_multiple(batch) + 0.5), -(-max_seq_len // 64), MAX_SPLITS))
+
+
+def _multiple(batch: Batch) -> float:
+    """How many times the programs for a request and KV head each would have to be more, for two on each multiprocessor."""
+    return 2 * _num_multiprocessors(batch.q.device) / (batch.num_reqs * batch.num_kv_heads)
 
 
 def _power_of_two(n: int) -> int:

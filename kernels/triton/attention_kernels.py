@@ -283,7 +283,6 @@ def decode_kernel(
     CAPPED: tl.constexpr,
     SPLIT: tl.constexpr,
     OWN: tl.constexpr,
-    FETCHED: tl.constexpr,
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
 ):
@@ -292,6 +291,7 @@ def decode_kernel(
     If OWN, q is qkv as it was projected: the token's own key and value are not in the cache, and come last. Without splits only:
     with them, each program would do it again.
     """
+    tl.static_assert(not (OWN and SPLIT))
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -332,7 +332,7 @@ def decode_kernel(
             kv_stride_slot,
             BLOCK_SIZE,
             HEAD_SIZE,
-            FETCHED,
+            KEYS,
         )
     wait(PDL)
     release(PDL)

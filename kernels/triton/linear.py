@@ -2,7 +2,8 @@
 weight.
 
 One row of x is multiplied in registers (`_vector_kernel`); for more, up to 64, see `matmul`. The first columns of the
-weight are asked for before the kernel that computes x has ended. Results do not depend on which program comes first.
+weight are asked for before the kernel that computes x has ended. Results do not depend on which program comes first, but
+for those of `add_norm` in one of some 2**29 rows.
 """
 
 # mypy: allow-incomplete-defs
@@ -108,6 +109,10 @@ def add_norm(
         )
     if x.dtype == torch.float16:
         raise ValueError("rows that are not scaled yet may not fit float16")
+    if squares.dtype != torch.float64 or not squares.is_contiguous() or squares.shape != (len(x),):
+        raise ValueError(
+            f"squares must be {len(x)} numbers in float64 side by side, not {squares.shape} in {squares.dtype}"
+        )
     return matmul.add_norm(x, weight, bias, matmul.Norm(residual, norm_weight, eps, squares))
 
 

@@ -97,7 +97,7 @@ def matmul(
 
 
 def add_norm(
-    x: Tensor | Unscaled,
+    x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     norm: Norm,
@@ -137,7 +137,7 @@ def _run(
     parts = counts = out
     if tile.splits > 1:
         shape = (tile.splits, num_tiles, tokens, tile.rows)
-        parts, counts = torch.empty(shape, dtype=torch.float32, device=x.device), tile_counts(x.device)
+        parts, counts = torch.empty(shape, dtype=torch.float32, device=x.device), _counts(x.device)
     pdl = supported(x.device)
     _tile_kernel[(num_tiles, tile.splits)](
         x,
@@ -238,8 +238,8 @@ def _shared_memory(device: torch.device) -> int:
 
 
 @cache
-def tile_counts(device: torch.device) -> Tensor:
-    """How many programs of each tile have come: 0 between kernels, of which none counts before the one ahead has ended."""
+def _counts(device: torch.device) -> Tensor:
+    """How many programs of each tile have come: 0 between kernels."""
     return torch.zeros(4096, dtype=torch.int32, device=device)
 
 
@@ -354,12 +354,12 @@ def _tile_kernel(
     `[tokens or rows, columns]`, of several parts `[parts, ..., columns]`.
 
     The product's first operand has 64 rows, if one of the two has: the tensor cores take as many at a time, and read them again
-    for each run of the second's. Rows past the last one are the last one again.
+    for each run of the second's. Otherwise it is the longer one. Rows past the last one are the last one again.
     """
     if not LATE:
         release(PDL)
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
-    WEIGHT_FIRST: tl.constexpr = TOKENS < 64 or ROWS == 64
+    WEIGHT_FIRST: tl.constexpr = ROWS == 64 or (TOKENS < 64 and ROWS >= TOKENS)
     FIRST: tl.constexpr = ROWS if WEIGHT_FIRST else TOKENS
     SECOND: tl.constexpr = TOKENS if WEIGHT_FIRST else ROWS
     lane = tl.arange(0, ROWS)
@@ -437,7 +437,7 @@ def _tile_kernel(
         total = (y + residual.to(tl.float32)).to(residual.dtype)
         tl.store(residual_ptr + at_out, total, mask=stored)
         y = tl.where(stored, total.to(tl.float32), 0.0)
-        # In fp64 the order in which programs come does not show, once the sum is rounded.
+        # In fp64 the order in which programs come all but never shows, once the sum is rounded.
         squares = tl.sum(y * y, 1).to(tl.float64)
         tl.atomic_add(found_ptr + token, squares, mask=token < num_tokens, sem="relaxed")
         y *= norm[None, :]

@@ -148,9 +148,7 @@ def test_every_tile_that_a_size_leads_to_covers_it(linears, device, num_rows, to
 # Norms between products
 
 
-def check_norm(
-    linears, device, dtype, tokens, hidden, in_features, tile=None, scaled=False, **options
-) -> None:
+def check_norm(linears, device, dtype, tokens, hidden, in_features, tile=None) -> None:
     """A product, its residual sum, a norm, and two products of that, against one after the other."""
     call = make(Case(tokens, hidden, in_features, biased=True, dtype=dtype), device)
     x, weight, bias = call["x"], call["weight"], call["bias"]
@@ -188,10 +186,12 @@ def test_norms_behind_every_kind_of_tile(linears, device, tile, tokens):
 
 
 def test_what_norms_between_products_cannot_do_is_an_error(linears, device):
-    def add_norm(tokens: int, dtype: torch.dtype, residual: tuple[int, int] = (4, 8)) -> None:
+    def add_norm(
+        tokens: int, dtype: torch.dtype, residual: tuple[int, int] = (4, 8), squares: int = 0
+    ) -> None:
         x, weight = torch.zeros(tokens, 16, dtype=dtype), torch.zeros(8, 16, dtype=dtype)
-        squares = torch.zeros(tokens, dtype=torch.float64)
-        linears.add_norm(x, weight, torch.zeros(residual, dtype=dtype), weight[0, :8], 1e-5, squares)
+        room = torch.zeros(squares or tokens, dtype=torch.float64)
+        linears.add_norm(x, weight, torch.zeros(residual, dtype=dtype), weight[0, :8], 1e-5, room)
 
     for tokens in (1, 65):
         with pytest.raises(ValueError, match=f"{tokens} rows"):
@@ -200,6 +200,8 @@ def test_what_norms_between_products_cannot_do_is_an_error(linears, device):
         add_norm(4, torch.float16)
     with pytest.raises(ValueError, match="residual"):
         add_norm(4, torch.bfloat16, (4, 9))
+    with pytest.raises(ValueError, match="squares must be 4"):
+        add_norm(4, torch.bfloat16, (4, 8), squares=3)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 20])

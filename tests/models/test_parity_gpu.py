@@ -164,6 +164,36 @@ def test_an_engine_is_made_while_one_that_nobody_uses_is_garbage(checkpoint):
     llm.shutdown()
 
 
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_steps_of_many_requests_share_norms_out_among_products(tmp_path, monkeypatch, family):
+    """Sizes that the products of few rows take at any number of tokens; the other checkpoints are smaller."""
+    from toolkit.layers.fused import fused
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 3}
+    settings = checkpoints.ARCHITECTURES["llama3-gqa"][1] | sizes
+    monkeypatch.setitem(checkpoints.ARCHITECTURES, "wide", (family, settings))
+    model = checkpoints.make_reference("wide")
+    folder = checkpoints.save(model, tmp_path / "wide")
+    rng = random.Random(5)
+    prompts = [[rng.randrange(VOCAB) for _ in range(3 + i)] for i in range(40)]
+    rounded = checkpoints.make_reference("wide").to("cuda", torch.bfloat16)
+    errors = []
+    for prompt in prompts[::8]:
+        sequence = prompt + checkpoints.greedy(model, prompt, NEW_TOKENS)
+        with torch.no_grad():
+            theirs = rounded(torch.tensor([sequence], device="cuda")).logits[0].float().log_softmax(-1).cpu()
+        errors.append(float((theirs - checkpoints.logits(model, sequence).log_softmax(-1)).abs().max()))
+    kernels, rows = fused(torch.device("cuda")), []
+    add_norm = kernels.add_norm
+    monkeypatch.setattr(kernels, "add_norm", lambda x, *rest: rows.append(len(x)) or add_norm(x, *rest))
+    for count in (40, 21, 7):
+        llm = LLM(str(folder), dtype="bfloat16", kv_cache_memory=0.05, max_num_seqs=48)
+        check(run(llm, prompts[:count]), model, [[]] * count, "bfloat16", {"bfloat16": max(errors)})
+        llm.shutdown()
+    assert min(rows) <= 8
+    assert max(rows) > 32
+
+
 def test_a_step_that_runs_out_of_memory_is_done_in_smaller_ones(checkpoint, monkeypatch):
     """The first steps fail as PyTorch's allocator would; every request is answered all the same, and rightly."""
     model = checkpoints.make_reference("gpt2")

@@ -71,7 +71,7 @@ class Linear(nn.Module):
         scaled yet may not fit. With weights in FP8 it is slower.)
         """
         kernels = fused(x.device)
-        if kernels is None or self.group.size > 1 or len(x) == 1 or x.dtype != torch.bfloat16:
+        if kernels is None or self.group.size > 1 or len(x) < 2 or x.dtype != torch.bfloat16:
             return False
         return bool(kernels.fits(len(x), self.weight))
 
@@ -83,6 +83,7 @@ class Linear(nn.Module):
         """
         kernels = fused(x.device)
         assert kernels is not None
+        assert self.activation is None
         normed: Unscaled = kernels.add_norm(x, self.weight, residual, weight, eps, squares, self._bias())
         return normed
 

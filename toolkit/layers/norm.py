@@ -62,10 +62,10 @@ class _Normalization(nn.Module, abc.ABC):
         x: torch.Tensor,
         residual: torch.Tensor,
         into: Linear,
-        squares: torch.Tensor,
+        squares: torch.Tensor | None,
     ) -> tuple[torch.Tensor | Unscaled, torch.Tensor]:
         """The same of product(x) and residual, as `into` takes it. squares: fp64 zeros, as many as rows of x or more, for this
-        call alone.
+        call alone; None where the products join no norms.
         """
         both: tuple[torch.Tensor, torch.Tensor] = self(product(x), residual)
         return both
@@ -119,10 +119,10 @@ class RMSNorm(_Normalization):
         x: torch.Tensor,
         residual: torch.Tensor,
         into: Linear,
-        squares: torch.Tensor,
+        squares: torch.Tensor | None,
     ) -> tuple[torch.Tensor | Unscaled, torch.Tensor]:
         """In no kernel of its own where both products are of few rows."""
-        if product.joins_norms(x) and into.joins_norms(x):
+        if squares is not None and product.joins_norms(x) and into.joins_norms(x):
             return product.add_norm(x, residual, self.weight, self.eps, squares[: len(x)]), residual
         return super().after(product, x, residual, into, squares)
 

@@ -47,7 +47,7 @@ class DecoderLayer(nn.Module, abc.ABC):
         x: torch.Tensor | Unscaled,
         residual: torch.Tensor,
         batch: AttentionBatch,
-        squares: torch.Tensor,
+        squares: torch.Tensor | None,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(what `down` takes, residual stream) of the tokens `wanted`, or all; x: through `attn_norm`. The layer ends before
@@ -58,6 +58,14 @@ class DecoderLayer(nn.Module, abc.ABC):
             y, residual = y[wanted], residual[wanted]
         x, residual = self.mlp_norm.after(self.out, y, residual, self.up, squares)
         return self.up(x), residual
+
+    def rooms(self, x: torch.Tensor, num_layers: int) -> list[tuple[torch.Tensor | None, ...]]:
+        """What the norms behind a layer's attention and behind its MLP take as `squares`, for each of the layers; x: hidden states."""
+        if not isinstance(self.mlp_norm, RMSNorm) or not self.out.joins_norms(x):
+            return [(None, None)] * num_layers
+        # Each begins at a multiple of 16 bytes, as kernels are compiled for.
+        rooms = torch.zeros(num_layers, 2, len(x) + len(x) % 2, dtype=torch.float64, device=x.device)
+        return [room.unbind() for room in rooms]
 
     @abc.abstractmethod
     def slots(self, name: str) -> Slots:
@@ -117,14 +125,14 @@ class Decoder(CausalLM):
     def _through(self, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Layers and norm."""
         layers = self._layers()
-        squares = torch.zeros(len(layers), 2, len(x), dtype=torch.float64, device=x.device)
+        squares = layers[0].rooms(x, len(layers))
         normed, residual = layers[0].attn_norm(x, None)
         for (layer, following), room in zip(pairwise(layers), squares, strict=False):
             x, residual = layer(normed, residual, batch, room[0])
             normed, residual = following.attn_norm.after(layer.down, x, residual, following.qkv, room[1])
         layer = layers[-1]
         wanted = batch.wanted if self.stage.is_last else None
-        x, residual = layer(normed, residual, batch, squares[-1, 0], wanted)
+        x, residual = layer(normed, residual, batch, squares[-1][0], wanted)
         x = layer.down(x)
         if not self.stage.is_last:
             total: torch.Tensor = self.group.all_reduce(x) + residual
