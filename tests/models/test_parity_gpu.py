@@ -183,7 +183,7 @@ def test_steps_of_many_requests_share_norms_out_among_products(tmp_path, monkeyp
         with torch.no_grad():
             theirs = rounded(torch.tensor([sequence], device="cuda")).logits[0].float().log_softmax(-1).cpu()
         errors.append(float((theirs - checkpoints.logits(model, sequence).log_softmax(-1)).abs().max()))
-    kernels, rows = fused(torch.device("cuda")), []
+    kernels, rows = fused(torch.device("cuda", 0)), []
     add_norm = kernels.add_norm
     monkeypatch.setattr(kernels, "add_norm", lambda x, *rest: rows.append(len(x)) or add_norm(x, *rest))
     for count in (40, 21, 7):

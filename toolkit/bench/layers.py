@@ -113,11 +113,11 @@ def _layers(model: Decoder, batch: AttentionBatch) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with captured(graph):
         call()
-    return partial(_replay, graph, hidden)
+    return partial(_replay, graph, hidden, batch)
 
 
-def _replay(graph: torch.cuda.CUDAGraph, _hidden: torch.Tensor) -> None:
-    """`_hidden` is what the graph reads: it must stay."""
+def _replay(graph: torch.cuda.CUDAGraph, _hidden: torch.Tensor, _batch: AttentionBatch) -> None:
+    """What the graph reads must stay, and stays as an argument."""
     graph.replay()
 
 
