@@ -116,7 +116,7 @@ def _layers(model: Decoder, batch: AttentionBatch) -> Callable[[], object]:
     return partial(_replay, graph, hidden, batch)
 
 
-def _replay(graph: torch.cuda.CUDAGraph, _hidden: torch.Tensor, _batch: AttentionBatch) -> None:
+def _replay(graph: torch.cuda.CUDAGraph, _hidden: torch.Tensor, _step: AttentionBatch) -> None:
     """What the graph reads must stay, and stays as an argument."""
     graph.replay()
 
