@@ -1,0 +1,103 @@
+"""Compiles kernels for a Hopper GPU, without one: the interpreter takes programs that the compiler does not.
+
+A script, since Triton compiles nothing in a process that interprets.
+"""
+
+from __future__ import annotations
+
+from toolkit.kernels.triton.attention_kernels import decode_kernel, merge_kernel
+from toolkit.kernels.triton.matmul import _tile_kernel
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGET = GPUTarget("cuda", 90, 32)
+MOST_SHARED = 227 << 10
+
+
+def check(
+    name: str, kernel, types: dict[str, str], constants: dict[str, object], warps: int, stages: int
+) -> None:
+    names = kernel.arg_names
+    signature = {
+        arg: "constexpr" if arg in constants else types.get(arg, "*bf16" if arg.endswith("_ptr") else "i32")
+        for arg in names
+    }
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, arg in enumerate(names)
+        if signature[arg].startswith("*") or "stride" in arg or arg in ("in_features", "share", "size")
+    }
+    values = {(names.index(arg),): value for arg, value in constants.items()}
+    source = ASTSource(kernel, signature, values, aligned)
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
+    compiled = compile(source, target=TARGET, options=options)
+    assert compiled.metadata.shared <= MOST_SHARED, (name, compiled.metadata.shared)
+    print(name, compiled.metadata.shared, "bytes shared")
+
+
+DECODE_TYPES = {
+    "query_start_ptr": "*i32",
+    "seq_len_ptr": "*i32",
+    "table_ptr": "*i32",
+    "row_ptr": "*i32",
+    "part_ptr": "*fp32",
+    "log_sum_ptr": "*fp32",
+    "slot_ptr": "*i64",
+    "eps": "fp32",
+    "inner_scale": "fp32",
+    "outer_scale": "fp32",
+    "kv_stride_block": "i64",
+}
+DECODE = {
+    "BLOCK_SIZE": 16,
+    "GROUP": 4,
+    "HEAD_SIZE": 128,
+    "HEAD_PAD": 128,
+    "INDIRECT": True,
+    "PDL": True,
+    "ROWS": 16,
+    "KEYS": 32,
+    "SLIDING": False,
+    "CAPPED": False,
+}
+TILE_TYPES = {
+    "part_ptr": "*fp32",
+    "count_ptr": "*i32",
+    "given_ptr": "*fp64",
+    "found_ptr": "*fp64",
+    "scale_ptr": "*fp32",
+    "eps": "fp32",
+}
+TILE = {
+    "COLUMNS": 128,
+    "FETCHED": 256,
+    "LINE": 64,
+    "EVEN": True,
+    "SCALED": False,
+    "BIASED": False,
+    "PDL": True,
+}
+
+
+def tile(name: str, tokens: int, rows: int, stages: int, parts: int, splits: int, **changes: object) -> None:
+    shape = {"TOKENS": tokens, "ROWS": rows, "STAGES": stages, "PARTS": parts, "SPLITS": splits}
+    plain = {"KIND": "", "GATED": False, "UNSCALED": False, "NORMED": False, "LATE": False}
+    check(name, _tile_kernel, TILE_TYPES, TILE | shape | plain | changes, 4 if parts == 1 else parts, 3)
+
+
+def main() -> None:
+    own = {"OWN": True, "SPLIT": False, "HALF": 64, "NORMED": True}
+    check("decode, heads of its own", decode_kernel, DECODE_TYPES, DECODE | own, 2, 4)
+    split = {"OWN": False, "SPLIT": True, "HALF": 0, "NORMED": False}
+    check("decode, split", decode_kernel, DECODE_TYPES, DECODE | split, 2, 4)
+    merge = {"HEAD_SIZE": 128, "HEAD_PAD": 128, "SPLITS_PAD": 16, "PDL": True}
+    check("merge", merge_kernel, DECODE_TYPES, merge, 4, 3)
+    tile("product, norm before", 64, 64, 6, 1, 1, UNSCALED=True)
+    tile("product, norm before, gated", 64, 128, 4, 1, 1, UNSCALED=True, KIND="silu", GATED=True, LATE=True)
+    tile("product, norm behind, warps", 8, 16, 5, 2, 1, NORMED=True, LATE=True)
+    tile("product, norm behind, programs", 64, 64, 5, 1, 2, NORMED=True, LATE=True)
+
+
+if __name__ == "__main__":
+    main()
