@@ -1,7 +1,8 @@
 """What a decode step's layers cost, embedding, head and sampling left out: `python -m toolkit.bench.layers FOLDER`.
 
 Each request has one new token behind a context in the cache; weights are random. On a GPU the layers are replayed as a CUDA graph, on a CPU
-they are called. Prints microseconds for one layer, the median of several rounds in which the numbers of requests take turns.
+they are called, by threads that are not bound to cores as an engine's are. Prints microseconds for one layer, the median of several
+rounds in which the numbers of requests take turns.
 """
 
 from __future__ import annotations

@@ -1,0 +1,167 @@
+"""A step of single tokens: their heads' norms and rotation, their keys and values, and attention, in one kernel or two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from toolkit.kernels import reference
+
+from tests.combinations import pairwise
+from tests.kernels.test_attention import DTYPES, FP8, NAN, TOLERANCE, Case, make
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What `decode_attention` does beyond `Case`. rotary_size 0: no rotation."""
+
+    rotary_size: int = 0
+    normed: bool = False
+    unstored: tuple[int, ...] = ()
+
+
+def check_fused(triton_attention, case: Case, fused: Fused, device: torch.device) -> None:
+    """Against writing and attending by themselves; the caches must hold the same."""
+    case = replace(case, device=device)
+    inputs = make(case)
+    torch.manual_seed(case.seed + 1)
+    longest = max(context for _, context in case.lens)
+    width = (case.heads + 2 * case.kv_heads) * case.head_size
+    qkv = torch.randn(len(case.lens), width + 8).to(case.dtype).to(device)[:, :width]
+    angles = torch.rand(longest, fused.rotary_size // 2) * 6
+    options: dict[str, object] = {}
+    if fused.normed:
+        options = {
+            name: (torch.rand(case.head_size) + 0.5).to(case.dtype).to(device)
+            for name in ("q_weight", "k_weight")
+        }
+        options["eps"] = 1e-6
+    cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1).to(case.dtype).to(device)
+    positions = inputs.seq_lens - 1
+    slots = []
+    for request, (_, context) in enumerate(case.lens):
+        block = inputs.block_table[request, (context - 1) // case.block_size].item()
+        slots.append(block * case.block_size + (context - 1) % case.block_size)
+        inputs.k_cache[block, (context - 1) % case.block_size] = NAN
+        inputs.v_cache[block, (context - 1) % case.block_size] = NAN
+    slot_mapping = torch.tensor(slots, device=device)
+    expected_k, expected_v = inputs.k_cache.clone(), inputs.v_cache.clone()
+    q = reference.qk_norm_rope_write(
+        qkv,
+        positions,
+        cos_sin if fused.rotary_size else None,
+        slot_mapping,
+        expected_k,
+        expected_v,
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        **options,
+    )
+    expected = reference.paged_attention(
+        q,
+        expected_k,
+        expected_v,
+        inputs.query_start_loc,
+        inputs.seq_lens,
+        inputs.block_table,
+        **case.options,
+    )
+    for request in fused.unstored:
+        slot = slots[request]
+        slot_mapping[request] = -1
+        for cache in (expected_k, expected_v):
+            cache[slot // case.block_size, slot % case.block_size] = NAN
+    actual = triton_attention.decode_attention(
+        qkv,
+        inputs.k_cache,
+        inputs.v_cache,
+        positions,
+        slot_mapping,
+        inputs.query_start_loc,
+        inputs.seq_lens,
+        inputs.block_table,
+        num_heads=case.heads,
+        max_seq_len=longest,
+        cos_sin=cos_sin if fused.rotary_size else None,
+        **case.options,
+        **options,
+    )
+    tolerance = TOLERANCE[case.dtype] * (1 if case.cached is None else 4)
+    difference = (actual.double() - expected.double()).norm() / expected.double().norm()
+    assert difference < tolerance
+    for found, wanted in ((inputs.k_cache, expected_k), (inputs.v_cache, expected_v)):
+        found, wanted = found.float(), wanted.float()
+        assert (found.isnan() == wanted.isnan()).all()
+        close = torch.isclose(found, wanted, rtol=TOLERANCE[case.dtype], atol=1e-5, equal_nan=True)
+        # Two ways to the same number may end on two sides of the middle of two e4m3 numbers.
+        assert (~close).float().mean() < (0.002 if case.cached else 1e-9)
+
+
+SINGLES = ((1, 9), (1, 1), (1, 70), (1, 16), (1, 17))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "normed", "cached"),
+    pairwise(
+        DTYPES,
+        [(32, 32), (64, 0), (80, 80), (80, 32), (96, 48), (128, 128), (256, 64)],
+        [True, False],
+        [None, FP8],
+    ),
+    ids=str,
+)
+def test_single_tokens_in_one_kernel(triton_attention, device, dtype, sizes, normed, cached):
+    head_size, rotary_size = sizes
+    case = Case(SINGLES, dtype=dtype, cached=cached, head_size=head_size)
+    check_fused(triton_attention, case, Fused(rotary_size, normed), device)
+
+
+@pytest.mark.parametrize(
+    ("heads", "window", "cap", "splits"),
+    pairwise([(3, 3), (8, 2), (14, 2), (16, 1), (71, 1)], [0, 1, 5, 40], [0.0, 2.0], [1, 2, 5]),
+    ids=str,
+)
+def test_single_tokens_in_one_kernel_over_groups_windows_caps_and_splits(
+    triton_attention, device, monkeypatch, heads, window, cap, splits
+):
+    monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: splits)
+    case = Case(SINGLES, heads=heads[0], kv_heads=heads[1], window=window, cap=cap)
+    unstored = (0, 3) if splits == 1 else ()
+    check_fused(triton_attention, case, Fused(32, normed=True, unstored=unstored), device)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_single_tokens_of_padding_requests_touch_nothing(triton_attention, device, monkeypatch, splits):
+    monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: splits)
+    case = Case(((1, 20), (1, 30)), device=device)
+    inputs = make(case)
+    qkv = torch.randn(4, (case.heads + 2 * case.kv_heads) * case.head_size, device=device)
+    before = inputs.k_cache.clone()
+    slots = torch.full((4,), -1, device=device)
+    out = triton_attention.decode_attention(
+        qkv,
+        inputs.k_cache,
+        inputs.v_cache,
+        F.pad(inputs.seq_lens, (0, 2)),
+        slots,
+        torch.cat((inputs.query_start_loc, inputs.query_start_loc[-1:].repeat(2))),
+        F.pad(inputs.seq_lens, (0, 2)),
+        F.pad(inputs.block_table, (0, 0, 0, 2), value=-(10**6)),
+        num_heads=case.heads,
+        max_seq_len=64,
+        scale=1.0,
+    )
+    assert out[:2].isfinite().all()
+    torch.testing.assert_close(inputs.k_cache, before, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(ValueError, match="heads"):
+        triton_attention.decode_attention(
+            qkv[:, :-8],
+            inputs.k_cache,
+            inputs.v_cache,
+            *[inputs.seq_lens] * 5,
+            num_heads=4,
+            max_seq_len=1,
+            scale=1.0,
+        )
