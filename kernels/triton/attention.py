@@ -317,7 +317,10 @@ def decode(
 
 
 def prefill(batch: Batch, logits: Logits, *, singles: bool, tile: Tile | None = None) -> None:
-    """The requests with several queries, and with `singles` also those with one."""
+    """The requests with several queries, and with `singles` also those with one. With `tile` in plain Triton on any GPU."""
+    if tile is None and _suits_hopper(batch, logits):
+        _prefill_on_hopper(batch, logits, singles)
+        return
     tile = tile or _prefill_tile(batch)
     tokens = tile.rows // batch.group
     # The tiles of request r begin at number start[r] // tokens + r: room for every ragged end.
@@ -333,6 +336,60 @@ def prefill(batch: Batch, logits: Logits, *, singles: bool, tile: Tile | None = 
         KEYS=tile.keys,
         num_warps=tile.warps,
         num_stages=tile.stages,
+    )
+
+
+def _suits_hopper(batch: Batch, logits: Logits) -> bool:
+    """Whether `attention_hopper` can: it copies pages as rows of one matrix, and knows no window, no cap and no FP8."""
+    cache = batch.k_cache
+    block_size, num_kv_heads, head_size = cache.shape[1:]
+    per_block, per_slot, per_head = cache.stride()[:3]
+    return (
+        _is_hopper(batch.q.device)
+        and cache.dtype == batch.q.dtype
+        and cache.dtype.itemsize == 2
+        and head_size == 128
+        and batch.group <= 128
+        and not (logits.sliding_window or logits.soft_cap)
+        and block_size >= 8
+        and block_size & (block_size - 1) == 0
+        and per_head == head_size
+        and per_slot >= num_kv_heads * head_size
+        and per_block % per_slot == 0
+        and all(stride % 8 == 0 for stride in (*batch.q.stride()[:2], per_slot))
+        and all(x.data_ptr() % 16 == 0 for x in (batch.q, cache, batch.v_cache))
+    )
+
+
+def _prefill_on_hopper(batch: Batch, logits: Logits, singles: bool) -> None:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from . import attention_hopper as hopper
+
+    def rows(cache: Tensor) -> TensorDescriptor:
+        """Slots as the rows of a matrix. Between two blocks may be rows of others."""
+        num_blocks, block_size, num_kv_heads, head_size = cache.shape
+        num_rows = (num_blocks - 1) * (cache.stride(0) // cache.stride(1)) + block_size
+        shape, strides = [num_rows, num_kv_heads * head_size], [cache.stride(1), 1]
+        page = [min(block_size, hopper.KEYS.value), hopper.COLUMNS.value]
+        return TensorDescriptor(cache, shape, strides, page, hopper.SWIZZLED.value)
+
+    tokens = 2 * hopper.HALF.value // batch.group
+    num_jobs = (batch.q.shape[0] // tokens + batch.num_reqs) * batch.num_kv_heads
+    arguments = batch.arguments()
+    del arguments["k_ptr"], arguments["HEAD_PAD"]
+    hopper.hopper_prefill_kernel[(min(num_jobs, _num_multiprocessors(batch.q.device)),)](
+        **arguments,
+        counter_ptr=_counters(batch.q.device),
+        k_cache=rows(batch.k_cache),
+        v_cache=rows(batch.v_cache),
+        outer_scale=logits.arguments()["outer_scale"],
+        num_jobs=num_jobs,
+        num_reqs=batch.num_reqs,
+        singles=int(singles),
+        KV_HEADS=batch.num_kv_heads,
+        TOKENS=tokens,
+        num_warps=hopper.WARPS.value,
     )
 
 
@@ -356,6 +413,17 @@ def _num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """The next job, and how many programs are through; zero between two calls."""
+    return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 def _decode_tile(batch: Batch) -> Tile:

@@ -5,18 +5,26 @@ A script, since Triton compiles nothing in a process that interprets.
 
 from __future__ import annotations
 
+from toolkit.kernels.triton.attention_hopper import SWIZZLED, hopper_prefill_kernel
 from toolkit.kernels.triton.attention_kernels import decode_kernel, merge_kernel
 from toolkit.kernels.triton.matmul import _tile_kernel
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 TARGET = GPUTarget("cuda", 90, 32)
 MOST_SHARED = 227 << 10
 
 
 def check(
-    name: str, kernel, types: dict[str, str], constants: dict[str, object], warps: int, stages: int
+    name: str,
+    kernel,
+    types: dict[str, str],
+    constants: dict[str, object],
+    warps: int,
+    stages: int,
+    source_type: type[ASTSource] = ASTSource,
 ) -> None:
     names = kernel.arg_names
     signature = {
@@ -29,8 +37,8 @@ def check(
         if signature[arg].startswith("*") or "stride" in arg or arg in ("in_features", "share", "size")
     }
     values = {(names.index(arg),): value for arg, value in constants.items()}
-    source = ASTSource(kernel, signature, values, aligned)
-    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
+    source = source_type(kernel, signature, values, aligned)
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": source_type is ASTSource}
     compiled = compile(source, target=TARGET, options=options)
     assert compiled.metadata.shared <= MOST_SHARED, (name, compiled.metadata.shared)
     print(name, compiled.metadata.shared, "bytes shared")
@@ -86,6 +94,15 @@ def tile(name: str, tokens: int, rows: int, stages: int, parts: int, splits: int
     check(name, _tile_kernel, TILE_TYPES, TILE | shape | plain | changes, 4 if parts == 1 else parts, 3)
 
 
+def hopper(name: str, block_size: int, group: int, dtype: str) -> None:
+    page = f"tensordesc<{dtype}[{min(64, block_size)}, 64],{SWIZZLED.value!r}>"
+    same = {f"{x}_ptr": f"*{dtype}" for x in ("q", "v", "out")}
+    types = DECODE_TYPES | same | {"counter_ptr": "*i32", "k_cache": page, "v_cache": page}
+    shape = {"BLOCK_SIZE": block_size, "GROUP": group, "KV_HEADS": 8, "HEAD_SIZE": 128}
+    constants = shape | {"INDIRECT": True, "TOKENS": 128 // group}
+    check(name, hopper_prefill_kernel, types, constants, 4, 3, GluonASTSource)
+
+
 def main() -> None:
     own = {"OWN": True, "SPLIT": False, "HALF": 64, "NORMED": True}
     check("decode, heads of its own", decode_kernel, DECODE_TYPES, DECODE | own, 2, 4)
@@ -93,6 +110,8 @@ def main() -> None:
     check("decode, split", decode_kernel, DECODE_TYPES, DECODE | split, 2, 4)
     merge = {"HEAD_SIZE": 128, "HEAD_PAD": 128, "SPLITS_PAD": 16, "PDL": True}
     check("merge", merge_kernel, DECODE_TYPES, merge, 4, 3)
+    hopper("prefill on Hopper", 16, 4, "bf16")
+    hopper("prefill on Hopper, large blocks", 128, 7, "fp16")
     tile("product, norm before", 64, 64, 6, 1, 1, UNSCALED=True)
     tile("product, norm before, gated", 64, 128, 4, 1, 1, UNSCALED=True, KIND="silu", GATED=True, LATE=True)
     tile("product, norm behind, warps", 8, 16, 5, 2, 1, NORMED=True, LATE=True)

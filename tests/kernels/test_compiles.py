@@ -17,4 +17,4 @@ def test_kernels_compile_for_hopper(tmp_path):
         [sys.executable, script], capture_output=True, text=True, env=environment, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 7
+    assert len(done.stdout.splitlines()) == 9

@@ -1,0 +1,492 @@
+"""Prefill attention for Hopper GPUs, in which copies, products and softmax run side by side.
+
+One program for each multiprocessor, in which three groups of warps work on their own. One group picks the next job (a tile of
+queries and a KV head), and copies keys and values page by page into rings of tiles in shared memory (TMA, which takes no registers
+and hardly an instruction). The two others take half of the job's rows each: their products are asynchronous, and one's softmax runs
+while the tensor cores multiply for the other. See Shah et al., "FlashAttention-3", arXiv:2407.08608.
+
+Written in Gluon, the language under Triton's, in which layouts, barriers and groups of warps are the kernel's own. Its programs are not
+interpreted, so that they run on a GPU only; `prefill_kernel` of `attention_kernels` is for everything else.
+
+Rings and slots are handed back and forth by barriers whose phase alternates at each turn: number n in a ring of STAGES lies in
+stage n % STAGES, and is there once the stage's `full` has ended phase n // STAGES.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="attr-defined"
+# Gluon annotates the constexpr parameters of a kernel and no others. Its aggregates need annotations that are not strings.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+KEYS = gl.constexpr(64)  # of a tile; with 128, 5 % faster behind 8,000 tokens, and 12 % slower for 1,000
+STAGES = gl.constexpr(4)  # tiles in a ring: a power of two, 1 << SHIFT
+SHIFT = gl.constexpr(2)
+HALF = gl.constexpr(64)  # rows of a group that multiplies: the least that its products take
+COLUMNS = gl.constexpr(64)  # of one copy: 128 bytes, as shared memory is swizzled
+WARPS = gl.constexpr(4)  # of a group that multiplies
+REGISTERS = gl.constexpr(200)  # for a thread of one that multiplies
+FEWER = gl.constexpr(
+    104
+)  # for a thread of the one that copies, which is one warp: 2 * 128 * 200 + 128 * 104 is all
+
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
+
+
+@aggregate
+class Shared:
+    """What the groups share: tiles of queries, keys and values, five numbers for each job, and the barriers of each."""
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    jobs: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    job_full: gl.shared_memory_descriptor
+    job_empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, jobs, q_full, k_full, k_empty, v_full, v_empty, job_full, job_empty):
+        self.q, self.k, self.v, self.jobs, self.q_full = q, k, v, jobs, q_full
+        self.k_full, self.k_empty, self.v_full, self.v_empty = k_full, k_empty, v_full, v_empty
+        self.job_full, self.job_empty = job_full, job_empty
+
+
+@gluon.jit
+def _wait(barriers, n):
+    """Until number n is there."""
+    mbarrier.wait(barriers.index(n & (STAGES - 1)), (n >> SHIFT) & 1)
+
+
+@gluon.jit
+def _wait_for_room(barriers, n):
+    """Until the stage of number n is free again."""
+    mbarrier.wait(barriers.index(n & (STAGES - 1)), ((n >> SHIFT) & 1) ^ 1)
+
+
+@gluon.jit
+def _at(values, i: gl.constexpr):
+    """Number i of values of which every thread has all."""
+    N: gl.constexpr = values.shape[0]
+    return gl.sum(gl.where(gl.arange(0, N, layout=values.type.layout) == i, values, 0), 0)
+
+
+@gluon.jit
+def _request_of_tile(query_start_ptr, tile, num_reqs, TOKENS: gl.constexpr):
+    """As in `attention_kernels`."""
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    not_after = 0
+    for base in range(0, num_reqs, 256):
+        request = base + gl.arange(0, 256, layout=LANES)
+        start = gl.load(query_start_ptr + request, mask=request < num_reqs, other=0)
+        first_tile = start // TOKENS + request
+        not_after += gl.sum(((request < num_reqs) & (first_tile <= tile)).to(gl.int32), 0)
+    return not_after - 1
+
+
+@gluon.jit
+def _copy_pages(
+    ring, full, n, cache, pages, block_rows, tile, column, BLOCK_SIZE: gl.constexpr, HEAD_SIZE: gl.constexpr
+):
+    """A tile of keys or values as number n. Its pages are whole: rows behind the last key are whatever is there."""
+    PAGES: gl.constexpr = pages.shape[0]
+    PAGE: gl.constexpr = KEYS // PAGES
+    stage = n & (STAGES - 1)
+    mbarrier.expect(full.index(stage), KEYS * HEAD_SIZE * 2)
+    for i in gl.static_range(PAGES):
+        row = _at(pages, i) * block_rows + tile * KEYS % BLOCK_SIZE
+        for part in gl.static_range(HEAD_SIZE // COLUMNS):
+            place = ring.index(stage).slice(i * PAGE, PAGE, 0).slice(part * COLUMNS, COLUMNS, 1)
+            tma.async_copy_global_to_shared(cache, [row, column + part * COLUMNS], full.index(stage), place)
+
+
+@gluon.jit
+def _copy(
+    shared,
+    counter_ptr,
+    k_cache,
+    v_cache,
+    q_ptr,
+    v_ptr,
+    query_start_ptr,
+    seq_len_ptr,
+    table_ptr,
+    row_ptr,
+    q_stride_token,
+    q_stride_head,
+    kv_stride_block,
+    kv_stride_slot,
+    kv_stride_head,
+    table_stride,
+    num_jobs,
+    num_reqs,
+    singles,
+    BLOCK_SIZE: gl.constexpr,
+    GROUP: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    HEAD_SIZE: gl.constexpr,
+    INDIRECT: gl.constexpr,
+    TOKENS: gl.constexpr,
+):
+    """Job after job: its numbers, its queries, and its keys and values from the last tile to the first."""
+    PAGES: gl.constexpr = KEYS // BLOCK_SIZE if BLOCK_SIZE < KEYS else 1
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0])
+    page = gl.arange(0, PAGES, layout=gl.BlockedLayout([PAGES], [32], [1], [0]))
+    field = gl.arange(0, 8, layout=gl.BlockedLayout([8], [32], [1], [0]))
+    dim = gl.expand_dims(gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, ROWS)), 0)
+    n = 0
+    t = 0
+    job = gl.program_id(0)
+    while job < num_jobs:
+        kv_head = job % KV_HEADS
+        query_tile = (num_jobs - 1 - job) // KV_HEADS
+        request = _request_of_tile(query_start_ptr, query_tile, num_reqs, TOKENS)
+        query_start = gl.load(query_start_ptr + request)
+        query_len = gl.load(query_start_ptr + request + 1) - query_start
+        context = gl.load(seq_len_ptr + request) - query_len
+        first_query = (query_tile - query_start // TOKENS - request) * TOKENS
+        if (first_query < query_len) & ((query_len > 1) | (singles != 0)):
+            table_row = request.to(gl.int64)
+            if INDIRECT:
+                table_row = gl.load(row_ptr + request).to(gl.int64)
+            table = table_ptr + table_row * table_stride
+            block_rows = (kv_stride_block // kv_stride_slot).to(gl.int32)
+            column = kv_head * HEAD_SIZE
+            last = context + gl.minimum(first_query + TOKENS, query_len) - 1
+            tile = last // KEYS
+            pages = gl.load(table + gl.minimum(tile * KEYS // BLOCK_SIZE + page, last // BLOCK_SIZE))
+
+            slot = t & 1
+            mbarrier.wait(shared.job_empty.index(slot), ((t >> 1) & 1) ^ 1)
+            numbers = gl.where(field == 0, tile + 1, gl.where(field == 1, kv_head, query_start + first_query))
+            numbers = gl.where(field == 3, query_len - first_query, numbers)
+            numbers = gl.where(field == 4, context + first_query, numbers)
+            shared.jobs.index(slot).store(numbers)
+            mbarrier.arrive(shared.job_full.index(slot), count=1)
+
+            _wait_for_room(shared.k_empty, n)
+            _copy_pages(
+                shared.k, shared.k_full, n, k_cache, pages, block_rows, tile, column, BLOCK_SIZE, HEAD_SIZE
+            )
+            for half in gl.static_range(2):
+                row = half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, ROWS))
+                token = query_start + gl.minimum(first_query + row // GROUP, query_len - 1)
+                q_rows = token.to(gl.int64) * q_stride_token + (kv_head * GROUP + row % GROUP) * q_stride_head
+                place = shared.q.index(slot * 2 + half)
+                async_copy.async_copy_global_to_shared(place, q_ptr + (gl.expand_dims(q_rows, 1) + dim))
+            async_copy.mbarrier_arrive(shared.q_full.index(slot), increment_count=False)
+            # Behind the last key may be what is no number, and zero times that is none either. So these values are not copied by
+            # pages but by rows, with zeros behind the last.
+            position = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, ROWS))
+            live = position <= last
+            block = gl.load(table + position // BLOCK_SIZE, mask=live, other=0).to(gl.int64)
+            v_rows = block * kv_stride_block + position % BLOCK_SIZE * kv_stride_slot
+            v_rows += kv_head.to(gl.int64) * kv_stride_head
+            stage = n & (STAGES - 1)
+            _wait_for_room(shared.v_empty, n)
+            place = shared.v.index(stage)
+            v_rows = v_ptr + (gl.expand_dims(v_rows, 1) + dim)
+            async_copy.async_copy_global_to_shared(place, v_rows, gl.expand_dims(live, 1))
+            mbarrier.arrive(shared.v_full.index(stage), count=1)
+            async_copy.mbarrier_arrive(shared.v_full.index(stage), increment_count=False)
+            n += 1
+            for below in range(tile - 1, -1, -1):
+                pages = gl.load(table + (below * KEYS // BLOCK_SIZE + page))
+                _wait_for_room(shared.k_empty, n)
+                _copy_pages(
+                    shared.k,
+                    shared.k_full,
+                    n,
+                    k_cache,
+                    pages,
+                    block_rows,
+                    below,
+                    column,
+                    BLOCK_SIZE,
+                    HEAD_SIZE,
+                )
+                _wait_for_room(shared.v_empty, n)
+                _copy_pages(
+                    shared.v,
+                    shared.v_full,
+                    n,
+                    v_cache,
+                    pages,
+                    block_rows,
+                    below,
+                    column,
+                    BLOCK_SIZE,
+                    HEAD_SIZE,
+                )
+                async_copy.mbarrier_arrive(shared.v_full.index(n & (STAGES - 1)), increment_count=False)
+                n += 1
+            t += 1
+        # The first jobs are the programs' own; the others are for whoever comes.
+        job = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+    mbarrier.wait(shared.job_empty.index(t & 1), ((t >> 1) & 1) ^ 1)
+    shared.jobs.index(t & 1).store(field * 0)
+    mbarrier.arrive(shared.job_full.index(t & 1), count=1)
+    # Whoever comes last leaves the counters as they were.
+    if gl.atomic_add(counter_ptr + 1, 1) == gl.num_programs(0) - 1:
+        gl.store(counter_ptr, 0)
+        gl.store(counter_ptr + 1, 0)
+
+
+@gluon.jit
+def _weigh(x, acc, row_max, row_sum, tile, last_key, outer_scale, dtype: gl.constexpr, MASKED: gl.constexpr):
+    """A tile's logits into weights, as the first operand of a product; and what was summed up before, by the new maximum.
+
+    row_sum `[rows, 8]` is of the columns that each thread holds: the threads of a row meet once for each job.
+    """
+    RESULT: gl.constexpr = acc.type.layout
+    if MASKED:
+        position = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LOGITS))
+        x = gl.where(gl.expand_dims(position, 0) <= gl.expand_dims(last_key, 1), x, -float("inf"))
+    top = gl.max(gl.max(gl.reshape(x, [HALF, KEYS // 8, 8]), 1), 1)
+    new_max = gl.maximum(row_max, gl.convert_layout(top, gl.SliceLayout(1, LOGITS)) * outer_scale)
+    weight = gl.exp2(x * outer_scale - gl.expand_dims(new_max, 1))
+    decay = gl.exp2(row_max - new_max)
+    part = gl.convert_layout(gl.sum(gl.reshape(weight, [HALF, KEYS // 8, 8]), 1), SUMS)
+    row_sum = row_sum * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, SUMS)), 1) + part
+    acc = acc * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, RESULT)), 1)
+    return gl.convert_layout(weight.to(dtype), gl.DotOperandLayout(0, RESULT, 2)), acc, new_max, row_sum
+
+
+@gluon.jit
+def _fold(shared, q, x, acc, row_max, row_sum, tile, n, last_key, outer_scale, MASKED: gl.constexpr):
+    """The weights of `tile` times its values, number n, and the logits of the tile below it."""
+    weight, acc, row_max, row_sum = _weigh(
+        x, acc, row_max, row_sum, tile, last_key, outer_scale, shared.v.dtype, MASKED
+    )
+    now, ahead = n & (STAGES - 1), (n + 1) & (STAGES - 1)
+    _wait(shared.k_full, n + 1)
+    _wait(shared.v_full, n)
+    if MASKED:
+        fence_async_shared()
+    zeros = gl.zeros([HALF, KEYS], gl.float32, LOGITS)
+    k = shared.k.index(ahead).permute((1, 0))
+    logits = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    result = warpgroup_mma(weight, shared.v.index(now), acc, is_async=True)
+    x, acc = warpgroup_mma_wait(0, deps=(logits, result))
+    mbarrier.arrive(shared.k_empty.index(ahead), count=1)
+    mbarrier.arrive(shared.v_empty.index(now), count=1)
+    return x, acc, row_max, row_sum
+
+
+@gluon.jit
+def _attend(
+    half: gl.constexpr,
+    shared,
+    out_ptr,
+    out_stride_token,
+    out_stride_head,
+    outer_scale,
+    GROUP: gl.constexpr,
+    HEAD_SIZE: gl.constexpr,
+    TOKENS: gl.constexpr,
+):
+    """Half of the rows of every job: a running softmax as in `attention_kernels`."""
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
+    NUMBERS: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    dim = gl.expand_dims(gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, RESULT)), 0)
+    row = half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, RESULT))
+    n = 0
+    t = 0
+    mbarrier.wait(shared.job_full.index(0), 0)
+    numbers = shared.jobs.index(0).load(NUMBERS)
+    tiles = _at(numbers, 0)
+    while tiles > 0:
+        kv_head = _at(numbers, 1)
+        first_token = _at(numbers, 2)
+        num_queries = _at(numbers, 3)
+        first_position = _at(numbers, 4)
+        query = (half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LOGITS))) // GROUP
+        last_key = first_position + query
+        row_max = gl.full([HALF], -1e30, gl.float32, gl.SliceLayout(1, LOGITS))
+        row_sum = gl.zeros([HALF, 8], gl.float32, SUMS)
+        acc = gl.zeros([HALF, HEAD_SIZE], gl.float32, RESULT)
+
+        slot = t & 1
+        q = shared.q.index(slot * 2 + half)
+        stage = n & (STAGES - 1)
+        mbarrier.wait(shared.q_full.index(slot), (t >> 1) & 1)
+        _wait(shared.k_full, n)
+        fence_async_shared()
+        zeros = gl.zeros([HALF, KEYS], gl.float32, LOGITS)
+        k = shared.k.index(stage).permute((1, 0))
+        logits = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+        x = warpgroup_mma_wait(0, deps=(logits,))
+        mbarrier.arrive(shared.k_empty.index(stage), count=1)
+        tile = tiles - 1
+        # All rows see all keys of the tiles below this one: no masks. The first tile has them even so: its values need the fence.
+        seen = gl.minimum((first_position + 1) // KEYS, tile)
+        while tile >= gl.maximum(seen, 1):
+            x, acc, row_max, row_sum = _fold(
+                shared, q, x, acc, row_max, row_sum, tile, n, last_key, outer_scale, True
+            )
+            tile -= 1
+            n += 1
+        while tile >= 1:
+            x, acc, row_max, row_sum = _fold(
+                shared, q, x, acc, row_max, row_sum, tile, n, last_key, outer_scale, False
+            )
+            tile -= 1
+            n += 1
+        weight, acc, row_max, row_sum = _weigh(
+            x, acc, row_max, row_sum, 0, last_key, outer_scale, shared.v.dtype, True
+        )
+        mbarrier.arrive(shared.job_empty.index(slot), count=1)
+        stage = n & (STAGES - 1)
+        _wait(shared.v_full, n)
+        fence_async_shared()
+        result = warpgroup_mma(weight, shared.v.index(stage), acc, is_async=True)
+        share = gl.convert_layout(1 / gl.maximum(gl.sum(row_sum, 1), 1e-30), gl.SliceLayout(1, RESULT))
+        acc = warpgroup_mma_wait(0, deps=(result,))
+        mbarrier.arrive(shared.v_empty.index(stage), count=1)
+
+        token = (first_token + row // GROUP).to(gl.int64)
+        out_rows = token * out_stride_token + (kv_head * GROUP + row % GROUP) * out_stride_head
+        stored = (row // GROUP < num_queries) & (row < TOKENS * GROUP)
+        result = (acc * gl.expand_dims(share, 1)).to(out_ptr.dtype.element_ty)
+        gl.store(out_ptr + (gl.expand_dims(out_rows, 1) + dim), result, mask=gl.expand_dims(stored, 1))
+        n += 1
+        t += 1
+        mbarrier.wait(shared.job_full.index(t & 1), (t >> 1) & 1)
+        numbers = shared.jobs.index(t & 1).load(NUMBERS)
+        tiles = _at(numbers, 0)
+
+
+@gluon.jit
+def _barriers(N: gl.constexpr, count: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(barriers.index(i), count=count)
+    return barriers
+
+
+@gluon.jit(do_not_specialize=["num_jobs", "num_reqs", "singles"])
+def hopper_prefill_kernel(
+    counter_ptr,
+    k_cache,
+    v_cache,
+    q_ptr,
+    v_ptr,
+    query_start_ptr,
+    seq_len_ptr,
+    table_ptr,
+    row_ptr,
+    out_ptr,
+    q_stride_token,
+    q_stride_head,
+    kv_stride_block,
+    kv_stride_slot,
+    kv_stride_head,
+    table_stride,
+    out_stride_token,
+    out_stride_head,
+    outer_scale,
+    num_jobs,
+    num_reqs,
+    singles,
+    BLOCK_SIZE: gl.constexpr,
+    GROUP: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    HEAD_SIZE: gl.constexpr,
+    INDIRECT: gl.constexpr,
+    TOKENS: gl.constexpr,
+):
+    """Jobs go from the last tile of the last prompt down: a prompt's last tiles have the most keys."""
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    shared = Shared(
+        gl.allocate_shared_memory(dtype, [4, HALF, HEAD_SIZE], SWIZZLED),
+        gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_SIZE], SWIZZLED),
+        gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_SIZE], SWIZZLED),
+        gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        _barriers(2, 32),
+        _barriers(STAGES, 1),
+        _barriers(STAGES, 2),
+        _barriers(STAGES, 33),
+        _barriers(STAGES, 2),
+        _barriers(2, 1),
+        _barriers(2, 2),
+    )
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (
+                    FIRST,
+                    shared,
+                    out_ptr,
+                    out_stride_token,
+                    out_stride_head,
+                    outer_scale,
+                    GROUP,
+                    HEAD_SIZE,
+                    TOKENS,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    SECOND,
+                    shared,
+                    out_ptr,
+                    out_stride_token,
+                    out_stride_head,
+                    outer_scale,
+                    GROUP,
+                    HEAD_SIZE,
+                    TOKENS,
+                ),
+            ),
+            (
+                _copy,
+                (
+                    shared,
+                    counter_ptr,
+                    k_cache,
+                    v_cache,
+                    q_ptr,
+                    v_ptr,
+                    query_start_ptr,
+                    seq_len_ptr,
+                    table_ptr,
+                    row_ptr,
+                    q_stride_token,
+                    q_stride_head,
+                    kv_stride_block,
+                    kv_stride_slot,
+                    kv_stride_head,
+                    table_stride,
+                    num_jobs,
+                    num_reqs,
+                    singles,
+                    BLOCK_SIZE,
+                    GROUP,
+                    KV_HEADS,
+                    HEAD_SIZE,
+                    INDIRECT,
+                    TOKENS,
+                ),
+            ),
+        ],
+        [WARPS, 1],
+        [REGISTERS, FEWER],
+    )

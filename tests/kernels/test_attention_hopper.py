@@ -1,0 +1,192 @@
+"""Prefill attention written for Hopper: against the reference, on one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from toolkit.kernels import reference
+
+from tests.combinations import pairwise
+from tests.kernels.test_attention import FP8, NAN, Case, Inputs, assert_close, make
+
+gpu = pytest.mark.gpu
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs an NVIDIA GPU of the Hopper generation",
+)
+WIDE = Case(
+    ((1, 20), (5, 37), (130, 130), (1, 1), (65, 200)),
+    heads=8,
+    kv_heads=2,
+    head_size=128,
+    dtype=torch.bfloat16,
+)
+
+
+@pytest.fixture
+def calls(triton_attention, monkeypatch):
+    """What the Hopper kernel was called for."""
+    calls = []
+    original = triton_attention._prefill_on_hopper
+
+    def called(batch, logits, singles):
+        calls.append(singles)
+        original(batch, logits, singles)
+
+    monkeypatch.setattr(triton_attention, "_prefill_on_hopper", called)
+    return calls
+
+
+def check(triton_attention, case: Case, times: int = 1) -> Inputs:
+    case = replace(case, device=torch.device("cuda", 0))
+    inputs = make(case)
+    expected = reference.paged_attention(*inputs.arguments, **case.options)
+    for _ in range(times):
+        out = torch.full(inputs.q.shape, NAN, dtype=case.dtype, device=case.device)
+        triton_attention.paged_attention(*inputs.arguments, **case.bounds, **case.options, out=out)
+        assert_close(out, expected)
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("changes", "suits"),
+    [
+        ({}, True),
+        ({"dtype": torch.float16, "block_size": 256, "heads": 71, "kv_heads": 1}, True),
+        ({"dtype": torch.float32}, False),
+        ({"cached": FP8}, False),
+        ({"window": 5}, False),
+        ({"cap": 5.0}, False),
+        ({"head_size": 64}, False),
+        ({"head_size": 256}, False),
+        ({"block_size": 7}, False),
+        ({"block_size": 4}, False),
+        ({"heads": 130, "kv_heads": 1}, False),
+    ],
+    ids=str,
+)
+def test_what_it_takes(triton_attention, monkeypatch, changes, suits):
+    monkeypatch.setattr(triton_attention, "_is_hopper", lambda device: True)
+    case = replace(WIDE, lens=((3, 5),), **changes)
+    inputs = make(case)
+    batch = triton_attention.Batch(*inputs.arguments, torch.empty_like(inputs.q))
+    logits = triton_attention.Logits(1.0, case.window, case.cap)
+    assert triton_attention._suits_hopper(batch, logits) == suits
+
+
+def test_heads_before_slots_are_not_for_it(triton_attention, monkeypatch):
+    monkeypatch.setattr(triton_attention, "_is_hopper", lambda device: True)
+    inputs = make(replace(WIDE, lens=((3, 5),)))
+    k_cache, v_cache = (
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in (inputs.k_cache, inputs.v_cache)
+    )
+    batch = triton_attention.Batch(
+        inputs.q, k_cache, v_cache, *inputs.arguments[3:], torch.empty_like(inputs.q)
+    )
+    assert not triton_attention._suits_hopper(batch, triton_attention.Logits(1.0, 0, 0.0))
+
+
+@gpu
+@needs_hopper
+@pytest.mark.parametrize(
+    ("block_size", "dtype", "heads"),
+    pairwise(
+        [8, 16, 32, 64, 128, 256],
+        [torch.bfloat16, torch.float16],
+        [(3, 3), (8, 2), (16, 2), (14, 2), (8, 1), (71, 1), (128, 1)],
+    ),
+)
+def test_every_shape_that_it_takes(triton_attention, calls, block_size, dtype, heads):
+    case = replace(WIDE, block_size=block_size, dtype=dtype, heads=heads[0], kv_heads=heads[1])
+    check(triton_attention, case, times=3)
+    assert calls == [True] * 3
+
+
+@gpu
+@needs_hopper
+@pytest.mark.parametrize("query_len", [15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 300])
+@pytest.mark.parametrize("before", [0, 1, 63, 64, 65, 500])
+def test_prompts_around_the_edges_of_tiles(triton_attention, calls, query_len, before):
+    check(triton_attention, replace(WIDE, lens=((query_len, before + query_len), (2, 2))))
+    assert calls
+
+
+@gpu
+@needs_hopper
+def test_more_requests_than_are_searched_at_a_time(triton_attention, calls):
+    lens = tuple((1 + 7 * i % 40, 1 + 7 * i % 40 + 11 * i % 90) for i in range(600))
+    check(triton_attention, replace(WIDE, lens=lens), times=2)
+    assert calls
+
+
+@gpu
+@needs_hopper
+def test_more_jobs_than_programs_of_very_different_lengths(triton_attention, calls):
+    lens = ((900, 900), (1, 3000), (40, 2500), (700, 1500), (3, 3), (256, 4000))
+    check(triton_attention, replace(WIDE, lens=lens, heads=16, kv_heads=8), times=3)
+    assert calls
+
+
+@gpu
+@needs_hopper
+def test_single_queries_of_long_contexts_are_left_to_decode(triton_attention, calls):
+    device = torch.device("cuda", 0)
+    case = replace(WIDE, lens=((1, 900), (30, 700)), device=device)
+    inputs = make(case)
+    out = triton_attention.paged_attention(
+        *inputs.arguments, max_query_len=30, max_seq_len=10_000, **case.options
+    )
+    assert calls == [False]
+    assert_close(out, reference.paged_attention(*inputs.arguments, **case.options))
+
+
+@gpu
+@needs_hopper
+def test_padding_touches_nothing_and_no_context_gives_zeros(triton_attention, calls):
+    case = replace(WIDE, lens=((4, 20), (3, 9), (1, 5)), device=torch.device("cuda", 0))
+    inputs = make(case)
+    expected = reference.paged_attention(*inputs.arguments, **case.options)
+    inputs.seq_lens[2] = 0
+    inputs.block_table[2].fill_(-(10**6))
+    last = inputs.query_start_loc[-1:]
+    starts = torch.cat([inputs.query_start_loc, last, last])
+    lens = torch.cat([inputs.seq_lens, torch.full((2,), 5, dtype=torch.int32, device=case.device)])
+    table = torch.cat([inputs.block_table, torch.full_like(inputs.block_table[:2], -(10**6))])
+    q = torch.cat([inputs.q, torch.full_like(inputs.q[:2], NAN)])
+    out = torch.full_like(q, 7.0)
+    caches = (inputs.k_cache, inputs.v_cache)
+    triton_attention.paged_attention(
+        q, *caches, starts, lens, table, max_query_len=4, max_seq_len=20, **case.options, out=out
+    )
+    assert calls
+    assert_close(out[:7], expected[:7])
+    assert (out[7] == 0).all()
+    assert (out[8:] == 7).all()
+
+
+@gpu
+@needs_hopper
+def test_a_captured_graph_follows_the_lengths(triton_attention, calls):
+    long = replace(WIDE, lens=((200, 900), (1, 500), (9, 64)), device=torch.device("cuda", 0))
+    short = make(replace(long, lens=((200, 240), (1, 300), (9, 9)), seed=1))
+    inputs = make(long)
+    out = torch.full(inputs.q.shape, NAN, device=long.device, dtype=long.dtype)
+
+    def attend() -> None:
+        triton_attention.paged_attention(*inputs.arguments, **long.bounds, **long.options, out=out)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend()
+    for step in (inputs, short):
+        inputs.q.copy_(step.q)
+        inputs.seq_lens.copy_(step.seq_lens)
+        inputs.block_table[:, : step.block_table.shape[1]].copy_(step.block_table)
+        inputs.k_cache[: step.k_cache.shape[0]].copy_(step.k_cache)
+        inputs.v_cache[: step.v_cache.shape[0]].copy_(step.v_cache)
+        out.fill_(NAN)
+        graph.replay()
+        assert_close(out, reference.paged_attention(*inputs.arguments, **long.options))
