@@ -16,6 +16,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from .attention_kernels import decode_kernel, merge_kernel, prefill_kernel
@@ -417,7 +418,9 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    """And whether Triton has the Gluon that `attention_hopper` is written in."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and version >= (3, 6)
 
 
 @cache

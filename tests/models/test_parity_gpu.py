@@ -164,6 +164,44 @@ def test_an_engine_is_made_while_one_that_nobody_uses_is_garbage(checkpoint):
     llm.shutdown()
 
 
+def greatest_error(model, rounded, prompts: list[list[int]]) -> float:
+    """Of Transformers' own log-probabilities by `rounded`, over prompts and what follows them."""
+    errors = []
+    for prompt in prompts:
+        sequence = prompt + checkpoints.greedy(model, prompt, NEW_TOKENS)
+        with torch.no_grad():
+            theirs = rounded(torch.tensor([sequence], device="cuda")).logits[0].float().log_softmax(-1).cpu()
+        errors.append(float((theirs - checkpoints.logits(model, sequence).log_softmax(-1)).abs().max()))
+    return max(errors)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("budget", [2048, 72])
+def test_heads_of_128(tmp_path, monkeypatch, budget, dtype):
+    """On Hopper their prompts go through a kernel of their own, at once or in chunks, and behind what is cached."""
+    from toolkit.kernels.triton import attention
+
+    steps = []
+    prefill = attention._prefill_on_hopper
+    monkeypatch.setattr(attention, "_prefill_on_hopper", lambda *args: steps.append(1) or prefill(*args))
+    sizes = {"head_dim": 128, "max_position_embeddings": 512}
+    settings = checkpoints.ARCHITECTURES["llama3-gqa"][1] | sizes
+    monkeypatch.setitem(checkpoints.ARCHITECTURES, "wide", ("Qwen3", settings))
+    model = checkpoints.make_reference("wide")
+    folder = checkpoints.save(model, tmp_path / "wide")
+    rng = random.Random(7)
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 15, 64, 65, 130, 260, 400)]
+    rounded = checkpoints.make_reference("wide").to("cuda", getattr(torch, dtype))
+    noise = {dtype: greatest_error(model, rounded, prompts)}
+    llm = LLM(str(folder), dtype=dtype, kv_cache_memory=0.05, max_num_seqs=16, max_num_batched_tokens=budget)
+    expected = [[]] * len(prompts)
+    check(run(llm, prompts), model, expected, dtype, noise)
+    again = run(llm, [prompt + prompts[1] for prompt in prompts])
+    assert any(result.num_cached_tokens for result in again)
+    check(again, model, expected, dtype, noise)
+    assert steps or torch.cuda.get_device_capability()[0] != 9
+
+
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_steps_of_many_requests_share_norms_out_among_products(tmp_path, monkeypatch, family):
     """Sizes that the products of few rows take at any number of tokens; the other checkpoints are smaller."""
@@ -177,18 +215,13 @@ def test_steps_of_many_requests_share_norms_out_among_products(tmp_path, monkeyp
     rng = random.Random(5)
     prompts = [[rng.randrange(VOCAB) for _ in range(3 + i)] for i in range(40)]
     rounded = checkpoints.make_reference("wide").to("cuda", torch.bfloat16)
-    errors = []
-    for prompt in prompts[::8]:
-        sequence = prompt + checkpoints.greedy(model, prompt, NEW_TOKENS)
-        with torch.no_grad():
-            theirs = rounded(torch.tensor([sequence], device="cuda")).logits[0].float().log_softmax(-1).cpu()
-        errors.append(float((theirs - checkpoints.logits(model, sequence).log_softmax(-1)).abs().max()))
+    error = greatest_error(model, rounded, prompts[::8])
     kernels, rows = fused(torch.device("cuda", 0)), []
     add_norm = kernels.add_norm
     monkeypatch.setattr(kernels, "add_norm", lambda x, *rest: rows.append(len(x)) or add_norm(x, *rest))
     for count in (40, 21, 7):
         llm = LLM(str(folder), dtype="bfloat16", kv_cache_memory=0.05, max_num_seqs=48)
-        check(run(llm, prompts[:count]), model, [[]] * count, "bfloat16", {"bfloat16": max(errors)})
+        check(run(llm, prompts[:count]), model, [[]] * count, "bfloat16", {"bfloat16": error})
         llm.shutdown()
     assert min(rows) <= 8
     assert max(rows) > 32
