@@ -1,7 +1,8 @@
 """Paged attention on NVIDIA GPUs: FlashAttention-2 for packed prompts, Flash-Decoding for single tokens.
 
-Both are the same loop (`_attend` in `attention_kernels`): a tile of query rows stays in registers while tiles of keys and values
-stream by, and a running maximum and sum keep the softmax exact (Dao, "FlashAttention-2", arXiv:2307.08691).
+Prompts with heads of 128 have a kernel of their own on Hopper (`attention_hopper`). The others are the same loop
+(`_attend` in `attention_kernels`): a tile of query rows stays in registers while tiles of keys and values stream by,
+and a running maximum and sum keep the softmax exact (Dao, "FlashAttention-2", arXiv:2307.08691).
 The rows of a tile are the (token, head) pairs that share a KV head, so grouped heads read each key once.
 Where a step has too few rows to fill the GPU, the keys of a request are split over several programs and a
 second kernel merges their parts (Dao et al., "Flash-Decoding for long-context inference", 2023).
@@ -201,7 +202,7 @@ class Batch(NamedTuple):
             raise ValueError("the key and the value cache must have the same strides")
 
     def arguments(self) -> dict[str, object]:
-        """What both attention kernels take by the same names."""
+        """What the attention kernels take by the same names."""
         return {
             "q_ptr": self.q,
             "k_ptr": self.k_cache,
@@ -341,7 +342,9 @@ def prefill(batch: Batch, logits: Logits, *, singles: bool, tile: Tile | None = 
 
 
 def _suits_hopper(batch: Batch, logits: Logits) -> bool:
-    """Whether `attention_hopper` can: it copies pages as rows of one matrix, and knows no window, no cap and no FP8."""
+    """Whether `attention_hopper` can: it knows 16-bit heads of 128 in both, and no window and no cap. It copies pages as rows of one
+    matrix, and what it does not copy so 16 bytes at a time, which it takes strides in sixteens to see.
+    """
     cache = batch.k_cache
     block_size, num_kv_heads, head_size = cache.shape[1:]
     per_block, per_slot, per_head = cache.stride()[:3]
@@ -357,7 +360,7 @@ def _suits_hopper(batch: Batch, logits: Logits) -> bool:
         and per_head == head_size
         and per_slot >= num_kv_heads * head_size
         and per_block % per_slot == 0
-        and all(stride % 8 == 0 for stride in (*batch.q.stride()[:2], per_slot))
+        and all(stride % 16 == 0 for stride in (*batch.q.stride()[:2], per_slot))
         and all(x.data_ptr() % 16 == 0 for x in (batch.q, cache, batch.v_cache))
     )
 
@@ -418,15 +421,26 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    """And whether Triton has the Gluon that `attention_hopper` is written in."""
+    """And whether Triton has the Gluon that `attention_hopper` is written in, which is not settled yet."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and version >= (3, 6)
+    known = (3, 6) <= version < (3, 8)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and known
 
 
-@cache
 def _counters(device: torch.device) -> Tensor:
-    """The next job, and how many programs are through; zero between two calls."""
-    return torch.zeros(2, dtype=torch.int32, device=device)
+    """The next job, and how many programs are through: zero between two calls. Each stream has its own, as calls on two may overlap;
+    and so has a call that is captured on a stream that had none, whose graph begins with zeros then.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream
+    counters = _COUNTERS.get((device, stream))
+    if counters is None:
+        counters = torch.zeros(2, dtype=torch.int32, device=device)
+        if not torch.cuda.is_current_stream_capturing():
+            _COUNTERS[device, stream] = counters
+    return counters
+
+
+_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def _decode_tile(batch: Batch) -> Tile:

@@ -8,8 +8,8 @@ while the tensor cores multiply for the other. See Shah et al., "FlashAttention-
 Written in Gluon, the language under Triton's, in which layouts, barriers and groups of warps are the kernel's own. Its programs are not
 interpreted, so that they run on a GPU only; `prefill_kernel` of `attention_kernels` is for everything else.
 
-Rings and slots are handed back and forth by barriers whose phase alternates at each turn: number n in a ring of STAGES lies in
-stage n % STAGES, and is there once the stage's `full` has ended phase n // STAGES.
+Rings and slots are handed back and forth by barriers whose phase alternates at each turn: tile number n of a program's life lies in
+stage n % STAGES of its ring, and is there once the stage's `full` has ended phase n // STAGES. Job number t has slot t % 2 likewise.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="attr-defined"
@@ -43,9 +43,17 @@ LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 
 
+# A job's numbers
+TILES = gl.constexpr(0)  # of keys; of a job with none there is nothing behind
+KV_HEAD = gl.constexpr(1)
+FIRST_TOKEN = gl.constexpr(2)  # of the packed queries
+QUERIES = gl.constexpr(3)  # from there on, though a job has no more than fit
+FIRST_POSITION = gl.constexpr(4)  # of the first query, among the keys
+
+
 @aggregate
 class Shared:
-    """What the groups share: tiles of queries, keys and values, five numbers for each job, and the barriers of each."""
+    """What the groups share: queries, tiles of keys and values, a job's numbers by the names below, and the barriers of each."""
 
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
@@ -167,14 +175,17 @@ def _copy(
             block_rows = (kv_stride_block // kv_stride_slot).to(gl.int32)
             column = kv_head * HEAD_SIZE
             last = context + gl.minimum(first_query + TOKENS, query_len) - 1
-            tile = last // KEYS
-            pages = gl.load(table + gl.minimum(tile * KEYS // BLOCK_SIZE + page, last // BLOCK_SIZE))
+            some = gl.maximum(last, 0)  # without a context a tile of zeros
+            tile = some // KEYS
+            pages = gl.load(table + gl.minimum(tile * KEYS // BLOCK_SIZE + page, some // BLOCK_SIZE))
 
             slot = t & 1
             mbarrier.wait(shared.job_empty.index(slot), ((t >> 1) & 1) ^ 1)
-            numbers = gl.where(field == 0, tile + 1, gl.where(field == 1, kv_head, query_start + first_query))
-            numbers = gl.where(field == 3, query_len - first_query, numbers)
-            numbers = gl.where(field == 4, context + first_query, numbers)
+            numbers = gl.where(field == TILES, tile + 1, 0)
+            numbers = gl.where(field == KV_HEAD, kv_head, numbers)
+            numbers = gl.where(field == FIRST_TOKEN, query_start + first_query, numbers)
+            numbers = gl.where(field == QUERIES, query_len - first_query, numbers)
+            numbers = gl.where(field == FIRST_POSITION, context + first_query, numbers)
             shared.jobs.index(slot).store(numbers)
             mbarrier.arrive(shared.job_full.index(slot), count=1)
 
@@ -308,12 +319,12 @@ def _attend(
     t = 0
     mbarrier.wait(shared.job_full.index(0), 0)
     numbers = shared.jobs.index(0).load(NUMBERS)
-    tiles = _at(numbers, 0)
+    tiles = _at(numbers, TILES)
     while tiles > 0:
-        kv_head = _at(numbers, 1)
-        first_token = _at(numbers, 2)
-        num_queries = _at(numbers, 3)
-        first_position = _at(numbers, 4)
+        kv_head = _at(numbers, KV_HEAD)
+        first_token = _at(numbers, FIRST_TOKEN)
+        num_queries = _at(numbers, QUERIES)
+        first_position = _at(numbers, FIRST_POSITION)
         query = (half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LOGITS))) // GROUP
         last_key = first_position + query
         row_max = gl.full([HALF], -1e30, gl.float32, gl.SliceLayout(1, LOGITS))
@@ -332,7 +343,8 @@ def _attend(
         x = warpgroup_mma_wait(0, deps=(logits,))
         mbarrier.arrive(shared.k_empty.index(stage), count=1)
         tile = tiles - 1
-        # All rows see all keys of the tiles below this one: no masks. The first tile has them even so: its values need the fence.
+        # All rows see all keys of the tiles below this one: no masks. The first tile has them even so: threads have copied its values,
+        # which products may read behind a fence only, and that comes with the masks.
         seen = gl.minimum((first_position + 1) // KEYS, tile)
         while tile >= gl.maximum(seen, 1):
             x, acc, row_max, row_sum = _fold(
@@ -367,7 +379,7 @@ def _attend(
         t += 1
         mbarrier.wait(shared.job_full.index(t & 1), (t >> 1) & 1)
         numbers = shared.jobs.index(t & 1).load(NUMBERS)
-        tiles = _at(numbers, 0)
+        tiles = _at(numbers, TILES)
 
 
 @gluon.jit
@@ -411,18 +423,20 @@ def hopper_prefill_kernel(
 ):
     """Jobs go from the last tile of the last prompt down: a prompt's last tiles have the most keys."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
+    # Of the two that multiply, each arrives at what is empty. At what is full: 1 is who announces bytes or writes numbers, and 32 are the
+    # threads whose own copies are through.
     shared = Shared(
-        gl.allocate_shared_memory(dtype, [4, HALF, HEAD_SIZE], SWIZZLED),
-        gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_SIZE], SWIZZLED),
-        gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_SIZE], SWIZZLED),
-        gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        _barriers(2, 32),
-        _barriers(STAGES, 1),
-        _barriers(STAGES, 2),
-        _barriers(STAGES, 33),
-        _barriers(STAGES, 2),
-        _barriers(2, 1),
-        _barriers(2, 2),
+        q=gl.allocate_shared_memory(dtype, [4, HALF, HEAD_SIZE], SWIZZLED),
+        k=gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_SIZE], SWIZZLED),
+        v=gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_SIZE], SWIZZLED),
+        jobs=gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        q_full=_barriers(2, 32),
+        k_full=_barriers(STAGES, 1),
+        k_empty=_barriers(STAGES, 2),
+        v_full=_barriers(STAGES, 1 + 32),
+        v_empty=_barriers(STAGES, 2),
+        job_full=_barriers(2, 1),
+        job_empty=_barriers(2, 2),
     )
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1

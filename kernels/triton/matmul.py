@@ -239,7 +239,7 @@ def _shared_memory(device: torch.device) -> int:
 
 @cache
 def _counts(device: torch.device) -> Tensor:
-    """How many programs of each tile have come: 0 between kernels."""
+    """How many programs of each tile have come: 0 between kernels. Products on two streams may not overlap."""
     return torch.zeros(4096, dtype=torch.int32, device=device)
 
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from toolkit.kernels import reference
+from torch import Tensor
 
 from tests.combinations import pairwise
-from tests.kernels.test_attention import FP8, NAN, Case, Inputs, assert_close, make
+from tests.kernels.test_attention import FP8, NAN, Case, assert_close, make
 
 gpu = pytest.mark.gpu
 needs_hopper = pytest.mark.skipif(
@@ -39,15 +40,20 @@ def calls(triton_attention, monkeypatch):
     return calls
 
 
-def check(triton_attention, case: Case, times: int = 1) -> Inputs:
+def assert_rows_close(actual: Tensor, expected: Tensor) -> None:
+    """Every head of every token, so that one row at the edge of a tile shows."""
+    difference = (actual.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
+    assert difference.max() < {torch.float16: 4e-3, torch.bfloat16: 2e-2}[actual.dtype]  # NaN fails too
+
+
+def check(triton_attention, case: Case, times: int = 1) -> None:
     case = replace(case, device=torch.device("cuda", 0))
     inputs = make(case)
     expected = reference.paged_attention(*inputs.arguments, **case.options)
     for _ in range(times):
         out = torch.full(inputs.q.shape, NAN, dtype=case.dtype, device=case.device)
         triton_attention.paged_attention(*inputs.arguments, **case.bounds, **case.options, out=out)
-        assert_close(out, expected)
-    return inputs
+        assert_rows_close(out, expected)
 
 
 @pytest.mark.parametrize(
@@ -76,16 +82,51 @@ def test_what_it_takes(triton_attention, monkeypatch, changes, suits):
     assert triton_attention._suits_hopper(batch, logits) == suits
 
 
-def test_heads_before_slots_are_not_for_it(triton_attention, monkeypatch):
+def suits(triton_attention, q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Tensor) -> bool:
+    batch = triton_attention.Batch(q, k_cache, v_cache, *rest, torch.empty_like(q))
+    answer: bool = triton_attention._suits_hopper(batch, triton_attention.Logits(1.0, 0, 0.0))
+    return answer
+
+
+def padded(x: Tensor, dim: int, by: int) -> Tensor:
+    """The same with numbers of nobody between its slices of `dim`."""
+    shape = list(x.shape)
+    shape[dim] += by
+    return x.new_zeros(shape).narrow(dim, 0, x.shape[dim]).copy_(x)
+
+
+def test_which_layouts_it_takes(triton_attention, monkeypatch):
+    """Its copies want pages whose slots follow each other evenly, and addresses and strides in sixteens."""
     monkeypatch.setattr(triton_attention, "_is_hopper", lambda device: True)
-    inputs = make(replace(WIDE, lens=((3, 5),)))
-    k_cache, v_cache = (
-        x.transpose(1, 2).contiguous().transpose(1, 2) for x in (inputs.k_cache, inputs.v_cache)
+    q, k, v, *rest = make(replace(WIDE, lens=((3, 5),))).arguments
+
+    def both(change):
+        return change(k), change(v)
+
+    assert suits(triton_attention, q, k, v, *rest)
+    assert suits(triton_attention, q, *both(lambda x: padded(x, 2, 1)), *rest)
+    assert not suits(
+        triton_attention, q, *both(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)), *rest
     )
-    batch = triton_attention.Batch(
-        inputs.q, k_cache, v_cache, *inputs.arguments[3:], torch.empty_like(inputs.q)
-    )
-    assert not triton_attention._suits_hopper(batch, triton_attention.Logits(1.0, 0, 0.0))
+    assert not suits(triton_attention, q, *both(lambda x: padded(x, 3, 16)), *rest)
+    flat = [x.flatten(2) for x in (k, v)]
+    assert not suits(triton_attention, q, *(padded(x, 2, 8).unflatten(2, k.shape[2:]) for x in flat), *rest)
+    blocks = [padded(x.flatten(1), 1, 16).unflatten(1, k.shape[1:]) for x in (k, v)]
+    assert not suits(triton_attention, q, *blocks, *rest)
+    assert not suits(triton_attention, padded(q.flatten(1), 1, 8).unflatten(1, q.shape[1:]), k, v, *rest)
+    odd = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
+    assert not suits(triton_attention, odd, k, v, *rest)
+
+
+@pytest.mark.parametrize(
+    ("version", "generation", "known"),
+    [("3.6.0", 9, True), ("3.7.1", 9, True), ("3.5.1", 9, False), ("3.8.0", 9, False), ("3.6.0", 10, False)],
+)
+def test_which_machines_it_runs_on(triton_attention, monkeypatch, version, generation, known):
+    monkeypatch.setattr(triton_attention.triton, "__version__", version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
+    assert triton_attention._is_hopper.__wrapped__(torch.device("cuda", 0)) == known
+    assert not triton_attention._is_hopper.__wrapped__(torch.device("cpu"))
 
 
 @gpu
@@ -111,6 +152,62 @@ def test_every_shape_that_it_takes(triton_attention, calls, block_size, dtype, h
 def test_prompts_around_the_edges_of_tiles(triton_attention, calls, query_len, before):
     check(triton_attention, replace(WIDE, lens=((query_len, before + query_len), (2, 2))))
     assert calls
+
+
+@gpu
+@needs_hopper
+def test_one_job_and_then_others(triton_attention, calls):
+    """Whatever the number of programs, the next call begins with the first job again."""
+    for queries in (3, 300, 1, 2):
+        check(triton_attention, replace(WIDE, lens=((queries, 400),), heads=4, kv_heads=1, seed=queries))
+    assert calls
+
+
+@gpu
+@needs_hopper
+def test_requests_find_their_rows_in_a_larger_table(triton_attention, calls):
+    case = replace(WIDE, device=torch.device("cuda", 0))
+    inputs = make(case)
+    q, k, v, starts, lens, table = inputs.arguments
+    rows = torch.tensor([7, 2, 9, 0, 4], dtype=torch.int32, device=case.device)
+    larger = torch.full((12, table.shape[1]), -(10**6), dtype=torch.int32, device=case.device)
+    larger[rows.long()] = table
+    out = triton_attention.paged_attention(
+        q, k, v, starts, lens, larger, rows=rows, **case.bounds, **case.options
+    )
+    assert calls
+    assert_rows_close(out, reference.paged_attention(*inputs.arguments, **case.options))
+
+
+@gpu
+@needs_hopper
+def test_no_context_at_all_gives_zeros_for_any_number_of_queries(triton_attention, calls):
+    case = replace(WIDE, lens=((100, 100), (200, 200)), device=torch.device("cuda", 0))
+    inputs = make(case)
+    expected = reference.paged_attention(*inputs.arguments, **case.options)
+    inputs.seq_lens[0] = 0
+    inputs.block_table[0].fill_(-(10**6))
+    out = triton_attention.paged_attention(*inputs.arguments, **case.bounds, **case.options)
+    assert calls
+    assert (out[:100] == 0).all()
+    assert_rows_close(out[100:], expected[100:])
+
+
+@gpu
+@needs_hopper
+def test_calls_on_two_streams_do_not_meet(triton_attention, calls):
+    case = replace(WIDE, lens=((900, 900), (700, 1500)), heads=16, kv_heads=8, device=torch.device("cuda", 0))
+    inputs = make(case)
+    expected = reference.paged_attention(*inputs.arguments, **case.options)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    outs = [torch.full(inputs.q.shape, NAN, dtype=case.dtype, device=case.device) for _ in range(20)]
+    torch.cuda.synchronize()
+    for i, out in enumerate(outs):
+        with torch.cuda.stream(streams[i % 2]):
+            triton_attention.paged_attention(*inputs.arguments, **case.bounds, **case.options, out=out)
+    torch.cuda.synchronize()
+    for out in outs:
+        assert_rows_close(out, expected)
 
 
 @gpu
