@@ -1,8 +1,8 @@
 """What a decode step's layers cost, embedding, head and sampling left out: `python -m toolkit.bench.layers FOLDER`.
 
 Each request has one new token behind a context in the cache; weights are random. On a GPU the layers are replayed as a CUDA graph, on a CPU
-they are called, by threads that are not bound to cores as an engine's are. Prints microseconds for one layer, the median of several
-rounds in which the numbers of requests take turns.
+they are called, by as many threads as PyTorch has, which are not bound to cores as an engine's are. Prints microseconds for one layer, the
+median of several rounds in which the numbers of requests take turns.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from toolkit.attention import AttentionBatch, choose_backend
 from toolkit.capture import captured
+from toolkit.kernels import cpu
 from toolkit.models.decoder import Decoder
 from toolkit.models.loader import build_model, choose_dtype, load_config, load_weights
 from toolkit.worker.kv_cache import KVCache
@@ -58,6 +59,7 @@ def measure(
     assert isinstance(model, Decoder)
     load_weights(model, folder, "dummy")
     if device.type == "cpu":
+        cpu.set_num_threads(torch.get_num_threads())
         model.pack_weights()
     shape = model.attention_layers()[0].shape
     backend, _ = choose_backend("auto", device, kind, shape.head_size, BLOCK_SIZE)
