@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from toolkit.kernels import cpu
 
 from toolkit.bench import layers
 from toolkit.demo import MODEL_DIR
-from toolkit.kernels import cpu
 
 
 def test_times_are_those_of_a_layer_for_each_number_of_requests():
