@@ -34,9 +34,7 @@ HALF = gl.constexpr(64)  # rows of a group that multiplies: the least that its p
 COLUMNS = gl.constexpr(64)  # of one copy: 128 bytes, as shared memory is swizzled
 WARPS = gl.constexpr(4)  # of a group that multiplies
 REGISTERS = gl.constexpr(200)  # for a thread of one that multiplies
-FEWER = gl.constexpr(
-    104
-)  # for a thread of the one that copies, which is one warp: 2 * 128 * 200 + 128 * 104 is all
+FEWER = gl.constexpr(104)  # of the one that copies, though it is one warp: 2 * 128 * 200 + 128 * 104 is all
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -53,7 +51,7 @@ FIRST_POSITION = gl.constexpr(4)  # of the first query, among the keys
 
 @aggregate
 class Shared:
-    """What the groups share: queries, tiles of keys and values, a job's numbers by the names below, and the barriers of each."""
+    """What the groups share: queries, tiles of keys and values, a job's numbers by the names above, and the barriers of each."""
 
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
