@@ -75,6 +75,12 @@ def test_with_origins_it_is_still_a_file(show, tmp_path):
     assert seed.endswith("# other.toml")
 
 
+def test_a_command_has_its_short_help_flag_here_too(show):
+    done = show("--command", "serve", "--", "-h")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Usage: tk serve ")
+
+
 def test_keys_and_passwords_are_masked(show):
     done = show(
         "--origin", TK_API_KEY="mine,yours", TK_ADMIN_KEY="boss", TK_URL="http://me:secret@127.0.0.1:1"

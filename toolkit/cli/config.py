@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.cli.command import given_settings
-from toolkit.cli.help import Command, Group, settings_of
+from toolkit.cli.help import HELP_FLAGS, Command, Group, settings_of
 from toolkit.cli.root import app, tree
 from toolkit.config.fields import Option
 from toolkit.config.sources import Given, settings_file
@@ -75,7 +75,9 @@ def show(
     flags: dict[str, Any] = {}
     if ctx.args:
         [(path, one)] = commands.items()
-        flags = one.make_context(" ".join(("tk", *path)), list(ctx.args)).params
+        # A command remembers the flags of its help from its first context, of which the root is no parent here.
+        names = {"help_option_names": HELP_FLAGS}
+        flags = one.make_context(" ".join(("tk", *path)), list(ctx.args), **names).params
     flags["config"] = file
     shown = {path: _settings(path, one, flags) for path, one in commands.items()}
     if as_json:
