@@ -366,6 +366,9 @@ def _suits_hopper(batch: Batch, logits: Logits) -> bool:
 
 
 def _prefill_on_hopper(batch: Batch, logits: Logits, singles: bool) -> None:
+    """As `prefill`, where `_suits_hopper`. Descriptors of the cache are made for each call: a step's layers have one each, and
+    small steps are replayed. Its modules are loaded here, as other GPUs may have a Triton without them.
+    """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from . import attention_hopper as hopper
