@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,12 @@ def test_the_parts_of_start_up_are_timed(server: Server) -> None:
     before_the_card = server.stderr.split("ready in")[0]
     timed = re.findall(r"^ +(\S.*?) +\d+\.\d\d s$", before_the_card, re.MULTILINE)
     assert timed == ["config", "weights", "KV cache"]
+
+
+def test_the_web_part_is_imported_while_the_core_starts() -> None:
+    """Not before: the core, which takes longest, is started first."""
+    code = "import sys, toolkit.api.lifecycle; sys.exit(bool({'fastapi', 'uvicorn', 'pydantic', 'torch'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from toolkit.api.http_server import HTTPServer
-from toolkit.api.service import Service
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.engine.async_llm import AsyncLLM
 from toolkit.engine.launch import least
@@ -17,6 +16,9 @@ from toolkit.errors import ToolkitError
 from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
 from toolkit.worker import Report, WorkerInfo
+
+if TYPE_CHECKING:
+    from toolkit.api.http_server import HTTPServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +109,11 @@ class OneProcess:
 
     async def start(self, listener: socket.socket, report: Report) -> Served:
         """Loads the model and serves."""
+        importing = asyncio.create_task(asyncio.to_thread(_import_server))  # beside what the cores import
         await self._engine.start(report)
         self._has_core = True
-        service = Service(self._engine, self._name, config=self._config)
-        self._http = HTTPServer(service)
+        make_server = await importing
+        self._http = make_server(self._engine, self._name, self._config)
         await self._http.start(listener)
         tokenizer = self._engine.tokenizer
         return Served(
@@ -134,3 +137,10 @@ class OneProcess:
         """Ends the cores."""
         if self._has_core:
             await self._engine.shutdown()
+
+
+def _import_server() -> Callable[[AsyncLLM, str, ServerConfig], HTTPServer]:
+    from toolkit.api.http_server import HTTPServer
+    from toolkit.api.service import Service
+
+    return lambda engine, name, config: HTTPServer(Service(engine, name, config=config))

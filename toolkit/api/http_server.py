@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import ssl
 from collections.abc import Iterator
 
 import uvicorn
 
 from toolkit.api.app import make_app
 from toolkit.api.connection import Connection
+from toolkit.api.listener import tls
 from toolkit.api.service import Service
 from toolkit.api.tracing import Tracer
-from toolkit.config import ServerConfig
-from toolkit.errors import ConfigError
 
 CLOSE_TIMEOUT = 10.0
 """Seconds that open connections get to take in the end of their answers."""
@@ -106,30 +104,6 @@ class HTTPServer:
             await asyncio.wait_for(self._serving, CLOSE_TIMEOUT)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
-
-
-def tls(config: ServerConfig) -> ssl.SSLContext | None:
-    """The server's side of TLS, None without. Raises ConfigError for files that cannot be used."""
-    if config.ssl_certfile is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_alpn_protocols(["http/1.1"])
-    try:
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"--ssl-certfile {config.ssl_certfile} with --ssl-keyfile {config.ssl_keyfile} cannot be used: {error}.",
-            param="ssl_certfile",
-        ) from None
-    if config.ssl_ca_certs is not None:
-        context.verify_mode = ssl.CERT_REQUIRED
-        try:
-            context.load_verify_locations(config.ssl_ca_certs)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(
-                f"--ssl-ca-certs {config.ssl_ca_certs} cannot be used: {error}.", param="ssl_ca_certs"
-            ) from None
-    return context
 
 
 class _Server(uvicorn.Server):

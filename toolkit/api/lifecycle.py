@@ -18,8 +18,7 @@ from typing import Any
 
 from toolkit.api.card import ready_card
 from toolkit.api.front import Front, OneProcess
-from toolkit.api.http_server import tls
-from toolkit.api.listener import listen
+from toolkit.api.listener import listen, tls
 from toolkit.api.stats import describe, tell_stats
 from toolkit.api.supervisor import Supervisor
 from toolkit.config import EngineConfig, ServerConfig
@@ -31,12 +30,11 @@ logger = logging.getLogger(__name__)
 DEMO_NAME = "tk-demo"
 
 
-async def serve(engine: EngineConfig, config: ServerConfig) -> None:
+async def serve(engine: EngineConfig, config: ServerConfig, began: float) -> None:
     """Serves until a signal; then finishes what was accepted. Raises ToolkitError for what the user can mend,
-    and EngineDeadError when the engine dies.
+    and EngineDeadError when the engine dies. `began`: when the user began to wait, as `time.perf_counter` has it.
     """
     LogStyle.of(config.log_level, config.log_format).apply()
-    started = time.perf_counter()
     config = _with_keys_of_file(config)
     tls(config)  # what is wrong with its files is told before a model is loaded
     with listen(config) as listener:
@@ -51,7 +49,7 @@ async def serve(engine: EngineConfig, config: ServerConfig) -> None:
                 with contextlib.suppress(asyncio.CancelledError):
                     await starting
                 return
-            ready_card(starting.result(), name, listener, config, time.perf_counter() - started)
+            ready_card(starting.result(), name, listener, config, time.perf_counter() - began)
             describe(front, engine, starting.result())
             telling = asyncio.create_task(tell_stats(front, log=not config.disable_log_stats))
             _notify("READY=1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -87,3 +88,27 @@ def _is_abandoned(path: str) -> bool:
         return False
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
         return probe.connect_ex(path) != 0
+
+
+def tls(config: ServerConfig) -> ssl.SSLContext | None:
+    """The server's side of TLS, None without. Raises ConfigError for files that cannot be used."""
+    if config.ssl_certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"--ssl-certfile {config.ssl_certfile} with --ssl-keyfile {config.ssl_keyfile} cannot be used: {error}.",
+            param="ssl_certfile",
+        ) from None
+    if config.ssl_ca_certs is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_verify_locations(config.ssl_ca_certs)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"--ssl-ca-certs {config.ssl_ca_certs} cannot be used: {error}.", param="ssl_ca_certs"
+            ) from None
+    return context

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
+
+BEGAN = time.perf_counter()
 
 SUBJECTS = {
     "Serve": ("serve", "chat", "run"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from toolkit.cli import BEGAN
 from toolkit.cli.command import command
 from toolkit.cli.root import app
 from toolkit.config import (
@@ -48,4 +49,4 @@ def serve(
 
     from toolkit.api.lifecycle import serve as run
 
-    uvloop.run(run(engine, server))
+    uvloop.run(run(engine, server, BEGAN))

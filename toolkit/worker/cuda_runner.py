@@ -187,6 +187,13 @@ class CudaRunner(ModelRunner):
     # ---- graphs
 
     @torch.inference_mode()
+    def rehearse(self, shapes: Sequence[StepShape]) -> None:
+        """Steps of these shapes and of no requests."""
+        self.state.send(_EMPTY)
+        for shape in shapes:
+            self._forward(shape)
+
+    @torch.inference_mode()
     def capture(self, shapes: Sequence[StepShape]) -> None:
         """Captures a graph for each shape, on the current stream. The largest comes first: the others then fit into its
         memory.

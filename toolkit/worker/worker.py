@@ -46,6 +46,10 @@ SAMPLING_BYTES = 10
 """For each logit, at most: a copy in fp32, counts of tokens, and a copy in the model's type."""
 
 
+FEW_TOKENS = 64
+"""Up to so many, the number of tokens chooses the kernels of a step."""
+
+
 class Worker:
     """Everything on one device."""
 
@@ -309,6 +313,8 @@ class Worker:
             self.info = self._info(
                 model, backend.name, dtype, device, max_model_len, budget, probe_blocks, 0, per_block
             )
+            if fused(device):
+                self._compile(num_rows)
             peak = self._measure_peak(budget) - probe_blocks * per_block + self._measure_graphs()
             del self.runner
             torch.cuda.empty_cache()
@@ -396,6 +402,18 @@ class Worker:
             free.append(torch.cuda.mem_get_info()[0])
         taken = [max(0, before - after) for before, after in itertools.pairwise(free)]
         return sum(taken) + max(0, len(self._graph_shapes) - 2) * (taken[1] if len(taken) > 1 else 0)
+
+    def _compile(self, num_rows: int) -> None:
+        """Compiles the kernels of all kinds of steps, side by side: one after the other they are most of a first start."""
+        from toolkit.kernels.triton.ahead import compiled_side_by_side
+        from toolkit.worker.cuda_runner import CudaRunner, graph_shapes
+
+        assert isinstance(self.runner, CudaRunner)
+        shapes = graph_shapes(num_rows, self.info.max_num_batched_tokens, self.info.max_model_len)
+        with compiled_side_by_side():
+            self._warm_up()
+            self.runner.rehearse([shape for shape in shapes if shape.num_tokens <= FEW_TOKENS])
+            self.runner.rehearse(shapes[:2])
 
     def _warm_up(self) -> None:
         """Steps of every kind, so that no request waits for a kernel to be compiled: prompts, and the next token of

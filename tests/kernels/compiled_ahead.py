@@ -1,0 +1,93 @@
+"""Compiles what functions launch without launching it, for a GPU that is not here: its driver is played.
+
+A script, since Triton compiles nothing in a process that interprets.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from toolkit.kernels.triton import norm
+from toolkit.kernels.triton.ahead import compiled_side_by_side
+from triton.backends.compiler import GPUTarget
+
+compilers: list[int] = []
+"""The thread of each compilation."""
+loaded: list[str] = []
+launched: list[int] = []
+"""The numbers of programs."""
+here = threading.local()
+
+
+class PlayedGPU:
+    """As much of a driver as Triton asks for."""
+
+    def get_current_device(self) -> int:
+        return getattr(here, "device", 0)
+
+    def set_current_device(self, device: int) -> None:
+        here.device = device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def utils(self) -> PlayedGPU:
+        return self
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 << 10}
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, ...]:
+        assert device == 3, "loaded onto another device than the launching thread's"
+        loaded.append(name)
+        return 1, 1, 32, 0, 1024
+
+    def launcher_cls(self, source: object, metadata: object):
+        return lambda programs, *rest: launched.append(programs)
+
+
+@triton.jit
+def broken_kernel(out_ptr, WIDTH: tl.constexpr):
+    tl.static_assert(WIDTH < 8, "too wide")
+    tl.store(out_ptr + tl.arange(0, WIDTH), 1.0)
+
+
+def norms(*num_tokens: int) -> None:
+    for n in num_tokens:
+        norm.add_rms_norm(torch.ones(n, 256), torch.ones(n, 256), torch.ones(256), 1e-5)
+        norm.add_layer_norm(torch.ones(n, 512), None, torch.ones(512), torch.ones(512), 1e-5)
+
+
+triton.runtime.driver.set_active(PlayedGPU())
+triton.knobs.compilation.listener = lambda **_: compilers.append(threading.get_ident())
+here.device = 3
+
+with compiled_side_by_side():
+    norms(2, 5, 2)
+    broken_kernel[(1,)](torch.zeros(8), WIDTH=8)
+assert len(compilers) == 2, "each kernel is compiled once"
+assert threading.get_ident() not in compilers
+assert len(loaded) == 2
+assert not launched, "nothing runs"
+
+norms(2, 5)
+assert launched == [2, 2, 5, 5]
+assert len(compilers) == len(loaded) == 2, "what was compiled is not compiled again"
+
+with pytest.raises(triton.CompilationError, match="too wide"):
+    broken_kernel[(1,)](torch.zeros(8), WIDTH=8)
+
+with compiled_side_by_side():
+    norms(2)
+assert len(compilers) == 2
