@@ -30,6 +30,8 @@ MAX_SPLITS = 64
 LONG_CONTEXT = (
     8192  # tokens from which a single query outlasts the prompts beside it, if its keys are not split
 )
+AT_ONCE = 4
+"""Programs of decode on a multiprocessor that all start at once: in what order they do makes no difference then."""
 
 
 class Tile(NamedTuple):
@@ -102,6 +104,7 @@ def decode_attention(
     block_table: Tensor,
     *,
     rows: Tensor | None = None,
+    order: Tensor | None = None,
     num_heads: int,
     max_seq_len: int,
     scale: float,
@@ -115,8 +118,9 @@ def decode_attention(
     """`rotary.qk_norm_rope_write`, then `paged_attention`, for a step of one token per request, whose position is the last of its
     request's: in one kernel where the keys of a request are not split.
 
-    Arguments as theirs. A token's own key and value count as they are in the cache, rounded, whether they have a slot or not, or,
-    with splits, if they have one.
+    Arguments as theirs, and order: int32 `[num_reqs]`, the requests once each. Where more of them than run at once, those named first start
+    first; it is fastest with the longest in front. A token's own key and value count as they are in the cache, rounded, whether
+    they have a slot or not, or, with splits, if they have one.
 
     NOTE: on Hopper the kernels read everything but qkv and the cache before the kernel ahead of them has ended (see `pdl`): it must
     be older.
@@ -131,7 +135,7 @@ def decode_attention(
         )
     q = qkv[:, : num_heads * head_size].view(num_tokens, num_heads, head_size)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    batch = Batch(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, out, rows)
+    batch = Batch(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, out, rows, order)
     batch.check()
     splits = num_splits(batch, max_seq_len)
     own = None
@@ -168,6 +172,8 @@ class Batch(NamedTuple):
     out: Tensor
     rows: Tensor | None = None
     """Each request's row in the block table; None: its own number."""
+    order: Tensor | None = None
+    """The requests as they are to start; None: as they come."""
 
     @property
     def num_reqs(self) -> int:
@@ -181,6 +187,11 @@ class Batch(NamedTuple):
     def group(self) -> int:
         """Query heads per KV head."""
         return self.q.shape[1] // self.num_kv_heads
+
+    @property
+    def each(self) -> float:
+        """Programs for each multiprocessor, with one for a request and KV head."""
+        return self.num_reqs * self.num_kv_heads / _num_multiprocessors(self.q.device)
 
     @property
     def head_pad(self) -> int:
@@ -276,7 +287,8 @@ def decode(
     batch: Batch, logits: Logits, splits: int, own: Own | None = None, tile: Tile | None = None
 ) -> None:
     """The requests with a single query, each over `splits` programs per KV head. With `own`, q is the step's qkv."""
-    tile = tile or _decode_tile(batch)
+    tile = tile or _decode_tile(batch, splits)
+    ordered = batch.order is not None and batch.each > AT_ONCE
     num_heads, head_size = batch.out.shape[1:]
     device = batch.q.device
     pdl = supported(device)
@@ -289,11 +301,13 @@ def decode(
         **batch.arguments(),
         **logits.arguments(),
         **(own or Own(batch.seq_lens)).arguments(batch.q),
+        order_ptr=batch.order if ordered else batch.seq_lens,
         part_ptr=parts,
         log_sum_ptr=log_sums,
         splits=splits,
         ROWS=tile.rows,
         KEYS=tile.keys,
+        ORDERED=ordered,
         OWN=own is not None,
         SPLIT=splits > 1,
         PDL=pdl,
@@ -407,7 +421,7 @@ def num_splits(batch: Batch, max_seq_len: int) -> int:
 
 def _multiple(batch: Batch) -> float:
     """How many times the programs for a request and KV head each would have to be more, for two on each multiprocessor."""
-    return 2 * _num_multiprocessors(batch.q.device) / (batch.num_reqs * batch.num_kv_heads)
+    return 2 / batch.each
 
 
 def _power_of_two(n: int) -> int:
@@ -420,6 +434,14 @@ def _num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a multiprocessor has."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
 
 
 @cache
@@ -446,12 +468,16 @@ def _counters(device: torch.device) -> Tensor:
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def _decode_tile(batch: Batch) -> Tile:
-    """The fastest shapes measured on an H200; see `--tune` of `toolkit.kernels.bench`."""
+def _decode_tile(batch: Batch, splits: int) -> Tile:
+    """The fastest shapes measured on an H200; see `--tune` of `toolkit.kernels.bench`. Where few programs run on a multiprocessor, each
+    has to have more on its way.
+    """
     rows = max(16, _power_of_two(batch.group))
     row_bytes = batch.head_pad * batch.k_cache.element_size()
+    if row_bytes == 256 and splits == 1 and batch.each <= 3 and _shared_memory(batch.q.device) >= 200 << 10:
+        return Tile(rows, keys=64, warps=4, stages=4 if 1.5 < batch.each <= 2 else 3)
     keys = min(64, max(16, 8192 // row_bytes))
-    return Tile(rows, keys, warps=2 if rows == 16 else 4, stages=3 if row_bytes <= 128 else 4)
+    return Tile(rows, keys, warps=2 if rows == 16 else 4, stages=3 if row_bytes <= 256 else 4)
 
 
 def _prefill_tile(batch: Batch) -> Tile:

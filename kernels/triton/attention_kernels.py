@@ -251,6 +251,7 @@ def decode_kernel(
     seq_len_ptr,
     table_ptr,
     row_ptr,
+    order_ptr,
     out_ptr,
     part_ptr,
     log_sum_ptr,
@@ -276,6 +277,7 @@ def decode_kernel(
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     INDIRECT: tl.constexpr,
+    ORDERED: tl.constexpr,
     PDL: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -286,7 +288,8 @@ def decode_kernel(
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """One (KV head, request, split): the heads of the group against their share of the keys.
+    """One (KV head, request, split): the heads of the group against their share of the keys. If ORDERED, programs that start first have
+    the requests that `order_ptr` names first.
 
     If OWN, q is qkv as it was projected: the token's own key and value are not in the cache, and come last. Without splits only:
     with them, each program would do it again.
@@ -294,6 +297,8 @@ def decode_kernel(
     tl.static_assert(not (OWN and SPLIT))
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
+    if ORDERED:
+        request = tl.load(order_ptr + request).to(tl.int64)
     split = tl.program_id(2)
     token = tl.load(query_start_ptr + request).to(tl.int64)
     single = tl.load(query_start_ptr + request + 1) - token == 1

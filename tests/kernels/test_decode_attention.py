@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 
 import pytest
@@ -20,6 +21,7 @@ class Fused:
     rotary_size: int = 0
     normed: bool = False
     unstored: tuple[int, ...] = ()
+    ordered: bool = False
 
 
 def check_fused(triton_attention, case: Case, fused: Fused, device: torch.device) -> None:
@@ -73,6 +75,9 @@ def check_fused(triton_attention, case: Case, fused: Fused, device: torch.device
         slot_mapping[request] = -1
         for cache in (expected_k, expected_v):
             cache[slot // case.block_size, slot % case.block_size] = NAN
+    order = None
+    if fused.ordered:
+        order = torch.argsort(inputs.seq_lens, descending=True).to(torch.int32)
     actual = triton_attention.decode_attention(
         qkv,
         inputs.k_cache,
@@ -82,6 +87,7 @@ def check_fused(triton_attention, case: Case, fused: Fused, device: torch.device
         inputs.query_start_loc,
         inputs.seq_lens,
         inputs.block_table,
+        order=order,
         num_heads=case.heads,
         max_seq_len=longest,
         cos_sin=cos_sin if fused.rotary_size else None,
@@ -130,6 +136,23 @@ def test_single_tokens_in_one_kernel_over_groups_windows_caps_and_splits(
     case = Case(SINGLES, heads=heads[0], kv_heads=heads[1], window=window, cap=cap)
     unstored = (0, 3) if splits == 1 else ()
     check_fused(triton_attention, case, Fused(32, normed=True, unstored=unstored), device)
+
+
+def test_requests_start_in_any_order(triton_attention, device, monkeypatch):
+    monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: 1)
+    monkeypatch.setattr(triton_attention, "AT_ONCE", 0)
+    check_fused(triton_attention, Case(SINGLES), Fused(32, ordered=True), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_reqs", [60, 125, 190, 230, 300])
+def test_many_requests_of_many_lengths(triton_attention, device, monkeypatch, num_reqs):
+    """From about one program on each multiprocessor to more than run at once."""
+    monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: 1)
+    rng = random.Random(num_reqs)
+    lens = tuple((1, rng.randint(1, 300)) for _ in range(num_reqs))
+    case = Case(lens, heads=8, head_size=128, dtype=torch.bfloat16)
+    check_fused(triton_attention, case, Fused(128, normed=True, ordered=True), device)
 
 
 @pytest.mark.parametrize("splits", [1, 2])

@@ -37,6 +37,8 @@ class AttentionBatch:
     wanted: torch.Tensor | None = None
     """The tokens whose last hidden states are asked for, int64; None: all. The last layer spares the others what comes
     after attention."""
+    order: torch.Tensor | None = None
+    """[num_reqs] int32: the requests, those with the longest contexts first."""
     query_lens: npt.NDArray[np.int32] | None = None
     context_lens: npt.NDArray[np.int32] | None = None
     plan: dict[Hashable, Any] = field(default_factory=dict)

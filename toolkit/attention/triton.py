@@ -51,6 +51,7 @@ class TritonBackend(AttentionBackend):
             batch.seq_lens,
             batch.block_table,
             rows=batch.rows,
+            order=batch.order,
             num_heads=shape.num_heads,
             max_seq_len=batch.max_seq_len,
             scale=shape.scale,

@@ -39,9 +39,9 @@ class CudaBatchState(BatchState):
         self._copy_runs, self._expand = copy_runs, expand_inputs
         self._staging = Staging(device)
         self._num_reqs, self.max_tokens = num_rows, max_tokens
-        self._packed = torch.zeros(4 * num_rows + 1, dtype=torch.int32, device=device)
-        self._rows, self._query_start_loc, self._seq_lens, self._sample_positions = torch.split(
-            self._packed, [num_rows, num_rows + 1, num_rows, num_rows]
+        self._packed = torch.zeros(5 * num_rows + 1, dtype=torch.int32, device=device)
+        self._rows, self._query_start_loc, self._seq_lens, self._sample_positions, self._order = torch.split(
+            self._packed, [num_rows, num_rows + 1, num_rows, num_rows, num_rows]
         )
         self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_tokens, dtype=torch.int32, device=device)
@@ -94,8 +94,10 @@ class CudaBatchState(BatchState):
     def send(self, step: SchedulerOutput) -> None:
         """Takes a step's numbers to the device, padded to any number of requests."""
         n, room = len(step.rows), self._num_reqs
-        packed = np.empty(4 * room + 1, np.int32)
-        rows, starts, lens, samples = np.split(packed, (room, 2 * room + 1, 3 * room + 1))
+        packed = np.empty(5 * room + 1, np.int32)
+        rows, starts, lens, samples, order = np.split(
+            packed, (room, 2 * room + 1, 3 * room + 1, 4 * room + 1)
+        )
         rows[:n], rows[n:] = step.rows, room
         starts[0] = 0
         np.cumsum(step.num_tokens, out=starts[1 : n + 1])
@@ -104,6 +106,8 @@ class CudaBatchState(BatchState):
         lens[n:] = 0
         samples[:n] = np.where(step.samples, lens[:n], -1)
         samples[n:] = -1
+        order[:n] = np.argsort(-lens[:n])
+        order[n:] = np.arange(n, room)
         self._staging.send_into(self._packed, [packed])
 
     def expanded(self, shape: StepShape) -> StepInputs:
@@ -121,6 +125,7 @@ class CudaBatchState(BatchState):
             block_table=self.block_table,
             max_query_len=shape.max_query_len,
             max_seq_len=shape.max_seq_len,
+            order=self._order[:n],
         )
         return StepInputs(out[0], batch, self._sample_positions[:n])
 
