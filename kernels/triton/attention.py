@@ -287,7 +287,7 @@ def decode(
     batch: Batch, logits: Logits, splits: int, own: Own | None = None, tile: Tile | None = None
 ) -> None:
     """The requests with a single query, each over `splits` programs per KV head. With `own`, q is the step's qkv."""
-    tile = tile or _decode_tile(batch, splits)
+    tile = tile or _decode_tile(batch)
     ordered = batch.order is not None and batch.each > AT_ONCE
     num_heads, head_size = batch.out.shape[1:]
     device = batch.q.device
@@ -437,14 +437,6 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a multiprocessor has."""
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-
-
-@cache
 def _is_hopper(device: torch.device) -> bool:
     """And whether Triton has the Gluon that `attention_hopper` is written in, which is not settled yet."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -468,14 +460,10 @@ def _counters(device: torch.device) -> Tensor:
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def _decode_tile(batch: Batch, splits: int) -> Tile:
-    """The fastest shapes measured on an H200; see `--tune` of `toolkit.kernels.bench`. Where few programs run on a multiprocessor, each
-    has to have more on its way.
-    """
+def _decode_tile(batch: Batch) -> Tile:
+    """The fastest shapes measured on an H200; see `--tune` of `toolkit.kernels.bench`."""
     rows = max(16, _power_of_two(batch.group))
     row_bytes = batch.head_pad * batch.k_cache.element_size()
-    if row_bytes == 256 and splits == 1 and batch.each <= 3 and _shared_memory(batch.q.device) >= 200 << 10:
-        return Tile(rows, keys=64, warps=4, stages=4 if 1.5 < batch.each <= 2 else 3)
     keys = min(64, max(16, 8192 // row_bytes))
     return Tile(rows, keys, warps=2 if rows == 16 else 4, stages=3 if row_bytes <= 256 else 4)
 

@@ -107,8 +107,6 @@ def hopper(name: str, block_size: int, group: int, dtype: str) -> None:
 def main() -> None:
     own = {"OWN": True, "SPLIT": False, "HALF": 64, "NORMED": True, "ORDERED": True}
     check("decode, heads of its own", decode_kernel, DECODE_TYPES, DECODE | own, 2, 3)
-    few = {"KEYS": 64, "ORDERED": False}
-    check("decode, few programs", decode_kernel, DECODE_TYPES, DECODE | own | few, 4, 4)
     split = {"OWN": False, "SPLIT": True, "HALF": 0, "NORMED": False, "ORDERED": False}
     check("decode, split", decode_kernel, DECODE_TYPES, DECODE | split, 2, 3)
     merge = {"HEAD_SIZE": 128, "HEAD_PAD": 128, "SPLITS_PAD": 16, "PDL": True}
