@@ -179,3 +179,28 @@ async def test_what_cannot_be_taken_in_ends_the_core_before_another_starts(
         assert at_start == [False]
         assert llm.replicas[0].link.pid != first
     assert tokens == checkpoints.greedy(checkpoints.make_reference("llama3-gqa"), PROMPT, 20)
+
+
+async def test_one_that_hangs_as_it_starts_is_replaced_in_its_turn(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = checkpoint("llama3-gqa")
+    stopped: list[int] = []
+
+    class Stopped(revival.CoreClient):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            if not stopped:
+                stopped.append(self.pid)
+                psutil.Process(self.pid).suspend()
+
+    monkeypatch.setattr(revival, "CoreClient", Stopped)
+    async with AsyncLLM(str(model), device="cpu", num_threads=1, worker_timeout=1.0) as llm:
+        first = llm.replicas[0].link.pid
+        stream = llm.begin(request("one"))
+        psutil.Process(first).kill()
+        async with asyncio.timeout(200):
+            tokens = [token async for delta in stream for token in delta.token_ids]
+        assert not psutil.pid_exists(stopped[0])
+        assert llm.replicas[0].link.pid not in (first, stopped[0])
+    assert tokens == checkpoints.greedy(checkpoints.make_reference("llama3-gqa"), PROMPT, 20)

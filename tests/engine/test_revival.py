@@ -24,7 +24,7 @@ def core(heard_at: float) -> SimpleNamespace:
     async def ready(report: object) -> str:
         return "info"
 
-    return SimpleNamespace(heard_at=heard_at, end=end, ready=ready)
+    return SimpleNamespace(heard_at=heard_at, took=0.0, end=end, ready=ready)
 
 
 @pytest.fixture(autouse=True)
@@ -49,10 +49,10 @@ async def test_one_that_hangs_from_its_first_step_is_given_up_however_late_that_
         return now[0]
 
     monkeypatch.setattr(revival.time, "monotonic", monotonic)
-    monkeypatch.setattr(revival, "CoreClient", lambda launch: core(now[0]))
+    monkeypatch.setattr(revival, "CoreClient", lambda launch, patience: core(now[0]))
     assert await starts(Reviver(LAUNCH, core(now[0])), 10) == len(revival.BACK_OFF)
 
 
 async def test_one_that_made_steps_for_long_is_started_again_any_number_of_times(monkeypatch):
-    monkeypatch.setattr(revival, "CoreClient", lambda launch: core(time.monotonic() + STABLE + 1))
+    monkeypatch.setattr(revival, "CoreClient", lambda launch, patience: core(time.monotonic() + STABLE + 1))
     assert await starts(Reviver(LAUNCH, core(time.monotonic() + STABLE + 1)), 10) == 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import subprocess
@@ -136,8 +137,8 @@ class CoreClient(CoreLink):
     `--worker-timeout`.
     """
 
-    def __init__(self, launch: Launch) -> None:
-        """Starts the process; `ready` waits for it."""
+    def __init__(self, launch: Launch, patience: float = math.inf) -> None:
+        """Starts the process; `ready` waits for it, unless it says nothing of its start for `patience` seconds."""
         self.sockets = tempfile.mkdtemp(prefix="tk-")
         super().__init__(self.sockets, 0)
         self._timer: asyncio.TimerHandle | None = None
@@ -147,7 +148,10 @@ class CoreClient(CoreLink):
         """Seconds without a word of the core; from a Knock on, of those since that. Only those in which this process looked: when
         both are put aside, none pass."""
         self._knocked = self._ready = False
-        self._timeout = launch.config.parallel.worker_timeout
+        self._timeout, self._patience = launch.config.parallel.worker_timeout, patience
+        self._began = time.monotonic()
+        self.took = 0.0
+        """Seconds that the start took."""
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "toolkit.engine.process", self.sockets],
@@ -181,6 +185,7 @@ class CoreClient(CoreLink):
                     report(message.name, message.seconds)
                 elif isinstance(message, Ready):
                     self._ready = True
+                    self.took = time.monotonic() - self._began
                     return message.info
 
     async def receive(self) -> list[FromAlive]:
@@ -197,6 +202,10 @@ class CoreClient(CoreLink):
                 return messages
             if code is not None and waited:
                 raise EngineDeadError(f"The engine's process ended without a word ({how_ended(code)}).")
+            if not self._ready and self._unheard > self._patience:
+                raise EngineDeadError(
+                    f"The engine's process lives and has said nothing of its start for {self._patience:.0f} s: it hangs."
+                )
             if self._knocked and self._unheard > self._timeout + GRACE:
                 raise EngineDeadError(
                     f"The engine's process lives and has made no step for {self._timeout:g} s (--worker-timeout): it hangs, or its "

@@ -17,6 +17,8 @@ BACK_OFF = (0.0, 1.0, 4.0)
 """Seconds before each attempt in a row; after the last one the engine stays dead."""
 STABLE = 60.0
 """Seconds after which a core that lives has ended the row."""
+SLOWER = 3
+"""Times as long as the first one's whole start, besides `--worker-timeout`, that a core may say nothing of its own."""
 
 
 class Reviver:
@@ -25,6 +27,7 @@ class Reviver:
     def __init__(self, launch: Launch, core: CoreClient) -> None:
         """`core`: the first one, which has just been started."""
         self._launch, self._core = launch, core
+        self._patience = launch.config.parallel.worker_timeout + SLOWER * core.took
         self._num_attempts = 0
         self._alive_since = time.monotonic()
 
@@ -59,7 +62,7 @@ class Reviver:
             core: CoreClient | None = None
             begun = time.monotonic()
             try:
-                core = CoreClient(self._launch)
+                core = CoreClient(self._launch, self._patience)
                 info = await core.ready(lambda name, seconds: None)
             except Exception as error:
                 if core is not None:
