@@ -64,6 +64,12 @@ def find_cores(root: Path = ROOT, allowed: set[int] | None = None) -> Cores:
     return Cores(tuple(sorted(cores, key=lambda core: (core.package, core.node, core.cpus))), cpu_quota(root))
 
 
+def num_cpus() -> int:
+    """Hardware threads that this process may keep busy, as its affinity and its cgroup allow."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(count, cpu_quota() or count)))
+
+
 def plan_threads(cores: Cores, asked: int | None = None, rank: int = 0, size: int = 1) -> Threads:
     """Of the `rank`-th of `size` ranks that share the cores out.
 

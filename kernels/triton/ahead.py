@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,16 +11,30 @@ from typing import Any
 
 from triton import AsyncCompileMode
 from triton.runtime import driver
+from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import KernelInterface
 
 
 class _Once(AsyncCompileMode):  # type: ignore[misc]  # Triton is untyped
     """Triton's own asks for a kernel anew at each launch until all are there, which takes ten times as long as to launch it."""
 
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        super().__init__(pool, ignore_errors=True)
+        self._asked: list[tuple[Any, Callable[[Any], None]]] = []
+
     def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
-        kernel = super().submit(key, compile_fn, finalize_fn)
-        finalize_fn(kernel)
-        return kernel
+        coming = super().submit(key, compile_fn, finalize_fn)
+        finalize_fn(coming)
+        self._asked.append((coming, finalize_fn))
+        return coming
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            super().__exit__(*error)
+        finally:  # also where the user interrupts it
+            active_mode.set(None)
+            for come, finalize in self._asked:
+                finalize(come.kernel)  # None, if it was in vain: it is tried again where it is launched
 
 
 class _Loading(ThreadPoolExecutor):
@@ -35,23 +49,29 @@ class _Loading(ThreadPoolExecutor):
         return super().submit(loaded)
 
 
+_LOCK = threading.Lock()
+"""Held while launches of one thread are compilations."""
+
+
 @contextmanager
-def compiled_side_by_side() -> Iterator[None]:
-    """What is launched inside is compiled instead, unless it was, on as many threads as there are cores; all of it when this ends.
+def compiled_side_by_side(num_threads: int) -> Iterator[None]:
+    """What this thread launches inside is compiled instead, unless it was, on `num_threads` others; all of it when this ends.
 
     So nothing is computed, and what kernels would have written is what was there. What does not compile raises where it is
-    launched. For one thread at a time, with no other that launches anything.
+    launched. Other threads launch as ever, and wait where they come here.
     """
 
-    def compile_only(kernel: Any, grid: Any) -> Any:
-        return partial(kernel.run, grid=grid, warmup=True)
+    def launched(kernel: Any, grid: Any) -> Any:
+        if threading.get_ident() == this:
+            return partial(kernel.run, grid=grid, warmup=True)
+        return launch(kernel, grid)
 
-    launch = KernelInterface.__getitem__
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    here = driver.active.get_current_device()
-    pool = _Loading(threads, initializer=driver.active.set_current_device, initargs=(here,))
-    with pool, _Once(pool, ignore_errors=True):
-        KernelInterface.__getitem__ = compile_only
+    this = threading.get_ident()
+    device = driver.active.get_current_device()
+    pool = _Loading(num_threads, initializer=driver.active.set_current_device, initargs=(device,))
+    with _LOCK, pool, _Once(pool):
+        launch = KernelInterface.__getitem__
+        KernelInterface.__getitem__ = launched
         try:
             yield
         finally:

@@ -53,6 +53,20 @@ async def test_one_that_hangs_from_its_first_step_is_given_up_however_late_that_
     assert await starts(Reviver(LAUNCH, core(now[0])), 10) == len(revival.BACK_OFF)
 
 
+async def test_one_that_starts_again_has_longer_than_the_first_start_took(monkeypatch):
+    given: list[float] = []
+
+    def another(launch: object, patience: float) -> SimpleNamespace:
+        given.append(patience)
+        return core(time.monotonic())
+
+    monkeypatch.setattr(revival, "CoreClient", another)
+    first = core(time.monotonic())
+    first.took = 40.0
+    await Reviver(LAUNCH, first).another(HUNG)
+    assert given == [LAUNCH.config.parallel.worker_timeout + 3 * 40]
+
+
 async def test_one_that_made_steps_for_long_is_started_again_any_number_of_times(monkeypatch):
     monkeypatch.setattr(revival, "CoreClient", lambda launch, patience: core(time.monotonic() + STABLE + 1))
     assert await starts(Reviver(LAUNCH, core(time.monotonic() + STABLE + 1)), 10) == 10

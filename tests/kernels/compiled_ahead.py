@@ -21,6 +21,7 @@ loaded: list[str] = []
 launched: list[int] = []
 """The numbers of programs."""
 here = threading.local()
+launching = threading.get_ident()
 
 
 class PlayedGPU:
@@ -50,6 +51,8 @@ class PlayedGPU:
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, ...]:
         assert device == 3, "loaded onto another device than the launching thread's"
+        if name == "unloadable_kernel" and threading.get_ident() != launching:
+            raise MemoryError
         loaded.append(name)
         return 1, 1, 32, 0, 1024
 
@@ -63,6 +66,11 @@ def broken_kernel(out_ptr, WIDTH: tl.constexpr):
     tl.store(out_ptr + tl.arange(0, WIDTH), 1.0)
 
 
+@triton.jit
+def unloadable_kernel(out_ptr):
+    tl.store(out_ptr, 1.0)
+
+
 def norms(*num_tokens: int) -> None:
     for n in num_tokens:
         norm.add_rms_norm(torch.ones(n, 256), torch.ones(n, 256), torch.ones(256), 1e-5)
@@ -73,21 +81,49 @@ triton.runtime.driver.set_active(PlayedGPU())
 triton.knobs.compilation.listener = lambda **_: compilers.append(threading.get_ident())
 here.device = 3
 
-with compiled_side_by_side():
+with compiled_side_by_side(2):
     norms(2, 5, 2)
+    other = threading.Thread(
+        target=lambda: setattr(here, "device", 3) or broken_kernel[(7,)](torch.zeros(8), WIDTH=4)
+    )
+    other.start()
+    other.join()
+    assert launched == [7], "only what this thread launches is compiled instead"
+    launched.clear()
     broken_kernel[(1,)](torch.zeros(8), WIDTH=8)
-assert len(compilers) == 2, "each kernel is compiled once"
+assert len(compilers) == 3, "each kernel is compiled once"
 assert threading.get_ident() not in compilers
-assert len(loaded) == 2
+assert len(loaded) == 3
 assert not launched, "nothing runs"
 
 norms(2, 5)
 assert launched == [2, 2, 5, 5]
-assert len(compilers) == len(loaded) == 2, "what was compiled is not compiled again"
+assert len(compilers) == len(loaded) == 3, "what was compiled is not compiled again"
 
 with pytest.raises(triton.CompilationError, match="too wide"):
     broken_kernel[(1,)](torch.zeros(8), WIDTH=8)
 
-with compiled_side_by_side():
+with compiled_side_by_side(2):
+    unloadable_kernel[(1,)](torch.zeros(1))
+unloadable_kernel[(9,)](torch.zeros(1))
+assert launched[-1] == 9, "what did not compile is tried again"
+
+
+def interrupted(futures: object) -> None:
+    raise KeyboardInterrupt
+
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr("triton.runtime._async_compile.as_completed", interrupted)
+    compiling = compiled_side_by_side(2)
+    compiling.__enter__()
+    norm.add_rms_norm(torch.ones(4, 512), torch.ones(4, 512), torch.ones(512), 1e-5)
+    with pytest.raises(KeyboardInterrupt):
+        compiling.__exit__(None, None, None)
+norm.add_rms_norm(torch.ones(4, 512), torch.ones(4, 512), torch.ones(512), 1e-5)
+assert launched[-1] == 4, "whoever interrupts it can go on"
+
+num_compiled = len(compilers)
+with compiled_side_by_side(2):
     norms(2)
-assert len(compilers) == 2
+assert len(compilers) == num_compiled

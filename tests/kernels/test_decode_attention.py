@@ -144,6 +144,31 @@ def test_requests_start_in_any_order(triton_attention, device, monkeypatch):
     check_fused(triton_attention, Case(SINGLES), Fused(32, ordered=True), device)
 
 
+def test_programs_take_the_requests_that_the_order_names(triton_attention, device, monkeypatch):
+    """In one that names a single request, no other's key is written."""
+    monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: 1)
+    monkeypatch.setattr(triton_attention, "AT_ONCE", 0)
+    case = Case(((1, 20), (1, 30), (1, 4)), device=device)
+    inputs = make(case)
+    inputs.k_cache.fill_(NAN)
+    triton_attention.decode_attention(
+        torch.randn(3, (case.heads + 2 * case.kv_heads) * case.head_size, device=device),
+        inputs.k_cache,
+        inputs.v_cache,
+        inputs.seq_lens - 1,
+        torch.tensor([0, 1, 2], device=device),
+        inputs.query_start_loc,
+        inputs.seq_lens,
+        inputs.block_table,
+        order=torch.full((3,), 1, dtype=torch.int32, device=device),
+        num_heads=case.heads,
+        max_seq_len=30,
+        scale=1.0,
+    )
+    written = ~inputs.k_cache[0].isnan().flatten(1).any(1)
+    assert written.nonzero().flatten().tolist() == [1]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_reqs", [60, 125, 190, 230, 300])
 def test_many_requests_of_many_lengths(triton_attention, device, monkeypatch, num_reqs):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sys
+import types
 
 import numpy as np
 import pytest
 import torch
 
 from toolkit import LLM, SamplingParams
+from toolkit.attention import AttentionBatch, AttentionShape, HeadTransform
+from toolkit.attention.triton import TritonBackend
 from toolkit.sampling.params import SamplingParams as Params
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.worker.batch_state import BatchState, StepShape
@@ -159,6 +164,45 @@ def test_the_gpu_runner_samples_what_the_plain_runner_does(checkpoint, triton_ru
         assert list(a) == list(b)
         assert next(iter(a.values())).rank == next(iter(b.values())).rank
         assert [x.logprob for x in a.values()] == pytest.approx([x.logprob for x in b.values()], abs=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_start_up_goes_through_all_kinds_of_steps(checkpoint, triton_runs, monkeypatch, backend):
+    """As before kernels are compiled, but computed: with padding, and on backends that nothing is captured on."""
+    if not triton_runs:
+        pytest.skip("Triton was imported without its interpreter")
+    ahead = types.ModuleType("ahead")
+    ahead.compiled_side_by_side = lambda num_threads: contextlib.nullcontext()
+    monkeypatch.setitem(sys.modules, "toolkit.kernels.triton.ahead", ahead)
+    monkeypatch.setattr("toolkit.worker.worker.fused", lambda device: True)
+    monkeypatch.setattr(TritonBackend, "unfit", classmethod(lambda cls, *fit: None))
+    settings = {"max_num_seqs": 3, "block_size": 4, "max_num_batched_tokens": 64, "max_model_len": 24}
+    settings["enforce_eager"] = True
+    llm = LLM(str(checkpoint("qwen3")), device="cpu", attention_backend=backend, **settings)
+    worker = llm._core.executor._worker
+    sizes = []
+    attend = worker.runner.backend.forward
+
+    def forward(qkv, k_cache, v_cache, batch, *rest):
+        sizes.append((len(qkv), batch.max_query_len))
+        return attend(qkv, k_cache, v_cache, batch, *rest)
+
+    monkeypatch.setattr(worker.runner.backend, "forward", forward)
+    worker._compile(3, padded=worker.runner.backend.capturable)
+    padded = {(3, 1), (2, 1), (1, 1), (64, 64)}
+    assert {(1, 1), (3, 1), (63, 21)} <= set(sizes), "what the warm-up has"
+    assert (set(sizes) >= padded) == worker.runner.backend.capturable
+    llm.shutdown()
+
+
+def test_decode_attention_is_told_the_order():
+    batch = AttentionBatch(
+        *[torch.zeros(3)] * 6, max_query_len=1, max_seq_len=9, order=torch.tensor([2, 0, 1])
+    )
+    backend, told = TritonBackend.__new__(TritonBackend), {}
+    backend._decode = lambda *tensors, **more: told.update(more)
+    backend.forward(*[torch.zeros(3)] * 3, batch, AttentionShape(4, 2, 32, 1.0), HeadTransform())
+    assert told["order"] is batch.order
 
 
 def a_step(counts: list[int], computed: list[int], **more) -> SchedulerOutput:

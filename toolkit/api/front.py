@@ -110,7 +110,11 @@ class OneProcess:
     async def start(self, listener: socket.socket, report: Report) -> Served:
         """Loads the model and serves."""
         importing = asyncio.create_task(asyncio.to_thread(_import_server))  # beside what the cores import
-        await self._engine.start(report)
+        try:
+            await self._engine.start(report)
+        except BaseException:
+            importing.cancel()
+            raise
         self._has_core = True
         make_server = await importing
         self._http = make_server(self._engine, self._name, self._config)

@@ -44,10 +44,7 @@ class Reviver:
             died = f"{self._launch.name.capitalize()}: " if several else ""
             died += f"{as_dead(cause).message.rstrip('.')}."
             if self._num_attempts == len(BACK_OFF):
-                raise EngineDeadError(
-                    f"{died} It has been started again {len(BACK_OFF)} times, each within {STABLE:g} s of the "
-                    "one before."
-                )
+                raise EngineDeadError(f"{died} It has been started again {len(BACK_OFF)} times in a row.")
             waiting = "" if not num_open else f"; open requests that go on then: {num_open}"
             logger.error(
                 "%s It is started again (attempt %d of %d)%s.",
@@ -66,6 +63,7 @@ class Reviver:
                 info = await core.ready(lambda name, seconds: None)
             except Exception as error:
                 if core is not None:
+                    await core.end()  # it may live and hang, for long even then
                     core.kill()
                 cause = error
                 continue

@@ -15,7 +15,7 @@ import torch
 
 from toolkit.attention import choose_backend
 from toolkit.config import EngineConfig
-from toolkit.cores import asked_for, find_cores, plan_threads
+from toolkit.cores import asked_for, find_cores, num_cpus, plan_threads
 from toolkit.distributed import SINGLE, WHOLE, Group, Stage, connect, parallel, stages
 from toolkit.distributed.symmetric import opened, timed
 from toolkit.errors import ConfigError, OutOfMemoryError
@@ -314,7 +314,7 @@ class Worker:
                 model, backend.name, dtype, device, max_model_len, budget, probe_blocks, 0, per_block
             )
             if fused(device):
-                self._compile(num_rows)
+                self._compile(num_rows, padded=backend.capturable)
             peak = self._measure_peak(budget) - probe_blocks * per_block + self._measure_graphs()
             del self.runner
             torch.cuda.empty_cache()
@@ -403,14 +403,18 @@ class Worker:
         taken = [max(0, before - after) for before, after in itertools.pairwise(free)]
         return sum(taken) + max(0, len(self._graph_shapes) - 2) * (taken[1] if len(taken) > 1 else 0)
 
-    def _compile(self, num_rows: int) -> None:
-        """Compiles the kernels of all kinds of steps, side by side: one after the other they are most of a first start."""
+    def _compile(self, num_rows: int, *, padded: bool) -> None:
+        """Compiles the kernels of all kinds of steps, side by side: one after the other they are most of a first start. `padded`: also of
+        steps as they are captured."""
         from toolkit.kernels.triton.ahead import compiled_side_by_side
         from toolkit.worker.cuda_runner import CudaRunner, graph_shapes
 
         assert isinstance(self.runner, CudaRunner)
-        shapes = graph_shapes(num_rows, self.info.max_num_batched_tokens, self.info.max_model_len)
-        with compiled_side_by_side():
+        shapes = []
+        if padded:
+            shapes = graph_shapes(num_rows, self.info.max_num_batched_tokens, self.info.max_model_len)
+        here = self._beside or self.config.parallel.num_devices
+        with compiled_side_by_side(max(1, num_cpus() // here)):
             self._warm_up()
             self.runner.rehearse([shape for shape in shapes if shape.num_tokens <= FEW_TOKENS])
             self.runner.rehearse(shapes[:2])
