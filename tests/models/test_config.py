@@ -180,6 +180,8 @@ class TestUnusable:
             ({"hidden_size": "many"}, ["`int`", "`str`", "hidden_size"]),
             ({"hidden_size": 0}, [">= 1", "hidden_size"]),
             ({"hidden_size": 100, "num_attention_heads": 7, "num_key_value_heads": 7}, ["100", "no multiple", "7"]),
+            ({"model_type": "gpt2", "n_embd": 31, "n_head": 2}, ["31", "no multiple", "2"]),
+            ({"model_type": "bert", "hidden_size": 31, "num_attention_heads": 2}, ["31", "no multiple", "2"]),
             ({"num_attention_heads": 8, "num_key_value_heads": 3}, ["8", "no multiple", "3"]),
             ({"rope_scaling": "linear"}, ["`str`", "rope_scaling"]),
             ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["rope_parameters", "layer to layer"]),

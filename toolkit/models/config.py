@@ -66,6 +66,7 @@ class GPT2Config(ArchitectureConfig, kw_only=True):
         self.max_position_embeddings = self.n_positions = self.max_position_embeddings or self.n_positions
         self.num_attention_heads = self.n_head = self.num_attention_heads or self.n_head
         self.num_hidden_layers = self.n_layer = self.num_hidden_layers or self.n_layer
+        _head_size(self.hidden_size, self.num_attention_heads)
 
 
 class LlamaConfig(ArchitectureConfig, kw_only=True):
@@ -106,12 +107,7 @@ class LlamaConfig(ArchitectureConfig, kw_only=True):
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
         if self.head_dim is None:
-            if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"hidden_size ({self.hidden_size}) is no multiple of "
-                    f"num_attention_heads ({self.num_attention_heads})"
-                )
-            self.head_dim = self.hidden_size // self.num_attention_heads
+            self.head_dim = _head_size(self.hidden_size, self.num_attention_heads)
         if self.layer_types is not None:
             self.layer_types = _checked_layer_types(self.layer_types, self.num_hidden_layers)
         self.rope_parameters = self._whole_rope_parameters()
@@ -185,11 +181,7 @@ class BertConfig(ArchitectureConfig, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size ({self.hidden_size}) is no multiple of "
-                f"num_attention_heads ({self.num_attention_heads})"
-            )
+        _head_size(self.hidden_size, self.num_attention_heads)
         if self.id2label is not None:
             self.num_labels = len(self.id2label)
 
@@ -232,6 +224,12 @@ def parse_config(raw: dict[str, Any]) -> ArchitectureConfig:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise ValueError(str(error).replace("`$.", "`")) from None
+
+
+def _head_size(hidden_size: int, num_heads: int) -> int:
+    if hidden_size % num_heads:
+        raise ValueError(f"hidden_size ({hidden_size}) is no multiple of num_attention_heads ({num_heads})")
+    return hidden_size // num_heads
 
 
 def _checked_layer_types(layer_types: list[str], num_layers: int) -> list[str]:
