@@ -11,7 +11,7 @@ import pytest
 from toolkit.kernels import cpu
 
 from toolkit import cgroup
-from toolkit.cores import Core, find_cores, plan_threads
+from toolkit.cores import Core, find_cores, num_cpus, plan_threads
 
 V2 = "0::{group}\n"
 V2_MOUNT = "31 24 0:27 {top} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -184,3 +184,10 @@ assert not cpu.bind_threads([(0,), (100_000,)])  # there is no such processor
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("quota", "expected"), [(None, 6), (2.5, 2), (0.3, 1), (64.0, 6)])
+def test_processors_are_those_of_the_affinity_as_far_as_the_quota_goes(monkeypatch, quota, expected):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    monkeypatch.setattr("toolkit.cores.cpu_quota", lambda: quota)
+    assert num_cpus() == expected

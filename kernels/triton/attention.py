@@ -31,7 +31,7 @@ LONG_CONTEXT = (
     8192  # tokens from which a single query outlasts the prompts beside it, if its keys are not split
 )
 AT_ONCE = 4
-"""Programs of decode on a multiprocessor that all start at once: in what order they do makes no difference then."""
+"""Programs of decode on a multiprocessor that all start at once, and so are not faster with the longest in front."""
 
 
 class Tile(NamedTuple):

@@ -45,8 +45,8 @@ def test_the_parts_of_start_up_are_timed(server: Server) -> None:
     assert timed == ["config", "weights", "KV cache"]
 
 
-def test_the_web_part_is_imported_while_the_core_starts() -> None:
-    """Not before: the core, which takes longest, is started first."""
+def test_the_web_part_is_not_imported_before_the_core_is_started() -> None:
+    """The core takes longest."""
     code = "import sys, toolkit.api.lifecycle; sys.exit(bool({'fastapi', 'uvicorn', 'pydantic', 'torch'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 

@@ -6,6 +6,7 @@ import sys
 import time
 
 BEGAN = time.perf_counter()
+"""When the command began."""
 
 SUBJECTS = {
     "Serve": ("serve", "chat", "run"),

@@ -46,10 +46,6 @@ SAMPLING_BYTES = 10
 """For each logit, at most: a copy in fp32, counts of tokens, and a copy in the model's type."""
 
 
-FEW_TOKENS = 64
-"""Up to so many, the number of tokens chooses the kernels of a step."""
-
-
 class Worker:
     """Everything on one device."""
 
@@ -405,8 +401,10 @@ class Worker:
 
     def _compile(self, num_rows: int, *, padded: bool) -> None:
         """Compiles the kernels of all kinds of steps, side by side: one after the other they are most of a first start. `padded`: also of
-        steps as they are captured."""
+        steps as they are captured; of those up to MAX_TOKENS, whose products differ with the number of tokens, and of the largest.
+        """
         from toolkit.kernels.triton.ahead import compiled_side_by_side
+        from toolkit.kernels.triton.linear import MAX_TOKENS
         from toolkit.worker.cuda_runner import CudaRunner, graph_shapes
 
         assert isinstance(self.runner, CudaRunner)
@@ -416,7 +414,7 @@ class Worker:
         here = self._beside or self.config.parallel.num_devices
         with compiled_side_by_side(max(1, num_cpus() // here)):
             self._warm_up()
-            self.runner.rehearse([shape for shape in shapes if shape.num_tokens <= FEW_TOKENS])
+            self.runner.rehearse([shape for shape in shapes if shape.num_tokens <= MAX_TOKENS])
             self.runner.rehearse(shapes[:2])
 
     def _warm_up(self) -> None:
