@@ -147,6 +147,19 @@ def test_cuda_graphs_leave_nearly_all_memory_to_the_cache(checkpoint):
     assert 0 <= sizes[0] - sizes[1] < 2**29
 
 
+def test_what_cuda_graphs_take_is_taken_off_the_cache(checkpoint):
+    sizes, beside = [], []
+    for eager in (True, True, False):  # the first makes what stays with the process
+        llm = LLM(str(checkpoint("gpt2")), gpu_memory_utilization=0.2, enforce_eager=eager)
+        sizes.append(llm.info.cache_bytes)
+        beside.append(torch.cuda.mem_get_info()[0] + llm.info.cache_bytes)
+        llm.shutdown()
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+    assert sizes[1] - sizes[2] >= beside[1] - beside[2] > 0
+
+
 def test_an_engine_is_made_while_one_that_nobody_uses_is_garbage(checkpoint):
     """Its graphs may not be destroyed while others are captured."""
     before = gc.get_threshold()

@@ -100,6 +100,7 @@ def _batch(requests: int, context: int, device: torch.device) -> AttentionBatch:
         max_seq_len=context + 1,
         query_lens=torch.ones(requests, dtype=torch.int32).numpy(),
         context_lens=lengths.numpy(),
+        order=rows.to(device),
     )
 
 

@@ -392,6 +392,7 @@ class Worker:
         """Bytes that the CUDA graphs will take: the largest with all its activations, of which the others then use the
         same, and for each of the others what the second takes.
         """
+        torch.cuda.empty_cache()  # what steps before left there would count for the first
         free = [torch.cuda.mem_get_info()[0]]
         for shape in self._graph_shapes[:2]:
             self.runner.capture([shape])
