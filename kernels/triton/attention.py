@@ -21,6 +21,7 @@ import triton
 from torch import Tensor
 
 from .attention_kernels import decode_kernel, merge_kernel, prefill_kernel
+from .counters import counters
 from .fp8 import FP8
 from .pdl import supported
 from .rotary import qk_norm_rope_write
@@ -401,7 +402,7 @@ def _prefill_on_hopper(batch: Batch, logits: Logits, singles: bool) -> None:
     del arguments["k_ptr"], arguments["HEAD_PAD"]
     hopper.hopper_prefill_kernel[(min(num_jobs, _num_multiprocessors(batch.q.device)),)](
         **arguments,
-        counter_ptr=_counters(batch.q.device),
+        counter_ptr=counters(batch.q.device, 2),  # the next job, and how many programs are through
         k_cache=rows(batch.k_cache),
         v_cache=rows(batch.v_cache),
         outer_scale=logits.arguments()["outer_scale"],
@@ -442,22 +443,6 @@ def _is_hopper(device: torch.device) -> bool:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     known = (3, 6) <= version < (3, 8)
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and known
-
-
-def _counters(device: torch.device) -> Tensor:
-    """The next job, and how many programs are through: zero between two calls. Each stream has its own, as calls on two may overlap;
-    and so has a call that is captured on a stream that had none, whose graph begins with zeros then.
-    """
-    stream = torch.cuda.current_stream(device).cuda_stream
-    counters = _COUNTERS.get((device, stream))
-    if counters is None:
-        counters = torch.zeros(2, dtype=torch.int32, device=device)
-        if not torch.cuda.is_current_stream_capturing():
-            _COUNTERS[device, stream] = counters
-    return counters
-
-
-_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def _decode_tile(batch: Batch) -> Tile:

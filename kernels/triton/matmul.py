@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import apply
+from .counters import counters
 from .pdl import fetch, release, supported, wait
 
 MAX_TOKENS = 64
@@ -137,7 +138,10 @@ def _run(
     parts = counts = out
     if tile.splits > 1:
         shape = (tile.splits, num_tiles, tokens, tile.rows)
-        parts, counts = torch.empty(shape, dtype=torch.float32, device=x.device), _counts(x.device)
+        parts, counts = (
+            torch.empty(shape, dtype=torch.float32, device=x.device),
+            counters(x.device, num_tiles),
+        )
     pdl = supported(x.device)
     _tile_kernel[(num_tiles, tile.splits)](
         x,
@@ -235,12 +239,6 @@ def _shared_memory(device: torch.device) -> int:
         return 0
     most: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     return most - 1024
-
-
-@cache
-def _counts(device: torch.device) -> Tensor:
-    """How many programs of each tile have come: 0 between kernels. Products on two streams may not overlap."""
-    return torch.zeros(4096, dtype=torch.int32, device=device)
 
 
 @triton.jit
