@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -21,7 +22,9 @@ import pytest
 from tests import checkpoints
 from tests.api.conftest import CONTEXT, SMALL, SMALL_TOKENS, Reference
 from tests.api.serving import START_TIMEOUT, Process, Server, free_port, gone, until
+from toolkit.api import lifecycle
 from toolkit.api.listener import bind
+from toolkit.config import EngineConfig, ServerConfig
 from toolkit.errors import ConfigError
 
 KEY = "k e'y"
@@ -245,3 +248,21 @@ def test_an_idle_server_ends_at_ctrl_c_and_leaves_the_port_free(configured: Serv
     until(lambda: lingering in [(c.laddr.port, c.status) for c in psutil.net_connections("tcp")])
     with bind("127.0.0.1", port) as listener:
         assert listener.getsockname()[1] == port
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_while_it_starts_ends_it_at_once(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
+) -> None:
+    class Starting:
+        async def start(self, *_: object) -> None:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(60)
+
+        async def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(lifecycle, "_make_front", lambda *_: Starting())
+    config = ServerConfig(host="127.0.0.1", port=free_port())
+    ended = lifecycle.serve(EngineConfig(), config, 0.0)
+    assert asyncio.run(ended) == code

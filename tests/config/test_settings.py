@@ -157,6 +157,7 @@ class TestFile:
             ("seed = true", "--seed takes a whole number, and got True"),
             ('seed = "3"', "--seed takes a whole number, and got '3'"),
             ("seed = -1", "at least 0"),
+            (f"seed = {2**63}", "at most"),
             ("enable_prefix_caching = 1", "takes true or false, and got 1"),
             ('dtype = "int4"', "auto, float32, bfloat16, float16"),
             ("[seed]\nx = 1", "--seed takes a whole number"),
@@ -308,3 +309,26 @@ class TestCommandLine:
 def test_an_empty_admin_key_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="--admin-key"):
         ServerConfig(admin_key=key)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "good"),
+    [
+        ("http://127.0.0.1:4318/v1/traces", True),
+        ("https://traces.example", True),
+        ("foo", False),
+        ("ftp://traces.example/v1", False),
+        ("http://", False),
+    ],
+)
+def test_traces_go_to_a_url(endpoint, good):
+    if good:
+        assert ServerConfig(otlp_traces_endpoint=endpoint).otlp_traces_endpoint == endpoint
+    else:
+        with pytest.raises(ConfigError, match="--otlp-traces-endpoint is a URL"):
+            ServerConfig(otlp_traces_endpoint=endpoint)
+
+
+def test_threads_are_no_more_than_a_machine_can_have():
+    with pytest.raises(ConfigError, match="--num-threads is at most 1024"):
+        DeviceConfig(num_threads=100_000)

@@ -104,3 +104,18 @@ def test_the_end_is_ignored_when_asked(llm: LLM, reference: torch.nn.Module) -> 
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(InvalidRequestError, match=name):
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 4} | {name: value})
+
+
+@pytest.mark.parametrize("wrong", [["a"], [None], [[1]], "abc"])
+def test_what_names_no_token_does_not_stop_beams(wrong):
+    with pytest.raises(InvalidRequestError, match="stop_token_ids names tokens by their numbers"):
+        BeamSearchParams(beam_width=2, max_tokens=3, stop_token_ids=wrong)
+
+
+def test_a_token_outside_the_vocabulary_does_not_stop_beams(llm):
+    for wrong in (9999, -4):
+        params = BeamSearchParams(beam_width=2, max_tokens=3, stop_token_ids=[wrong])
+        with pytest.raises(InvalidRequestError, match=f"stop_token_ids has the token {wrong}"):
+            llm.beam_search([[1, 2]], params)
+    nothing = BeamSearchParams(beam_width=2, max_tokens=3, stop_token_ids=None)
+    assert len(llm.beam_search([[1, 2]], nothing)[0].outputs) == 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from toolkit import LLM, SamplingParams
-from toolkit.errors import EngineError
+from toolkit.errors import EngineError, InvalidRequestError
 
 POISON = 200
 PROMPTS = [[random.Random(i).randrange(POISON) for _ in range(5 + 9 * i)] for i in range(4)]
@@ -162,3 +162,20 @@ def test_what_failed_is_told_until_a_step_goes_well_and_a_request_s_own_fault_is
         core.executor._worker.runner.model.embed.weight[POISON] = torch.nan
     drive(llm, [[POISON, 3]])
     assert "not finite" in core.failure
+
+
+def test_limits_that_leave_no_token_are_refused_before_it_runs(llm):
+    every = range(llm.info.vocab_size)
+    for limits in (
+        {"stop_token_ids": list(every), "min_tokens": 2},
+        {"bad_words_token_ids": [[token] for token in every]},
+    ):
+        with pytest.raises(InvalidRequestError, match="All of the model's tokens are forbidden"):
+            llm.generate([[1, 2]], SamplingParams(max_tokens=5, **limits), use_tqdm=False)
+
+
+def test_limits_that_leave_no_token_later_are_named(llm):
+    pairs = [[one, two] for one in (5, 6) for two in (5, 6)]
+    params = SamplingParams(max_tokens=5, allowed_token_ids=[5, 6], bad_words_token_ids=pairs)
+    with pytest.raises(EngineError, match="allowed_token_ids and bad_words leave no token"):
+        llm.generate([[1, 2]], params, use_tqdm=False)

@@ -30,9 +30,11 @@ logger = logging.getLogger(__name__)
 DEMO_NAME = "tk-demo"
 
 
-async def serve(engine: EngineConfig, config: ServerConfig, began: float) -> None:
-    """Serves until a signal; then finishes what was accepted. Raises ToolkitError for what the user can mend,
-    and EngineDeadError when the engine dies. `began`: when the user began to wait, as `time.perf_counter` has it.
+async def serve(engine: EngineConfig, config: ServerConfig, began: float) -> int:
+    """Serves until a signal; then finishes what was accepted. `began`: when the user began to wait, as `time.perf_counter` has it.
+
+    Returns the exit code: 130 after Ctrl-C while it started. Raises ToolkitError for what the user can mend, and EngineDeadError when the
+    engine dies.
     """
     LogStyle.of(config.log_level, config.log_format).apply()
     config = _with_keys_of_file(config)
@@ -48,13 +50,14 @@ async def serve(engine: EngineConfig, config: ServerConfig, began: float) -> Non
                 starting.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await starting
-                return
+                return 130 if stop.first == signal.SIGINT else 0
             ready_card(starting.result(), name, listener, config, time.perf_counter() - began)
             describe(front, engine, starting.result())
             telling = asyncio.create_task(tell_stats(front, log=not config.disable_log_stats))
             _notify("READY=1")
             await _until_over(front, config.shutdown_timeout, stop)
             telling.cancel()
+            return 0
         finally:
             await front.close()
 
@@ -134,11 +137,13 @@ class _Signals:
     def __init__(self) -> None:
         self.event = asyncio.Event()
         self.second = asyncio.Event()
+        self.first: signal.Signals | None = None
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._note)
+            loop.add_signal_handler(number, self._note, number)
 
-    def _note(self) -> None:
+    def _note(self, number: signal.Signals) -> None:
+        self.first = self.first or number
         (self.second if self.event.is_set() else self.event).set()
 
     async def unless(self, task: asyncio.Task[Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -21,8 +22,21 @@ VALUES = "__values"
 """The command that completion scripts call for values that only the machine or a server knows."""
 
 
+def _open_closed_streams() -> None:
+    """Has standard streams that were closed lead to nowhere: their descriptors would be given to sockets, and what writes would fail."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened == number:
+                os.set_inheritable(number, True)
+            else:  # something else has been given its number
+                os.close(opened)
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # for as long as this runs
+
+
 def main() -> None:
     """The entry point of `tk`. What shells and scripts ask for often is answered before Typer is imported."""
+    _open_closed_streams()
     arguments = sys.argv[1:]
     if arguments == ["--version"]:
         from toolkit import __version__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import sys
 import textwrap
@@ -79,6 +80,8 @@ def explain(error: Exception) -> int:
         return _tell(error.message, 2)
     if isinstance(error, typer.TyperException):
         return _tell(error.format_message(), error.exit_code)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return _tell(f"{error.filename or 'What the output goes to'} cannot be written: {error.strerror}.", 2)
     said = " ".join(str(error).split())[:300]
     return _tell(
         f"this is a fault of tk, not of yours: {type(error).__name__}{f': {said}' if said else ''}. "

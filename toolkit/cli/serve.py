@@ -49,4 +49,4 @@ def serve(
 
     from toolkit.api.lifecycle import serve as run
 
-    uvloop.run(run(engine, server, BEGAN))
+    raise typer.Exit(uvloop.run(run(engine, server, BEGAN)))

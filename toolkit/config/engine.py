@@ -12,6 +12,8 @@ from toolkit.errors import ConfigError, did_you_mean
 
 MOST_GIB = 2.0**20
 """More than any machine has; infinity is no size."""
+MAX_SEED = 2**63 - 1
+"""As of a request's."""
 ENGINE = "TOOLKIT_ENGINE"
 """The variable that tells an engine's process which of --data-parallel-size it is."""
 MEMORY = "TOOLKIT_MEMORY"
@@ -65,7 +67,9 @@ class ModelConfig:
         "Whose hidden state is a text's embedding: the last token's, the mean of all, or the first token's. Has a "
         "model that generates answer /v1/embeddings, too. Default: what the model's folder says.",
     )
-    seed: int = option(0, "Seeds every random choice for which a request names no seed.", minimum=0)
+    seed: int = option(
+        0, "Seeds every random choice for which a request names no seed.", minimum=0, maximum=MAX_SEED
+    )
 
     def __post_init__(self) -> None:
         check_all(self)
@@ -83,7 +87,7 @@ class DeviceConfig:
     )
     enforce_eager: bool = option(False, "Run every step kernel by kernel, without CUDA graphs.")
     num_threads: int | None = option(
-        None, "CPU threads for the model. Default: the cores it may use.", minimum=1
+        None, "CPU threads for the model. Default: the cores it may use.", minimum=1, maximum=1024
     )
 
     def __post_init__(self) -> None:

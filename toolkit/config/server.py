@@ -151,6 +151,12 @@ class ServerConfig:
                 "--admin-key (TK_ADMIN_KEY) is empty, and would protect nothing: give a key, or leave it out.",
                 param="admin_key",
             )
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not re.fullmatch(r"https?://[^\s/?#]+(/\S*)?", endpoint):
+            raise ConfigError(
+                f"--otlp-traces-endpoint is a URL such as http://127.0.0.1:4318/v1/traces; it got {endpoint!r}.",
+                param="otlp_traces_endpoint",
+            )
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):
             raise ConfigError(
                 f"--root-path is a path such as /llm, without a slash at its end; it got {self.root_path!r}.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,12 @@ def settings_file(named: str | None, environment: Mapping[str, str]) -> Path | N
         path = Path(wanted).expanduser()
         if not path.is_file():
             asked = "--config" if named else FILE_VARIABLE
-            raise ConfigError(f"{asked} names {path}, and there is no such file.", param="config")
+            what = "that is no regular file" if path.exists() else "there is no such file"
+            raise ConfigError(f"{asked} names {path}, and {what}.", param="config")
         return path
-    places = (Path.cwd() / "tk.toml", user_folder(environment) / "tk.toml")
+    places = [user_folder(environment) / "tk.toml"]
+    with suppress(FileNotFoundError):  # the folder that this runs in may be gone
+        places.insert(0, Path.cwd() / "tk.toml")
     return next((path for path in places if path.is_file()), None)
 
 

@@ -82,6 +82,7 @@ PROSE = {
         exit_codes=(
             ("0", "It has drained after SIGTERM or Ctrl-C; with --dry-run, the model fits."),
             ("1", "With --dry-run: the model does not fit. Otherwise a fault of tk."),
+            ("130", "Ctrl-C while it was starting."),
         ),
         see_also=("tk-metrics(7)", "tk-doctor(1)", "tk-config-show(1)"),
     ),

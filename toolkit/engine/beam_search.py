@@ -37,7 +37,7 @@ class BeamSearch:
         ends = () if params.ignore_eos else eos_token_ids
         self._prompt = prompt_token_ids
         self._params = params
-        self._ends = frozenset([*ends, *params.stop_token_ids])
+        self._ends = frozenset([*ends, *(params.stop_token_ids or ())])
         # As many of each beam that all that go on could come from one, besides all that end it.
         num_candidates = params.beam_width + len(self._ends)
         if num_candidates > MAX_LOGPROBS:

@@ -57,8 +57,7 @@ class InputProcessor:
             self._check_tokens(name, getattr(params, name) or ())
         for sequence in params.bad_words_token_ids or ():
             self._check_tokens("bad_words_token_ids", sequence)
-        if params.allowed_token_ids:
-            self._check_some_allowed(params)
+        self._check_some_allowed(params)
         return text, EngineRequest(
             id=request_id or uuid.uuid4().hex,
             prompt_token_ids=token_ids,
@@ -136,10 +135,12 @@ class InputProcessor:
         taken_out = {one[0] for one in params.bad_words_token_ids or () if len(one) == 1}
         if params.min_tokens:
             taken_out |= {*self._eos, *(params.stop_token_ids or ())}
-        if taken_out.issuperset(params.allowed_token_ids or ()):
+        allowed = params.allowed_token_ids or range(self.info.vocab_size)
+        if len(taken_out) >= len(allowed) and taken_out.issuperset(allowed):
+            what = "allowed_token_ids" if params.allowed_token_ids else "the model's tokens"
             raise InvalidRequestError(
-                "All of allowed_token_ids are forbidden by bad_words or min_tokens.",
-                param="allowed_token_ids",
+                f"All of {what} are forbidden by bad_words or min_tokens.",
+                param="allowed_token_ids" if params.allowed_token_ids else "bad_words",
             )
 
     def require_generation(self) -> None:

@@ -165,10 +165,8 @@ class LLM:
         """The `beam_width` best completions of each prompt that beam search finds, from the best down, with their
         `cumulative_logprob`. Raises InvalidRequestError when a prompt cannot be run.
         """
-        checked = [
-            self._inputs.process(prompt, SamplingParams(max_tokens=params.max_tokens))
-            for prompt in _as_list(prompts)
-        ]
+        alike = SamplingParams(max_tokens=params.max_tokens, stop_token_ids=params.stop_token_ids)
+        checked = [self._inputs.process(prompt, alike) for prompt in _as_list(prompts)]
         searches = [
             BeamSearch(request.prompt_token_ids, params, request.eos_token_ids) for _, request in checked
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -117,8 +118,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
             _within("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, _GREATEST)
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-            if not all(type(token) is int for token in getattr(self, name) or ()):
-                raise InvalidRequestError(f"{name} names tokens by their numbers.", param=name)
+            _check_token_ids(name, getattr(self, name))
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = list(dict.fromkeys(self.allowed_token_ids))
@@ -165,7 +165,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """True: ends when there are `beam_width` finished beams. False: when those that go on are not likely to become
     better. "never": when they cannot."""
     ignore_eos: bool = False
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("beam_width", "max_tokens"):
@@ -181,12 +181,18 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
                 f"early_stopping is true, false or 'never'; it got {self.early_stopping!r}.",
                 param="early_stopping",
             )
+        _check_token_ids("stop_token_ids", self.stop_token_ids)
 
 
 def _as_list(stop: list[str] | str | None) -> list[str]:
     if stop is None:
         return []
     return [stop] if isinstance(stop, str) else list(stop)
+
+
+def _check_token_ids(name: str, token_ids: Iterable[object] | None) -> None:
+    if not all(type(token) is int for token in token_ids or ()):
+        raise InvalidRequestError(f"{name} names tokens by their numbers.", param=name)
 
 
 def _check_texts(name: str, texts: list[str], most: int) -> None:

@@ -115,6 +115,10 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(2, thread_name_prefix="grammar")
 
 
+_NOTHING_FITS = "NoExtensionBias"
+"""What llguidance's error begins with where no byte may come first, and the end may not either."""
+
+
 @functools.lru_cache(maxsize=256)
 def _checked(kind: str, text: str, lenient: bool) -> str:
     if len(text) > MAX_SIZE:
@@ -123,7 +127,7 @@ def _checked(kind: str, text: str, lenient: bool) -> str:
 
 
 def _convert(kind: str, text: str, lenient: bool) -> str:
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher, LLTokenizer, grammar_from
 
     try:
         if kind == "json":
@@ -138,6 +142,10 @@ def _convert(kind: str, text: str, lenient: bool) -> str:
     failure, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=limits())
     if failure:
         raise ValueError(f"cannot be held: {messages[0].strip()[:2000]}")
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, limits=limits())
+    matcher.compute_bitmask()
+    if matcher.is_error() and matcher.get_error().startswith(_NOTHING_FITS):
+        raise ValueError("cannot be held: there is no text that it allows")
     return grammar
 
 

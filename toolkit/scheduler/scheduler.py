@@ -158,4 +158,7 @@ def _why_nothing(request: Request) -> str:
             "no token is left that both the form of the answer and allowed_token_ids, bad_words or logit_bias allow; "
             "ask for less of one of them"
         )
-    return "the model gave logits that are not finite (NaN or infinity)"
+    nonsense = "the model gave logits that are not finite (NaN or infinity)"
+    if params.allowed_token_ids or params.bad_words_token_ids:
+        return f"allowed_token_ids and bad_words leave no token, or {nonsense}"
+    return nonsense
