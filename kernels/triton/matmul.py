@@ -138,10 +138,8 @@ def _run(
     parts = counts = out
     if tile.splits > 1:
         shape = (tile.splits, num_tiles, tokens, tile.rows)
-        parts, counts = (
-            torch.empty(shape, dtype=torch.float32, device=x.device),
-            counters(x.device, num_tiles),
-        )
+        parts = torch.empty(shape, dtype=torch.float32, device=x.device)
+        counts = counters(x.device, num_tiles)
     pdl = supported(x.device)
     _tile_kernel[(num_tiles, tile.splits)](
         x,

@@ -15,11 +15,14 @@ import pytest
 TK = f"{sys.executable} -m toolkit"
 
 
-def tk(command: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def surroundings(home: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TK_", "XDG_"))}
+    return kept | {"HOME": str(home)}
+
+
+def tk(command: str, home: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-c", command], env=kept | {"HOME": str(tmp_path)}, capture_output=True, text=True,
-        timeout=200, check=False,
+        ["bash", "-c", command], env=surroundings(home), capture_output=True, text=True, timeout=200, check=False
     )  # fmt: skip
 
 
@@ -36,7 +39,7 @@ def test_a_server_without_standard_streams_ends_in_order(closed, tmp_path):
     """Its sockets are not given their descriptors, which the event loop would not close."""
     process = subprocess.Popen(
         ["bash", "-c", f"exec {TK} serve --port 0 --log-format json {closed}"],
-        env=os.environ | {"HOME": str(tmp_path)}, stderr=subprocess.PIPE, text=True,
+        env=surroundings(tmp_path), stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stderr is not None
     try:

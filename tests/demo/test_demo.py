@@ -11,15 +11,14 @@ from toolkit.config import EngineConfig, ServerConfig, options
 from toolkit.config.engine import PARTS
 from toolkit.demo import MODEL_DIR, corpus, evaluate
 from toolkit.demo.corpus import (
-    FACTS,
     OTHER_WORDS,
     Question,
-    every_spelling,
     held_out,
     held_out_texts,
     normalise,
     training_documents,
 )
+from toolkit.demo.facts import FACTS, every_spelling
 
 pytestmark = pytest.mark.usefixtures("offline")
 

@@ -170,7 +170,7 @@ def test_limits_that_leave_no_token_are_refused_before_it_runs(llm):
         {"stop_token_ids": list(every), "min_tokens": 2},
         {"bad_words_token_ids": [[token] for token in every]},
     ):
-        with pytest.raises(InvalidRequestError, match="All of the model's tokens are forbidden"):
+        with pytest.raises(InvalidRequestError, match="All of the tokens are forbidden"):
             llm.generate([[1, 2]], SamplingParams(max_tokens=5, **limits), use_tqdm=False)
 
 

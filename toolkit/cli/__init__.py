@@ -27,11 +27,8 @@ def _open_closed_streams() -> None:
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)
-            if opened == number:
-                os.set_inheritable(number, True)
-            else:  # something else has been given its number
-                os.close(opened)
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # for as long as this runs
+            os.set_inheritable(opened, opened == number)  # if it is not, something else has its number
+            setattr(sys, name, open(opened, mode, encoding="utf-8"))  # noqa: SIM115  # for as long as this runs
 
 
 def main() -> None:

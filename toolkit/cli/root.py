@@ -81,7 +81,10 @@ def explain(error: Exception) -> int:
     if isinstance(error, typer.TyperException):
         return _tell(error.format_message(), error.exit_code)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return _tell(f"{error.filename or 'What the output goes to'} cannot be written: {error.strerror}.", 2)
+        return _tell(
+            f"{error.filename or 'What the output goes to, or a file,'} cannot be written: {error.strerror}.",
+            2,
+        )
     said = " ".join(str(error).split())[:300]
     return _tell(
         f"this is a fault of tk, not of yours: {type(error).__name__}{f': {said}' if said else ''}. "

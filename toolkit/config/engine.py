@@ -13,7 +13,7 @@ from toolkit.errors import ConfigError, did_you_mean
 MOST_GIB = 2.0**20
 """More than any machine has; infinity is no size."""
 MAX_SEED = 2**63 - 1
-"""As of a request's."""
+"""The greatest; of a request's, too."""
 ENGINE = "TOOLKIT_ENGINE"
 """The variable that tells an engine's process which of --data-parallel-size it is."""
 MEMORY = "TOOLKIT_MEMORY"

@@ -1,6 +1,6 @@
 """The small model that ships with tk, and the recipe that makes it.
 
-`corpus` turns `facts.txt` and `talk.txt` into conversations, with the wording of `frames` and `words` and with what
+`facts` reads `facts.txt` and `talk.txt`; `corpus` turns them into conversations, with the wording of `frames` and `words` and with what
 `invent` and `elsewhere` make up; `train` makes the model of them, and `evaluate` asks it questions that it was not
 trained on.
 """

@@ -19,7 +19,6 @@ from typing import Any
 
 from toolkit.demo import MODEL_DIR
 from toolkit.demo.corpus import (
-    FACTS,
     OTHER_WORDS,
     STORIES,
     Question,
@@ -28,6 +27,7 @@ from toolkit.demo.corpus import (
     training_documents,
     validation_questions,
 )
+from toolkit.demo.facts import FACTS
 
 REQUIRED = 0.8
 """The share of held-out questions about facts that has to be answered right."""

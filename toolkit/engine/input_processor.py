@@ -137,10 +137,10 @@ class InputProcessor:
             taken_out |= {*self._eos, *(params.stop_token_ids or ())}
         allowed = params.allowed_token_ids or range(self.info.vocab_size)
         if len(taken_out) >= len(allowed) and taken_out.issuperset(allowed):
-            what = "allowed_token_ids" if params.allowed_token_ids else "the model's tokens"
+            some = params.allowed_token_ids is not None
             raise InvalidRequestError(
-                f"All of {what} are forbidden by bad_words or min_tokens.",
-                param="allowed_token_ids" if params.allowed_token_ids else "bad_words",
+                f"All of {'allowed_token_ids' if some else 'the tokens'} are forbidden by bad_words or min_tokens.",
+                param="allowed_token_ids" if some else "min_tokens" if params.min_tokens else "bad_words",
             )
 
     def require_generation(self) -> None:

@@ -33,6 +33,8 @@ MAX_LEXER_STATES = 32_768
 """One to two kB each, of one request."""
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Between the parts of JSON. Bounded, since models that are lost write line breaks without end."""
+_NOTHING_FITS = "NoExtensionBias"
+"""What llguidance's error begins with where no byte may come first, and the end may not either."""
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -113,10 +115,6 @@ _starting = threading.Lock()
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(2, thread_name_prefix="grammar")
-
-
-_NOTHING_FITS = "NoExtensionBias"
-"""What llguidance's error begins with where no byte may come first, and the end may not either."""
 
 
 @functools.lru_cache(maxsize=256)
