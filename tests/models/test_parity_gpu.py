@@ -13,6 +13,7 @@ import random
 
 import pytest
 import torch
+from toolkit.kernels import cublas
 
 from tests import checkpoints
 from tests.checkpoints import NEW_TOKENS, VOCAB
@@ -158,6 +159,15 @@ def test_what_cuda_graphs_take_is_taken_off_the_cache(checkpoint):
         gc.collect()
         torch.cuda.empty_cache()
     assert sizes[1] - sizes[2] >= beside[1] - beside[2] > 0
+
+
+def test_products_of_the_largest_step_choose_their_algorithm(checkpoint, monkeypatch):
+    monkeypatch.setattr(cublas, "_chosen", {})
+    folder, sizes = str(checkpoint("qwen3")), {"kv_cache_memory": 0.05, "max_num_seqs": 8}
+    for tokens, chosen in ((2048, set()), (4096, {4096}), (5000, {4096, 5000})):
+        llm = LLM(folder, dtype="bfloat16", max_num_batched_tokens=tokens, **sizes)
+        llm.shutdown()
+        assert {key[2] for key in cublas._chosen} == chosen
 
 
 def test_an_engine_is_made_while_one_that_nobody_uses_is_garbage(checkpoint):

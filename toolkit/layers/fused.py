@@ -17,6 +17,7 @@ def fused(device: torch.device) -> SimpleNamespace | None:
         import triton  # noqa: F401
     except ImportError:
         return None
+    from toolkit.kernels import cublas
     from toolkit.kernels.triton.activation import activation, gated_activation
     from toolkit.kernels.triton.embedding import embed_share
     from toolkit.kernels.triton.linear import add_norm, fits, linear
@@ -30,5 +31,6 @@ def fused(device: torch.device) -> SimpleNamespace | None:
         add_norm=add_norm,
         embed_share=embed_share,
         linear=linear,
+        large_linear=cublas.linear,
         fits=fits,
     )

@@ -107,8 +107,8 @@ class Linear(nn.Module):
         if self.activation == "gelu_tanh" and bias is not None and x.dtype != torch.float32:
             # cuBLAS adds the bias and applies the tanh form of GELU while it has the sums in registers.
             return torch._addmm_activation(bias, x, self.weight.T, use_gelu=True)
-        y = F.linear(x, self.weight, bias)
-        return kernels.activation(y, self.activation) if self.activation else y
+        large: torch.Tensor = kernels.large_linear(x, self.weight, bias)
+        return kernels.activation(large, self.activation) if self.activation else large
 
     def pack(self) -> None:
         """Puts the weight into the layout that a CPU multiplies fastest with, where it has one; once, after loading. The plain layout
@@ -233,5 +233,5 @@ class GatedLinear(MergedLinear):
         if kernels is None:
             gate, up = F.linear(x, self.weight, self.bias).chunk(2, dim=1)
             return FUNCTIONS[self.activation](gate) * up
-        y = kernels.gated_activation(F.linear(x, self.weight, self.bias), self.activation)
+        y = kernels.gated_activation(kernels.large_linear(x, self.weight, self.bias), self.activation)
         return y  # noqa: RET504  # typed above: the kernels are not

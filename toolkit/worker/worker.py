@@ -311,6 +311,8 @@ class Worker:
             )
             if fused(device):
                 self._compile(num_rows, padded=backend.capturable)
+                if backend.capturable:
+                    self._choose_products(budget)
             peak = self._measure_peak(budget) - probe_blocks * per_block + self._measure_graphs()
             del self.runner
             torch.cuda.empty_cache()
@@ -417,6 +419,16 @@ class Worker:
             self._warm_up()
             self.runner.rehearse([shape for shape in shapes if shape.num_tokens <= MAX_TOKENS])
             self.runner.rehearse(shapes[:2])
+
+    def _choose_products(self, num_tokens: int) -> None:
+        """Those of the largest step, which is what long prompts come in."""
+        from toolkit.kernels.cublas import choosing
+        from toolkit.worker.cuda_runner import CudaRunner
+
+        assert isinstance(self.runner, CudaRunner)
+        num_reqs = min(self.config.scheduler.max_num_seqs, num_tokens)
+        with choosing():
+            self.runner.rehearse([StepShape(num_tokens, num_reqs, num_tokens, self.info.max_model_len)])
 
     def _warm_up(self) -> None:
         """Steps of every kind, so that no request waits for a kernel to be compiled: prompts, and the next token of
