@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -31,6 +32,8 @@ GLANCE, LOOK, ROUNDS = 0.01, 0.04, 3
 """Seconds for which each candidate is timed: all of them first, and then, ROUNDS times, those that were NEAR the fastest. The second
 is long enough for the power that a candidate takes to tell.
 """
+PROCEDURE = 1
+"""To be raised when these change, so that nothing counts that was kept before."""
 NEAR, CLEARLY = 1.05, 0.99
 """Of the fastest one's time, and of that of PyTorch's choice, which another one's must be below."""
 ALIGNMENT = 256
@@ -40,6 +43,8 @@ TYPES = {torch.float16: 2, torch.bfloat16: 14}
 FLOAT32, COMPUTE_FLOAT32, TRANSPOSED = 0, 68, 1
 TRANSPOSE_A, MAX_WORKSPACE = 3, 1
 """Attributes of a product, and of what is asked of the heuristics."""
+
+logger = logging.getLogger(__name__)
 
 Product = Callable[[Tensor, Tensor, Tensor], object]
 """(x, W, out): out = x Wᵀ."""
@@ -63,7 +68,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As F.linear, to the last bit; x: `[num_tokens, in]`, weight: `[out, in]`. With a bias it is that."""
     if bias is not None:
         return F.linear(x, weight, bias)
-    key = (x.device, x.dtype, *x.shape, len(weight))
+    key = (x.device, x.dtype, *x.shape, *weight.shape, weight.dtype)
     if _choosing.get() and key not in _chosen and _can_choose(x, weight):
         _chosen[key] = _choice(x, weight)
     product = _chosen.get(key)
@@ -91,17 +96,24 @@ def _aligned(*tensors: Tensor) -> bool:
 
 def _choice(x: Tensor, weight: Tensor) -> Product | None:
     """What an earlier start kept, or else the fastest."""
-    kept = _Kept(x, weight)
     try:
-        return _chosen_from(kept, x, weight)
-    except torch.OutOfMemoryError:  # there is room for the product, and not for a second one beside it
+        return _tried(_Kept(x, weight), x, weight)
+    except (
+        RuntimeError
+    ) as error:  # such as: there is no room for a second product beside the one that is needed
+        why = str(error).partition("\n")[0]
+        logger.info("%s: cuBLAS' algorithms could not be tried (%s)", _described(x, weight), why)
         return None
 
 
-def _chosen_from(kept: _Kept, x: Tensor, weight: Tensor) -> Product | None:
+def _tried(kept: _Kept, x: Tensor, weight: Tensor) -> Product | None:
     # Numbers of this function's own: how much power a product takes depends on them.
     x = torch.empty_like(x).normal_(generator=torch.Generator(x.device).manual_seed(0))
     expected = F.linear(x, weight)
+    if not (
+        expected.isfinite().all() and expected.any()
+    ):  # by such a weight no algorithm can be told from another
+        return None
     out = torch.empty_like(expected)
     plan = _Plan(x, weight)
 
@@ -120,6 +132,8 @@ def _chosen_from(kept: _Kept, x: Tensor, weight: Tensor) -> Product | None:
         }
         known = _fastest(found, x, weight, out)
         kept.write(known)
+        found_one = "another algorithm of cuBLAS" if known else "no algorithm of cuBLAS"
+        logger.info("%s: %s is faster than PyTorch's choice", _described(x, weight), found_one)
     return partial(plan.multiply, known) if known else None
 
 
@@ -133,6 +147,10 @@ def _fastest(found: Mapping[bytes, Product], x: Tensor, weight: Tensor, out: Ten
     seconds = dict(zip(near, map(median, zip(*rounds, strict=True)), strict=True))
     seconds[b""] *= CLEARLY
     return min(near, key=seconds.__getitem__)
+
+
+def _described(x: Tensor, weight: Tensor) -> str:
+    return f"products of {len(x)} rows, {weight.shape[1]} by {len(weight)}"
 
 
 def _pytorchs(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -161,7 +179,7 @@ class _Kept:
     def __init__(self, x: Tensor, weight: Tensor) -> None:
         from triton.runtime.cache import get_cache_manager
 
-        what = (__name__, _device_name(x), _version(), str(x.dtype), *x.shape, len(weight))
+        what = (__name__, PROCEDURE, _device_name(x), _version(), str(x.dtype), *x.shape, len(weight))
         self._open = partial(get_cache_manager, hashlib.sha256(repr(what).encode()).hexdigest())
 
     def read(self) -> bytes | None:
@@ -189,7 +207,7 @@ class _Algorithm(ctypes.Structure):
     _fields_ = (("data", ctypes.c_uint64 * 8),)
 
 
-class _Named(ctypes.Structure):
+class _Heuristic(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
@@ -242,7 +260,7 @@ class _Plan:
         """What the heuristics name for it."""
         library, asked = _library(), _made(_library().cublasLtMatmulPreferenceCreate)
         _set(library.cublasLtMatmulPreferenceSetAttribute, asked, MAX_WORKSPACE, ctypes.c_uint64(0))
-        named, count = (_Named * CANDIDATES)(), ctypes.c_int()
+        named, count = (_Heuristic * CANDIDATES)(), ctypes.c_int()
         operation, a, b, c = self._product
         status = library.cublasLtMatmulAlgoGetHeuristic(
             self._handle, operation, a, b, c, c, asked, CANDIDATES, named, ctypes.byref(count)

@@ -9,6 +9,7 @@ SHAPES = [(4096, 512, 256), (8192, 1536, 1024), (5000, 384, 640)]
 SLOW, FAST, WRONG, BROKEN = (bytes([n]) * 64 for n in range(1, 5))
 MILLISECONDS = {FAST: 1.0, SLOW: 4.0}
 PYTORCHS = 2.0
+aligned = cublas._aligned
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,7 @@ class Machine:
     """A GPU that has four algorithms, and what was asked of it."""
 
     def __init__(self, monkeypatch):
-        self.named, self.timed, self.ran, self.memory = [SLOW, WRONG, BROKEN, FAST], [], [], True
+        self.named, self.timed, self.ran, self.fails_with = [SLOW, WRONG, BROKEN, FAST], [], [], None
         self.monkeypatch = monkeypatch
         monkeypatch.setattr(cublas, "_can_choose", lambda x, weight: True)
         monkeypatch.setattr(cublas, "_aligned", lambda *tensors: True)
@@ -34,8 +35,8 @@ class Machine:
         return self
 
     def algorithms(self):
-        if not self.memory:
-            raise torch.OutOfMemoryError
+        if self.fails_with:
+            raise self.fails_with
         return self.named
 
     def multiply(self, algorithm, x, weight, out):
@@ -141,12 +142,62 @@ def test_where_nothing_can_be_kept_it_is_chosen_at_each_start(machine, tmp_path,
         assert machine.ran[-1] == FAST
 
 
-def test_without_memory_for_trying_it_is_pytorch_s(machine):
-    machine.memory = False
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("status 1")])
+def test_where_nothing_can_be_tried_it_is_pytorch_s(machine, error):
+    machine.fails_with = error
     with cublas.choosing():
         product()
     product()
     assert not machine.ran
+
+
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
+def test_a_weight_that_tells_no_algorithm_from_another_chooses_none(machine, tmp_path, value):
+    with cublas.choosing():
+        cublas.linear(rows(4, 16), torch.full((8, 16), value))
+    assert not machine.timed
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "and keeps none for other weights"
+
+
+def test_among_those_that_are_near_more_than_one_look_decides(machine, monkeypatch):
+    near = {b"": 2.0, SLOW: 1.2, FAST: 1.21, WRONG: 1.5}
+    looks = {SLOW: [1.3, 1.3, 1.0], FAST: [1.2, 1.2, 9.0]}
+
+    def seconds(product, long, x, weight, out):
+        (name,) = getattr(product, "args", None) or [b""]
+        looked.append(name)
+        if long == cublas.GLANCE:
+            return near[name]
+        return looks[name].pop() if name in looks else near[name]
+
+    looked = []
+    monkeypatch.setattr(cublas, "_seconds", seconds)
+    monkeypatch.setattr(machine, "named", [SLOW, FAST])
+    with cublas.choosing():
+        product()
+    machine.ran.clear()
+    product()
+    assert machine.ran == [FAST]
+    assert looked.count(SLOW) == looked.count(FAST) == 1 + cublas.ROUNDS
+
+
+def test_far_ones_are_glanced_at_once(machine):
+    with cublas.choosing():
+        product()
+    assert machine.timed.count(SLOW) < machine.timed.count(FAST)
+
+
+def test_addresses_that_algorithms_do_not_take_are_pytorch_s(machine, monkeypatch):
+    with cublas.choosing():
+        product()
+    monkeypatch.setattr(cublas, "_aligned", aligned)
+    monkeypatch.setattr(cublas, "ALIGNMENT", 16)
+    x, weight = rows(4, 16), rows(8, 16)
+    shifted = torch.empty(65)[1:].view(4, 16).copy_(x)
+    for tokens, ran in ((x, [FAST]), (shifted, []), (rows(16, 4).T, [])):
+        machine.ran.clear()
+        assert torch.equal(cublas.linear(tokens, weight), F.linear(tokens, weight))
+        assert machine.ran == ran
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ import torch
 from toolkit.kernels import cublas
 
 from tests import checkpoints
-from tests.checkpoints import NEW_TOKENS, VOCAB
+from tests.checkpoints import NEW_TOKENS, POSITIONS, VOCAB
 from toolkit import LLM, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -163,10 +163,11 @@ def test_what_cuda_graphs_take_is_taken_off_the_cache(checkpoint):
 
 def test_products_of_the_largest_step_choose_their_algorithm(checkpoint, monkeypatch):
     monkeypatch.setattr(cublas, "_chosen", {})
-    folder, sizes = str(checkpoint("qwen3")), {"kv_cache_memory": 0.05, "max_num_seqs": 8}
-    for tokens, chosen in ((2048, set()), (4096, {4096}), (5000, {4096, 5000})):
-        llm = LLM(folder, dtype="bfloat16", max_num_batched_tokens=tokens, **sizes)
-        llm.shutdown()
+    folder, most = str(checkpoint("qwen3")), 5000 // POSITIONS + 1
+    cases = ((2048, most, set()), (4096, most, {4096}), (5000, most, {4096, 5000}), (6000, 8, {4096, 5000}))
+    for tokens, num_seqs, chosen in cases:
+        sizes = {"max_num_batched_tokens": tokens, "max_num_seqs": num_seqs, "kv_cache_memory": 0.05}
+        LLM(folder, dtype="bfloat16", **sizes).shutdown()
         assert {key[2] for key in cublas._chosen} == chosen
 
 

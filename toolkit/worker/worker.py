@@ -421,14 +421,16 @@ class Worker:
             self.runner.rehearse(shapes[:2])
 
     def _choose_products(self, num_tokens: int) -> None:
-        """Those of the largest step, which is what long prompts come in."""
-        from toolkit.kernels.cublas import choosing
+        """Those of the largest step that there is, of up to `num_tokens`: it is what long prompts come in."""
+        from toolkit.kernels.cublas import LEAST_TOKENS, choosing
         from toolkit.worker.cuda_runner import CudaRunner
 
         assert isinstance(self.runner, CudaRunner)
-        num_reqs = min(self.config.scheduler.max_num_seqs, num_tokens)
-        with choosing():
-            self.runner.rehearse([StepShape(num_tokens, num_reqs, num_tokens, self.info.max_model_len)])
+        num_reqs, longest = min(self.config.scheduler.max_num_seqs, num_tokens), self.info.max_model_len
+        num_tokens = min(num_tokens, num_reqs * longest)
+        if num_tokens >= LEAST_TOKENS:
+            with choosing():
+                self.runner.rehearse([StepShape(num_tokens, num_reqs, num_tokens, longest)])
 
     def _warm_up(self) -> None:
         """Steps of every kind, so that no request waits for a kernel to be compiled: prompts, and the next token of
