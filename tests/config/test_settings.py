@@ -154,13 +154,13 @@ class TestFile:
         ("content", "says"),
         [
             ("seed = ", "not valid TOML"),
-            ("seed = true", "--seed takes a whole number, and got True"),
-            ('seed = "3"', "--seed takes a whole number, and got '3'"),
+            ("seed = true", r"tk\.toml: seed takes a whole number, and got True"),
+            ('seed = "3"', r"tk\.toml: seed takes a whole number, and got '3'"),
             ("seed = -1", "at least 0"),
             (f"seed = {2**63}", "at most"),
             ("enable_prefix_caching = 1", "takes true or false, and got 1"),
             ('dtype = "int4"', "auto, float32, bfloat16, float16"),
-            ("[seed]\nx = 1", "--seed takes a whole number"),
+            ("[seed]\nx = 1", r"tk\.toml: seed takes a whole number"),
         ],
     )
     def test_what_cannot_be_is_refused(self, toml, content, says):
@@ -298,10 +298,17 @@ class TestCommandLine:
         assert done.stdout.splitlines()[-1] == "loaded []"
 
     def test_a_bad_value_is_one_paragraph_and_exit_code_2(self, tmp_path):
-        for arguments, environment in ((["--port", "70000"], {}), ([], {"TK_PORT": "70000"})):
+        file = tmp_path / "tk.toml"
+        cases = (
+            (["--port", "70000"], {}, "", "--port"),
+            ([], {"TK_PORT": "70000"}, "", "TK_PORT"),
+            ([], {}, "[serve]\nport = 70000", f"{file} [serve]: port"),
+        )
+        for arguments, environment, content, name in cases:
+            file.write_text(content)
             done = tk("serve", *arguments, cwd=tmp_path, **environment)
             assert done.returncode == 2
-            assert done.stderr == "tk: --port is at most 65535; it got 70000.\n"
+            assert done.stderr == f"tk: {name} is at most 65535; it got 70000.\n"
             assert done.stdout == ""
 
 
@@ -332,3 +339,22 @@ def test_traces_go_to_a_url(endpoint, good):
 def test_threads_are_no_more_than_a_machine_can_have():
     with pytest.raises(ConfigError, match="--num-threads is at most 1024"):
         DeviceConfig(num_threads=100_000)
+
+
+@pytest.mark.parametrize(
+    ("proxy", "good"),
+    [
+        ("10.0.0.1", True),
+        ("10.0.0.0/8", True),
+        ("::1", True),
+        ("*", True),
+        ("foo", False),
+        ("10.0.0.1/8", False),
+    ],
+)
+def test_proxies_are_addresses_or_networks(proxy, good):
+    if good:
+        assert ServerConfig(forwarded_allow_ips=("127.0.0.1", proxy)).forwarded_allow_ips[1] == proxy
+    else:
+        with pytest.raises(ConfigError, match=f"--forwarded-allow-ips is an address.*{proxy}"):
+            ServerConfig(forwarded_allow_ips=("127.0.0.1", proxy))

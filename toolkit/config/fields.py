@@ -102,41 +102,42 @@ class Option:
         shown = {True: "on", False: "off"}[self.default] if self.type is bool else self.default
         return f" [{shown}]"
 
-    def check(self, value: Any) -> Any:
-        """The value, converted where that loses nothing. Raises ConfigError naming the setting and what it
+    def check(self, value: Any, source: str | None = None) -> Any:
+        """The value, converted where that loses nothing. Raises ConfigError naming `source`, or else the flag, and what it
         takes.
         """
+        source = source or self.flag
         if value is None and (self.optional or self.default is None):
             return None
         if self.type is tuple:
-            return self._check_several(value)
+            return self._check_several(value, source)
         if self.type is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, self.type) or (isinstance(value, bool) and self.type is not bool):
-            raise ConfigError(f"{self.flag} takes {_article(self.type)}, and got {value!r}.", param=self.name)
+            raise ConfigError(f"{source} takes {_article(self.type)}, and got {value!r}.", param=self.name)
         if self.choices and value not in self.choices:
             listed = ", ".join(str(choice) for choice in self.choices)
-            raise ConfigError(f"{self.flag} is one of {listed}; it got {value!r}.", param=self.name)
+            raise ConfigError(f"{source} is one of {listed}; it got {value!r}.", param=self.name)
         number: Any = value
         if number != number:
-            raise ConfigError(f"{self.flag} takes {_article(self.type)}, and got {value!r}.", param=self.name)
+            raise ConfigError(f"{source} takes {_article(self.type)}, and got {value!r}.", param=self.name)
         if self.minimum is not None and number < self.minimum:
-            raise ConfigError(f"{self.flag} is at least {self.minimum}; it got {value!r}.", param=self.name)
+            raise ConfigError(f"{source} is at least {self.minimum}; it got {value!r}.", param=self.name)
         if self.maximum is not None and number > self.maximum:
-            raise ConfigError(f"{self.flag} is at most {self.maximum}; it got {value!r}.", param=self.name)
+            raise ConfigError(f"{source} is at most {self.maximum}; it got {value!r}.", param=self.name)
         return value
 
-    def _check_several(self, value: Any) -> tuple[str, ...]:
+    def _check_several(self, value: Any, source: str) -> tuple[str, ...]:
         """One text, or a list of them."""
         several = (value,) if isinstance(value, str) else value
         if not isinstance(several, list | tuple) or not all(isinstance(one, str) and one for one in several):
-            raise ConfigError(f"{self.flag} takes text, or several; it got {value!r}.", param=self.name)
+            raise ConfigError(f"{source} takes text, or several; it got {value!r}.", param=self.name)
         return tuple(several)
 
     def parse(self, text: str, source: str) -> Any:
         """The value that `text` (from a variable or a flag) stands for. Raises ConfigError naming `source`."""
         if self.type is tuple:
-            return self.check([part.strip() for part in text.split(",") if part.strip()])
+            return self.check([part.strip() for part in text.split(",") if part.strip()], source)
         if self.type is bool:
             lowered = text.strip().lower()
             if lowered in ("1", "true", "yes", "on"):
@@ -145,7 +146,7 @@ class Option:
                 return False
             raise ConfigError(f"{source} is true or false; it got {text!r}.", param=self.name)
         try:
-            return self.check(self.type(text))
+            return self.check(self.type(text), source)
         except ValueError as error:
             if isinstance(error, ConfigError):
                 raise

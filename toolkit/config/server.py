@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -157,6 +158,13 @@ class ServerConfig:
                 f"--otlp-traces-endpoint is a URL such as http://127.0.0.1:4318/v1/traces; it got {endpoint!r}.",
                 param="otlp_traces_endpoint",
             )
+        for proxy in self.forwarded_allow_ips:
+            if not _is_network(proxy):
+                raise ConfigError(
+                    "--forwarded-allow-ips is an address such as 10.0.0.1, a network such as 10.0.0.0/8, or *; it got "
+                    f"{proxy!r}.",
+                    param="forwarded_allow_ips",
+                )
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):
             raise ConfigError(
                 f"--root-path is a path such as /llm, without a slash at its end; it got {self.root_path!r}.",
@@ -179,3 +187,12 @@ class ServerConfig:
                 "--ssl-ca-certs asks clients for certificates, which needs --ssl-keyfile and --ssl-certfile.",
                 param="ssl_ca_certs",
             )
+
+
+def _is_network(text: str) -> bool:
+    """Whether it is an address, a network, or * for all."""
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        return text == "*"
+    return True

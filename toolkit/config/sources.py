@@ -97,7 +97,7 @@ def read_file(path: Path, rows: list[Option], command: Command, known: Known) ->
     for section, name, value in _entries(path, content, (), known or {command: list(by_name)}):
         if command[: len(section)] == section and name in by_name:
             origin = f"{path} [{'.'.join(section)}]" if section else str(path)
-            found[name] = Given(by_name[name].check(value), origin)
+            found[name] = Given(by_name[name].check(value, f"{origin}: {name}"), origin)
     return found
 
 
