@@ -114,7 +114,7 @@ async def test_settings_are_shown_changed_checked_and_taken_back(server, connect
     await session.handle("Hi")
     assert "temperature" not in server.bodies[-1]
     for line, message in (
-        ("/set temperature 9", "--temperature is at most 2"),
+        ("/set temperature 9", "/set temperature is at most 2"),
         ("/set temprature 1", "Did you mean temperature?"),
         ("/set reasoning loud", "is one of short, full, hidden"),
     ):
