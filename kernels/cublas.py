@@ -98,9 +98,7 @@ def _choice(x: Tensor, weight: Tensor) -> Product | None:
     """What an earlier start kept, or else the fastest."""
     try:
         return _tried(_Kept(x, weight), x, weight)
-    except (
-        RuntimeError
-    ) as error:  # such as: there is no room for a second product beside the one that is needed
+    except RuntimeError as error:  # also where there is room for one product, and not for two
         why = str(error).partition("\n")[0]
         logger.info("%s: cuBLAS' algorithms could not be tried (%s)", _described(x, weight), why)
         return None
@@ -110,10 +108,8 @@ def _tried(kept: _Kept, x: Tensor, weight: Tensor) -> Product | None:
     # Numbers of this function's own: how much power a product takes depends on them.
     x = torch.empty_like(x).normal_(generator=torch.Generator(x.device).manual_seed(0))
     expected = F.linear(x, weight)
-    if not (
-        expected.isfinite().all() and expected.any()
-    ):  # by such a weight no algorithm can be told from another
-        return None
+    if not (expected.isfinite().all() and expected.any()):
+        return None  # such a weight does not tell one algorithm from another
     out = torch.empty_like(expected)
     plan = _Plan(x, weight)
 
@@ -127,10 +123,8 @@ def _tried(kept: _Kept, x: Tensor, weight: Tensor) -> Product | None:
 
     known = kept.read()
     if known is None or (known and not is_exact(known)):
-        found = {
-            algorithm: partial(plan.multiply, algorithm) for algorithm in filter(is_exact, plan.algorithms())
-        }
-        known = _fastest(found, x, weight, out)
+        exact = filter(is_exact, plan.algorithms())
+        known = _fastest({one: partial(plan.multiply, one) for one in exact}, x, weight, out)
         kept.write(known)
         found_one = "another algorithm of cuBLAS" if known else "no algorithm of cuBLAS"
         logger.info("%s: %s is faster than PyTorch's choice", _described(x, weight), found_one)
@@ -158,12 +152,13 @@ def _pytorchs(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def _seconds(product: Product, long: float, x: Tensor, weight: Tensor, out: Tensor) -> float:
-    """Of one run, of so many one after the other as take about `long` seconds."""
+    """Seconds of one run, of as many one after the other as take about `long` seconds."""
     runs = 1 + int(long / _timed(product, 1, x, weight, out))
     return _timed(product, runs, x, weight, out) / runs
 
 
 def _timed(product: Product, runs: int, x: Tensor, weight: Tensor, out: Tensor) -> float:
+    """Seconds of all `runs`."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(runs):
@@ -174,7 +169,7 @@ def _timed(product: Product, runs: int, x: Tensor, weight: Tensor, out: Tensor) 
 
 
 class _Kept:
-    """The choice for a product, on disk: for this GPU, version of cuBLAS, type and shape."""
+    """The choice for a product, in Triton's cache: for this GPU, version of cuBLAS, type and shape."""
 
     def __init__(self, x: Tensor, weight: Tensor) -> None:
         from triton.runtime.cache import get_cache_manager
@@ -257,7 +252,7 @@ class _Plan:
         self._product = operation, a, b, c
 
     def algorithms(self) -> list[bytes]:
-        """What the heuristics name for it."""
+        """What the heuristics name for it, the best by them first: a cublasLtMatmulAlgo_t each."""
         library, asked = _library(), _made(_library().cublasLtMatmulPreferenceCreate)
         _set(library.cublasLtMatmulPreferenceSetAttribute, asked, MAX_WORKSPACE, ctypes.c_uint64(0))
         named, count = (_Heuristic * CANDIDATES)(), ctypes.c_int()
@@ -269,7 +264,7 @@ class _Plan:
         return [] if status else [bytes(one.algorithm) for one in named[: count.value] if one.status == 0]
 
     def multiply(self, algorithm: bytes, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        """On the current stream."""
+        """out = x Wᵀ, on the current stream. Raises RuntimeError where the algorithm does not fit."""
         operation, a, b, c = self._product
         one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
         x_at, weight_at, out_at = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, weight, out))
