@@ -4,7 +4,8 @@
 Decode is bound by memory: its share is of the bandwidth of a large copy measured in the same run. Prefill is
 bound by arithmetic: its share is of a large bf16 matrix product. Kernels are timed as replays of a CUDA graph
 whose calls walk over as many KV caches as overflow the L2 cache, as the layers of a model do. Products of few
-rows are timed the same way, each together with a norm of its input that it has to wait for.
+rows are timed the same way, each together with a norm of its input that it has to wait for; products of many by the algorithm that
+an engine would choose, which is kept as an engine keeps it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from . import cublas
 from .bench_calls import (
     BLOCK_SIZE,
     COLD_BYTES,
@@ -40,6 +43,8 @@ from .triton.fp8 import FP8
 
 DTYPE = torch.bfloat16
 MAX_CACHES = 64
+LONG = 8192
+"""Rows of the products of a step of prompts."""
 
 
 @dataclass(frozen=True)
@@ -235,6 +240,11 @@ def main() -> None:
             )
             size = f"{name} out, norm, gate-up, {num_tokens} tokens"
             print(f"{'norm':8s}{size:44s}{joined * 1e6:8.1f} us  in a kernel of its own {apart * 1e6:.1f} us")
+    for name, rows, columns, _ in PRODUCTS:
+        chosen, by_pytorch = long_product_times(rows, columns)
+        share = achieved(2 * LONG * rows * columns / chosen, rate, "TFLOP/s")
+        label = f"PyTorch's choice {by_pytorch * 1e6:.1f} us"
+        print(f"{'product':8s}{f'{name}, {LONG} tokens':44s}{chosen * 1e6:8.1f} us {share}  {label}")
 
 
 def print_row(kind: str, row: Row, size: str, bandwidth: float) -> None:
@@ -424,6 +434,21 @@ def product_calls(
             activation.gated_activation(y, "silu")
 
     return [partial(ours, weight) for weight in weights], [partial(library, weight) for weight in weights]
+
+
+def long_product_times(rows: int, columns: int) -> tuple[float, float]:
+    """Seconds of a product of LONG rows: by the algorithm that is chosen for it, and by PyTorch's choice. In turns, each for as long as
+    its power takes to tell.
+    """
+    x = torch.randn(LONG, columns, device="cuda", dtype=DTYPE)
+    weight = torch.randn(rows, columns, device="cuda", dtype=DTYPE) / 64
+    with cublas.choosing():
+        cublas.linear(x, weight)
+    turns = [partial(cublas.linear, x, weight), partial(F.linear, x, weight)]
+    repeats = 1 + int(0.04 / elapsed(turns[1], 1))
+    times = [[elapsed(run, repeats) for run in turns] for _ in range(3)]
+    chosen, by_pytorch = (median(each) for each in zip(*times, strict=True))
+    return chosen, by_pytorch
 
 
 def norm_calls(

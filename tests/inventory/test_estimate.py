@@ -187,10 +187,10 @@ def test_the_architectures_are_those_of_the_registry():
 
 def test_numbers_that_the_worker_has_are_the_workers():
     from toolkit.inventory import estimate as ours
-    from toolkit.worker import worker
+    from toolkit.worker import warm_up
 
     assert ours.CPU_SHARE == memory.CPU_SHARE
-    assert ours.SAMPLING_BYTES == worker.SAMPLING_BYTES
+    assert ours.SAMPLING_BYTES == warm_up.SAMPLING_BYTES
 
 
 def shape_of(name: str, folder: Path) -> Checkpoint:

@@ -17,6 +17,7 @@ from toolkit.attention.triton import TritonBackend
 from toolkit.sampling.params import SamplingParams as Params
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.worker.batch_state import BatchState, StepShape
+from toolkit.worker.warm_up import WarmUp
 
 ROWS, LENGTH, BLOCK = 7, 100, 4
 
@@ -188,7 +189,7 @@ def test_start_up_goes_through_all_kinds_of_steps(checkpoint, triton_runs, monke
         return attend(qkv, k_cache, v_cache, batch, *rest)
 
     monkeypatch.setattr(worker.runner.backend, "forward", forward)
-    worker._compile(3, padded=worker.runner.backend.capturable)
+    WarmUp(worker.runner, worker.info, 3).compile(2, padded=worker.runner.backend.capturable)
     padded = {(3, 1), (2, 1), (1, 1), (64, 64)}
     assert {(1, 1), (3, 1), (63, 21)} <= set(sizes), "what the warm-up has"
     assert (set(sizes) >= padded) == worker.runner.backend.capturable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from toolkit import LLM, SamplingParams
+from toolkit.worker.warm_up import WarmUp
 
 
 def test_warming_up_changes_no_answer(checkpoint):
@@ -14,5 +15,6 @@ def test_warming_up_changes_no_answer(checkpoint):
 
     folder = str(checkpoint("qwen3"))
     cold, warm = (LLM(folder, device="cpu", max_num_seqs=8, block_size=4) for _ in range(2))
-    warm._core.executor._worker._warm_up()
+    worker = warm._core.executor._worker
+    WarmUp(worker.runner, worker.info, 8).run()
     assert answers(warm) == answers(cold)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from toolkit.attention import choose_backend
@@ -26,24 +24,20 @@ from toolkit.models.loader import build_model, choose_dtype, load_config, load_w
 from toolkit.models.registry import CausalLM, Encoder, Model, has_head, resolve_architecture
 from toolkit.pooling import has_pooling
 from toolkit.quantization import require
-from toolkit.sampling.params import SamplingParams
-from toolkit.scheduler import NewRow, SchedulerOutput
+from toolkit.scheduler import SchedulerOutput
 from toolkit.worker import memory, pooling
 from toolkit.worker.batch_state import BatchState, StepShape
 from toolkit.worker.encoder_runner import EncoderRunner
 from toolkit.worker.info import Report, WorkerInfo
 from toolkit.worker.kv_cache import KVCache, block_bytes, choose_cache_dtype
 from toolkit.worker.model_runner import ModelRunner, PendingOutput
+from toolkit.worker.warm_up import WarmUp
 
 logger = logging.getLogger(__name__)
 
 
-_RANDOM = SamplingParams(temperature=1.0)
-
 LEAVE = 20.0
 """Seconds that one thread waits for another which leaves the ranks."""
-SAMPLING_BYTES = 10
-"""For each logit, at most: a copy in fp32, counts of tokens, and a copy in the model's type."""
 
 
 class Worker:
@@ -112,7 +106,7 @@ class Worker:
                 self.runner.capture(self._graph_shapes)
         if device.type == "cuda":
             with phases("warm-up"):
-                self._warm_up()
+                WarmUp(self.runner, self.info, self.config.scheduler.max_num_seqs).run()
         return self.info
 
     def _start_threads(self) -> None:
@@ -189,7 +183,7 @@ class Worker:
         self.info.block_size = max_model_len
         self.info.generates, self.info.chunks_prompts, self.info.pooling = False, False, head
         if device.type == "cuda":
-            self._run_largest_step(budget)
+            WarmUp(self.encoder, self.info, num_rows).run_largest_step()
 
     def _add_pooling(self, model: CausalLM, model_config: ArchitectureConfig, device: torch.device) -> None:
         found = pooling.decoder_pooling(model, model_config, self.config, self.folder, device)
@@ -294,6 +288,11 @@ class Worker:
             state = CudaBatchState(num_rows, max_len, block_size, device, budget)
             return CudaRunner(model, backend, cache, state)
 
+        def info(max_len: int, num_blocks: int, num_host_blocks: int) -> WorkerInfo:
+            return self._info(
+                model, backend.name, dtype, device, max_len, budget, num_blocks, num_host_blocks, per_block
+            )
+
         self._graph_shapes = []
         if backend.capturable and fused(device) and not config.device.enforce_eager:
             from toolkit.worker.cuda_runner import graph_shapes
@@ -304,20 +303,9 @@ class Worker:
         sharing = self._beside or self.config.parallel.world_size
         room = int(memory.available(device, taken) * memory.CPU_SHARE / sharing)
         if device.type == "cuda" and config.cache.num_gpu_blocks_override is None:
-            probe_blocks = 1  # what lies in the blocks does not matter here
-            self.runner = runner(probe_blocks, 0, max_model_len)
-            self.info = self._info(
-                model, backend.name, dtype, device, max_model_len, budget, probe_blocks, 0, per_block
-            )
-            if fused(device):
-                self._compile(num_rows, padded=backend.capturable)
-                if backend.capturable:
-                    self._choose_products(budget)
-            peak = self._measure_peak(budget) - probe_blocks * per_block + self._measure_graphs()
-            del self.runner
-            torch.cuda.empty_cache()
-            total = torch.cuda.mem_get_info(device)[1]
-            room = int(total * config.cache.gpu_memory_utilization) - peak
+            # What lies in the one block of cache does not matter.
+            self.runner, self.info = runner(1, 0, max_model_len), info(max_model_len, 1, 0)
+            room = self._room(device)
         num_blocks, num_host_blocks = memory.cache_blocks(
             config.cache,
             room=max(0, room),
@@ -341,9 +329,23 @@ class Worker:
                 f"of swap space ({memory.gib(memory.available(device))} of {device.type} memory are free); lower "
                 f"--kv-cache-memory, --gpu-memory-utilization or --swap-space."
             ) from error
-        self.info = self._info(
-            model, backend.name, dtype, device, max_model_len, budget, num_blocks, num_host_blocks, per_block
-        )
+        self.info = info(max_model_len, num_blocks, num_host_blocks)
+
+    def _room(self, device: torch.device) -> int:
+        """Bytes of a GPU for the cache, beside all that steps and graphs take. Measured with the runner at hand, which is given up."""
+        warm_up = WarmUp(self.runner, self.info, self.config.scheduler.max_num_seqs)
+        if fused(device):
+            here = self._beside or self.config.parallel.num_devices
+            capturable = self.runner.backend.capturable
+            warm_up.compile(max(1, num_cpus() // here), padded=capturable)
+            if capturable:
+                warm_up.choose_products()
+        peak = warm_up.peak_bytes(samples=self.stage.is_last) - self.info.cache_bytes
+        peak += warm_up.graph_bytes(self._graph_shapes)
+        del warm_up, self.runner
+        torch.cuda.empty_cache()
+        total = torch.cuda.mem_get_info(device)[1]
+        return int(total * self.config.cache.gpu_memory_utilization) - peak
 
     def _info(
         self,
@@ -376,108 +378,6 @@ class Worker:
             async_scheduling=device.type == "cuda" if wanted is None else wanted,
             attention_size=_attention_size(model),
         )
-
-    def _measure_peak(self, num_tokens: int) -> int:
-        """Bytes in use at the worst moment of the largest step, those outside PyTorch included, and those of requests with
-        penalties.
-        """
-        torch.cuda.reset_peak_memory_stats()
-        self._run_largest_step(num_tokens)
-        torch.cuda.synchronize()
-        free, total = torch.cuda.mem_get_info()
-        outside = total - free - torch.cuda.memory_reserved()
-        num_rows = self.config.scheduler.max_num_seqs if self.stage.is_last else 0
-        sampling = num_rows * self.info.vocab_size * SAMPLING_BYTES
-        return int(torch.cuda.max_memory_allocated() + max(0, outside) + sampling)
-
-    def _measure_graphs(self) -> int:
-        """Bytes that the CUDA graphs will take: the largest with all its activations, of which the others then use the
-        same, and for each of the others what the second takes.
-        """
-        torch.cuda.empty_cache()  # what steps before left there would count for the first
-        free = [torch.cuda.mem_get_info()[0]]
-        for shape in self._graph_shapes[:2]:
-            self.runner.capture([shape])
-            free.append(torch.cuda.mem_get_info()[0])
-        taken = [max(0, before - after) for before, after in itertools.pairwise(free)]
-        return sum(taken) + max(0, len(self._graph_shapes) - 2) * (taken[1] if len(taken) > 1 else 0)
-
-    def _compile(self, num_rows: int, *, padded: bool) -> None:
-        """Compiles the kernels of all kinds of steps, side by side: one after the other they are most of a first start. `padded`: also of
-        steps as they are captured; of those up to MAX_TOKENS, whose products differ with the number of tokens, and of the largest.
-        """
-        from toolkit.kernels.triton.ahead import compiled_side_by_side
-        from toolkit.kernels.triton.linear import MAX_TOKENS
-        from toolkit.worker.cuda_runner import CudaRunner, graph_shapes
-
-        assert isinstance(self.runner, CudaRunner)
-        shapes = []
-        if padded:
-            shapes = graph_shapes(num_rows, self.info.max_num_batched_tokens, self.info.max_model_len)
-        here = self._beside or self.config.parallel.num_devices
-        with compiled_side_by_side(max(1, num_cpus() // here)):
-            self._warm_up()
-            self.runner.rehearse([shape for shape in shapes if shape.num_tokens <= MAX_TOKENS])
-            self.runner.rehearse(shapes[:2])
-
-    def _choose_products(self, num_tokens: int) -> None:
-        """Those of the largest step that there is, of up to `num_tokens`: it is what long prompts come in."""
-        from toolkit.kernels.cublas import LEAST_TOKENS, choosing
-        from toolkit.worker.cuda_runner import CudaRunner
-
-        assert isinstance(self.runner, CudaRunner)
-        num_reqs, longest = min(self.config.scheduler.max_num_seqs, num_tokens), self.info.max_model_len
-        num_tokens = min(num_tokens, num_reqs * longest)
-        if num_tokens >= LEAST_TOKENS:
-            with choosing():
-                self.runner.rehearse([StepShape(num_tokens, num_reqs, num_tokens, longest)])
-
-    def _warm_up(self) -> None:
-        """Steps of every kind, so that no request waits for a kernel to be compiled: prompts, and the next token of
-        many requests and of one, after contexts long and short (attention splits long ones)."""
-        rows = self.config.scheduler.max_num_seqs
-        self._run_largest_step(self.info.max_num_batched_tokens)
-        self._run_step(1, 1, params=SamplingParams(temperature=1.0, repetition_penalty=1.1, logprobs=1))
-        for num_requests in (min(rows, self.info.max_num_batched_tokens), 1):
-            for context in (min(self.info.max_model_len - 1, 1023), 0):
-                self._run_step(num_requests, 1, context)
-
-    def _run_largest_step(self, num_tokens: int) -> None:
-        """The most requests that a step can have, and about `num_tokens` in all."""
-        num_requests = min(self.config.scheduler.max_num_seqs, num_tokens)
-        self._run_step(num_requests, min(num_tokens // num_requests, self.info.max_model_len))
-
-    def _run_step(
-        self, num_requests: int, each: int, context: int = 0, params: SamplingParams = _RANDOM
-    ) -> None:
-        """A step of requests with `each` random tokens after `context` tokens, each sampling one. Its results mean
-        nothing."""
-        blocks_each = -(-(context + each) // self.info.block_size)
-        tokens = np.random.default_rng(0).integers(0, self.info.vocab_size, (num_requests, each))
-        step = SchedulerOutput(
-            step=-1,
-            rows=np.arange(num_requests, dtype=np.int32),
-            num_tokens=np.full(num_requests, each, np.int32),
-            num_computed=np.full(num_requests, context, np.int32),
-            samples=np.ones(num_requests, np.bool_),
-            new_rows=[
-                NewRow(
-                    row=row,
-                    token_ids=tokens[row].tolist(),
-                    num_prompt_tokens=each,
-                    num_computed_tokens=context,
-                    # Fewer blocks than requests need is fine here: what lies in them does not matter.
-                    blocks=[
-                        i % self.info.num_blocks for i in range(row * blocks_each, (row + 1) * blocks_each)
-                    ],
-                    params=params,
-                    seed=0,
-                    eos_token_ids=[],
-                )
-                for row in range(num_requests)
-            ],
-        )
-        self.execute(step).result()
 
 
 class _Phases:

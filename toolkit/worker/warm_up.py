@@ -1,0 +1,135 @@
+"""Steps before the first request: they compile kernels, choose products, and show what memory steps take."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from toolkit.sampling.params import SamplingParams
+from toolkit.scheduler import NewRow, SchedulerOutput
+from toolkit.worker.batch_state import StepShape
+from toolkit.worker.encoder_runner import EncoderRunner
+from toolkit.worker.info import WorkerInfo
+from toolkit.worker.model_runner import ModelRunner
+
+SAMPLING_BYTES = 10
+"""For each logit, at most: a copy in fp32, counts of tokens, and a copy in the model's type."""
+
+_RANDOM = SamplingParams(temperature=1.0)
+
+
+class WarmUp:
+    """Steps of random tokens, over rows and blocks that no request holds yet. What they give means nothing."""
+
+    def __init__(self, runner: ModelRunner | EncoderRunner, info: WorkerInfo, max_num_seqs: int) -> None:
+        self._runner, self._info, self._max_num_seqs = runner, info, max_num_seqs
+
+    def run(self) -> None:
+        """Steps of every kind, so that no request waits for a kernel to be compiled: prompts, and the next token of
+        many requests and of one, after contexts long and short (attention splits long ones)."""
+        self.run_largest_step()
+        self._run_step(1, 1, params=SamplingParams(temperature=1.0, repetition_penalty=1.1, logprobs=1))
+        for num_requests in (self._most_requests, 1):
+            for context in (min(self._info.max_model_len - 1, 1023), 0):
+                self._run_step(num_requests, 1, context)
+
+    def run_largest_step(self) -> None:
+        """The most requests that a step can have, and about as many tokens as one can have."""
+        each = self._info.max_num_batched_tokens // self._most_requests
+        self._run_step(self._most_requests, min(each, self._info.max_model_len))
+
+    def compile(self, num_threads: int, *, padded: bool) -> None:
+        """Compiles the kernels of all kinds of steps, side by side: one after the other they are most of a first start. `padded`: also of
+        steps as they are captured; of those up to MAX_TOKENS, whose products differ with the number of tokens, and of the largest.
+        """
+        from toolkit.kernels.triton.ahead import compiled_side_by_side
+        from toolkit.kernels.triton.linear import MAX_TOKENS
+        from toolkit.worker.cuda_runner import graph_shapes
+
+        info, shapes = self._info, []
+        if padded:
+            shapes = graph_shapes(self._max_num_seqs, info.max_num_batched_tokens, info.max_model_len)
+        with compiled_side_by_side(num_threads):
+            self.run()
+            self._rehearse([shape for shape in shapes if shape.num_tokens <= MAX_TOKENS])
+            self._rehearse(shapes[:2])
+
+    def choose_products(self) -> None:
+        """Those of the largest step that there is: it is what long prompts come in."""
+        from toolkit.kernels.cublas import LEAST_TOKENS, choosing
+
+        longest = self._info.max_model_len
+        num_tokens = min(self._info.max_num_batched_tokens, self._most_requests * longest)
+        if num_tokens >= LEAST_TOKENS:
+            with choosing():
+                self._rehearse([StepShape(num_tokens, self._most_requests, num_tokens, longest)])
+
+    def peak_bytes(self, *, samples: bool) -> int:
+        """Bytes in use at the worst moment of the largest step, those outside PyTorch included, and where it `samples` those of
+        requests with penalties.
+        """
+        torch.cuda.reset_peak_memory_stats()
+        self.run_largest_step()
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        outside = total - free - torch.cuda.memory_reserved()
+        sampling = self._max_num_seqs * self._info.vocab_size * SAMPLING_BYTES if samples else 0
+        return int(torch.cuda.max_memory_allocated() + max(0, outside) + sampling)
+
+    def graph_bytes(self, shapes: Sequence[StepShape]) -> int:
+        """Bytes that the CUDA graphs will take: the largest with all its activations, of which the others then use the
+        same, and for each of the others what the second takes.
+        """
+        assert isinstance(self._runner, ModelRunner)
+        torch.cuda.empty_cache()  # what steps before left there would count for the first
+        free = [torch.cuda.mem_get_info()[0]]
+        for shape in shapes[:2]:
+            self._runner.capture([shape])
+            free.append(torch.cuda.mem_get_info()[0])
+        taken = [max(0, before - after) for before, after in itertools.pairwise(free)]
+        return sum(taken) + max(0, len(shapes) - 2) * (taken[1] if len(taken) > 1 else 0)
+
+    @property
+    def _most_requests(self) -> int:
+        """Of one step."""
+        return min(self._max_num_seqs, self._info.max_num_batched_tokens)
+
+    def _rehearse(self, shapes: Sequence[StepShape]) -> None:
+        from toolkit.worker.cuda_runner import CudaRunner
+
+        assert isinstance(self._runner, CudaRunner)
+        self._runner.rehearse(shapes)
+
+    def _run_step(
+        self, num_requests: int, each: int, context: int = 0, params: SamplingParams = _RANDOM
+    ) -> None:
+        """A step of requests with `each` random tokens after `context` tokens, each sampling one."""
+        blocks_each = -(-(context + each) // self._info.block_size)
+        tokens = np.random.default_rng(0).integers(0, self._info.vocab_size, (num_requests, each))
+        step = SchedulerOutput(
+            step=-1,
+            rows=np.arange(num_requests, dtype=np.int32),
+            num_tokens=np.full(num_requests, each, np.int32),
+            num_computed=np.full(num_requests, context, np.int32),
+            samples=np.ones(num_requests, np.bool_),
+            new_rows=[
+                NewRow(
+                    row=row,
+                    token_ids=tokens[row].tolist(),
+                    num_prompt_tokens=each,
+                    num_computed_tokens=context,
+                    # Fewer blocks than requests need is fine here: what lies in them does not matter.
+                    blocks=[
+                        i % self._info.num_blocks for i in range(row * blocks_each, (row + 1) * blocks_each)
+                    ],
+                    params=params,
+                    seed=0,
+                    eos_token_ids=[],
+                )
+                for row in range(num_requests)
+            ],
+        )
+        self._runner.execute(step).result()
