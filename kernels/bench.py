@@ -58,6 +58,14 @@ class Case:
     head_size: int
     cached: torch.dtype = DTYPE
     """The type of the KV cache."""
+    sliding_window: int = 0
+    """Tokens that a query sees, itself included; 0: all."""
+    soft_cap: float = 0.0
+    """Bound of the logits; 0: none."""
+
+    @property
+    def logits(self) -> Logits:
+        return Logits(self.head_size**-0.5, self.sliding_window, self.soft_cap)
 
     @property
     def max_query_len(self) -> int:
@@ -69,19 +77,23 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        return (
-            sum(context for _, context in self.lens)
-            * 2
-            * self.kv_heads
-            * self.head_size
-            * self.cached.itemsize
-        )
+        """Of the keys and values that any query sees."""
+        keys = sum(min(context, self._seen(context) + queries - 1) for queries, context in self.lens)
+        return keys * 2 * self.kv_heads * self.head_size * self.cached.itemsize
 
     @property
     def flops(self) -> int:
         """Two products over the visible (query, key) pairs only."""
-        pairs = sum(n * (context - n) + n * (n + 1) // 2 for n, context in self.lens)
+        pairs = sum(
+            self._seen(before)
+            for queries, context in self.lens
+            for before in range(context - queries + 1, context + 1)
+        )
         return 4 * pairs * self.heads * self.head_size
+
+    def _seen(self, num_tokens: int) -> int:
+        """Of so many tokens up to a query."""
+        return min(num_tokens, self.sliding_window or num_tokens)
 
     def batches(self) -> list[Batch]:
         """The same step over different caches, as layer follows layer."""
@@ -119,6 +131,8 @@ DECODE = [
     Case("Llama-3.1-8B, 1 x 1024", ((1, 1024),), 32, 8, 128),
     Case("gpt2, 1 x 256", ((1, 256),), 12, 12, 64),
     Case("Qwen3-0.6B, 256 x 800, FP8 cache", ((1, 800),) * 256, 16, 8, 128, FP8),
+    Case("Mistral-7B, 16 x 8192, window 4096", ((1, 8192),) * 16, 32, 8, 128, sliding_window=4096),
+    Case("Gemma-2-9B, 16 x 4096, soft cap", ((1, 4096),) * 16, 16, 8, 256, soft_cap=50.0),
 ]
 PREFILL = [
     Case("Llama-3.1-8B, 8 x 1024", ((1024, 1024),) * 8, 32, 8, 128),
@@ -126,6 +140,8 @@ PREFILL = [
     Case("gpt2, 16 x 1000", ((1000, 1000),) * 16, 12, 12, 64),
     Case("Llama-3.1-8B, 512 after 3584", ((512, 4096),), 32, 8, 128),
     Case("Llama-3.1-8B, 1 x 128", ((128, 128),), 32, 8, 128),
+    Case("Mistral-7B, 2 x 8192, window 4096", ((8192, 8192),) * 2, 32, 8, 128, sliding_window=4096),
+    Case("Gemma-2-9B, 2 x 4096, soft cap", ((4096, 4096),) * 2, 16, 8, 256, soft_cap=50.0),
 ]
 DECODE_TILES = [  # keys, warps, stages; rows follow from the group
     (32, 2, 4),
@@ -228,18 +244,23 @@ def main() -> None:
                 seconds_of(calls) for calls in product_calls(num_tokens, rows, columns, gated)
             )
             share = achieved(rows * columns * DTYPE.itemsize / seconds, bandwidth, "TB/s")
-            in_fp8 = seconds_of(fp8_products(num_tokens, rows, columns, gated, make))
-            label = f"cuBLAS {by_library * 1e6:.1f} us, FP8 weight {in_fp8 * 1e6:.1f} us"
+            label = f"cuBLAS {by_library * 1e6:.1f} us"
             print(
                 f"{'product':8s}{f'{name}, {num_tokens} tokens':44s}{seconds * 1e6:8.1f} us {share}  {label}"
             )
+            in_fp8 = fp8_products(num_tokens, rows, columns, gated, make)
+            row = Row(f"{name}, FP8", in_fp8, rows * (columns + 4))
+            print_row("product", row, f"{num_tokens} tokens", bandwidth)
     for num_tokens in (2, 8, 16, 64):
         for name, (hidden, inner, heads, _, head_size) in (("Llama", LLAMA), ("Qwen3", QWEN3)):
             joined, apart = (
                 seconds_of(calls) for calls in norm_calls(num_tokens, hidden, heads * head_size, inner)
             )
+            num_bytes = hidden * (heads * head_size + 2 * inner) * DTYPE.itemsize
+            share = achieved(num_bytes / joined, bandwidth, "TB/s")
             size = f"{name} out, norm, gate-up, {num_tokens} tokens"
-            print(f"{'norm':8s}{size:44s}{joined * 1e6:8.1f} us  in a kernel of its own {apart * 1e6:.1f} us")
+            label = f"in a kernel of its own {apart * 1e6:.1f} us"
+            print(f"{'norm':8s}{size:44s}{joined * 1e6:8.1f} us {share}  {label}")
     for name, rows, columns, _ in PRODUCTS:
         chosen, by_pytorch = long_product_times(rows, columns)
         share = achieved(2 * LONG * rows * columns / chosen, rate, "TFLOP/s")
@@ -263,7 +284,7 @@ def ranked(case: Case, batches: list[Batch], tune: bool) -> list[tuple[str, floa
             *batch[:6],
             max_query_len=case.max_query_len,
             max_seq_len=case.max_seq_len,
-            scale=case.head_size**-0.5,
+            **case.logits._asdict(),
             out=batch.out,
         )
 
@@ -303,7 +324,7 @@ def whole_decode(case: Case, first: Batch) -> Callable[[Batch], None]:
             batch.block_table,
             num_heads=case.heads,
             max_seq_len=case.max_seq_len,
-            scale=case.head_size**-0.5,
+            **case.logits._asdict(),
             cos_sin=cos_sin,
             q_weight=weight,
             k_weight=weight,
@@ -315,7 +336,6 @@ def whole_decode(case: Case, first: Batch) -> Callable[[Batch], None]:
 
 def variants(case: Case, batches: list[Batch]) -> Iterator[tuple[str, float]]:
     """Every tile worth a try, with its time; those that do not fit the GPU are left out."""
-    logits = Logits(case.head_size**-0.5, 0, 0.0)
     calls: dict[str, Callable[[Batch], None]] = {}
     if case.max_query_len == 1:
         rows = max(16, batches[0].group)
@@ -325,12 +345,12 @@ def variants(case: Case, batches: list[Batch]) -> Iterator[tuple[str, float]]:
             splits = 1
             while splits <= min(most_splits, case.max_seq_len // keys):
                 calls[f"{tile} splits={splits}"] = partial(
-                    attention.decode, logits=logits, splits=splits, tile=tile
+                    attention.decode, logits=case.logits, splits=splits, tile=tile
                 )
                 splits *= 2
     else:
         for tile in PREFILL_TILES:
-            calls[str(tile)] = partial(attention.prefill, logits=logits, singles=True, tile=tile)
+            calls[str(tile)] = partial(attention.prefill, logits=case.logits, singles=True, tile=tile)
     for label, call in calls.items():
         try:
             yield label, seconds_per_call(call, batches)

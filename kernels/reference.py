@@ -336,3 +336,41 @@ def mask_logits(logits: Tensor, index: Tensor, masks: Tensor) -> None:
             word = words[token // 32] if token // 32 < len(words) else 0
             if not word >> token % 32 & 1:
                 logits[entry, token] = -torch.inf
+
+
+def expand_inputs(
+    rows: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    token_ids: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    out: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Writes (token ids, positions, cache slots), each `[num_tokens]`, for the packed tokens of a step, request by request.
+
+    rows, seq_lens: `[num_reqs]`, each request's row in the state and its length with this step's tokens, which are its last ones;
+    query_start_loc: `[num_reqs + 1]`. token_ids: `[num_rows, max_len]`; block_table: `[num_rows, max_blocks]`. Tokens past the
+    last request are padding: id 0, position 0, slot -1.
+    """
+    ids, positions, slots = out
+    for x, padding in ((ids, 0), (positions, 0), (slots, -1)):
+        x.fill_(padding)
+    bounds = query_start_loc.tolist()
+    for request, (row, seq_len) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
+        begin, end = bounds[request], bounds[request + 1]
+        position = torch.arange(seq_len - (end - begin), seq_len, device=token_ids.device)
+        ids[begin:end] = token_ids[row, position]
+        positions[begin:end] = position
+        slots[begin:end] = (
+            block_table[row, position // block_size].long() * block_size + position % block_size
+        )
+
+
+def copy_runs(target: Tensor, runs: Tensor, values: Tensor) -> None:
+    """Copies runs of `values` into rows of `target` `[num_rows, width]`, in place.
+
+    runs: `[num_runs, 4]`, each (row, column, where in `values` it begins, length).
+    """
+    for row, column, begin, length in runs.tolist():
+        target[row, column : column + length] = values[begin : begin + length]

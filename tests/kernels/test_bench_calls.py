@@ -53,3 +53,21 @@ def test_products_with_fp8_weights_run(calls, make, monkeypatch, gated):
     for call in calls.fp8_products(3, 32, 128, gated, make):
         call()
     assert make.random(2, 2).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("window", [0, 1, 4, 9, 30])
+@pytest.mark.parametrize("lens", [((1, 9), (1, 1)), ((9, 9),), ((3, 10), (1, 5), (2, 2))])
+def test_attention_counts_the_pairs_and_keys_that_a_window_leaves(calls, window, lens):
+    from toolkit.kernels.bench import Case
+
+    case = Case("", lens, heads=6, kv_heads=2, head_size=16, sliding_window=window)
+    pairs = [
+        (request, query, key)
+        for request, (queries, context) in enumerate(lens)
+        for query in range(context - queries, context)
+        for key in range(query + 1)
+        if not window or key > query - window
+    ]
+    keys = {(request, key) for request, _, key in pairs}
+    assert case.flops == 2 * 2 * len(pairs) * 6 * 16
+    assert case.kv_bytes == 2 * len(keys) * 2 * 16 * 2

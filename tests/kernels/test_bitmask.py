@@ -10,7 +10,6 @@ from torch import Tensor
 from toolkit.sampling import sampler
 
 SHAPES = [(1, 1, 31), (3, 2, 64), (5, 5, 100), (4, 1, 4099), (6, 3, 9000)]
-gpu = pytest.mark.gpu
 
 
 @pytest.fixture(scope="session")
@@ -47,19 +46,17 @@ def test_the_samplers_masks_are_the_references(shape, missing_words):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("missing_words", [0, 1])
-def test_tritons_masks_are_the_references(mask_logits, shape, missing_words):
+def test_tritons_masks_are_the_references(mask_logits, device, shape, missing_words):
     if missing_words == -(-shape[2] // 32):
         pytest.skip("no word would be left")
     logits, index, masks = example(*shape, missing_words)
     expected = masked(reference.mask_logits, logits, index, masks)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     found = masked(mask_logits, logits.to(device), index.to(device), masks.to(device))
     assert torch.equal(found.cpu(), expected)
 
 
-def test_tritons_masks_are_for_rows_that_lie_apart(mask_logits):
+def test_tritons_masks_are_for_rows_that_lie_apart(mask_logits, device):
     logits, index, masks = example(4, 2, 70)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     wide = torch.zeros(4, 96, device=device)
     wide[:, :70] = logits.to(device)
     mask_logits(wide[:, :70], index.to(device), masks.to(device))
@@ -67,9 +64,10 @@ def test_tritons_masks_are_for_rows_that_lie_apart(mask_logits):
     assert not wide[:, 70:].any()
 
 
-def test_no_masks_change_nothing_and_other_types_are_refused(mask_logits):
-    none = (torch.empty(0, dtype=torch.int64), torch.empty(0, 1, dtype=torch.int32))
-    logits = torch.randn(2, 20)
-    assert torch.equal(masked(mask_logits, logits, *none), logits)
+def test_no_masks_change_nothing_and_other_types_are_refused(mask_logits, device):
+    index = torch.empty(0, dtype=torch.int64, device=device)
+    masks = torch.empty(0, 1, dtype=torch.int32, device=device)
+    logits = torch.randn(2, 20, device=device)
+    assert torch.equal(masked(mask_logits, logits, index, masks), logits)
     with pytest.raises(ValueError, match="fp32"):
-        mask_logits(logits.half(), *none)
+        mask_logits(logits.half(), index, masks)

@@ -175,6 +175,8 @@ def check(fp8, case: Case, device: torch.device) -> None:
     ids=str,
 )
 def test_products_of_any_size_and_dtype(fp8, device, dtype, sizes, tokens):
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("on a GPU, weights in FP8 are for activations in 16 bits (toolkit.quantization.fp8)")
     check(fp8, Case(tokens, *sizes, dtype=dtype), device)
 
 

@@ -1,4 +1,4 @@
-"""The kernels that expand a step's few numbers, against loops in Python."""
+"""The kernels that expand a step's few numbers: the reference against a case worked by hand, Triton against the reference."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from toolkit.kernels import reference
+from torch import Tensor
 
 
 @pytest.fixture(scope="session")
@@ -18,26 +20,45 @@ def inputs(triton_runs: bool) -> ModuleType:
     return inputs
 
 
+def unfilled(num_tokens: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """What is to be written all over: ids, positions and slots."""
+    ids, positions = torch.full((2, num_tokens), 77, dtype=torch.int32, device=device)
+    return ids, positions, torch.full((num_tokens,), 77, dtype=torch.int64, device=device)
+
+
+def test_the_reference_expands_a_step_as_by_hand():
+    """The last three of the five tokens in row 2, a request without tokens, the only token in row 0, and two of padding."""
+    token_ids = torch.tensor([[7, 0, 0, 0, 0], [1, 1, 1, 1, 1], [10, 11, 12, 13, 14]])
+    block_table = torch.tensor([[8, 0, 0], [1, 1, 1], [5, 3, 9]])
+    rows, starts, lengths = torch.tensor([2, 1, 0]), torch.tensor([0, 3, 3, 4]), torch.tensor([5, 0, 1])
+    out = unfilled(6)
+    reference.expand_inputs(rows, starts, lengths, token_ids, block_table, 2, out)
+    assert [x.tolist() for x in out] == [
+        [12, 13, 14, 7, 0, 0],
+        [2, 3, 4, 0, 0, 0],
+        [2 * 3, 2 * 3 + 1, 2 * 9, 2 * 8, -1, -1],
+    ]
+
+
+def test_the_reference_copies_runs_as_by_hand():
+    target = torch.zeros(3, 4, dtype=torch.int32)
+    runs = torch.tensor([(2, 1, 3, 2), (0, 0, 0, 3), (1, 2, 1, 0)])
+    reference.copy_runs(target, runs, torch.tensor([1, 2, 3, 4, 5], dtype=torch.int32))
+    assert target.tolist() == [[1, 2, 3, 0], [0, 0, 0, 0], [0, 4, 5, 0]]
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("padding", [(0, 0), (3, 17), (130, 70)])
 def test_tokens_positions_and_slots_are_those_of_the_requests(inputs, device, seed, padding):
     rng = random.Random(seed)
+    torch.manual_seed(seed)
     block_size, width, num_rows = rng.choice([1, 5, 16]), 200, 9
     token_ids = torch.randint(1, 1000, (num_rows, width), dtype=torch.int32, device=device)
     table = torch.randperm(num_rows * width, device=device).to(torch.int32).view(num_rows, width)
     rows = rng.sample(range(num_rows), rng.randint(1, num_rows))
     counts = [rng.choice([1, 1, 2, 63, 64, 90]) for _ in rows]
     lengths = [rng.randint(count, width) for count in counts]
-
-    expected = []
-    for row, count, length in zip(rows, counts, lengths, strict=True):
-        for position in range(length - count, length):
-            block = int(table[row, position // block_size])
-            expected.append(
-                (int(token_ids[row, position]), position, block * block_size + position % block_size)
-            )
     more_reqs, more_tokens = padding
-    expected += [(0, 0, -1)] * more_tokens
 
     starts = torch.tensor([0, *counts]).cumsum(0)
     packed = [
@@ -45,23 +66,19 @@ def test_tokens_positions_and_slots_are_those_of_the_requests(inputs, device, se
         torch.cat((starts, starts[-1:].repeat(more_reqs))),
         torch.tensor(lengths + [0] * more_reqs),
     ]
-    out = tuple(
-        torch.full((len(expected),), 77, dtype=dtype, device=device)
-        for dtype in (torch.int32, torch.int32, torch.int64)
-    )
-    inputs.expand_inputs(*(x.to(device, torch.int32) for x in packed), token_ids, table, block_size, out)
-    assert list(zip(*(x.tolist() for x in out), strict=True)) == expected
+    step = (*(x.to(device, torch.int32) for x in packed), token_ids, table, block_size)
+    found, expected = (unfilled(sum(counts) + more_tokens, device) for _ in range(2))
+    inputs.expand_inputs(*step, found)
+    reference.expand_inputs(*step, expected)
+    assert [x.tolist() for x in found] == [x.tolist() for x in expected]
 
 
 def test_runs_are_copied_to_their_rows_and_nowhere_else(inputs, device):
     target = torch.full((4, 3000), -1, dtype=torch.int32, device=device)
-    lengths = [(2, 5, 2500), (0, 0, 1), (3, 2999, 1)]
     values = torch.arange(2502, dtype=torch.int32, device=device)
-    runs, begin = [], 0
+    runs = [(2, 5, 0, 2500), (0, 0, 2500, 1), (3, 2999, 2501, 1), (1, 7, 40, 0)]
+    runs = torch.tensor(runs, dtype=torch.int32, device=device)
     expected = target.clone()
-    for row, column, length in lengths:
-        runs.append((row, column, begin, length))
-        expected[row, column : column + length] = values[begin : begin + length]
-        begin += length
-    inputs.copy_runs(target, torch.tensor(runs, dtype=torch.int32, device=device), values, 2500)
+    inputs.copy_runs(target, runs, values, 2500)
+    reference.copy_runs(expected, runs, values)
     assert torch.equal(target, expected)
