@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 
 import pytest
 import torch
@@ -17,7 +18,11 @@ from toolkit.kernels import cublas
 
 from tests import checkpoints
 from tests.checkpoints import NEW_TOKENS, POSITIONS, VOCAB
+from tests.models.test_stress import random_request
 from toolkit import LLM, SamplingParams
+from toolkit.errors import CheckpointError, OutOfMemoryError
+from toolkit.models import loader
+from toolkit.worker.warm_up import WarmUp
 
 pytestmark = pytest.mark.gpu
 
@@ -27,6 +32,8 @@ FEW = ("gpt2", "llama3-gqa", "llama31-rope", "mistral-window", "qwen2-tied-some-
 MODES: dict[str, dict] = {
     "ragged": {},
     "no-overlap": {"async_scheduling": False},
+    "no-graphs": {"enforce_eager": True},
+    "neither": {"async_scheduling": False, "enforce_eager": True},
     "reference-attention": {"attention_backend": "torch"},
     "chunked": {"max_num_batched_tokens": 7, "block_size": 4},
     "recompute": {
@@ -95,7 +102,7 @@ def test_greedy_tokens_in_fp32_equal_transformers(case, mode):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("mode", ["ragged", "chunked", "swap"])
+@pytest.mark.parametrize("mode", ["ragged", "neither", "chunked", "swap"])
 def test_tokens_in_16_bits_are_right_choices(case, noise, mode, dtype):
     name, folder, model, prompts, expected = case
     if mode != "ragged" and name not in FEW:
@@ -123,9 +130,33 @@ def test_prefix_cache_hits_several_answers_and_prompt_logprobs(case, noise, dtyp
             )
 
 
-def test_memory_is_profiled_and_one_full_request_is_required(checkpoint):
-    from toolkit.errors import OutOfMemoryError
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_host_waits_for_nothing_where_it_starts_a_step(checkpoint, monkeypatch, eager):
+    """Whatever requests ask for; PyTorch raises where it would wait for the GPU."""
+    llm = LLM(str(checkpoint("qwen3")), kv_cache_memory=0.05, max_num_seqs=16, enforce_eager=eager)
+    worker, steps = llm._core.executor._worker, []
+    execute = worker.execute
 
+    def watched(step):
+        steps.append(len(step.rows))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return execute(step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(worker, "execute", watched)
+    rng = random.Random(3)
+    requests = [random_request(rng, list(range(20))) for _ in range(60)]
+    found = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt, _ in requests], [p for _, p in requests], use_tqdm=False
+    )
+    assert all(answer.token_ids for result in found for answer in result.outputs)
+    assert max(steps) == 16
+    llm.shutdown()
+
+
+def test_memory_is_profiled_and_one_full_request_is_required(checkpoint):
     folder = str(checkpoint("llama3-gqa"))
     llm = LLM(folder, gpu_memory_utilization=0.2, max_num_seqs=8)
     total = torch.cuda.get_device_properties(0).total_memory
@@ -133,6 +164,49 @@ def test_memory_is_profiled_and_one_full_request_is_required(checkpoint):
     llm.shutdown()
     with pytest.raises(OutOfMemoryError, match="max-model-len"):
         LLM(folder, kv_cache_memory=1e-5, max_num_seqs=8)
+
+
+def test_kernels_are_compiled_while_weights_are_read(checkpoint, monkeypatch):
+    compiling, read, compile_all = threading.Event(), loader.read_into, WarmUp.compile
+
+    def when_compiling(found):
+        assert compiling.wait(60)
+        read(found)
+
+    def said(self, *args, **kwargs):
+        compiling.set()
+        compile_all(self, *args, **kwargs)
+
+    monkeypatch.setattr(loader, "read_into", when_compiling)
+    monkeypatch.setattr(WarmUp, "compile", said)
+    folder, prompts = str(checkpoint("qwen3")), [[5, 6, 7]]
+    llm = LLM(folder, dtype="float32", gpu_memory_utilization=0.2, max_num_seqs=8)
+    monkeypatch.undo()
+    given = LLM(folder, dtype="float32", num_gpu_blocks_override=64, max_num_seqs=8)
+    assert run(llm, prompts)[0].outputs[0].token_ids == run(given, prompts)[0].outputs[0].token_ids
+
+
+def test_a_checkpoint_that_cannot_be_read_is_named_however_late(checkpoint, monkeypatch):
+    def broken(found):
+        raise CheckpointError("x.safetensors ends early.")
+
+    monkeypatch.setattr(loader, "read_into", broken)
+    with pytest.raises(CheckpointError, match=r"x\.safetensors ends early"):
+        LLM(str(checkpoint("qwen3")), gpu_memory_utilization=0.2, max_num_seqs=8)
+
+
+def test_a_step_that_no_memory_is_left_for_is_named_with_what_to_do(checkpoint):
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**28) / total)
+    try:
+        with pytest.raises(
+            OutOfMemoryError, match=r"the largest step beside the weights.*--max-num-batched-tokens"
+        ):
+            LLM(str(checkpoint("llama3-gqa")), max_num_batched_tokens=2**21, max_num_seqs=2**15)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_cuda_graphs_leave_nearly_all_memory_to_the_cache(checkpoint):

@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from tests import checkpoints
 from tests.checkpoints import VOCAB
 from toolkit import LLM, SamplingParams
 
@@ -40,10 +41,12 @@ def random_request(rng: random.Random, shared: list[int]) -> tuple[list[int], Sa
     return prompt, SamplingParams(max_tokens=rng.randint(5, 24), ignore_eos=True, **rng.choice(KINDS))
 
 
-def together(llm: LLM, requests: list, rng: random.Random) -> list[dict[int, list[int]]]:
-    """Each request's tokens by answer. They start at different times; every fifth is left after a few tokens."""
+def together(llm: LLM, requests: list, rng: random.Random) -> list[dict[int, list]]:
+    """Each request's (token, its place's log-probabilities, if they were asked for) by answer. They start at different times; every fifth
+    is left after a few tokens.
+    """
     waiting, running = list(enumerate(requests)), {}
-    found: list[dict[int, list[int]]] = [{} for _ in requests]
+    found: list[dict[int, list]] = [{} for _ in requests]
     while waiting or running:
         if waiting and (not running or rng.random() < 0.3):
             index, (prompt, params) = waiting.pop()
@@ -53,7 +56,8 @@ def together(llm: LLM, requests: list, rng: random.Random) -> list[dict[int, lis
         if delta is None:
             del running[index]
             continue
-        found[index].setdefault(delta.index, []).extend(delta.token_ids)
+        places = delta.logprobs or [None] * len(delta.token_ids)
+        found[index].setdefault(delta.index, []).extend(zip(delta.token_ids, places, strict=True))
         if index % 5 == 0 and len(found[index][delta.index]) > 3:
             running.pop(index).close()
     return found
@@ -88,9 +92,48 @@ def test_what_a_request_gives_does_not_depend_on_what_else_runs(checkpoint, name
     assert llm._core.scheduler.pool.usage == 0
     for index, answers in enumerate(expected):
         for answer in answers:
-            ours = found[index].get(answer.index, [])
+            ours = [token for token, _ in found[index].get(answer.index, [])]
             theirs = list(answer.token_ids)
             assert ours == theirs[: len(ours)] if index % 5 == 0 else ours == theirs, (
                 index,
                 requests[index][1],
             )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_in_16_bits_log_probabilities_are_those_of_fp32(tmp_path, monkeypatch, name, setting):
+    """Of whatever was chosen. Sizes that the kernels for heads of 128 and the products that share norms out take."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 128, "max_position_embeddings": 512}
+    monkeypatch.setitem(
+        checkpoints.ARCHITECTURES, "wide", (name, checkpoints.ARCHITECTURES["llama3-gqa"][1] | sizes)
+    )
+    exact, rounded = checkpoints.make_reference("wide"), checkpoints.make_reference("wide")
+    rounded.to("cuda", torch.bfloat16)
+    folder = checkpoints.save(exact, tmp_path / "wide")
+    rng = random.Random(f"{name} {setting}")
+    shared = [rng.randrange(VOCAB) for _ in range(150)]
+    requests = [random_request(rng, shared) for _ in range(25)]
+    for _, params in requests:
+        params.logprobs = 0
+    more = SETTINGS[setting] | {"block_size": 16}
+    if "num_gpu_blocks_override" in more:
+        more["num_gpu_blocks_override"] = 40
+    llm = LLM(str(folder), dtype="bfloat16", kv_cache_memory=0.05, async_scheduling=True, **more)
+    found = together(llm, requests, rng)
+    assert llm._core.scheduler.pool.usage == 0
+    llm.shutdown()
+    for (prompt, params), answers in zip(requests, found, strict=True):
+        for answer in answers.values():
+            tokens = [token for token, _ in answer]
+            sequence = prompt + tokens
+            at = torch.arange(len(prompt) - 1, len(sequence) - 1)
+            wanted = checkpoints.logits(exact, sequence).log_softmax(-1)[at, torch.tensor(tokens)]
+            with torch.no_grad():
+                theirs = (
+                    rounded(torch.tensor([sequence], device="cuda")).logits[0].float().log_softmax(-1).cpu()
+                )
+            ours = torch.tensor([place[token].logprob for token, place in answer])
+            noise = (theirs - checkpoints.logits(exact, sequence).log_softmax(-1)).abs().max()
+            assert (ours - wanted).abs().max() < 2 * noise, params

@@ -7,6 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from toolkit import LLM
+from toolkit.errors import OutOfMemoryError
+from toolkit.worker.memory import room_for
 
 PROGRAM = """
 import psutil
@@ -29,3 +34,30 @@ def test_what_was_freed_is_given_back():
     """20 blocks of 8 MiB."""
     found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert int(found.stdout) > 100
+
+
+@pytest.mark.parametrize(
+    "full", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")]
+)
+def test_what_there_was_no_room_for_is_named_with_what_to_do(full):
+    with (
+        pytest.raises(
+            OutOfMemoryError, match=r"^There is no room for x \(.+ of cpu memory are free\); do y\.$"
+        ),
+        room_for("x", torch.device("cpu"), "do y"),
+    ):
+        raise full
+
+
+def test_other_failures_stay_what_they_are():
+    with pytest.raises(RuntimeError, match="shapes"), room_for("x", torch.device("cpu"), "do y"):
+        raise RuntimeError("shapes do not fit")
+
+
+def test_a_cache_that_there_is_no_room_for(checkpoint, monkeypatch):
+    def full(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr("toolkit.worker.worker.KVCache", full)
+    with pytest.raises(OutOfMemoryError, match=r"no room for a KV cache of .* and 0\.0 MiB of swap space"):
+        LLM(str(checkpoint("gpt2")), device="cpu", kv_cache_memory=0.05)

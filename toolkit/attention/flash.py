@@ -16,8 +16,8 @@ FLASH_2_PAGE = 256
 class FlashBackend(TritonBackend):
     """`flash_attn.cute` (FlashAttention-4) on Hopper and Blackwell, `flash_attn` 2.x on other GPUs from Ampere up.
 
-    Both see a step's requests by their block tables. They are no faster than our kernel where each request has a single
-    token (see BENCHMARKS.md), so such steps stay with it.
+    Both see a step's requests by their block tables. Where each request has a single token, steps stay with our kernel: it is nearer to the
+    bandwidth (BENCHMARKS.md, "Kernels"), and flash-attn 4 does not split the keys of one request on Hopper.
     """
 
     name = "flash"

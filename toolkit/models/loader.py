@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -96,30 +97,40 @@ def build_model(
 def load_weights(
     model: Fillable, folder: Path, load_format: str, seed: int = 0, elsewhere: Iterable[str] = ()
 ) -> None:
-    """Fills the model. Raises CheckpointError naming the file and the tensor that are wrong, missing or cut
-    short. `elsewhere`: names of tensors that another stage of the model needs.
+    """Fills the model. Raises CheckpointError as `find_weights` and what that returns."""
+    find_weights(model, folder, load_format, seed, elsewhere)()
+
+
+def find_weights(
+    model: Fillable, folder: Path, load_format: str, seed: int = 0, elsewhere: Iterable[str] = ()
+) -> Callable[[], None]:
+    """What fills the model, on any thread. Raises CheckpointError naming the file and the tensor that are wrong, missing or cut
+    short: at once where the files' headers tell, and else when it fills. `elsewhere`: names of tensors that another stage of the model
+    needs.
     """
+    if load_format == "dummy":
+        return torch.inference_mode()(partial(fill_dummy, model, seed))
+    places = _Places(model, elsewhere)
+    files = _weight_files(folder, "model", "safetensors")
+    if not files:
+        return torch.inference_mode()(partial(_unpickle, places, folder, load_format))
     with torch.inference_mode():
-        if load_format == "dummy":
-            fill_dummy(model, seed)
-            return
-        places = _Places(model, elsewhere)
-        files = _weight_files(folder, "model", "safetensors")
-        if files:
-            found = [
-                (tensor.part(slot.region), slot)
-                for file in files
-                for tensor in read_header(file)
-                for slot in places.find(file, tensor.name, tensor.shape)
-            ]
-            places.require_all(folder)
-            read_into(found)
-            return
-        for file in _pickled_files(folder, load_format):
-            for name, tensor in _read_pickled(file).items():
-                for slot in places.find(file, name, tuple(tensor.shape)):
-                    slot.fill(tensor[tuple(slice(s.begin, s.begin + s.count) for s in slot.region)])
-        places.require_all(folder)
+        found = [
+            (tensor.part(slot.region), slot)
+            for file in files
+            for tensor in read_header(file)
+            for slot in places.find(file, tensor.name, tensor.shape)
+        ]
+    places.require_all(folder)
+    return torch.inference_mode()(partial(read_into, found))
+
+
+def _unpickle(places: _Places, folder: Path, load_format: str) -> None:
+    for file in _pickled_files(folder, load_format):
+        for name, tensor in _read_pickled(file).items():
+            for slot in places.find(file, name, tuple(tensor.shape)):
+                slot.fill(tensor[tuple(slice(s.begin, s.begin + s.count) for s in slot.region)])
+    places.require_all(folder)
 
 
 class _Places:

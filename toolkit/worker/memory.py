@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import torch
@@ -87,6 +89,18 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and (
         "DefaultCPUAllocator: can't allocate memory" in text or ("CUDA" in text and "out of memory" in text)
     )
+
+
+@contextmanager
+def room_for(what: str, device: torch.device, advice: str) -> Iterator[None]:
+    """Where memory gets full inside, OutOfMemoryError says for what, and what to do."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        free = f"{gib(available(device))} of {device.type} memory are free"
+        raise OutOfMemoryError(f"There is no room for {what} ({free}); {advice}.") from error
 
 
 def is_fatal(error: Exception) -> bool:

@@ -6,7 +6,10 @@ import gc
 import logging
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,11 +19,13 @@ from toolkit.config import EngineConfig
 from toolkit.cores import asked_for, find_cores, num_cpus, plan_threads
 from toolkit.distributed import SINGLE, WHOLE, Group, Stage, connect, parallel, stages
 from toolkit.distributed.symmetric import opened, timed
-from toolkit.errors import ConfigError, OutOfMemoryError
+from toolkit.errors import ConfigError
 from toolkit.kernels import cpu
 from toolkit.layers.fused import fused
+from toolkit.models.cache_scale import scale_cache
 from toolkit.models.config import ArchitectureConfig
-from toolkit.models.loader import build_model, choose_dtype, load_config, load_weights
+from toolkit.models.decoder import Decoder
+from toolkit.models.loader import build_model, choose_dtype, find_weights, load_config
 from toolkit.models.registry import CausalLM, Encoder, Model, has_head, resolve_architecture
 from toolkit.pooling import has_pooling
 from toolkit.quantization import require
@@ -93,16 +98,20 @@ class Worker:
             dtype = choose_dtype(self.config.model.dtype, model_config, device)
             max_model_len = self._max_model_len(model_config)
             require(self.config.model.quantization, device, dtype)
-        model = self._load(model_config, device, dtype, max_model_len, phases)
+        model, loaded = self._load(model_config, device, dtype, max_model_len, phases)
         if isinstance(model, Encoder):
+            loaded()
             self._take_encoder(model, model_config, device, dtype, max_model_len)
             return self.info
         assert isinstance(model, CausalLM)
         with phases("KV cache"):
-            self._make_cache(model, device, dtype, max_model_len)
+            self._make_cache(model, device, dtype, max_model_len, loaded)
         self._add_pooling(model, model_config, device)
         if self._graph_shapes:
-            with phases("CUDA graphs"):
+            advice = (
+                "lower --gpu-memory-utilization or --kv-cache-memory, or do without them (--enforce-eager)"
+            )
+            with phases("CUDA graphs"), memory.room_for("CUDA graphs beside the KV cache", device, advice):
                 self.runner.capture(self._graph_shapes)
         if device.type == "cuda":
             with phases("warm-up"):
@@ -212,7 +221,9 @@ class Worker:
         dtype: torch.dtype,
         max_model_len: int,
         phases: _Phases,
-    ) -> Model:
+    ) -> tuple[Model, Callable[[], None]]:
+        """(the model, what waits until its weights are loaded): for a GPU they are while kernels are compiled."""
+
         def build(
             device: torch.device, max_model_len: int, stage: Stage = self.stage, group: Group = self.group
         ) -> Model:
@@ -226,33 +237,54 @@ class Worker:
                     quantization=self.config.model.quantization,
                 )
 
-        with phases("weights"):
-            sketch = build(torch.device("meta"), 1)
-            self._num_parameters = self._model_parameters = _num_parameters(sketch)
-            if self.world.size > 1:
-                self._model_parameters = _num_parameters(build(torch.device("meta"), 1, WHOLE, SINGLE))
-            self._weight_bytes = sum(p.nbytes for p in sketch.parameters())
-            together = self._weight_bytes
-            if device.type == "cpu":  # ranks on one machine share its memory
-                together = together * self._beside if self._beside else self.world.total(together)
-            memory.require_weights_fit(together, device, dtype)
+        start = time.perf_counter()
+        sketch = build(torch.device("meta"), 1)
+        self._num_parameters = self._model_parameters = _num_parameters(sketch)
+        if self.world.size > 1:
+            self._model_parameters = _num_parameters(build(torch.device("meta"), 1, WHOLE, SINGLE))
+        self._weight_bytes = sum(p.nbytes for p in sketch.parameters())
+        together = self._weight_bytes
+        if device.type == "cpu":  # ranks on one machine share its memory
+            together = together * self._beside if self._beside else self.world.total(together)
+        memory.require_weights_fit(together, device, dtype)
+        advice = "end what else is on the device, or see --quantization and --tensor-parallel-size"
+        with memory.room_for("the model's weights", device, advice):
             model = build(device, max_model_len)
-            everything = sketch if self.stage is WHOLE else build(torch.device("meta"), 1, WHOLE)
-            load_weights(
-                model,
-                self.folder,
-                self.config.model.load_format,
-                self.config.model.seed,
-                elsewhere=everything.slots(),
-            )
-            if device.type == "cpu":
-                model.pack_weights()
-                memory.give_back()
-                self._weight_bytes = model.nbytes
-        return model
+        everything = sketch if self.stage is WHOLE else build(torch.device("meta"), 1, WHOLE)
+        given = self.config.model
+        find = partial(find_weights, model, self.folder, given.load_format, given.seed, everything.slots())
+        if device.type == "cpu":
+            find()()
+            self._scale_cache(model)
+            model.pack_weights()
+            memory.give_back()
+            self._weight_bytes = model.nbytes
+            phases.add("weights", time.perf_counter() - start)
+            return model, lambda: None
+
+        def load(fill: Callable[[], None]) -> float:
+            """Seconds, from the start on."""
+            with self._on_stream():
+                fill()
+                self._scale_cache(model)
+            return time.perf_counter() - start
+
+        pool = ThreadPoolExecutor(1, "weights")
+        loading = pool.submit(load, find())
+        pool.shutdown(wait=False)
+        return model, lambda: phases.add("weights", loading.result())
+
+    def _scale_cache(self, model: Model) -> None:
+        if self.config.cache.kv_cache_dtype == "fp8" and isinstance(model, Decoder):
+            scale_cache(model)
 
     def _make_cache(
-        self, model: CausalLM, device: torch.device, dtype: torch.dtype, max_model_len: int
+        self,
+        model: CausalLM,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_model_len: int,
+        loaded: Callable[[], None],
     ) -> None:
         config = self.config
         block_size = config.cache.block_size
@@ -303,9 +335,16 @@ class Worker:
         sharing = self._beside or self.config.parallel.world_size
         room = int(memory.available(device, taken) * memory.CPU_SHARE / sharing)
         if device.type == "cuda" and config.cache.num_gpu_blocks_override is None:
-            # What lies in the one block of cache does not matter.
-            self.runner, self.info = runner(1, 0, max_model_len), info(max_model_len, 1, 0)
-            room = self._room(device)
+            with memory.room_for(
+                f"the largest step beside the weights, {budget} tokens of up to {num_rows} requests",
+                device,
+                "lower --max-num-batched-tokens or --max-num-seqs",
+            ):
+                # What lies in the one block of cache does not matter.
+                self.runner, self.info = runner(1, 0, max_model_len), info(max_model_len, 1, 0)
+                room = self._room(device, loaded)
+        else:
+            loaded()
         num_blocks, num_host_blocks = memory.cache_blocks(
             config.cache,
             room=max(0, room),
@@ -319,27 +358,24 @@ class Worker:
             logger.warning("max_model_len is %d: all that the given blocks hold", num_blocks * block_size)
             max_model_len = num_blocks * block_size
         memory.require_one_request_fits(num_blocks, block_size, max_model_len, per_block)
-        try:
+        size, swap = memory.gib(num_blocks * per_block), memory.gib(num_host_blocks * per_block)
+        advice = "lower --kv-cache-memory, --gpu-memory-utilization or --swap-space"
+        with memory.room_for(f"a KV cache of {size} and {swap} of swap space", device, advice):
             self.runner = runner(num_blocks, num_host_blocks, max_model_len)
-        except (RuntimeError, MemoryError) as error:
-            if not memory.is_out_of_memory(error):
-                raise
-            raise OutOfMemoryError(
-                f"There is no room for a KV cache of {memory.gib(num_blocks * per_block)} and {memory.gib(num_host_blocks * per_block)} "
-                f"of swap space ({memory.gib(memory.available(device))} of {device.type} memory are free); lower "
-                f"--kv-cache-memory, --gpu-memory-utilization or --swap-space."
-            ) from error
         self.info = info(max_model_len, num_blocks, num_host_blocks)
 
-    def _room(self, device: torch.device) -> int:
-        """Bytes of a GPU for the cache, beside all that steps and graphs take. Measured with the runner at hand, which is given up."""
+    def _room(self, device: torch.device, loaded: Callable[[], None]) -> int:
+        """Bytes of a GPU for the cache, beside all that steps and graphs take. Measured with the runner at hand, which is given up. Kernels
+        are compiled before the weights have to be `loaded`.
+        """
         warm_up = WarmUp(self.runner, self.info, self.config.scheduler.max_num_seqs)
+        capturable = self.runner.backend.capturable
         if fused(device):
             here = self._beside or self.config.parallel.num_devices
-            capturable = self.runner.backend.capturable
             warm_up.compile(max(1, num_cpus() // here), padded=capturable)
-            if capturable:
-                warm_up.choose_products()
+        loaded()
+        if fused(device) and capturable:
+            warm_up.choose_products()
         peak = warm_up.peak_bytes(samples=self.stage.is_last) - self.info.cache_bytes
         peak += warm_up.graph_bytes(self._graph_shapes)
         del warm_up, self.runner
@@ -384,7 +420,7 @@ class _Phases:
     """Times start-up's parts: `with phases("weights"): ...`."""
 
     def __init__(self, report: Report) -> None:
-        self._report = report
+        self.add = report
 
     def __call__(self, name: str) -> _Phases:
         self._name = name
@@ -395,7 +431,7 @@ class _Phases:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
-            self._report(self._name, time.perf_counter() - self._start)
+            self.add(self._name, time.perf_counter() - self._start)
 
 
 def _num_parameters(model: Model) -> int:
