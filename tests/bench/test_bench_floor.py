@@ -8,10 +8,12 @@ import sys
 import pytest
 
 from tests import checkpoints
-from toolkit.bench.floor import Machine, Sizes, floor, sizes_of
+from toolkit.bench.floor import Attention, Machine, Sizes, floor, sizes_of
 from toolkit.bench.workloads import Work
 
-SIZES = Sizes(layers=1000, head=500, kv_bytes=40, attention=8)
+SIZES = Sizes(
+    layers=1000, head=500, attention=(Attention(queries=5, kv_bytes=30), Attention(queries=3, kv_bytes=10))
+)
 
 
 def test_a_prompt_takes_its_arithmetic():
@@ -33,14 +35,21 @@ def test_next_tokens_read_weights_and_what_is_cached():
 
 
 def test_steps_of_many_requests_are_bound_by_arithmetic():
+    """Prompts of one token, and then of a second one, which sees two."""
     work = Work("latency", [[1]] * 100, [2] * 100)
-    prompts = 2 * 1500 * 100 + 4 * 8 * 100
-    assert floor(SIZES, work, Machine(bandwidth=1e15, rate=1e3)) == pytest.approx(
-        (prompts + 3000 * 100) / 1e3
-    )
+    expected = 2 * 1500 * 100 + 4 * 8 * 100 + 2 * 1500 * 100 + 4 * 8 * 2 * 100
+    assert floor(SIZES, work, Machine(bandwidth=1e15, rate=1e3)) == pytest.approx(expected / 1e3)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3-gqa", "qwen3"])
+def test_a_window_leaves_out_what_it_does_not_see():
+    """Of a prompt of 5 tokens a window of 2 leaves 1 + 2 + 2 + 2 + 2 keys; of the context behind it 2."""
+    sizes = Sizes(layers=0, head=0, attention=(Attention(queries=5, kv_bytes=30, window=2),) * 3)
+    work = Work("latency", [[1] * 5], [2])
+    assert floor(sizes, work, Machine(bandwidth=1e15, rate=1.0)) == pytest.approx(3 * 4 * 5 * (9 + 2))
+    assert floor(sizes, work, Machine(bandwidth=1.0, rate=1e15)) == pytest.approx(3 * 30 * 2)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3-gqa", "qwen3", "mistral-window"])
 def test_sizes_are_those_of_the_model(checkpoint, name):
     sizes, context, vocab_size = sizes_of(checkpoint(name))
     model = checkpoints.make_reference(name)
@@ -50,9 +59,10 @@ def test_sizes_are_those_of_the_model(checkpoint, name):
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     assert (sizes.layers, vocab_size, context) == (layers, config.vocab_size, config.max_position_embeddings)
-    assert sizes.head >= config.vocab_size * config.hidden_size
-    assert sizes.kv_bytes == 2 * 2 * heads * size * config.num_hidden_layers
-    assert sizes.attention == config.num_attention_heads * size * config.num_hidden_layers
+    assert sizes.head == config.vocab_size * config.hidden_size
+    window = config.sliding_window if name == "mistral-window" else 0
+    layer = Attention(config.num_attention_heads * size, 2 * 2 * heads * size, window)
+    assert sizes.attention == (layer,) * config.num_hidden_layers
 
 
 def test_it_says_all_five(checkpoint):

@@ -169,9 +169,9 @@ def test_memory_is_profiled_and_one_full_request_is_required(checkpoint):
 def test_kernels_are_compiled_while_weights_are_read(checkpoint, monkeypatch):
     compiling, read, compile_all = threading.Event(), loader.read_into, WarmUp.compile
 
-    def when_compiling(found):
+    def when_compiling(found, stop):
         assert compiling.wait(60)
-        read(found)
+        read(found, stop)
 
     def said(self, *args, **kwargs):
         compiling.set()
@@ -187,7 +187,7 @@ def test_kernels_are_compiled_while_weights_are_read(checkpoint, monkeypatch):
 
 
 def test_a_checkpoint_that_cannot_be_read_is_named_however_late(checkpoint, monkeypatch):
-    def broken(found):
+    def broken(found, stop):
         raise CheckpointError("x.safetensors ends early.")
 
     monkeypatch.setattr(loader, "read_into", broken)
@@ -202,7 +202,7 @@ def test_a_step_that_no_memory_is_left_for_is_named_with_what_to_do(checkpoint):
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**28) / total)
     try:
         with pytest.raises(
-            OutOfMemoryError, match=r"the largest step beside the weights.*--max-num-batched-tokens"
+            OutOfMemoryError, match=r"the largest step beside all else.*--max-num-batched-tokens"
         ):
             LLM(str(checkpoint("llama3-gqa")), max_num_batched_tokens=2**21, max_num_seqs=2**15)
     finally:

@@ -16,6 +16,7 @@ from toolkit import LLM, SamplingParams
 from toolkit.attention import choose_backend
 from toolkit.errors import ConfigError
 from toolkit.models import cache_scale
+from toolkit.models.loader import build_model, load_config, load_weights
 from toolkit.quantization import fp8
 from toolkit.worker.kv_cache import choose_cache_dtype
 
@@ -81,7 +82,7 @@ SIZES = [(2.0**9, 2.0**-5), (2.0**-5, 2.0**9)]
 
 
 @pytest.mark.parametrize(("keys", "values"), SIZES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "qwen2"])
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)],
@@ -96,7 +97,24 @@ def test_it_does_not_matter_how_large_keys_and_values_are(
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["gpt2", "llama3-gqa", "llama-biases-head-dim", "qwen2"])
+@torch.inference_mode()
+def test_sizes_are_those_that_the_layer_gives_what_is_random(checkpoint, name):
+    """Biases of the projection and of the norm before it count; so does that norm's weight."""
+    folder, random_ = checkpoint(name), torch.Generator().manual_seed(0)
+    config = load_config(folder)
+    model = build_model(config, folder, device=torch.device("cpu"), dtype=torch.float32, max_model_len=8)
+    load_weights(model, folder, "auto")
+    for layer in model.layers:
+        for part in (layer.attn_norm.weight, layer.attn_norm.bias, layer.qkv.bias):
+            if part is not None:
+                part.add_(torch.randn(part.shape, generator=random_))
+        hidden = torch.randn(20_000, len(layer.attn_norm.weight), generator=random_)
+        given = layer.qkv(layer.attn_norm(hidden, None)[0]).square().mean(0).sqrt()
+        torch.testing.assert_close(cache_scale._sizes(layer, slice(None)), given, rtol=0.1, atol=0.0)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "qwen2"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_scales_change_no_answer_but_by_the_cache(checkpoint, monkeypatch, name, quantization):
     """With a cache in float32, log-probabilities are the very same."""

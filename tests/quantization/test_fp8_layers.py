@@ -69,7 +69,7 @@ def test_pieces_of_any_size_make_the_same_weights(checkpoint, name, monkeypatch)
     expected = linears(load(folder, "fp8"))
     monkeypatch.setattr(safetensors, "PIECE", 300)
     monkeypatch.setattr(
-        safetensors, "read_into", lambda tensors: safetensors.read_buffered(tensors, pinned=False)
+        safetensors, "read_into", lambda tensors, stop: safetensors.read_buffered(tensors, stop, pinned=False)
     )
     monkeypatch.setattr("toolkit.models.loader.read_into", safetensors.read_into)
     for layer_name, layer in linears(load(folder, "fp8")).items():

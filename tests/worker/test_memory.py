@@ -11,6 +11,7 @@ import torch
 
 from toolkit import LLM
 from toolkit.errors import OutOfMemoryError
+from toolkit.models.loader import build_model
 from toolkit.worker.memory import room_for
 
 PROGRAM = """
@@ -60,4 +61,15 @@ def test_a_cache_that_there_is_no_room_for(checkpoint, monkeypatch):
 
     monkeypatch.setattr("toolkit.worker.worker.KVCache", full)
     with pytest.raises(OutOfMemoryError, match=r"no room for a KV cache of .* and 0\.0 MiB of swap space"):
+        LLM(str(checkpoint("gpt2")), device="cpu", kv_cache_memory=0.05)
+
+
+def test_weights_that_there_is_no_room_for(checkpoint, monkeypatch):
+    def full(config, folder, *, device, **more):
+        if device.type == "cpu":
+            raise MemoryError
+        return build_model(config, folder, device=device, **more)
+
+    monkeypatch.setattr("toolkit.worker.worker.build_model", full)
+    with pytest.raises(OutOfMemoryError, match=r"no room for the model's weights .*--quantization"):
         LLM(str(checkpoint("gpt2")), device="cpu", kv_cache_memory=0.05)

@@ -1,13 +1,14 @@
-"""The least time that a machine could take for the engine benchmarks' work: `python -m toolkit.bench.floor FOLDER`.
+"""The least time for the engine benchmarks' work on a machine that computes all prompts and then next tokens, step by step: `python -m
+toolkit.bench.floor FOLDER`.
 
-Prompts take their arithmetic, at the rate of large matrix products: that of the weights, and of attention over what each token
-sees. A step of next tokens takes the longer of reading the weights once and multiplying with them, and then reads the keys and values of
-its requests. Nothing is counted for activations, sampling, launches or the host.
+Each step takes the longer of its arithmetic, at the rate of large matrix products, and of what it reads, at the bandwidth: the weights
+once, and the keys and values of its requests. Nothing is counted for activations, sampling, launches or the host.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +25,28 @@ DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
+class Attention:
+    """Of one layer."""
+
+    queries: int
+    """Heads times head size."""
+    kv_bytes: int
+    """Of one token."""
+    window: int = 0
+    """Tokens that one sees, itself included; 0: all."""
+
+    def seen(self, context: int) -> int:
+        return min(context, self.window or context)
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
-    """What of a model has to be read and multiplied with; in parameters, bytes, and numbers of attention heads."""
+    """What of a model has to be read and multiplied with, in parameters."""
 
     layers: int
     """Parameters of all layers."""
     head: int
-    kv_bytes: int
-    """Of one token, in all layers."""
-    attention: int
-    """Query heads times head size, of all layers."""
+    attention: tuple[Attention, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +89,18 @@ def sizes_of(folder: Path) -> tuple[Sizes, int, int]:
     model = build_model(config, folder, device=torch.device("meta"), dtype=DTYPE, max_model_len=1)
     assert isinstance(model, Decoder)
     shapes = [layer.shape for layer in model.attention_layers()]
+    attention = [
+        Attention(
+            shape.num_heads * shape.head_size,
+            2 * shape.num_kv_heads * shape.head_size * DTYPE.itemsize,
+            shape.sliding_window,
+        )
+        for shape in shapes
+    ]
     sizes = Sizes(
         layers=sum(parameter.numel() for parameter in model.layers.parameters()),
         head=model.lm_head.weight.numel(),
-        kv_bytes=sum(2 * shape.num_kv_heads * shape.head_size * DTYPE.itemsize for shape in shapes),
-        attention=sum(shape.num_heads * shape.head_size for shape in shapes),
+        attention=tuple(attention),
     )
     return sizes, resolve_architecture(config, str(folder)).max_positions(config), model.vocab_size
 
@@ -98,14 +118,25 @@ def floor(sizes: Sizes, work: Work, machine: Machine) -> float:
     weight_bytes = weights * DTYPE.itemsize
     lengths = [len(prompt) for prompt in work.prompts]
     products = 2 * sizes.layers * sum(lengths) + 2 * sizes.head * len(lengths)
-    attention = sum(4 * sizes.attention * n * (n + 1) // 2 for n in lengths)
-    seconds = max((products + attention) / machine.rate, weight_bytes / machine.bandwidth)
+    contexts = Counter(context for length in lengths for context in range(1, length + 1))
+    multiplied, _ = _attention(sizes, contexts)
+    seconds = max((products + multiplied) / machine.rate, weight_bytes / machine.bandwidth)
     for made in range(1, max(work.output_lens)):
-        contexts = [n + made for n, most in zip(lengths, work.output_lens, strict=True) if most > made]
-        multiplied = 2 * weights * len(contexts) / machine.rate
-        seconds += max(weight_bytes / machine.bandwidth, multiplied)
-        seconds += sum(contexts) * sizes.kv_bytes / machine.bandwidth
+        contexts = Counter(n + made for n, most in zip(lengths, work.output_lens, strict=True) if most > made)
+        multiplied, read = _attention(sizes, contexts)
+        products = 2 * weights * contexts.total()
+        seconds += max((products + multiplied) / machine.rate, (weight_bytes + read) / machine.bandwidth)
     return seconds
+
+
+def _attention(sizes: Sizes, contexts: Counter[int]) -> tuple[int, int]:
+    """(FLOPs, bytes of keys and values) of so many tokens with each context, in all layers."""
+    flops = num_bytes = 0
+    for layer, layers in Counter(sizes.attention).items():
+        seen = layers * sum(layer.seen(context) * count for context, count in contexts.items())
+        flops += 4 * layer.queries * seen
+        num_bytes += layer.kv_bytes * seen
+    return flops, num_bytes
 
 
 if __name__ == "__main__":

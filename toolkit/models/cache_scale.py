@@ -1,8 +1,8 @@
 """Scales for a KV cache in FP8: one for the keys and one for the values of each layer, taken into its weights.
 
 e4m3 has its full precision from 2^-6 to 448, and less or nothing beyond. So keys are multiplied by a power of two, and queries divided by
-it; values, and the weights behind attention. That is exact but in the cache, and costs steps nothing. How large keys and values
-are is told from the weights, which are given inputs of a known size by the norm before them.
+it; likewise values, and the weights behind attention. That rounds nothing anew (but numbers at float16's ends), and costs steps
+nothing. How large keys and values are is told from the weights, which are given inputs of a known size by the norm before them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from toolkit.layers import Linear
 from toolkit.models.decoder import Decoder, DecoderLayer
 
 LARGEST = 16.0
-"""The root mean square, about, of what is largest of a key or value: 28 times as much is there, and a thousandth in full precision."""
+"""About what the root mean square of the largest entry of a key or value becomes: it leaves a factor of 28 to e4m3's end, and of 1,000
+to where its precision begins to fall.
+"""
 MOST = 8
 """Of the powers of two. Weights in float16 lose by greater ones."""
 

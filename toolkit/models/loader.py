@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -98,35 +99,40 @@ def load_weights(
     model: Fillable, folder: Path, load_format: str, seed: int = 0, elsewhere: Iterable[str] = ()
 ) -> None:
     """Fills the model. Raises CheckpointError as `find_weights` and what that returns."""
-    find_weights(model, folder, load_format, seed, elsewhere)()
+    find_weights(model, folder, load_format, seed, elsewhere)(threading.Event())
 
 
 def find_weights(
     model: Fillable, folder: Path, load_format: str, seed: int = 0, elsewhere: Iterable[str] = ()
-) -> Callable[[], None]:
-    """What fills the model, on any thread. Raises CheckpointError naming the file and the tensor that are wrong, missing or cut
-    short: at once where the files' headers tell, and else when it fills. `elsewhere`: names of tensors that another stage of the model
-    needs.
+) -> Callable[[threading.Event], None]:
+    """What fills the model, on any thread, or ends early once the event is set. Raises CheckpointError naming the file and the tensor
+    that are wrong, missing or cut short: at once where the files' headers tell, and else when it fills. `elsewhere`: names of tensors
+    that another stage of the model needs.
     """
+    fill: Callable[[threading.Event], None]
     if load_format == "dummy":
-        return torch.inference_mode()(partial(fill_dummy, model, seed))
-    places = _Places(model, elsewhere)
-    files = _weight_files(folder, "model", "safetensors")
-    if not files:
-        return torch.inference_mode()(partial(_unpickle, places, folder, load_format))
-    with torch.inference_mode():
-        found = [
-            (tensor.part(slot.region), slot)
-            for file in files
-            for tensor in read_header(file)
-            for slot in places.find(file, tensor.name, tensor.shape)
-        ]
-    places.require_all(folder)
-    return torch.inference_mode()(partial(read_into, found))
+        fill = partial(_fill_dummy, model, seed)
+    else:
+        places = _Places(model, elsewhere)
+        files = _weight_files(folder, "model", "safetensors")
+        if files:
+            found = [
+                (tensor.part(slot.region), slot)
+                for file in files
+                for tensor in read_header(file)
+                for slot in places.find(file, tensor.name, tensor.shape)
+            ]
+            places.require_all(folder)
+            fill = partial(read_into, found)
+        else:
+            fill = partial(_unpickle, places, folder, load_format)
+    return torch.inference_mode()(fill)
 
 
-def _unpickle(places: _Places, folder: Path, load_format: str) -> None:
+def _unpickle(places: _Places, folder: Path, load_format: str, stop: threading.Event) -> None:
     for file in _pickled_files(folder, load_format):
+        if stop.is_set():
+            return
         for name, tensor in _read_pickled(file).items():
             for slot in places.find(file, name, tuple(tensor.shape)):
                 slot.fill(tensor[tuple(slice(s.begin, s.begin + s.count) for s in slot.region)])
@@ -173,7 +179,7 @@ class _Places:
             )
 
 
-def fill_dummy(model: Fillable, seed: int) -> None:
+def _fill_dummy(model: Fillable, seed: int, _stop: threading.Event) -> None:
     """Random weights, the same for the same seed on the same kind of device; norms stay as they are."""
     generator = torch.Generator(next(model.named_parameters())[1].device).manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import struct
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -155,20 +156,22 @@ def read_header(file: Path) -> list[StoredTensor]:
     return tensors
 
 
-def read_into(tensors: Sequence[tuple[StoredTensor, Slot]]) -> None:
-    """Reads each tensor into its slot, of the same shape. Raises CheckpointError when that fails."""
+def read_into(tensors: Sequence[tuple[StoredTensor, Slot]], stop: threading.Event | None = None) -> None:
+    """Reads each tensor into its slot, of the same shape; those left out that it has not come to once `stop` is set. Raises
+    CheckpointError when that fails.
+    """
     try:
         if any(slot.target.is_cuda for _, slot in tensors):
-            read_buffered(tensors, pinned=True)
+            read_buffered(tensors, stop, pinned=True)
         else:
-            read_mapped(tensors)
+            read_mapped(tensors, stop)
     except OSError as error:
         raise CheckpointError(
             f"The weights in {tensors[0][0].file.parent} cannot be read: {error}."
         ) from None
 
 
-def read_mapped(tensors: Sequence[tuple[StoredTensor, Slot]]) -> None:
+def read_mapped(tensors: Sequence[tuple[StoredTensor, Slot]], stop: threading.Event | None = None) -> None:
     """For a CPU: the copies read the files' pages themselves, which PyTorch's threads do side by side."""
     ahead: deque[tuple[torch.Tensor, Slot]] = deque()
 
@@ -176,7 +179,7 @@ def read_mapped(tensors: Sequence[tuple[StoredTensor, Slot]]) -> None:
         rows, slot = ahead.popleft()
         slot.fill(rows)
 
-    for piece, slot in _pieces(tensors, MAPPED_PIECE):
+    for piece, slot in _pieces(tensors, MAPPED_PIECE, stop):
         ahead.append((piece.map(), slot))
         if len(ahead) > MAPPED_AHEAD:
             copy_one()
@@ -184,7 +187,9 @@ def read_mapped(tensors: Sequence[tuple[StoredTensor, Slot]]) -> None:
         copy_one()
 
 
-def read_buffered(tensors: Sequence[tuple[StoredTensor, Slot]], *, pinned: bool) -> None:
+def read_buffered(
+    tensors: Sequence[tuple[StoredTensor, Slot]], stop: threading.Event | None = None, *, pinned: bool
+) -> None:
     """For a GPU: threads read into a few buffers, pinned so that the device copies from them directly, and this thread
     starts the copies. One thread reads a file that is in memory at a fraction of the speed of the bus.
     """
@@ -197,7 +202,7 @@ def read_buffered(tensors: Sequence[tuple[StoredTensor, Slot]], *, pinned: bool)
         return buffer
 
     with ThreadPoolExecutor(READERS, "weights") as pool:
-        for piece, slot in _pieces(tensors, size):
+        for piece, slot in _pieces(tensors, size, stop):
             if len(pending) == READERS:
                 buffer = finish_one()
             else:
@@ -207,11 +212,15 @@ def read_buffered(tensors: Sequence[tuple[StoredTensor, Slot]], *, pinned: bool)
             finish_one()
 
 
-def _pieces(tensors: Sequence[tuple[StoredTensor, Slot]], size: int) -> Iterator[tuple[_Piece, Slot]]:
+def _pieces(
+    tensors: Sequence[tuple[StoredTensor, Slot]], size: int, stop: threading.Event | None
+) -> Iterator[tuple[_Piece, Slot]]:
     """The tensors in runs of rows of at most `size` bytes, or of one row, with the places of those rows."""
     for tensor, slot in tensors:
         step = max(1, tensor.shape[0] if slot.whole else size // max(1, tensor.row_bytes))
         for first in range(0, tensor.shape[0], step):
+            if stop is not None and stop.is_set():
+                return
             count = min(step, tensor.shape[0] - first)
             yield _Piece(tensor, first, count), slot.rows(first, count)
 

@@ -6,9 +6,8 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from toolkit.worker.batch_state import BatchState, StepShape
 from toolkit.worker.encoder_runner import EncoderRunner
 from toolkit.worker.info import Report, WorkerInfo
 from toolkit.worker.kv_cache import KVCache, block_bytes, choose_cache_dtype
+from toolkit.worker.loading import Fill, Loading
 from toolkit.worker.model_runner import ModelRunner, PendingOutput
 from toolkit.worker.warm_up import WarmUp
 
@@ -53,6 +53,7 @@ class Worker:
     """What runs a model without a cache, in the runner's place."""
     _graph_shapes: list[StepShape]
     _stream: torch.cuda.Stream | None = None
+    _loading: Loading | None = None
 
     def __init__(
         self,
@@ -80,8 +81,13 @@ class Worker:
         device = choose_device(self.config.device.device, None if self._meeting is None else self._rank)
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        with self._on_stream():
-            return self._start(device, _Phases(report))
+        try:
+            with self._on_stream():
+                return self._start(device, _Phases(report))
+        except BaseException:
+            if self._loading is not None:
+                self._loading.stop()
+            raise
 
     def _start(self, device: torch.device, phases: _Phases) -> WorkerInfo:
         size = self.config.parallel.world_size
@@ -98,7 +104,16 @@ class Worker:
             dtype = choose_dtype(self.config.model.dtype, model_config, device)
             max_model_len = self._max_model_len(model_config)
             require(self.config.model.quantization, device, dtype)
-        model, loaded = self._load(model_config, device, dtype, max_model_len, phases)
+        start = time.perf_counter()
+        model = self._load(model_config, device, dtype, max_model_len)
+        before = time.perf_counter() - start
+
+        def loaded() -> None:
+            with phases("weights", before):
+                if self._loading is not None:
+                    self._loading.wait()
+                    self._loading = None
+
         if isinstance(model, Encoder):
             loaded()
             self._take_encoder(model, model_config, device, dtype, max_model_len)
@@ -114,7 +129,7 @@ class Worker:
             with phases("CUDA graphs"), memory.room_for("CUDA graphs beside the KV cache", device, advice):
                 self.runner.capture(self._graph_shapes)
         if device.type == "cuda":
-            with phases("warm-up"):
+            with phases("warm-up"), self._room_for_steps(device):
                 WarmUp(self.runner, self.info, self.config.scheduler.max_num_seqs).run()
         return self.info
 
@@ -192,7 +207,8 @@ class Worker:
         self.info.block_size = max_model_len
         self.info.generates, self.info.chunks_prompts, self.info.pooling = False, False, head
         if device.type == "cuda":
-            WarmUp(self.encoder, self.info, num_rows).run_largest_step()
+            with self._room_for_steps(device):
+                WarmUp(self.encoder, self.info, num_rows).run_largest_step()
 
     def _add_pooling(self, model: CausalLM, model_config: ArchitectureConfig, device: torch.device) -> None:
         found = pooling.decoder_pooling(model, model_config, self.config, self.folder, device)
@@ -220,9 +236,8 @@ class Worker:
         device: torch.device,
         dtype: torch.dtype,
         max_model_len: int,
-        phases: _Phases,
-    ) -> tuple[Model, Callable[[], None]]:
-        """(the model, what waits until its weights are loaded): for a GPU they are while kernels are compiled."""
+    ) -> Model:
+        """The model, with its weights, or on a GPU while these are still being loaded."""
 
         def build(
             device: torch.device, max_model_len: int, stage: Stage = self.stage, group: Group = self.group
@@ -237,7 +252,6 @@ class Worker:
                     quantization=self.config.model.quantization,
                 )
 
-        start = time.perf_counter()
         sketch = build(torch.device("meta"), 1)
         self._num_parameters = self._model_parameters = _num_parameters(sketch)
         if self.world.size > 1:
@@ -247,36 +261,37 @@ class Worker:
         if device.type == "cpu":  # ranks on one machine share its memory
             together = together * self._beside if self._beside else self.world.total(together)
         memory.require_weights_fit(together, device, dtype)
-        advice = "end what else is on the device, or see --quantization and --tensor-parallel-size"
-        with memory.room_for("the model's weights", device, advice):
+        with self._room_for_weights(device):
             model = build(device, max_model_len)
         everything = sketch if self.stage is WHOLE else build(torch.device("meta"), 1, WHOLE)
         given = self.config.model
-        find = partial(find_weights, model, self.folder, given.load_format, given.seed, everything.slots())
+        fill = find_weights(model, self.folder, given.load_format, given.seed, everything.slots())
+        if device.type == "cuda" and self.world.size == 1:
+            self._loading = Loading(partial(self._fill, model, device, fill), device)
+            return model
+        # Where PyTorch's threads are; and several ranks compile kernels together, in which each would wait for all files.
+        self._fill(model, device, fill, threading.Event())
         if device.type == "cpu":
-            find()()
-            self._scale_cache(model)
+            del fill  # which refers to weights that are packed
             model.pack_weights()
             memory.give_back()
             self._weight_bytes = model.nbytes
-            phases.add("weights", time.perf_counter() - start)
-            return model, lambda: None
+        return model
 
-        def load(fill: Callable[[], None]) -> float:
-            """Seconds, from the start on."""
-            with self._on_stream():
-                fill()
-                self._scale_cache(model)
-            return time.perf_counter() - start
+    def _fill(self, model: Model, device: torch.device, fill: Fill, stop: threading.Event) -> None:
+        with self._on_stream(), self._room_for_weights(device):
+            fill(stop)
+            if self.config.cache.kv_cache_dtype == "fp8" and isinstance(model, Decoder):
+                scale_cache(model)
 
-        pool = ThreadPoolExecutor(1, "weights")
-        loading = pool.submit(load, find())
-        pool.shutdown(wait=False)
-        return model, lambda: phases.add("weights", loading.result())
+    def _room_for_weights(self, device: torch.device) -> AbstractContextManager[None]:
+        advice = "end what else is on the device, or see --quantization and --tensor-parallel-size"
+        return memory.room_for("the model's weights", device, advice)
 
-    def _scale_cache(self, model: Model) -> None:
-        if self.config.cache.kv_cache_dtype == "fp8" and isinstance(model, Decoder):
-            scale_cache(model)
+    def _room_for_steps(self, device: torch.device) -> AbstractContextManager[None]:
+        num_tokens, num_requests = self._budget(device), self.config.scheduler.max_num_seqs
+        what = f"the largest step beside all else, {num_tokens} tokens of up to {num_requests} requests"
+        return memory.room_for(what, device, "lower --max-num-batched-tokens or --max-num-seqs")
 
     def _make_cache(
         self,
@@ -335,11 +350,7 @@ class Worker:
         sharing = self._beside or self.config.parallel.world_size
         room = int(memory.available(device, taken) * memory.CPU_SHARE / sharing)
         if device.type == "cuda" and config.cache.num_gpu_blocks_override is None:
-            with memory.room_for(
-                f"the largest step beside the weights, {budget} tokens of up to {num_rows} requests",
-                device,
-                "lower --max-num-batched-tokens or --max-num-seqs",
-            ):
+            with self._room_for_steps(device):
                 # What lies in the one block of cache does not matter.
                 self.runner, self.info = runner(1, 0, max_model_len), info(max_model_len, 1, 0)
                 room = self._room(device, loaded)
@@ -417,21 +428,21 @@ class Worker:
 
 
 class _Phases:
-    """Times start-up's parts: `with phases("weights"): ...`."""
+    """Times start-up's parts: `with phases("weights"): ...`. What is timed inside another counts for itself alone."""
 
     def __init__(self, report: Report) -> None:
-        self.add = report
+        self._report = report
+        self._inside = 0.0
+        """Seconds of those inside the one at hand."""
 
-    def __call__(self, name: str) -> _Phases:
-        self._name = name
-        return self
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is None:
-            self.add(self._name, time.perf_counter() - self._start)
+    @contextmanager
+    def __call__(self, name: str, before: float = 0.0) -> Iterator[None]:
+        """`before`: seconds that it has taken until now."""
+        start, around, self._inside = time.perf_counter(), self._inside, 0.0
+        yield
+        seconds = time.perf_counter() - start
+        self._report(name, before + seconds - self._inside)
+        self._inside = around + seconds
 
 
 def _num_parameters(model: Model) -> int:

@@ -1,0 +1,87 @@
+"""Weights that are loaded on a thread of their own, and what ends that."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from toolkit.config import EngineConfig
+from toolkit.errors import CheckpointError
+from toolkit.layers import Slot
+from toolkit.models.safetensors import read_buffered, read_header, read_mapped
+from toolkit.worker.loading import Loading
+from toolkit.worker.worker import Worker, _Phases
+
+CPU = torch.device("cpu")
+
+
+def names() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
+def test_it_is_loaded_meanwhile_and_waited_for():
+    go, done = threading.Event(), []
+
+    def fill(stop):
+        assert go.wait(60)
+        done.append(threading.current_thread() is not threading.main_thread())
+
+    loading = Loading(fill, CPU)
+    assert not done
+    go.set()
+    loading.wait()
+    assert done == [True]
+    assert "loading" not in names()
+
+
+def test_what_it_fails_with_is_raised_where_it_is_waited_for():
+    def fill(stop):
+        raise CheckpointError("x ends early.")
+
+    with pytest.raises(CheckpointError, match=r"x ends early\."):
+        Loading(fill, CPU).wait()
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("no kernel"), KeyboardInterrupt()])
+def test_a_start_that_fails_meanwhile_ends_it(checkpoint, monkeypatch, failure):
+    stopped = []
+    config = EngineConfig.from_settings({"model": str(checkpoint("gpt2")), "device": "cpu"})
+    worker = Worker(config, checkpoint("gpt2"))
+
+    def start(device, phases):
+        worker._loading = Loading(lambda stop: stopped.append(stop.wait(60)), device)
+        raise failure
+
+    monkeypatch.setattr(worker, "_start", start)
+    with pytest.raises(type(failure)):
+        worker.start(lambda phase, seconds: None)
+    assert stopped == [True]
+    assert "loading" not in names()
+
+
+@pytest.mark.parametrize("read", [read_mapped, lambda *given: read_buffered(*given, pinned=False)])
+def test_reading_ends_where_it_is_stopped(checkpoint, read):
+    (file,) = checkpoint("gpt2").glob("*.safetensors")
+    tensors, stop = read_header(file), threading.Event()
+    targets = [torch.full(tensor.shape, torch.nan) for tensor in tensors]
+    stop.set()
+    read([(tensor, Slot(target)) for tensor, target in zip(tensors, targets, strict=True)], stop)
+    assert all(target.isnan().all() for target in targets)
+    stop.clear()
+    read([(tensor, Slot(target)) for tensor, target in zip(tensors, targets, strict=True)], stop)
+    assert not any(target.isnan().any() for target in targets)
+
+
+def test_times_of_parts_add_up(monkeypatch):
+    """The time that the weights take while the cache is made is no part of the cache's."""
+    moments = iter([100.0, 103.0, 107.0, 108.0, 200.0, 201.0])
+    monkeypatch.setattr("toolkit.worker.worker.time.perf_counter", lambda: next(moments))
+    told = {}
+    phases = _Phases(told.__setitem__)
+    with phases("KV cache"), phases("weights", 10.0):
+        pass
+    with phases("graphs"):
+        pass
+    assert told == {"weights": 14.0, "KV cache": 4.0, "graphs": 1.0}
