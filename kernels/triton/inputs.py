@@ -23,12 +23,7 @@ def expand_inputs(
     block_size: int,
     out: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Writes (token ids int32, positions int32, cache slots int64), each `[num_tokens]`, for the packed tokens of a step.
-
-    rows, seq_lens: int32 `[num_reqs]`, each request's row in the state and its length with this step's tokens;
-    query_start_loc: int32 `[num_reqs + 1]`. token_ids: int32 `[num_rows, max_len]`; block_table: int32
-    `[num_rows, max_blocks]`. Tokens past the last request are padding: id 0, position 0, slot -1.
-    """
+    """As `toolkit.kernels.reference.expand_inputs`. Slots are int64, everything else int32."""
     num_tokens = out[0].shape[0]
     _expand_kernel[(-(-num_tokens // TOKENS),)](
         rows,

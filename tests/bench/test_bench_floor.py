@@ -8,12 +8,19 @@ import sys
 import pytest
 
 from tests import checkpoints
-from toolkit.bench.floor import Attention, Machine, Sizes, floor, sizes_of
+from toolkit.attention import AttentionShape
+from toolkit.bench.floor import Machine, Sizes, floor, sizes_of
 from toolkit.bench.workloads import Work
 
 SIZES = Sizes(
-    layers=1000, head=500, attention=(Attention(queries=5, kv_bytes=30), Attention(queries=3, kv_bytes=10))
+    layers=1000,
+    head=500,
+    attention=(
+        AttentionShape(num_heads=2, num_kv_heads=1, head_size=3, scale=1.0),
+        AttentionShape(num_heads=1, num_kv_heads=1, head_size=2, scale=1.0),
+    ),
 )
+"""Queries of 6 and 2 numbers for each token, and 12 and 8 bytes of keys and values."""
 
 
 def test_a_prompt_takes_its_arithmetic():
@@ -31,7 +38,7 @@ def test_next_tokens_read_weights_and_what_is_cached():
     """Two steps behind the prompts: contexts of 2 + 1 and 3 + 1 tokens, then of 3 + 2 alone."""
     work = Work("latency", [[1] * 2, [1] * 3], [2, 3])
     machine = Machine(bandwidth=1e3, rate=1e12)
-    assert floor(SIZES, work, machine) == pytest.approx(3.0 + (3.0 + 0.28) + (3.0 + 0.2))
+    assert floor(SIZES, work, machine) == pytest.approx(3.0 + (3.0 + 0.02 * 7) + (3.0 + 0.02 * 5))
 
 
 def test_steps_of_many_requests_are_bound_by_arithmetic():
@@ -43,10 +50,10 @@ def test_steps_of_many_requests_are_bound_by_arithmetic():
 
 def test_a_window_leaves_out_what_it_does_not_see():
     """Of a prompt of 5 tokens a window of 2 leaves 1 + 2 + 2 + 2 + 2 keys; of the context behind it 2."""
-    sizes = Sizes(layers=0, head=0, attention=(Attention(queries=5, kv_bytes=30, window=2),) * 3)
+    sizes = Sizes(layers=0, head=0, attention=(AttentionShape(5, 1, 2, 1.0, sliding_window=2),) * 3)
     work = Work("latency", [[1] * 5], [2])
-    assert floor(sizes, work, Machine(bandwidth=1e15, rate=1.0)) == pytest.approx(3 * 4 * 5 * (9 + 2))
-    assert floor(sizes, work, Machine(bandwidth=1.0, rate=1e15)) == pytest.approx(3 * 30 * 2)
+    assert floor(sizes, work, Machine(bandwidth=1e15, rate=1.0)) == pytest.approx(3 * 4 * 10 * (9 + 2))
+    assert floor(sizes, work, Machine(bandwidth=1.0, rate=1e15)) == pytest.approx(3 * 8 * 2)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3-gqa", "qwen3", "mistral-window"])
@@ -61,8 +68,10 @@ def test_sizes_are_those_of_the_model(checkpoint, name):
     assert (sizes.layers, vocab_size, context) == (layers, config.vocab_size, config.max_position_embeddings)
     assert sizes.head == config.vocab_size * config.hidden_size
     window = config.sliding_window if name == "mistral-window" else 0
-    layer = Attention(config.num_attention_heads * size, 2 * 2 * heads * size, window)
-    assert sizes.attention == (layer,) * config.num_hidden_layers
+    for shape in sizes.attention:
+        found = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.sliding_window
+        assert found == (config.num_attention_heads, heads, size, window)
+    assert len(sizes.attention) == config.num_hidden_layers
 
 
 def test_it_says_all_five(checkpoint):

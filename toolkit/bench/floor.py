@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from toolkit.attention import AttentionShape
 from toolkit.bench import workloads
 from toolkit.bench.workloads import Work
 from toolkit.models.decoder import Decoder
@@ -25,28 +26,15 @@ DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
-    """Of one layer."""
-
-    queries: int
-    """Heads times head size."""
-    kv_bytes: int
-    """Of one token."""
-    window: int = 0
-    """Tokens that one sees, itself included; 0: all."""
-
-    def seen(self, context: int) -> int:
-        return min(context, self.window or context)
-
-
-@dataclass(frozen=True, slots=True)
 class Sizes:
-    """What of a model has to be read and multiplied with, in parameters."""
+    """What of a model has to be read and multiplied with."""
 
     layers: int
     """Parameters of all layers."""
     head: int
-    attention: tuple[Attention, ...]
+    """Parameters."""
+    attention: tuple[AttentionShape, ...]
+    """Of each layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +46,7 @@ class Machine:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="The least time that a machine could take for a model's benchmarks."
-    )
+    parser = argparse.ArgumentParser(description="The least time for a model's benchmarks, step by step.")
     parser.add_argument("folder", type=Path, help="a model's folder; weights in it are not read")
     parser.add_argument(
         "--bandwidth",
@@ -88,19 +74,10 @@ def sizes_of(folder: Path) -> tuple[Sizes, int, int]:
     config = load_config(folder)
     model = build_model(config, folder, device=torch.device("meta"), dtype=DTYPE, max_model_len=1)
     assert isinstance(model, Decoder)
-    shapes = [layer.shape for layer in model.attention_layers()]
-    attention = [
-        Attention(
-            shape.num_heads * shape.head_size,
-            2 * shape.num_kv_heads * shape.head_size * DTYPE.itemsize,
-            shape.sliding_window,
-        )
-        for shape in shapes
-    ]
     sizes = Sizes(
         layers=sum(parameter.numel() for parameter in model.layers.parameters()),
         head=model.lm_head.weight.numel(),
-        attention=tuple(attention),
+        attention=tuple(layer.shape for layer in model.attention_layers()),
     )
     return sizes, resolve_architecture(config, str(folder)).max_positions(config), model.vocab_size
 
@@ -113,7 +90,7 @@ def works(context: int, vocab_size: int) -> Iterator[Work]:
 
 
 def floor(sizes: Sizes, work: Work, machine: Machine) -> float:
-    """Seconds, of requests that all run together: all prompts, and then a step for each token behind the first."""
+    """Seconds, of requests that all run together: all prompts at once, and then a step for each token behind the first."""
     weights = sizes.layers + sizes.head
     weight_bytes = weights * DTYPE.itemsize
     lengths = [len(prompt) for prompt in work.prompts]
@@ -132,10 +109,11 @@ def floor(sizes: Sizes, work: Work, machine: Machine) -> float:
 def _attention(sizes: Sizes, contexts: Counter[int]) -> tuple[int, int]:
     """(FLOPs, bytes of keys and values) of so many tokens with each context, in all layers."""
     flops = num_bytes = 0
-    for layer, layers in Counter(sizes.attention).items():
-        seen = layers * sum(layer.seen(context) * count for context, count in contexts.items())
-        flops += 4 * layer.queries * seen
-        num_bytes += layer.kv_bytes * seen
+    for shape, layers in Counter(sizes.attention).items():
+        window = shape.sliding_window or max(contexts)
+        seen = layers * sum(min(context, window) * count for context, count in contexts.items())
+        flops += 4 * shape.num_heads * shape.head_size * seen
+        num_bytes += 2 * shape.num_kv_heads * shape.head_size * DTYPE.itemsize * seen
     return flops, num_bytes
 
 
