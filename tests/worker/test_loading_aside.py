@@ -11,6 +11,7 @@ from toolkit.config import EngineConfig
 from toolkit.errors import CheckpointError
 from toolkit.layers import Slot
 from toolkit.models.safetensors import read_buffered, read_header, read_mapped
+from toolkit.worker import worker as worker_module
 from toolkit.worker.loading import Loading
 from toolkit.worker.worker import Worker, _Phases
 
@@ -85,3 +86,16 @@ def test_times_of_parts_add_up(monkeypatch):
     with phases("graphs"):
         pass
     assert told == {"weights": 14.0, "KV cache": 4.0, "graphs": 1.0}
+
+
+def test_on_a_cpu_weights_are_told_of_when_they_are_loaded(checkpoint, monkeypatch):
+    told = []
+    choose = worker_module.choose_backend
+    monkeypatch.setattr(
+        worker_module, "choose_backend", lambda *fit, **more: told.append("backend") or choose(*fit, **more)
+    )
+    config = EngineConfig.from_settings(
+        {"model": str(checkpoint("gpt2")), "device": "cpu", "max_num_seqs": 2}
+    )
+    Worker(config, checkpoint("gpt2")).start(lambda phase, seconds: told.append(phase))
+    assert told == ["config", "weights", "backend", "KV cache"]

@@ -107,12 +107,14 @@ class Worker:
         start = time.perf_counter()
         model = self._load(model_config, device, dtype, max_model_len)
         before = time.perf_counter() - start
+        if self._loading is None:
+            phases.report("weights", before)
 
         def loaded() -> None:
-            with phases("weights", before):
-                if self._loading is not None:
+            if self._loading is not None:
+                with phases("weights", before):
                     self._loading.wait()
-                    self._loading = None
+                self._loading = None
 
         if isinstance(model, Encoder):
             loaded()
@@ -431,7 +433,7 @@ class _Phases:
     """Times start-up's parts: `with phases("weights"): ...`. What is timed inside another counts for itself alone."""
 
     def __init__(self, report: Report) -> None:
-        self._report = report
+        self.report = report
         self._inside = 0.0
         """Seconds of those inside the one at hand."""
 
@@ -441,7 +443,7 @@ class _Phases:
         start, around, self._inside = time.perf_counter(), self._inside, 0.0
         yield
         seconds = time.perf_counter() - start
-        self._report(name, before + seconds - self._inside)
+        self.report(name, before + seconds - self._inside)
         self._inside = around + seconds
 
 
