@@ -278,6 +278,9 @@ def raw(server: Server, sent: bytes) -> bytes:
     return received
 
 
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
 def is_whole(answer: bytes) -> bool:
     head, ended, body = answer.partition(b"\r\n\r\n")
     length = re.search(rb"(?i)content-length: *(\d+)", head)
@@ -294,8 +297,11 @@ def is_whole(answer: bytes) -> bool:
         (b"NONSENSE\r\n\r\n", b"400"),
         (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", b"400"),
         (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999\r\n\r\n", b"4"),
+        (CHUNKED + b"zz\r\n{}\r\n", b"400"),
+        (CHUNKED + b"2\r\n{}\r\n-1\r\n", b"400"),
     ],
-    ids=["a large header", "a large path", "many headers", "TLS", "nonsense", "a negative length", "a huge length"],
+    ids=["a large header", "a large path", "many headers", "TLS", "nonsense", "a negative length", "a huge length",
+         "a chunk of no length", "then a chunk of a negative length"],
 )  # fmt: skip
 def test_what_is_no_request_is_told_so_in_the_usual_shape(server: Server, sent: bytes, status: bytes) -> None:
     head, _, body = raw(server, sent).partition(b"\r\n\r\n")

@@ -85,7 +85,10 @@ class Connection(HttpToolsProtocol):
         self._expect_no_head()
         if self.transport.is_closing():
             return
-        if self._running is None or self._running.response_complete:
+        running = self._running
+        if running is not None and running.more_body and not running.response_started:
+            running.disconnected = True  # this answers it, as the rest of its body is nothing
+        if running is None or running.response_complete or running.disconnected:
             body = error_body(InvalidRequestError(message))
             head = (
                 f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
