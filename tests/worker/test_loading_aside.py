@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import shutil
 import threading
+import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from toolkit.config import EngineConfig
 from toolkit.errors import CheckpointError
 from toolkit.layers import Slot
+from toolkit.models.loader import build_model, find_weights, load_config
 from toolkit.models.safetensors import read_buffered, read_header, read_mapped
 from toolkit.worker import worker as worker_module
 from toolkit.worker.loading import Loading
@@ -45,6 +51,31 @@ def test_what_it_fails_with_is_raised_where_it_is_waited_for():
         Loading(fill, CPU).wait()
 
 
+def test_a_load_that_fails_keeps_no_memory(checkpoint, monkeypatch):
+    """Not even until Python looks for cycles: whoever tries again needs it."""
+    config = EngineConfig.from_settings({"model": str(checkpoint("gpt2")), "device": "cpu"})
+    worker, models = Worker(config, checkpoint("gpt2")), []
+
+    def start(device, phases):
+        model = torch.nn.Linear(1, 1)
+        models.append(weakref.ref(model))
+
+        def fill(stop):
+            raise CheckpointError(f"{model} ends early.")
+
+        worker._loading = Loading(fill, device)
+        worker._loading.wait()
+
+    monkeypatch.setattr(worker, "_start", start)
+    gc.disable()
+    try:
+        with contextlib.suppress(CheckpointError):
+            worker.start(lambda phase, seconds: None)
+        assert [model() for model in models] == [None]
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("failure", [RuntimeError("no kernel"), KeyboardInterrupt()])
 def test_a_start_that_fails_meanwhile_ends_it(checkpoint, monkeypatch, failure):
     stopped = []
@@ -60,6 +91,16 @@ def test_a_start_that_fails_meanwhile_ends_it(checkpoint, monkeypatch, failure):
         worker.start(lambda phase, seconds: None)
     assert stopped == [True]
     assert "loading" not in names()
+
+
+def test_reading_pickled_tensors_ends_where_it_is_stopped(checkpoint, tmp_path, monkeypatch):
+    shutil.copy(checkpoint("gpt2") / "config.json", tmp_path)
+    torch.save(load_file(checkpoint("gpt2") / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    model = build_model(load_config(tmp_path), tmp_path, device=CPU, dtype=torch.float32, max_model_len=8)
+    stop, filled = threading.Event(), []
+    monkeypatch.setattr(Slot, "fill", lambda slot, tensor: filled.append(slot) or stop.set())
+    find_weights(model, tmp_path, "auto")(stop)
+    assert len(filled) <= 3  # the parts of one tensor
 
 
 @pytest.mark.parametrize("read", [read_mapped, lambda *given: read_buffered(*given, pinned=False)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import torch
 
@@ -17,9 +16,9 @@ class Loading:
 
     def __init__(self, fill: Fill, device: torch.device) -> None:
         self._stop = threading.Event()
-        self._done: Future[None] = Future()
-        # A daemon, as an interpreter that ends would wait for all that is left to read.
-        self._thread = threading.Thread(target=self._run, args=(fill, device), name="loading", daemon=True)
+        self._errors: list[BaseException] = []
+        """What filling it raised, until somebody is told: an error holds on to the model by its traceback."""
+        self._thread = threading.Thread(target=self._run, args=(fill, device), name="loading")
         self._thread.start()
 
     def _run(self, fill: Fill, device: torch.device) -> None:
@@ -28,16 +27,16 @@ class Loading:
                 torch.cuda.set_device(device)  # threads begin with the first GPU
             fill(self._stop)
         except BaseException as error:
-            self._done.set_exception(error)
-        else:
-            self._done.set_result(None)
+            self._errors.append(error)
 
     def wait(self) -> None:
         """Until the model is filled. Raises what filling it raised."""
-        self._done.result()
         self._thread.join()
+        if self._errors:
+            raise self._errors.pop()
 
     def stop(self) -> None:
         """Ends it after what it is reading."""
         self._stop.set()
         self._thread.join()
+        self._errors.clear()
