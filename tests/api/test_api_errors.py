@@ -119,6 +119,30 @@ def test_a_number_that_is_none_is_refused_by_name(http: httpx.Client, name: str,
     assert check_error(answer, 400)["param"] == name
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "names"),
+    [
+        (COMPLETIONS, {"prompt": "good"}, ["stream", "echo", "ignore_eos", "use_beam_search", "length_penalty"]),
+        (CHAT, {"messages": HELLO}, ["stream", "logprobs", "parallel_tool_calls", "skip_special_tokens", "priority"]),
+        ("/v1/responses", {"input": "good"}, ["stream", "text", "tools", "max_output_tokens"]),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 2}, ["stream", "system", "thread", "output_config"]),
+    ],
+)  # fmt: skip
+def test_null_asks_for_nothing(http: httpx.Client, path: str, body: dict, names: list[str]) -> None:
+    answer = http.post(path, json=body | dict.fromkeys(names))
+    assert answer.status_code == 200, answer.text
+    assert "x-ignored-fields" not in answer.headers
+    required = next(iter(body))
+    assert "valid" in check_error(http.post(path, json=body | {required: None}), 400)["message"]
+
+
+def test_ranges_are_told_in_whole_numbers(http: httpx.Client) -> None:
+    told = check_error(http.post(COMPLETIONS, json=GOOD | {"max_tokens": 0}), 400)["message"]
+    assert told == "max_tokens is from 1 to 2147483647; it got 0."
+    told = check_error(http.post(COMPLETIONS, json=GOOD | {"presence_penalty": 3}), 400)["message"]
+    assert told == "presence_penalty is from -2 to 2; it got 3.0."
+
+
 WRONG = {
     "model": [5, ["tiny"]],
     "temperature": ["hot", -0.1, 2.1, [1]],

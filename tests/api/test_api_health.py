@@ -23,6 +23,17 @@ def statuses(server: Server) -> dict[str, int]:
         return {path: http.get(path).status_code for path in PROBES}
 
 
+@pytest.mark.parametrize("path", [*PROBES, "/v1/models", "/v1/models/tiny", "/metrics", "/docs"])
+def test_what_answers_get_answers_head_without_a_body(server: Server, path: str) -> None:
+    before = server.metric("http_requests_total", method="HEAD", status="2xx")
+    whole, head = server.http.get(path), server.http.head(path)
+    assert (whole.status_code, head.status_code, head.content) == (200, 200, b"")
+    assert head.headers.get("content-type") == whole.headers.get("content-type")
+    assert server.http.get("/livez").status_code == 200, "the connection goes on"
+    until(lambda: server.metric("http_requests_total", method="HEAD", status="2xx") == before + 1)
+    assert server.http.head("/v1/completions").status_code == 405
+
+
 def test_an_idle_engine_makes_a_step_to_show_that_it_can(server: Server) -> None:
     until(server.is_idle)
 

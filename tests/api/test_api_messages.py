@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import anthropic
 import httpx
 import jsonschema
+import pydantic
 import pytest
 
 from tests.api.conftest import Reference
@@ -227,7 +228,88 @@ def test_calls_and_what_they_gave_are_given_to_the_template(caller: anthropic.An
     assert told == len(rendered)
 
 
+class Weather(pydantic.BaseModel):
+    days: Annotated[int, pydantic.Field(ge=0, le=99)]
+    dry: bool
+
+
+def test_an_answer_is_held_to_the_format_that_is_asked_for(messages_client: anthropic.Anthropic) -> None:
+    asked: Any = {"model": "", "max_tokens": 200, "messages": QUESTION, "output_format": Weather}
+    answer = messages_client.messages.parse(**asked)
+    assert isinstance(answer.parsed_output, Weather)
+    with messages_client.messages.stream(**asked) as stream:
+        assert isinstance(stream.get_final_message().parsed_output, Weather)
+
+
+def test_a_strict_tool_is_called_as_its_schema_says_or_refused(caller: anthropic.Anthropic) -> None:
+    strict: Any = TOOLS[0] | {"strict": True}
+    asked: Any = {"model": "", "max_tokens": 200, "messages": QUESTION, "tool_choice": {"type": "any"}}
+    answer = caller.messages.with_raw_response.create(tools=[strict], **asked)
+    assert "x-ignored-fields" not in answer.headers
+    check_call(next(block for block in answer.parse().content if block.type == "tool_use"))
+    strict["input_schema"] = strict["input_schema"] | {"properties": {"days": {"uniqueItems": True}}}
+    with pytest.raises(anthropic.BadRequestError, match="uniqueItems"):
+        caller.messages.create(tools=[strict], **asked)
+
+
+# ---- threads, which are not kept
+
+
+def test_a_thread_is_refused_in_the_words_that_the_client_knows(messages_client: anthropic.Anthropic) -> None:
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        with pytest.raises(anthropic.BadRequestError) as error:
+            messages_client.messages.create(
+                model="", max_tokens=4, messages=QUESTION, extra_body={"thread": thread}
+            )
+        body: Any = error.value.body
+        assert body["error"]["details"]["error_code"] == "thread_unsupported_request"
+        assert "whole conversation" in body["error"]["message"]
+
+
+def test_the_client_s_tool_runner_sends_the_whole_conversation_then(caller: anthropic.Anthropic) -> None:
+    sent: list[Any] = []
+    caller._client.event_hooks = {"request": [lambda request: sent.append(json.loads(request.content))]}
+
+    @anthropic.beta_tool
+    def weather(days: int, dry: bool) -> str:
+        """Tells the weather."""
+        return "sunny"
+
+    try:
+        runner = caller.beta.messages.tool_runner(
+            model="",
+            max_tokens=200,
+            messages=QUESTION,
+            tools=[weather],
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
+            max_iterations=2,
+        )
+        reasons = [message.stop_reason for message in runner]
+    finally:
+        caller._client.event_hooks = {"request": []}
+    assert reasons == ["tool_use", "tool_use"]
+    answered = [body for body in sent if "thread" not in body]
+    assert [len(body["messages"]) for body in answered] == [1, 3]
+    assert all(body["tools"] for body in answered)
+
+
 # ---- errors
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"max_tokens": 2**40}, "max_tokens"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "no"}}}}, "output_config"),
+    ],
+)
+def test_what_is_wrong_is_told_by_the_names_that_were_sent(
+    http: httpx.Client, asked: Any, param: str
+) -> None:
+    error = http.post("/v1/messages", json={"messages": QUESTION, "max_tokens": 4} | asked).json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(param)
 
 
 def told(error: pytest.ExceptionInfo[anthropic.APIStatusError]) -> str:

@@ -90,6 +90,23 @@ def test_calls_that_have_to_be_are_items_with_valid_arguments(ai: openai.OpenAI,
     Response.model_validate(answer.model_dump())
 
 
+def test_only_the_tools_that_are_allowed_are_called(ai: openai.OpenAI) -> None:
+    choice: Any = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "now"}, {"type": "function", "name": "note"}],
+    }
+    items = [
+        item
+        for seed in ("", "So?", "Well?")
+        for item in ai.responses.create(**asked(tool_choice=choice, instructions=seed, temperature=1)).output
+    ]
+    check_calls(items)
+    assert {item.name for item in items} <= {"now", "note"}
+    answer = ai.responses.create(**asked(tool_choice=choice | {"mode": "auto"}, max_output_tokens=1))
+    assert answer.tool_choice.model_dump() == choice | {"mode": "auto"}
+
+
 def test_one_call_where_they_are_not_parallel(ai: openai.OpenAI) -> None:
     answer = ai.responses.create(**asked(tool_choice="required", parallel_tool_calls=False))
     assert len(answer.output) == 1

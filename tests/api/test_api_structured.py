@@ -204,6 +204,32 @@ def test_a_named_tool_is_called_once(ai):
     assert choice.finish_reason == "stop"
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_only_the_tools_that_are_allowed_are_called(ai):
+    choices = [
+        choice
+        for seed in range(3)
+        for choice in create(ai, tool_choice=allowed("required", "now", "note"), n=3, seed=seed).choices
+    ]
+    calls = [call for choice in choices for call in choice.message.tool_calls]
+    check_calls(calls)
+    assert {call.function.name for call in calls} == {"now", "note"}
+    assert {choice.finish_reason for choice in choices} == {"tool_calls"}
+
+
+def test_allowed_tools_need_not_be_called(ai):
+    form: Any = {"extra_body": NO_THOUGHTS | {"structured_outputs": {"choice": ["Nothing to do."]}}}
+    answers = create(ai, tool_choice=allowed("auto", "note"), n=8, seed=1, **form).choices
+    texts = [one.message.content for one in answers if not one.message.tool_calls]
+    called = [call.function.name for one in answers for call in one.message.tool_calls or []]
+    assert set(texts) == {"Nothing to do."}
+    assert set(called) == {"note"}
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_stop_strings_and_tokens_do_not_cut_calls_that_have_to_be(ai, choice):
     """Every call of the weather has these in its arguments."""
@@ -409,6 +435,10 @@ def test_an_answer_that_does_not_reason_is_content(ai):
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "'none', 'auto' or 'required'"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function", "missing"),
         ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice", "'function'"),
+        ({"tools": TOOLS, "tool_choice": allowed("auto")}, "tool_choice", "no tool"),
+        ({"tools": TOOLS, "tool_choice": allowed("auto", "now", "nobody")}, "tool_choice", "'nobody'"),
+        ({"tools": TOOLS, "tool_choice": allowed("maybe", "now")}, "tool_choice", "'auto' or 'required'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "missing"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "one name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, None, "pattern"),
         (

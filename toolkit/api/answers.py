@@ -12,7 +12,7 @@ from toolkit.api.reasoning import END_OF_THINKING, THINK, Reasoning, ReasoningSp
 from toolkit.api.replies import AssistantMessage, ChatDelta
 from toolkit.api.schemas import ChatRequest
 from toolkit.api.tool_formats import FORMATS, Llama3, Piece, ToolFormat, detect, held_to_calls
-from toolkit.api.tools import Function, NamedTool, Tool, ToolCallDelta, ToolCallMessage
+from toolkit.api.tools import Function, NamedTool, Tool, ToolCallDelta, ToolCallMessage, has_to_call
 from toolkit.config import ServerConfig
 from toolkit.engine.tokenizer import Tokenizer
 from toolkit.errors import InvalidRequestError
@@ -43,7 +43,7 @@ class AnswerPlan:
     ) -> AnswerPlan:
         """Raises InvalidRequestError for tools whose calls could not be told from text."""
         tools = body.callable_tools
-        forced = isinstance(body.tool_choice, NamedTool) or body.tool_choice == "required"
+        forced = has_to_call(body.tool_choice)
         parser = None if config.reasoning_parser == "none" else config.reasoning_parser
         return cls(
             reasoning_after(prompt, tokenizer, parser),

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response, StreamingResponse
 
 from toolkit.api.docs import answers
-from toolkit.api.fields import Body, Prompts, Route
+from toolkit.api.fields import Prompts, Route, WholeBody
 from toolkit.api.pooling import MAX_INPUTS, PooledUsage, Pooling
 from toolkit.api.schemas import Int
 from toolkit.api.service import service_for
@@ -26,7 +26,7 @@ PIECE = 2**16
 router = APIRouter(tags=["OpenAI"], route_class=Route)
 
 
-class EmbeddingRequest(Body):
+class EmbeddingRequest(WholeBody):
     """POST /v1/embeddings."""
 
     model_config = ConfigDict(

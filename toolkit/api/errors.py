@@ -50,7 +50,10 @@ def anthropic_error(error: Exception, request_id: str) -> dict[str, Any]:
     """The body of an error as Anthropic's clients expect it: what all errors have, with a type that they know."""
     detail, status = error_detail(error), status_of(error)
     detail.type = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": detail, "request_id": request_id}
+    told = msgspec.structs.asdict(detail)
+    if detail.code is not None:
+        told["details"] = {"error_code": detail.code}
+    return {"type": "error", "error": told, "request_id": request_id}
 
 
 _ANTHROPIC_TYPES = {

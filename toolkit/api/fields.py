@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Annotated, Any, TypeVar
+from types import NoneType
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 from urllib.parse import quote
 
 import msgspec
 from fastapi import Request
 from fastapi.routing import APIRoute
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictInt,
+    Tag,
+    model_validator,
+)
 from starlette.responses import Response
 
 from toolkit.errors import InvalidRequestError
@@ -45,11 +55,6 @@ BY_KIND = Discriminator(lambda value: LIST.tag if isinstance(value, list) else T
 """Chooses between them, so that what is wrong with a list is not told as 'should be a string'."""
 
 
-WORD, TABLE = Tag("(word)"), Tag("(table)")
-"""The same of what may be a word or an object, for BY_SHAPE."""
-BY_SHAPE = Discriminator(lambda value: TABLE.tag if isinstance(value, dict | BaseModel) else WORD.tag)
-
-
 def _kind_of_prompts(value: Any) -> str:
     first = value[0] if isinstance(value, list) and value else None
     if isinstance(first, list):
@@ -74,6 +79,32 @@ class Body(BaseModel):
     """A part of a request. Fields that it does not have are kept apart, to be told of."""
 
     model_config = ConfigDict(extra="allow")
+
+
+class WholeBody(Body):
+    """All of a request. Null is as good as nothing for a field that has a default, and no null among its values."""
+
+    _never_null: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        super().__pydantic_init_subclass__(**options)
+        cls._never_null = frozenset(
+            name
+            for name, field in cls.model_fields.items()
+            if not field.is_required()
+            and field.annotation is not Any
+            and NoneType not in get_args(field.annotation)
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {
+            name: value for name, value in given.items() if value is not None or name not in cls._never_null
+        }
 
 
 class _Request(Request):

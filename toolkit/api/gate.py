@@ -51,6 +51,9 @@ class Gate:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
+        method = scope["method"]
+        if method == "HEAD":  # whatever answers GET answers this, and the server leaves the body out
+            scope = {**scope, "method": "GET"}
         scope[SERVER_SEND] = send
         address = scope.get("client")
         record = RequestRecord(time.monotonic(), address[0] if address else "")
@@ -79,7 +82,7 @@ class Gate:
         finally:
             self.num_active -= is_work
             seconds = time.monotonic() - record.started
-            self._metrics.observe(scope.get("route"), scope["method"], status, seconds)
+            self._metrics.observe(scope.get("route"), method, status, seconds)
             failed = status if record.error is None else status_of(record.error)
             if failed >= 400:
                 self._service.engine.metrics.failed(failed)

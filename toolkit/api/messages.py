@@ -13,11 +13,13 @@ from starlette.responses import Response
 
 from toolkit.api.docs import answers
 from toolkit.api.errors import anthropic_error
-from toolkit.api.fields import BY_KIND, LIST, TEXT, Body, Route, Text, encodable
+from toolkit.api.fields import BY_KIND, LIST, TEXT, Body, Route, Text, WholeBody, encodable
 from toolkit.api.schemas import MAX_MESSAGES, ChatRequest
 from toolkit.api.service import service_for
 from toolkit.api.streaming import EventStream, while_connected
-from toolkit.api.talk import Piece, Talk, as_chat, begin, chat_prompt
+from toolkit.api.structured import Schema
+from toolkit.api.talk import Piece, Talk, as_chat, begin, chat_prompt, named_as
+from toolkit.errors import InvalidRequestError
 
 router = APIRouter(tags=["Anthropic"], route_class=Route)
 _encoder = msgspec.json.Encoder()
@@ -29,6 +31,8 @@ _DELTAS = {
     "call": ("input_json_delta", "partial_json"),
 }
 """The type of a block's events, and where they have the text."""
+_NAMES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens", "response_format": "output_config"}
+"""What a chat's parameters are called here."""
 
 # ---- requests
 
@@ -99,6 +103,9 @@ class InputTool(Body):
     description: Text | None = None
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
+    strict: bool | None = Field(
+        None, description="Refuses a schema that cannot be held wholly, where the call is required"
+    )
     cache_control: Any = None
 
 
@@ -114,7 +121,20 @@ class InputToolChoice(Body):
         return "required" if self.type == "any" else self.type
 
 
-class CountRequest(Body):
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: Schema = Field(alias="schema")
+
+    def for_chat(self) -> dict[str, Any]:
+        """As a chat's `response_format`."""
+        return {"type": self.type, "json_schema": {"schema": self.schema_}}
+
+
+class OutputConfig(Body):
+    format: OutputFormat | None = Field(None, description="What the answer is held to")
+
+
+class CountRequest(WholeBody):
     """POST /v1/messages/count_tokens."""
 
     model_config = ConfigDict(
@@ -126,12 +146,22 @@ class CountRequest(Body):
     system: Content | None = Field(None, description="What the system says first")
     tools: list[InputTool] | None = None
     tool_choice: InputToolChoice | None = None
+    output_config: OutputConfig | None = None
+    thread: Any = Field(None, description="Not supported: nothing is stored")
 
     def chat(self) -> ChatRequest:
         """The same as a chat request. Raises InvalidRequestError for what is not supported."""
         return self._chat()
 
     def _chat(self, **more: Any) -> ChatRequest:
+        if self.thread is not None:
+            # Anthropic's client sends the whole conversation when it reads this code.
+            raise InvalidRequestError(
+                "thread is not supported: this server stores no conversations. Send the whole conversation as messages.",
+                param="thread",
+                code="thread_unsupported_request",
+            )
+        output = self.output_config
         messages = [{"role": "system", "content": _text(self.system)}] if self.system else []
         messages += [told for one in self.messages for told in one.for_chat()]
         choice = self.tool_choice
@@ -142,6 +172,7 @@ class CountRequest(Body):
             tools=[_tool(tool) for tool in self.tools] if self.tools else None,
             tool_choice=None if choice is None else choice.for_chat(),
             parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
+            response_format=None if output is None or output.format is None else output.format.for_chat(),
             continue_final_message=begun,
             add_generation_prompt=not begun,
             **more,
@@ -188,7 +219,8 @@ def _call(block: CallBlock) -> dict[str, Any]:
 
 
 def _tool(tool: InputTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description}
+    function |= {"parameters": tool.input_schema, "strict": tool.strict}
     return {"type": "function", "function": function}
 
 
@@ -200,7 +232,8 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     """Answers a conversation."""
     service = service_for(request, body)
     id = f"msg_{request.state.request_id}"
-    talk = await begin(service, body.chat(), id)
+    with named_as(_NAMES):
+        talk = await begin(service, body.chat(), id)
     if body.stream:
         events = _events(talk, id, service.model_name)
         return EventStream(
@@ -220,7 +253,8 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     """How many tokens the prompt of a conversation has."""
     service = service_for(request, body)
-    prompt = await chat_prompt(service, body.chat())
+    with named_as(_NAMES):
+        prompt = await chat_prompt(service, body.chat())
     return Response(_encoder.encode({"input_tokens": len(prompt)}), media_type="application/json")
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from toolkit.api.errors import error_detail
-from toolkit.api.response_request import ResponsesRequest, ResponseToolChoice
+from toolkit.api.fields import Body
+from toolkit.api.response_request import ResponsesRequest
 from toolkit.api.talk import Piece, Talk
 
 _encoder = msgspec.json.Encoder()
@@ -196,9 +197,7 @@ class Answer:
             "store": False,
             "temperature": params.temperature,
             "text": {"format": text or {"type": "text"}},
-            "tool_choice": {"type": "function", "name": choice.name}
-            if isinstance(choice, ResponseToolChoice)
-            else choice or "auto",
+            "tool_choice": choice.shown() if isinstance(choice, Body) else choice or "auto",
             "tools": [tool.shown() for tool in body.tools or ()],
             "top_p": params.top_p,
             "truncation": body.truncation or "disabled",

@@ -6,15 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from toolkit.api.fields import BY_KIND, BY_SHAPE, LIST, TABLE, TEXT, TO_FIRST_MISTAKE, WORD, Body, Text
-from toolkit.api.schemas import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    ChatRequest,
-)
+from toolkit.api.fields import BY_KIND, LIST, TEXT, TO_FIRST_MISTAKE, Body, Text, WholeBody
+from toolkit.api.schemas import MAX_MESSAGES, MAX_TOOLS, ChatRequest
 from toolkit.api.structured import JsonSchemaFormat
 from toolkit.api.talk import as_chat
-from toolkit.api.tools import ChoiceWord, FunctionTool
+from toolkit.api.tools import ALLOWED, BY_CHOICE, NAMED, WORD, ChoiceWord, FunctionTool
 from toolkit.errors import InvalidRequestError
 
 # ---- the conversation
@@ -195,6 +191,26 @@ class ResponseToolChoice(Body):
     type: Literal["function"]
     name: Text
 
+    def for_chat(self) -> dict[str, Any]:
+        """With the name in a table of its own."""
+        return {"type": "function", "function": {"name": self.name}}
+
+    def shown(self) -> dict[str, Any]:
+        """As it was given, without what nobody reads."""
+        return {"type": "function", "name": self.name}
+
+
+class ResponseAllowedTools(Body):
+    """Some of the tools, of which the answer may or has to call one."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[ResponseToolChoice]
+
+    def shown(self) -> dict[str, Any]:
+        """As it was given, without what nobody reads."""
+        return {"type": self.type, "mode": self.mode, "tools": [tool.shown() for tool in self.tools]}
+
 
 def _only_functions(tools: Any) -> Any:
     """Says which kind of tool is not there."""
@@ -207,7 +223,7 @@ def _only_functions(tools: Any) -> Any:
     return tools
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(WholeBody):
     """POST /v1/responses."""
 
     model_config = ConfigDict(
@@ -225,7 +241,13 @@ class ResponsesRequest(Body):
         None, max_length=MAX_TOOLS, description="Functions that the model may call"
     )
     tool_choice: (
-        Annotated[Annotated[ChoiceWord, WORD] | Annotated[ResponseToolChoice, TABLE], BY_SHAPE] | None
+        Annotated[
+            Annotated[ChoiceWord, WORD]
+            | Annotated[ResponseToolChoice, NAMED]
+            | Annotated[ResponseAllowedTools, ALLOWED],
+            BY_CHOICE,
+        ]
+        | None
     ) = Field(
         None,
         description="Default: auto. required and a named function hold the answer to calls with valid arguments",
@@ -276,5 +298,8 @@ class ResponsesRequest(Body):
     def _choice(self) -> str | dict[str, Any] | None:
         choice = self.tool_choice
         if isinstance(choice, ResponseToolChoice):
-            return {"type": "function", "function": {"name": choice.name}}
+            return choice.for_chat()
+        if isinstance(choice, ResponseAllowedTools):
+            allowed = {"mode": choice.mode, "tools": [tool.for_chat() for tool in choice.tools]}
+            return {"type": choice.type, "allowed_tools": allowed}
         return choice if self.tools or choice == "required" else None

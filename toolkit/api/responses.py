@@ -12,9 +12,17 @@ from toolkit.api.response_answer import Answer
 from toolkit.api.response_request import ResponsesRequest
 from toolkit.api.service import service_for
 from toolkit.api.streaming import EventStream, while_connected
-from toolkit.api.talk import begin
+from toolkit.api.talk import begin, named_as
 
 router = APIRouter(tags=["OpenAI"], route_class=Route)
+
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+}
+"""What a chat's parameters are called here."""
 
 
 @router.post("/v1/responses", response_model=None, responses=answers("OpenAI's Response", stream=True))
@@ -22,7 +30,8 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answers an input, or goes on with a conversation, which is sent whole."""
     service = service_for(request, body)
     name = request.state.request_id
-    talk = await begin(service, body.chat(), f"resp_{name}")
+    with named_as(_NAMES):
+        talk = await begin(service, body.chat(), f"resp_{name}")
     answer = Answer(body, talk, name, service.model_name)
     if body.stream:
         return EventStream(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
-from toolkit.api.fields import BY_KIND, LIST, TEXT, TO_FIRST_MISTAKE, Body, Prompts, encodable
+from toolkit.api.fields import BY_KIND, LIST, TEXT, TO_FIRST_MISTAKE, Body, Prompts, WholeBody, encodable
 from toolkit.api.fields import Text as Text  # for those who take it from here
 from toolkit.api.structured import ResponseFormat, StructuredOutputs, asked_form
 from toolkit.api.tools import Tool, ToolCall, ToolChoice, chosen_tools
@@ -47,7 +47,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = Field(False, description="Tells the usage so far in every event")
 
 
-class SamplingFields(Body):
+class SamplingFields(WholeBody):
     """What both kinds of completion take. Fields that are not OpenAI's have vLLM's names."""
 
     model: str | None = None

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from toolkit.api.docs import answers
-from toolkit.api.fields import Body, Route
+from toolkit.api.fields import Body, Route, WholeBody
 from toolkit.api.pooling import MAX_INPUTS, PooledUsage, Pooling
 from toolkit.api.schemas import Int, Text
 from toolkit.api.service import service_for
@@ -25,7 +25,7 @@ _TRUNCATE = Field(
 _PRIORITY = Field(0, description="With --scheduling-policy priority: the smaller runs first")
 
 
-class ScoreRequest(Body):
+class ScoreRequest(WholeBody):
     """POST /v1/score."""
 
     model_config = ConfigDict(
@@ -46,7 +46,7 @@ class RerankDocument(Body):
     text: Text
 
 
-class RerankRequest(Body):
+class RerankRequest(WholeBody):
     """POST /v1/rerank."""
 
     model_config = ConfigDict(

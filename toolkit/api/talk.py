@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +18,7 @@ from toolkit.api.schemas import ChatRequest
 from toolkit.api.service import Group, Service, start
 from toolkit.api.tools import Function
 from toolkit.engine.tokenizer import Tokenizer
+from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import SamplingParams
 
 LONG_CONVERSATION = 20_000
@@ -117,6 +120,19 @@ def as_chat(**fields: Any) -> ChatRequest:
         )
     except ValidationError as error:
         raise validation_error([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from None
+
+
+@contextmanager
+def named_as(names: Mapping[str, str]) -> Iterator[None]:
+    """What is wrong with a request is told by the names that its own interface has for a chat's parameters."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        first, dot, rest = (error.param or "").partition(".")
+        if first not in names:
+            raise
+        message = re.sub(rf"^{first}\b", names[first], error.message)
+        raise InvalidRequestError(message, param=names[first] + dot + rest, code=error.code) from None
 
 
 def _in_known_roles(service: Service, body: ChatRequest) -> list[dict[str, Any]]:

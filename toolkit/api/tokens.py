@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, StrictInt
 from starlette.responses import Response
 
 from toolkit.api.docs import answers
-from toolkit.api.fields import Body, Route, Text
+from toolkit.api.fields import Route, Text, WholeBody
 from toolkit.api.service import Service, service_for
 from toolkit.api.talk import as_chat, chat_prompt
 from toolkit.engine.async_llm import LONG_TEXT
@@ -23,7 +23,7 @@ MAX_DETOKENIZED = 2**20
 """Tokens of one request."""
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(WholeBody):
     """POST /tokenize: of a text, or of a conversation as the chat template writes it."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The sea is"}})
@@ -35,7 +35,7 @@ class TokenizeRequest(Body):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(WholeBody):
     """POST /detokenize."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"tokens": [1, 2, 3]}})

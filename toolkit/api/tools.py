@@ -6,9 +6,9 @@ import json
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from toolkit.api.fields import BY_SHAPE, TABLE, WORD, Body, Text
+from toolkit.api.fields import Body, Text
 from toolkit.api.structured import Schema
 from toolkit.errors import InvalidRequestError
 
@@ -38,6 +38,18 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedToolsChoice(Body):
+    """Some of the tools, of which the answer may or has to call one."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class CalledFunction(Body):
     name: Text
     arguments: Text = Field("{}", description="JSON")
@@ -65,8 +77,24 @@ class ToolCall(Body):
         }
 
 
+WORD, NAMED, ALLOWED = Tag("(word)"), Tag("(named)"), Tag("(allowed)")
+"""Mark what a choice may be, for BY_CHOICE: a word, a tool by its name, several that are allowed."""
+
+
+def _kind_of_choice(value: Any) -> str:
+    if not isinstance(value, dict | Body):
+        return WORD.tag
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return ALLOWED.tag if kind == "allowed_tools" else NAMED.tag
+
+
+BY_CHOICE = Discriminator(_kind_of_choice)
+"""Chooses between them, so that what is wrong with one is not told as what another lacks."""
 ChoiceWord = Literal["none", "auto", "required"]
-ToolChoice = Annotated[Annotated[ChoiceWord, WORD] | Annotated[NamedTool, TABLE], BY_SHAPE]
+ToolChoice = Annotated[
+    Annotated[ChoiceWord, WORD] | Annotated[NamedTool, NAMED] | Annotated[AllowedToolsChoice, ALLOWED],
+    BY_CHOICE,
+]
 
 
 class Function(msgspec.Struct, omit_defaults=True):
@@ -103,11 +131,28 @@ def chosen_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> list[To
     if choice == "none":
         return []
     if isinstance(choice, NamedTool):
-        named = [tool for tool in tools if tool.function.name == choice.function.name]
-        if not named:
-            raise InvalidRequestError(
-                f"tool_choice names {choice.function.name!r}, and the tools are {', '.join(names)}.",
-                param="tool_choice",
-            )
-        return named
+        return _named(tools, [choice])
+    if isinstance(choice, AllowedToolsChoice):
+        return _named(tools, choice.allowed_tools.tools)
     return tools
+
+
+def has_to_call(choice: ToolChoice | None) -> bool:
+    """Whether an answer with this choice is calls, and nothing else."""
+    if isinstance(choice, AllowedToolsChoice):
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, NamedTool)
+
+
+def _named(tools: list[Tool], chosen: list[NamedTool]) -> list[Tool]:
+    """Raises InvalidRequestError for a name that no tool has, and for none."""
+    names = [tool.function.name for tool in tools]
+    wanted = [one.function.name for one in chosen]
+    for name in wanted:
+        if name not in names:
+            raise InvalidRequestError(
+                f"tool_choice names {name!r}, and the tools are {', '.join(names)}.", param="tool_choice"
+            )
+    if not wanted:
+        raise InvalidRequestError("tool_choice allows no tool; none says so.", param="tool_choice")
+    return [tool for tool in tools if tool.function.name in wanted]

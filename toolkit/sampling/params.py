@@ -207,8 +207,12 @@ def _within(name: str, value: Any, low: float, high: float | None) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InvalidRequestError(f"{name} is a number; it got {value!r}.", param=name)
     if value < low or (high is not None and value > high) or value != value:
-        wanted = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
+        wanted = f"at least {_bound(low)}" if high is None else f"from {_bound(low)} to {_bound(high)}"
         raise _out_of_range(name, value, wanted)
+
+
+def _bound(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _out_of_range(name: str, value: Any, wanted: str) -> InvalidRequestError:
