@@ -310,6 +310,34 @@ def test_what_is_no_request_is_told_so_in_the_usual_shape(server: Server, sent: 
     assert server.http.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize("body", [SHORT, SHORT | {"stream": True}], ids=["whole", "a stream"])
+def test_http_1_0_gets_no_chunks_and_its_answer_ends_with_the_connection(server: Server, body: dict) -> None:
+    content = json.dumps(body | {"temperature": 0}).encode()
+    url = urlsplit(server.url)
+    with socket.create_connection((url.hostname, url.port), timeout=WAIT) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(content), content)
+        )
+        head, _, got = connection.makefile("rb").read().partition(b"\r\n\r\n")
+    assert b"200 OK" in head
+    assert b"transfer-encoding" not in head.lower()
+    if not body.get("stream"):
+        assert json.loads(got)["choices"]
+        return
+    modern = server.http.post(COMPLETIONS, json=body | {"temperature": 0})
+    texts = [
+        [
+            json.loads(line[6:])["choices"][0]["text"]
+            for line in stream.splitlines()
+            if line.startswith(b"data: {")
+        ]
+        for stream in (got, modern.content)
+    ]
+    assert got.endswith(b"data: [DONE]\n\n")
+    assert "".join(texts[0]) == "".join(texts[1]) != ""
+
+
 # ---- TLS and Unix sockets
 
 

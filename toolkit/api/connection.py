@@ -6,6 +6,7 @@ import asyncio
 import http
 
 from starlette.types import ASGIApp
+from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from toolkit.api.errors import error_body
@@ -58,6 +59,8 @@ class Connection(HttpToolsProtocol):
         """The head has come in."""
         self._expect_no_head()
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            _end_by_closing(self.cycle)
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is no HTTP."""
@@ -96,3 +99,17 @@ class Connection(HttpToolsProtocol):
             )
             self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+def _end_by_closing(cycle: RequestResponseCycle) -> None:
+    """An answer whose length is not known beforehand comes as it is, and not in chunks, which HTTP/1.0 does not have."""
+    send = cycle.send
+
+    async def send_plain(message: ASGISendEvent) -> None:
+        cycle.chunked_encoding = False
+        if message["type"] == "http.response.body":
+            more = message.get("more_body", False)
+            cycle.expected_content_length = len(message.get("body", b"")) + more  # what uvicorn checks
+        await send(message)
+
+    cycle.send = send_plain  # type: ignore[method-assign]
