@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, Literal
 
 import anthropic
 import httpx
@@ -228,8 +228,17 @@ def test_calls_and_what_they_gave_are_given_to_the_template(caller: anthropic.An
     assert told == len(rendered)
 
 
+def form(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "schema": schema}
+
+
+BEGUN = [*QUESTION, {"role": "assistant", "content": '{"a":'}]
+
+
 class Weather(pydantic.BaseModel):
-    days: Annotated[int, pydantic.Field(ge=0, le=99)]
+    """Of what Anthropic's client keeps of a schema: not the ends of ranges."""
+
+    days: Literal[1, 2, 3]
     dry: bool
 
 
@@ -239,6 +248,29 @@ def test_an_answer_is_held_to_the_format_that_is_asked_for(messages_client: anth
     assert isinstance(answer.parsed_output, Weather)
     with messages_client.messages.stream(**asked) as stream:
         assert isinstance(stream.get_final_message().parsed_output, Weather)
+
+
+def test_a_format_is_not_of_calls_that_have_to_be(caller: anthropic.Anthropic) -> None:
+    answer = caller.messages.create(
+        model="",
+        max_tokens=200,
+        messages=QUESTION,
+        tools=TOOLS,
+        tool_choice={"type": "any"},
+        output_config={"format": form({"type": "object"})},
+    )
+    check_call(next(block for block in answer.content if block.type == "tool_use"))
+
+
+def test_calls_come_back_with_whatever_numbers_they_had(caller: anthropic.Anthropic) -> None:
+    def turns(value: Any) -> Any:
+        call = {"type": "tool_use", "id": "c", "name": "weather", "input": {"days": value}}
+        return [*QUESTION, {"role": "assistant", "content": [call]}, *QUESTION]
+
+    told = caller.messages.count_tokens(model="", messages=turns(2**70)).input_tokens
+    assert (
+        told == caller.messages.count_tokens(model="", messages=turns(2)).input_tokens + len(str(2**70)) - 1
+    )
 
 
 def test_a_strict_tool_is_called_as_its_schema_says_or_refused(caller: anthropic.Anthropic) -> None:
@@ -271,7 +303,7 @@ def test_the_client_s_tool_runner_sends_the_whole_conversation_then(caller: anth
     caller._client.event_hooks = {"request": [lambda request: sent.append(json.loads(request.content))]}
 
     @anthropic.beta_tool
-    def weather(days: int, dry: bool) -> str:
+    def weather(days: Literal[1, 2, 3], dry: bool) -> str:
         """Tells the weather."""
         return "sunny"
 
@@ -300,8 +332,10 @@ def test_the_client_s_tool_runner_sends_the_whole_conversation_then(caller: anth
     ("asked", "param"),
     [
         ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"max_tokens": 2**40}, "max_tokens"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "no"}}}}, "output_config"),
+        ({"messages": [{"role": "user", "content": "x" * 9000}]}, "messages"),
+        ({"output_config": {"format": form({"type": "no"})}}, "output_config.format"),
+        ({"output_config": {"format": form({"uniqueItems": True})}}, "output_config.format"),
+        ({"output_config": {"format": form({})}, "messages": BEGUN}, "output_config"),
     ],
 )
 def test_what_is_wrong_is_told_by_the_names_that_were_sent(
@@ -309,7 +343,7 @@ def test_what_is_wrong_is_told_by_the_names_that_were_sent(
 ) -> None:
     error = http.post("/v1/messages", json={"messages": QUESTION, "max_tokens": 4} | asked).json()["error"]
     assert error["param"] == param
-    assert error["message"].startswith(param)
+    assert error["message"].startswith(param) == (param != "messages")
 
 
 def told(error: pytest.ExceptionInfo[anthropic.APIStatusError]) -> str:

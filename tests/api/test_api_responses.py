@@ -139,7 +139,12 @@ def test_an_answer_that_ends_by_itself_is_completed(client: openai.OpenAI) -> No
         ({"input": "x", "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"input": "x", "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
-        ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "no"}}}}, "text"),
+        (
+            {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "no"}}}},
+            "text.format",
+        ),
+        ({"input": "x" * 9000}, "input"),
+        ({"input": "x", "prompt": {"id": "p"}}, "prompt"),
         ({"input": "x", "temperature": 3}, "temperature"),
         ({"input": "\ud800"}, "input"),
     ],

@@ -310,6 +310,20 @@ def test_what_is_no_request_is_told_so_in_the_usual_shape(server: Server, sent: 
     assert server.http.get("/health").status_code == 200
 
 
+def test_what_follows_an_answer_that_came_early_gets_no_other(start: Callable[..., Server]) -> None:
+    server = start("--api-key", "k")
+    url = urlsplit(server.url)
+    with socket.create_connection((url.hostname, url.port), timeout=WAIT) as connection:
+        connection.sendall(CHUNKED)
+        received = connection.recv(65536)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(b"zz\r\n")
+            while piece := connection.recv(65536):
+                received += piece
+    assert received.startswith(b"HTTP/1.1 401")
+    assert received.count(b"HTTP/1.1") == 1
+
+
 @pytest.mark.parametrize("body", [SHORT, SHORT | {"stream": True}], ids=["whole", "a stream"])
 def test_http_1_0_gets_no_chunks_and_its_answer_ends_with_the_connection(server: Server, body: dict) -> None:
     content = json.dumps(body | {"temperature": 0}).encode()

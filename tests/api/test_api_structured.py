@@ -221,13 +221,17 @@ def test_only_the_tools_that_are_allowed_are_called(ai):
     assert {choice.finish_reason for choice in choices} == {"tool_calls"}
 
 
-def test_allowed_tools_need_not_be_called(ai):
+@pytest.mark.parametrize("first", ["<", "N"])
+def test_allowed_tools_need_not_be_called(ai, first):
     form: Any = {"extra_body": NO_THOUGHTS | {"structured_outputs": {"choice": ["Nothing to do."]}}}
-    answers = create(ai, tool_choice=allowed("auto", "note"), n=8, seed=1, **form).choices
-    texts = [one.message.content for one in answers if not one.message.tool_calls]
-    called = [call.function.name for one in answers for call in one.message.tool_calls or []]
-    assert set(texts) == {"Nothing to do."}
-    assert set(called) == {"note"}
+    choice = allowed("auto", "now")  # which has no arguments
+    [answer] = create(ai, tool_choice=choice, logit_bias={str(ord(first) - 33): 100}, **form).choices
+    names = [call.function.name for call in answer.message.tool_calls or []]
+    if first == "N":
+        assert (answer.message.content, names) == ("Nothing to do.", [])
+    else:
+        assert answer.message.content is None
+        assert set(names) == {"now"}
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])

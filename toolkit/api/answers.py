@@ -82,13 +82,15 @@ class AnswerPlan:
         return AnswerParser(self)
 
     def _held_to(self, asked: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+        if self.forced and asked is not None and asked.param == "response_format":
+            asked = None  # there is no text that could have this form
         if self.form is None or (asked is None and not self.forced):
             return asked
         answer = None
         if asked is not None:
             if self.forced:
                 raise InvalidRequestError(
-                    "The answer has to be a call of a tool, so that response_format and structured_outputs cannot be held.",
+                    "The answer has to be a call of a tool, so that structured_outputs cannot be held.",
                     param="tool_choice",
                 )
             answer = _right_side(asked)

@@ -27,7 +27,7 @@ from toolkit.api.replies import (
 from toolkit.api.schemas import ChatRequest
 from toolkit.api.service import Group, prompt_logprobs_json, service_for
 from toolkit.api.streaming import DONE, HOLE, EventStream, EventTemplate, event, while_connected
-from toolkit.api.talk import begin
+from toolkit.api.talk import begin, named_as
 from toolkit.engine.outputs import PositionLogprobs
 from toolkit.engine.tokenizer import Tokenizer
 
@@ -40,7 +40,9 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answers a conversation."""
     service = service_for(request, body)
     request_id = f"chatcmpl-{request.state.request_id}"
-    talk = await begin(service, body, request_id)
+    names = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+    with named_as(names):
+        talk = await begin(service, body, request_id)
     group, tokenizer, plan, top = talk.group, talk.tokenizer, talk.plan, talk.params.logprobs or 0
     head = {"id": request_id, "created": int(time.time()), "model": service.model_name}
     if body.stream:

@@ -1,12 +1,11 @@
-"""One HTTP connection: uvicorn's, with limits on what comes before a request is one."""
+"""One HTTP connection: uvicorn's, with limits on what comes before a request is one, and answers to what is none."""
 
 from __future__ import annotations
 
 import asyncio
 import http
 
-from starlette.types import ASGIApp
-from uvicorn._types import ASGISendEvent
+from starlette.types import ASGIApp, Message
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from toolkit.api.errors import error_body
@@ -19,7 +18,9 @@ HEAD_TIMEOUT = 30.0
 
 
 class Connection(HttpToolsProtocol):
-    """Closes connections that open and say nothing, or never end their headers."""
+    """Closes connections that open and say nothing, never end their headers, or send what is no HTTP; it says why where no answer
+    has begun.
+    """
 
     _size = 0
     """Bytes of the head that is coming in; may count what follows it in one packet."""
@@ -89,9 +90,14 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         running = self._running
-        if running is not None and running.more_body and not running.response_started:
-            running.disconnected = True  # this answers it, as the rest of its body is nothing
-        if running is None or running.response_complete or running.disconnected:
+        if running is None:
+            unanswered = True
+        elif running.more_body:  # it is this one's body that is nothing
+            unanswered = not running.response_started
+            running.disconnected = True
+        else:
+            unanswered = running.response_complete
+        if unanswered:
             body = error_body(InvalidRequestError(message))
             head = (
                 f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
@@ -105,11 +111,11 @@ def _end_by_closing(cycle: RequestResponseCycle) -> None:
     """An answer whose length is not known beforehand comes as it is, and not in chunks, which HTTP/1.0 does not have."""
     send = cycle.send
 
-    async def send_plain(message: ASGISendEvent) -> None:
+    async def send_plain(message: Message) -> None:
         cycle.chunked_encoding = False
         if message["type"] == "http.response.body":
             more = message.get("more_body", False)
             cycle.expected_content_length = len(message.get("body", b"")) + more  # what uvicorn checks
-        await send(message)
+        await send(message)  # type: ignore[arg-type]  # Starlette's types of the same
 
-    cycle.send = send_plain  # type: ignore[method-assign]
+    cycle.send = send_plain  # type: ignore[method-assign, assignment]

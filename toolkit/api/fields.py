@@ -82,7 +82,7 @@ class Body(BaseModel):
 
 
 class WholeBody(Body):
-    """All of a request. Null is as good as nothing for a field that has a default, and no null among its values."""
+    """All of a request. Null is as good as nothing for its own fields, but those that have to be given, or may be null."""
 
     _never_null: ClassVar[frozenset[str]] = frozenset()
 
@@ -90,7 +90,7 @@ class WholeBody(Body):
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
         super().__pydantic_init_subclass__(**options)
         cls._never_null = frozenset(
-            name
+            field.alias or name
             for name, field in cls.model_fields.items()
             if not field.is_required()
             and field.annotation is not Any

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from toolkit.api.docs import answers
 from toolkit.api.errors import anthropic_error
-from toolkit.api.fields import BY_KIND, LIST, TEXT, Body, Route, Text, WholeBody, encodable
+from toolkit.api.fields import BY_KIND, LIST, TEXT, Body, Route, Text, WholeBody
 from toolkit.api.schemas import MAX_MESSAGES, ChatRequest
 from toolkit.api.service import service_for
 from toolkit.api.streaming import EventStream, while_connected
@@ -31,12 +31,21 @@ _DELTAS = {
     "call": ("input_json_delta", "partial_json"),
 }
 """The type of a block's events, and where they have the text."""
-_NAMES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens", "response_format": "output_config"}
+_NAMES = {"stop": "stop_sequences", "prompt": "messages", "response_format": "output_config.format"}
 """What a chat's parameters are called here."""
 
 # ---- requests
 
 MANY = Field(max_length=MAX_MESSAGES, fail_fast=True)
+
+
+def _writable(value: Any) -> Any:
+    """What a model has called a tool with, and the client sends back, may have numbers of any size."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        raise ValueError("Input should be valid Unicode, without lone surrogates") from None
+    return value
 
 
 class TextBlock(Body):
@@ -61,7 +70,7 @@ class CallBlock(Body):
     type: Literal["tool_use"]
     id: Text
     name: Text
-    input: Annotated[dict[str, Any], AfterValidator(encodable)]
+    input: Annotated[dict[str, Any], AfterValidator(_writable)]
     cache_control: Any = None
 
 
@@ -127,7 +136,7 @@ class OutputFormat(Body):
 
     def for_chat(self) -> dict[str, Any]:
         """As a chat's `response_format`."""
-        return {"type": self.type, "json_schema": {"schema": self.schema_}}
+        return {"type": self.type, "json_schema": {"schema": self.schema_, "strict": True}}
 
 
 class OutputConfig(Body):
@@ -161,18 +170,23 @@ class CountRequest(WholeBody):
                 param="thread",
                 code="thread_unsupported_request",
             )
-        output = self.output_config
+        form = None if self.output_config is None else self.output_config.format
         messages = [{"role": "system", "content": _text(self.system)}] if self.system else []
         messages += [told for one in self.messages for told in one.for_chat()]
         choice = self.tool_choice
         # An answer that the client has begun is gone on with.
         begun = self.messages[-1].role == "assistant"
+        if begun and form is not None:
+            raise InvalidRequestError(
+                "output_config.format is of whole answers: the last message is the user's then.",
+                param="output_config",
+            )
         return as_chat(
             messages=messages,
             tools=[_tool(tool) for tool in self.tools] if self.tools else None,
             tool_choice=None if choice is None else choice.for_chat(),
             parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
-            response_format=None if output is None or output.format is None else output.format.for_chat(),
+            response_format=None if form is None else form.for_chat(),
             continue_final_message=begun,
             add_generation_prompt=not begun,
             **more,
@@ -199,7 +213,7 @@ class MessagesRequest(CountRequest):
     def chat(self) -> ChatRequest:
         """The same as a chat request. Raises InvalidRequestError for what is not supported."""
         return self._chat(
-            max_completion_tokens=self.max_tokens,
+            max_tokens=self.max_tokens,
             stop=self.stop_sequences,
             temperature=self.temperature,
             top_k=self.top_k,
@@ -219,8 +233,12 @@ def _call(block: CallBlock) -> dict[str, Any]:
 
 
 def _tool(tool: InputTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name, "description": tool.description}
-    function |= {"parameters": tool.input_schema, "strict": tool.strict}
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
     return {"type": "function", "function": function}
 
 
@@ -232,8 +250,9 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     """Answers a conversation."""
     service = service_for(request, body)
     id = f"msg_{request.state.request_id}"
+    chat = body.chat()
     with named_as(_NAMES):
-        talk = await begin(service, body.chat(), id)
+        talk = await begin(service, chat, id)
     if body.stream:
         events = _events(talk, id, service.model_name)
         return EventStream(
@@ -253,8 +272,9 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     """How many tokens the prompt of a conversation has."""
     service = service_for(request, body)
+    chat = body.chat()
     with named_as(_NAMES):
-        prompt = await chat_prompt(service, body.chat())
+        prompt = await chat_prompt(service, chat)
     return Response(_encoder.encode({"input_tokens": len(prompt)}), media_type="application/json")
 
 

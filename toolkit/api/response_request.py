@@ -250,7 +250,8 @@ class ResponsesRequest(WholeBody):
         | None
     ) = Field(
         None,
-        description="Default: auto. required and a named function hold the answer to calls with valid arguments",
+        description="Default: auto. required, also of allowed_tools, and a named function hold the answer to calls with valid "
+        "arguments",
     )
     parallel_tool_calls: bool | None = Field(
         None, description="Whether one answer may have several calls; default: true"
@@ -283,7 +284,7 @@ class ResponsesRequest(WholeBody):
         )
         return as_chat(
             messages=messages + said,
-            max_completion_tokens=self.max_output_tokens,
+            max_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             tools=[tool.for_chat() for tool in self.tools] if self.tools else None,

@@ -18,9 +18,9 @@ router = APIRouter(tags=["OpenAI"], route_class=Route)
 
 _NAMES = {
     "messages": "input",
+    "prompt": "input",
     "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text",
+    "response_format": "text.format",
 }
 """What a chat's parameters are called here."""
 
@@ -30,8 +30,9 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answers an input, or goes on with a conversation, which is sent whole."""
     service = service_for(request, body)
     name = request.state.request_id
+    chat = body.chat()
     with named_as(_NAMES):
-        talk = await begin(service, body.chat(), f"resp_{name}")
+        talk = await begin(service, chat, f"resp_{name}")
     answer = Answer(body, talk, name, service.model_name)
     if body.stream:
         return EventStream(

@@ -303,8 +303,8 @@ class ChatRequest(SamplingFields):
     )
     tool_choice: ToolChoice | None = Field(
         None,
-        description="Default: auto. required and a named tool hold the answer to calls with valid arguments, which stop and "
-        "stop_token_ids do not cut",
+        description="Default: auto. required, also of allowed_tools, and a named tool hold the answer to calls with valid "
+        "arguments, which stop and stop_token_ids do not cut",
     )
     parallel_tool_calls: bool = Field(True, description="Whether one answer may have several calls")
     add_generation_prompt: bool = True

@@ -131,7 +131,9 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
         first, dot, rest = (error.param or "").partition(".")
         if first not in names:
             raise
-        message = re.sub(rf"^{first}\b", names[first], error.message)
+        # A name that is an English word, too, stands for itself only where the message begins with it.
+        place = rf"\b{first}\b" if "_" in first else rf"^{first}\b"
+        message = re.sub(place, names[first], error.message)
         raise InvalidRequestError(message, param=names[first] + dot + rest, code=error.code) from None
 
 

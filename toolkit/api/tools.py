@@ -131,9 +131,9 @@ def chosen_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> list[To
     if choice == "none":
         return []
     if isinstance(choice, NamedTool):
-        return _named(tools, [choice])
+        return _named(tools, names, [choice])
     if isinstance(choice, AllowedToolsChoice):
-        return _named(tools, choice.allowed_tools.tools)
+        return _named(tools, names, choice.allowed_tools.tools)
     return tools
 
 
@@ -144,9 +144,8 @@ def has_to_call(choice: ToolChoice | None) -> bool:
     return choice == "required" or isinstance(choice, NamedTool)
 
 
-def _named(tools: list[Tool], chosen: list[NamedTool]) -> list[Tool]:
+def _named(tools: list[Tool], names: list[str], chosen: list[NamedTool]) -> list[Tool]:
     """Raises InvalidRequestError for a name that no tool has, and for none."""
-    names = [tool.function.name for tool in tools]
     wanted = [one.function.name for one in chosen]
     for name in wanted:
         if name not in names:

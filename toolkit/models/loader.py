@@ -131,6 +131,8 @@ def find_weights(
 
 def _unpickle(places: _Places, folder: Path, load_format: str, stop: threading.Event) -> None:
     for file in _pickled_files(folder, load_format):
+        if stop.is_set():
+            return
         for name, tensor in _read_pickled(file).items():
             if stop.is_set():
                 return
