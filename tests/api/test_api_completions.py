@@ -257,7 +257,8 @@ def test_usage_comes_last_in_a_stream_that_asks_for_it(client: openai.OpenAI) ->
 
 
 def test_the_stream_is_server_sent_events_to_the_byte(http: httpx.Client) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 150, "ignore_eos": True, "stream": True}  # too many for one event
+    # Of one answer everything may come as one event, where the machine is busy.
+    body = {"prompt": [PROMPT] * 4, "max_tokens": 20, "ignore_eos": True, "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"].split(";")[0] == "text/event-stream"
@@ -266,7 +267,7 @@ def test_the_stream_is_server_sent_events_to_the_byte(http: httpx.Client) -> Non
         sent = answer.read()
     events = sent.split(b"\n\n")
     assert events[-2:] == [b"data: [DONE]", b""]
-    assert len(events) > 3
+    assert len(events) >= 4 + 2
     for event in events[:-2]:
         assert event.startswith(b"data: {")
         assert b"\n" not in event
