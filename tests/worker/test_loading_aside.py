@@ -100,7 +100,7 @@ def test_reading_pickled_tensors_ends_where_it_is_stopped(checkpoint, tmp_path, 
     stop, filled = threading.Event(), []
     monkeypatch.setattr(Slot, "fill", lambda slot, tensor: filled.append(slot) or stop.set())
     find_weights(model, tmp_path, "auto")(stop)
-    assert len(filled) <= 3  # the parts of one tensor
+    assert 1 <= len(filled) <= 3  # the parts of one tensor
 
 
 @pytest.mark.parametrize("read", [read_mapped, lambda *given: read_buffered(*given, pinned=False)])

@@ -40,7 +40,9 @@ MANY = Field(max_length=MAX_MESSAGES, fail_fast=True)
 
 
 def _writable(value: Any) -> Any:
-    """What a model has called a tool with, and the client sends back, may have numbers of any size."""
+    """What a model has called a tool with, and the client sends back, may have numbers of any size. Raises ValueError for text that
+    cannot be encoded.
+    """
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except (UnicodeEncodeError, RecursionError):
