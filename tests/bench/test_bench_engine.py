@@ -7,9 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import transformers
 
+from toolkit import LLM, SamplingParams
 from toolkit.bench import workloads
-from toolkit.bench.models import CONFIGS, make_model, save_tokenizer
+from toolkit.bench.models import CONFIGS, make_model, save_tokenizer, save_weights
 from toolkit.demo import MODEL_DIR
 
 
@@ -151,3 +154,19 @@ class TestModelFolders:
         )
         assert code == 0, err
         assert json.loads(out.splitlines()[-1])["output_tokens"] == 8
+
+    def test_with_random_weights_it_is_a_checkpoint_like_any_other(self, tmp_path):
+        """In several files; the engine and Transformers say the same."""
+        small = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+        make_model(tmp_path, CONFIGS["qwen3-0.6b"] | small | heads | {"torch_dtype": "float32"})
+        save_weights(tmp_path, "20KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 2
+        llm = LLM(str(tmp_path), device="cpu", num_threads=1, kv_cache_memory=0.01)
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        (done,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+        reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        expected = reference.generate(
+            torch.tensor([[5, 6, 7]]), min_new_tokens=6, max_new_tokens=6, do_sample=False
+        )
+        assert list(done.outputs[0].token_ids) == expected[0, 3:].tolist()

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 
+from toolkit.bench.serving import serving
 from toolkit.bench.versus_cpu import make_tokenizer, mixed
 from toolkit.bench.versus_transformers import make_gpt2
 
@@ -34,48 +32,23 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--quantization", choices=["int8"])
     parser.add_argument("--idle", type=float, default=30.0, metavar="SECONDS")
-    parser.add_argument("--port", type=int, default=8765)
     args = parser.parse_args()
     more = ["--quantization", args.quantization] if args.quantization else []
     size = "0.25" if args.dtype == "float32" else "0.125"  # GiB: the tokens of one round, and a little more
     with tempfile.TemporaryDirectory() as scratch:
         make_gpt2(Path(scratch))
         make_tokenizer(Path(scratch), 50257)
-        start = time.monotonic()
-        command = [
-            sys.executable,
-            "-m",
-            "toolkit",
-            "serve",
-            scratch,
-            "--port",
-            str(args.port),
-            "--device",
-            "cpu",
-        ]
-        server = subprocess.Popen(
-            [*command, "--dtype", args.dtype, "--kv-cache-memory", size, *more],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            with httpx.Client(
-                base_url=f"http://127.0.0.1:{args.port}", timeout=300, trust_env=False
-            ) as client:
-                wait_until_ready(client, server)
-                ready = time.monotonic() - start
-                device = client.get("/server_info").json()["device"]
-                weights, cache = device["weight_bytes"], device["cache_bytes"]
-                for first in (0, 1):
-                    ask(client, first)
-                processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
-                memory = sum(resident(process) for process in processes)
-                share = idle_share(processes, args.idle)
-        finally:
-            server.terminate()
-            server.wait()
+        arguments = [scratch, "--device", "cpu", "--dtype", args.dtype, "--kv-cache-memory", size, *more]
+        with serving(arguments) as server:
+            device = server.client.get("/server_info").json()["device"]
+            weights, cache = device["weight_bytes"], device["cache_bytes"]
+            for first in (0, 1):
+                ask(server.client, first)
+            processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+            memory = sum(resident(process) for process in processes)
+            share = idle_share(processes, args.idle)
     row = {
-        "ready_s": round(ready, 1),
+        "ready_s": round(server.ready, 1),
         "memory_mib": round(memory / MIB),
         "weights_mib": round(weights / MIB),
         "cache_mib": round(cache / MIB),
@@ -83,18 +56,6 @@ def main() -> None:
         "idle_percent_of_a_core": round(100 * share, 2),
     }
     print(json.dumps(row))
-
-
-def wait_until_ready(client: httpx.Client, server: subprocess.Popen[Any]) -> None:
-    while True:
-        if server.poll() is not None:
-            raise SystemExit(f"tk serve ended with exit code {server.returncode}.")
-        try:
-            if client.get("/readyz").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.02)
 
 
 def ask(client: httpx.Client, first: int) -> None:

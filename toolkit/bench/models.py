@@ -1,4 +1,5 @@
-"""Model folders without weights, for `--load-format dummy`: `python -m toolkit.bench.models OUT_DIR [NAME...]`.
+"""Model folders without weights, for `--load-format dummy`: `python -m toolkit.bench.models OUT_DIR [NAME...]`; with `--weights` they have
+random ones, of the type that the config names.
 
 Each has the config of a well-known model and a byte-level tokenizer of that model's size, which is made, not trained:
 it has every byte, then pairs of letters, then pairs of pairs, so that any id has a text of up to four characters.
@@ -108,6 +109,18 @@ def make_model(folder: Path, config: dict[str, Any]) -> None:
     save_tokenizer(folder / "tokenizer.json", config["vocab_size"])
 
 
+def save_weights(folder: Path, shard_size: str = "5GB") -> None:
+    """Adds random weights, in files of that size at most; they are made on a GPU if there is one. The configs are then as Transformers
+    writes them.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model.save_pretrained(folder, max_shard_size=shard_size)
+
+
 def save_tokenizer(path: Path, vocab_size: int) -> None:
     """Writes a byte-level BPE tokenizer with exactly this many ids, the end of a text included."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -141,12 +154,15 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out_dir", type=Path)
+    parser.add_argument("--weights", action="store_true", help="with random weights")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CONFIGS)}; default: all")
     args = parser.parse_args()
     for name in args.names or CONFIGS:
         if name not in CONFIGS:
             parser.error(f"there is no {name!r}; there are {', '.join(CONFIGS)}")
         make_model(args.out_dir / name, CONFIGS[name])
+        if args.weights:
+            save_weights(args.out_dir / name)
         print(args.out_dir / name)
 
 

@@ -7,7 +7,6 @@ import ctypes
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import httpx
 
+from toolkit.bench.serving import free_port
 from toolkit.bench.wire import ServerError
 from toolkit.chat.state import private_file, state_folder
 
@@ -123,13 +123,6 @@ def turned_into_exit(*signals: signal.Signals) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def last_lines(log: Path) -> str:
