@@ -14,11 +14,13 @@ serve: $(VENV)/.runtime
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# On a machine with an NVIDIA GPU, in the Python that holds its torch: PYTHON=python3 make test-gpu
+# On a machine with an NVIDIA GPU, in the Python that holds its torch: PYTHON=python3 make test-gpu JOBS=8
+# Those that need the GPU for themselves come last, one after the other. (pytest ends with 5 where ARGS leave none.)
 test-gpu:
 	@$(PYTHON) -c 'import toolkit.kernels' || { \
 	  echo "Install this checkout into $(PYTHON) first: $(PYTHON) -m pip install --no-deps --no-build-isolation --editable ." >&2; exit 1; }
-	$(PYTHON) -m pytest -m gpu $(ARGS)
+	$(PYTHON) -m pytest -m "gpu and not alone" $(if $(JOBS),-n $(JOBS)) $(ARGS) || [ $$? = 5 ]
+	$(PYTHON) -m pytest -m "gpu and alone" $(ARGS) || [ $$? = 5 ]
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

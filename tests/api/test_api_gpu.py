@@ -14,7 +14,7 @@ from tests.api.conftest import Reference
 from tests.api.serving import Server, until
 from tests.api.test_api_recovery import ask
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

@@ -156,6 +156,7 @@ def test_the_host_waits_for_nothing_where_it_starts_a_step(checkpoint, monkeypat
     llm.shutdown()
 
 
+@pytest.mark.alone
 def test_memory_is_profiled_and_one_full_request_is_required(checkpoint):
     folder = str(checkpoint("llama3-gqa"))
     llm = LLM(folder, gpu_memory_utilization=0.2, max_num_seqs=8)
@@ -166,6 +167,7 @@ def test_memory_is_profiled_and_one_full_request_is_required(checkpoint):
         LLM(folder, kv_cache_memory=1e-5, max_num_seqs=8)
 
 
+@pytest.mark.alone
 def test_kernels_are_compiled_while_weights_are_read(checkpoint, monkeypatch):
     compiling, read, compile_all = threading.Event(), loader.read_into, WarmUp.compile
 
@@ -186,6 +188,7 @@ def test_kernels_are_compiled_while_weights_are_read(checkpoint, monkeypatch):
     assert run(llm, prompts)[0].outputs[0].token_ids == run(given, prompts)[0].outputs[0].token_ids
 
 
+@pytest.mark.alone
 def test_a_checkpoint_that_cannot_be_read_is_named_however_late(checkpoint, monkeypatch):
     def broken(found, stop):
         raise CheckpointError("x.safetensors ends early.")
@@ -195,6 +198,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named_however_late(checkpoint, monk
         LLM(str(checkpoint("qwen3")), gpu_memory_utilization=0.2, max_num_seqs=8)
 
 
+@pytest.mark.alone
 def test_a_step_that_no_memory_is_left_for_is_named_with_what_to_do(checkpoint):
     gc.collect()
     torch.cuda.empty_cache()
@@ -209,6 +213,7 @@ def test_a_step_that_no_memory_is_left_for_is_named_with_what_to_do(checkpoint):
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+@pytest.mark.alone
 def test_cuda_graphs_leave_nearly_all_memory_to_the_cache(checkpoint):
     """Their memory is counted once, however many there are."""
     sizes = []
@@ -222,6 +227,7 @@ def test_cuda_graphs_leave_nearly_all_memory_to_the_cache(checkpoint):
     assert 0 <= sizes[0] - sizes[1] < 2**29
 
 
+@pytest.mark.alone
 def test_what_cuda_graphs_take_is_taken_off_the_cache(checkpoint):
     sizes, beside = [], []
     for eager in (True, True, False):  # the first makes what stays with the process

@@ -12,7 +12,7 @@ import transformers
 
 from toolkit import LLM
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 PROMPTS = [[(7 * i + n) % 250 for i in range(n)] for n in (1, 2, 5, 16, 17, 33, 70, 64, 128)] * 5
 
