@@ -323,6 +323,24 @@ def test_the_key_is_not_in_the_log(bare: Server) -> None:
     assert "sesame" not in bare.stderr
 
 
+# ---- bodies that are no JSON
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/v1/embeddings"])
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"prompt": "x"', "not valid JSON: Expecting ',' delimiter at character 15."),
+        (b'{"prompt": "a\nb"}', "not valid JSON: Invalid control character at character 14."),
+        (b'{"prompt": "\xe9"}', "not valid UTF-8: 0xe9 at byte 13."),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "a number of more than 4,300 digits."),
+    ],
+)  # fmt: skip
+def test_where_a_body_is_no_json_is_told(http: httpx.Client, path: str, body: bytes, says: str) -> None:
+    answer = http.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert check_error(answer, 400)["message"].endswith(says)
+
+
 # ---- routes and identity
 
 
@@ -331,7 +349,9 @@ def test_an_unknown_route_is_404_and_a_wrong_method_405(http: httpx.Client) -> N
     answer = http.get(COMPLETIONS)
     check_error(answer, 405)
     assert answer.headers["allow"] == "POST"
-    check_error(http.delete("/v1/models"), 405)
+    answer = http.delete("/v1/models")
+    check_error(answer, 405)
+    assert answer.headers["allow"] == "GET, HEAD"
     check_error(http.post(f"{COMPLETIONS}/", json={"prompt": "a"}), 404)
 
 

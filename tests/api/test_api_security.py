@@ -324,6 +324,52 @@ def test_what_follows_an_answer_that_came_early_gets_no_other(start: Callable[..
     assert received.count(b"HTTP/1.1") == 1
 
 
+def whole(body: dict, length: int | None = None) -> bytes:
+    """A request whose head tells this length of its body."""
+    content = json.dumps(body, ensure_ascii=False).encode()
+    length = len(content) if length is None else length
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (length, content)
+    )
+
+
+LONG = {"prompt": [1], "max_tokens": 64, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(
+    ("sent", "behind", "tokens"),
+    [
+        (whole(LONG), b"nonsense\r\n\r\n", [64]),
+        (whole(LONG) + whole(SHORT) + b"nonsense\r\n\r\n", b"", [64, SHORT["max_tokens"]]),
+        (whole(LONG) + CHUNKED + b"zz\r\n", b"more", [64]),
+        (whole(LONG), b"GET / HTTP/1.1\r\nX: " + b"a" * 100_000, [64]),
+    ],
+    ids=["nonsense", "nonsense behind two", "a body that is nothing", "a head without end"],
+)
+def test_what_came_in_whole_is_answered_whatever_comes_behind_it(
+    server: Server, sent: bytes, behind: bytes, tokens: list[int]
+) -> None:
+    url = urlsplit(server.url)
+    with socket.create_connection((url.hostname, url.port), timeout=WAIT) as connection:
+        connection.sendall(sent)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(behind)
+        answers = connection.makefile("rb").read().split(b"HTTP/1.1 ")[1:]
+    assert [answer[:3] for answer in answers] == [b"200"] * len(tokens)
+    usages = [json.loads(answer.partition(b"\r\n\r\n")[2])["usage"] for answer in answers]
+    assert [usage["completion_tokens"] for usage in usages] == tokens
+    assert b"connection: close" in answers[-1]
+
+
+def test_a_length_in_characters_is_told_as_a_body_that_ends_early(server: Server) -> None:
+    """It leaves the rest behind, which is no request."""
+    body = SHORT | {"prompt": "déjà vu"}
+    answer = raw(server, whole(body, length=len(json.dumps(body, ensure_ascii=False))))
+    assert b"400 Bad Request" in answer
+    assert b"not valid JSON" in answer
+
+
 @pytest.mark.parametrize("body", [SHORT, SHORT | {"stream": True}], ids=["whole", "a stream"])
 def test_http_1_0_gets_no_chunks_and_its_answer_ends_with_the_connection(server: Server, body: dict) -> None:
     content = json.dumps(body | {"temperature": 0}).encode()

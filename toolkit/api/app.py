@@ -22,7 +22,7 @@ from toolkit.api import (
     tokens,
 )
 from toolkit.api.docs import DOCS_FILES, describe
-from toolkit.api.errors import error_response, validation_error
+from toolkit.api.errors import error_response, unreadable, validation_error
 from toolkit.api.gate import Gate
 from toolkit.api.service import Service
 from toolkit.api.streaming import ClientDisconnectedError
@@ -62,12 +62,16 @@ def make_app(service: Service, tracer: Tracer | None = None) -> Gate:
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
-        if isinstance(error.__cause__, ToolkitError):  # met while FastAPI read the body
-            return error_response(error.__cause__, request.scope)
+        cause = error.__cause__  # what FastAPI met as it read the body
+        if (known := cause if isinstance(cause, ToolkitError) else unreadable(cause)) is not None:
+            return error_response(known, request.scope)
+        headers = dict(error.headers or {})
+        if headers.get("Allow") == "GET":
+            headers["Allow"] = "GET, HEAD"  # the gate's
         told = RouteError(f"{error.detail}: {request.method} {request.url.path}")
         told.status = error.status_code
         response = error_response(told, request.scope)
-        response.headers.update(error.headers or {})
+        response.headers.update(headers)
         return response
 
     @app.exception_handler(ClientDisconnectedError)

@@ -18,8 +18,8 @@ HEAD_TIMEOUT = 30.0
 
 
 class Connection(HttpToolsProtocol):
-    """Closes connections that open and say nothing, never end their headers, or send what is no HTTP; it says why where no answer
-    has begun.
+    """Closes connections that open and say nothing, never end their headers, or send what is no HTTP. It says why, unless there is an
+    answer to send, after which it closes.
     """
 
     _size = 0
@@ -28,6 +28,8 @@ class Connection(HttpToolsProtocol):
     """Until the head has come in."""
     _running: RequestResponseCycle | None = None
     """The request that is being answered: not the newest, when several have come in one go."""
+    _ending = False
+    """Whether what came behind the last request was none: nothing more is read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         """Gives the client some time to say what it wants."""
@@ -44,6 +46,8 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Feeds the parser, and counts while it is in a head."""
+        if self._ending:
+            return
         super().data_received(data)
         if self._waiting is not None:
             self._size += len(data)
@@ -85,25 +89,26 @@ class Connection(HttpToolsProtocol):
             self._waiting = None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers with an error, unless another answer is under way, and closes the connection."""
+        """Ends the connection: with an error, or with the answers to the requests that had come in whole."""
         self._expect_no_head()
         if self.transport.is_closing():
             return
-        running = self._running
-        if running is None:
-            unanswered = True
-        elif running.more_body:  # it is this one's body that is nothing
-            unanswered = not running.response_started
-            running.disconnected = True
-        else:
-            unanswered = running.response_complete
-        if unanswered:
+        if self.pipeline and self.pipeline[0][0].more_body:  # it is this one's body that is nothing
+            self.pipeline.popleft()
+        last = self.pipeline[0][0] if self.pipeline else self._running
+        if last is not None and not last.more_body and not last.response_complete:
+            last.keep_alive = False
+            self._ending = True
+            return
+        if last is None or not (last.more_body and last.response_started):
             body = error_body(InvalidRequestError(message))
             head = (
                 f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
                 f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
             )
             self.transport.write(head.encode() + body)
+        if last is not None:
+            last.disconnected = True
         self.transport.close()
 
 

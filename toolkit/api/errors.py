@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,6 +80,20 @@ def error_response(error: Exception, scope: Scope) -> Response:
     return Response(body, status_of(error), headers, "application/json")
 
 
+def unreadable(error: BaseException | None) -> InvalidRequestError | None:
+    """What Python's reader of JSON raised for a body that is none, other than where its grammar ends; None for anything else."""
+    if isinstance(error, UnicodeDecodeError):
+        wrong, place = error.object[error.start], error.start + 1
+        return InvalidRequestError(
+            f"The body is not valid {error.encoding.upper()}: 0x{wrong:02x} at byte {place}."
+        )
+    if isinstance(error, ValueError):
+        return InvalidRequestError(
+            f"The body has a number of more than {sys.get_int_max_str_digits():,} digits."
+        )
+    return None
+
+
 def validation_error(errors: Sequence[Any]) -> InvalidRequestError:
     """One readable sentence from pydantic's findings; of a union's several, the first."""
     first = errors[0]
@@ -92,9 +107,8 @@ def validation_error(errors: Sequence[Any]) -> InvalidRequestError:
         path = [str(part) for part in location if part != "body"]
     name = ".".join(path)
     if kind == "json_invalid":
-        return InvalidRequestError(
-            f"The body is not valid JSON: {first.get('ctx', {}).get('error', message)}."
-        )
+        problem = str(first.get("ctx", {}).get("error", message)).removesuffix(" at")
+        return InvalidRequestError(f"The body is not valid JSON: {problem} at character {location[-1] + 1}.")
     if kind == "extra_forbidden":
         return InvalidRequestError(f"There is no parameter {name!r}, or it is not supported.", param=name)
     if kind == "model_attributes_type" and not name:
