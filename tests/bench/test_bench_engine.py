@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from toolkit import LLM, SamplingParams
-from toolkit.bench import workloads
+from toolkit.bench import models, workloads
 from toolkit.bench.models import CONFIGS, make_model, save_tokenizer, save_weights
 from toolkit.demo import MODEL_DIR
 
@@ -170,3 +170,10 @@ class TestModelFolders:
             torch.tensor([[5, 6, 7]]), min_new_tokens=6, max_new_tokens=6, do_sample=False
         )
         assert list(done.outputs[0].token_ids) == expected[0, 3:].tolist()
+
+    def test_weights_are_made_of_what_is_named_alone(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(sys, "argv", ["models", "--weights", str(tmp_path)])
+        with pytest.raises(SystemExit):
+            models.main()
+        assert "--weights needs names" in capsys.readouterr().err
+        assert list(tmp_path.iterdir()) == []

@@ -81,7 +81,9 @@ def error_response(error: Exception, scope: Scope) -> Response:
 
 
 def unreadable(error: BaseException | None) -> InvalidRequestError | None:
-    """What Python's reader of JSON raised for a body that is none, other than where its grammar ends; None for anything else."""
+    """What is wrong with a body that is not in its encoding, or has a number too long to be read, by what reading it raised; None for
+    any other error.
+    """
     if isinstance(error, UnicodeDecodeError):
         wrong, place = error.object[error.start], error.start + 1
         return InvalidRequestError(

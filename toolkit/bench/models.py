@@ -154,9 +154,11 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out_dir", type=Path)
-    parser.add_argument("--weights", action="store_true", help="with random weights")
+    parser.add_argument("--weights", action="store_true", help="with random weights, of those that are named")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CONFIGS)}; default: all")
     args = parser.parse_args()
+    if args.weights and not args.names:
+        parser.error("--weights needs names: all models together take 160 GB")
     for name in args.names or CONFIGS:
         if name not in CONFIGS:
             parser.error(f"there is no {name!r}; there are {', '.join(CONFIGS)}")
