@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -343,7 +344,7 @@ LONG = {"prompt": [1], "max_tokens": 64, "ignore_eos": True}
         (whole(LONG), b"nonsense\r\n\r\n", [64]),
         (whole(LONG) + whole(SHORT) + b"nonsense\r\n\r\n", b"", [64, SHORT["max_tokens"]]),
         (whole(LONG) + CHUNKED + b"zz\r\n", b"more", [64]),
-        (whole(LONG), b"GET / HTTP/1.1\r\nX: " + b"a" * 100_000, [64]),
+        (whole(LONG), b"GET / HTTP/1.1\r\nX: " + b"a" * 1_000_000, [64]),
     ],
     ids=["nonsense", "nonsense behind two", "a body that is nothing", "a head without end"],
 )
@@ -360,6 +361,18 @@ def test_what_came_in_whole_is_answered_whatever_comes_behind_it(
     usages = [json.loads(answer.partition(b"\r\n\r\n")[2])["usage"] for answer in answers]
     assert [usage["completion_tokens"] for usage in usages] == tokens
     assert b"connection: close" in answers[-1]
+
+
+def test_a_head_that_begins_in_a_packet_of_the_last_body_is_not_taken_for_as_long(server: Server) -> None:
+    """A body that is refused before it has come in, and a request behind it in two pieces."""
+    large, small = whole({"prompt": "x" * 33 * 2**20}), whole(SHORT)
+    url = urlsplit(server.url)
+    with socket.create_connection((url.hostname, url.port), timeout=WAIT) as connection:
+        connection.sendall(large + small[:20])
+        time.sleep(0.2)
+        connection.sendall(small[20:].replace(b"Host: x", b"Host: x\r\nConnection: close"))
+        answers = connection.makefile("rb").read().split(b"HTTP/1.1 ")[1:]
+    assert [answer[:3] for answer in answers] == [b"413", b"200"]
 
 
 def test_a_length_in_characters_is_told_as_a_body_that_ends_early(server: Server) -> None:

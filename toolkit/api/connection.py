@@ -23,7 +23,9 @@ class Connection(HttpToolsProtocol):
     """
 
     _size = 0
-    """Bytes of the head that is coming in; may count what follows it in one packet."""
+    """Bytes of the head that is coming in; may count what follows in its packet, and leaves out what came together with another request."""
+    _shared = False
+    """Whether the packet that is being read has the end of a request, so that not all of it is the next one's head."""
     _waiting: asyncio.TimerHandle | None = None
     """Until the head has come in."""
     _running: RequestResponseCycle | None = None
@@ -48,8 +50,9 @@ class Connection(HttpToolsProtocol):
         """Feeds the parser, and counts while it is in a head."""
         if self._ending:
             return
+        self._shared = False
         super().data_received(data)
-        if self._waiting is not None:
+        if self._waiting is not None and not self._shared:
             self._size += len(data)
             if self._size > MAX_HEAD:
                 self._refuse(431, f"The request's headers are larger than {MAX_HEAD // 2**10} KiB.")
@@ -66,6 +69,12 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             _end_by_closing(self.cycle)
+
+    def on_message_complete(self) -> None:
+        """The body has come in, be it after the answer."""
+        super().on_message_complete()
+        self.cycle.more_body = False
+        self._shared = True
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is no HTTP."""
