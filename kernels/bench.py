@@ -37,9 +37,8 @@ from .bench_calls import (
     state_rows,
 )
 from .cpu import bench as cpu_bench
-from .triton import activation, attention, linear, norm, sampling
+from .triton import activation, attention, fp8, linear, norm, sampling
 from .triton.attention import Batch, Logits, Tile
-from .triton.fp8 import FP8
 
 DTYPE = torch.bfloat16
 MAX_CACHES = 64
@@ -130,7 +129,7 @@ DECODE = [
     Case("Llama-3.1-8B, 8 x 1024", ((1, 1024),) * 8, 32, 8, 128),
     Case("Llama-3.1-8B, 1 x 1024", ((1, 1024),), 32, 8, 128),
     Case("gpt2, 1 x 256", ((1, 256),), 12, 12, 64),
-    Case("Qwen3-0.6B, 256 x 800, FP8 cache", ((1, 800),) * 256, 16, 8, 128, FP8),
+    Case("Qwen3-0.6B, 256 x 800, FP8 cache", ((1, 800),) * 256, 16, 8, 128, fp8.FP8),
     Case("Mistral-7B, 16 x 8192, window 4096", ((1, 8192),) * 16, 32, 8, 128, sliding_window=4096),
     Case("Gemma-2-9B, 16 x 4096, soft cap", ((1, 4096),) * 16, 16, 8, 256, soft_cap=50.0),
 ]
@@ -248,9 +247,10 @@ def main() -> None:
             print(
                 f"{'product':8s}{f'{name}, {num_tokens} tokens':44s}{seconds * 1e6:8.1f} us {share}  {label}"
             )
-            in_fp8 = fp8_products(num_tokens, rows, columns, gated, make)
-            row = Row(f"{name}, FP8", in_fp8, rows * (columns + 4))
-            print_row("product", row, f"{num_tokens} tokens", bandwidth)
+            if num_tokens <= fp8.TOKENS:
+                in_fp8 = fp8_products(num_tokens, rows, columns, gated, make)
+                row = Row(f"{name}, FP8", in_fp8, rows * (columns + 4))
+                print_row("product", row, f"{num_tokens} tokens", bandwidth)
     for num_tokens in (2, 8, 16, 64):
         for name, (hidden, inner, heads, _, head_size) in (("Llama", LLAMA), ("Qwen3", QWEN3)):
             joined, apart = (
@@ -262,6 +262,8 @@ def main() -> None:
             label = f"in a kernel of its own {apart * 1e6:.1f} us"
             print(f"{'norm':8s}{size:44s}{joined * 1e6:8.1f} us {share}  {label}")
     for name, rows, columns, _ in PRODUCTS:
+        if name.startswith("gpt2") or name.endswith("head"):
+            continue  # a bias lets nothing be chosen, and of a prompt the head sees one row
         chosen, by_pytorch = long_product_times(rows, columns)
         share = achieved(2 * LONG * rows * columns / chosen, rate, "TFLOP/s")
         label = f"PyTorch's choice {by_pytorch * 1e6:.1f} us"

@@ -1,16 +1,16 @@
-"""Capturing CUDA graphs."""
+"""Capturing CUDA graphs, and what may not be done meanwhile."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import torch
 
-_one_at_a_time = Lock()
+_one_at_a_time = RLock()
 
 
 @contextmanager
@@ -37,3 +37,9 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
         finally:
             if collects:
                 gc.enable()
+
+
+def empty_cache() -> None:
+    """Gives back what PyTorch keeps of the GPUs' memory and no tensor has. Waits for a capture that is under way: PyTorch would refuse."""
+    with _one_at_a_time:
+        torch.cuda.empty_cache()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 @pytest.fixture(scope="module")
 def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Takes as much of the GPU's memory as a server does by default."""
+    gc.collect()  # other tests' engines that failed to start
+    torch.cuda.empty_cache()
     server = Server(str(model), "--dtype", "float32", cwd=tmp_path_factory.mktemp("gpu"))
     yield server
     server.stop()

@@ -20,8 +20,10 @@ from tests import checkpoints
 from tests.checkpoints import NEW_TOKENS, POSITIONS, VOCAB
 from tests.models.test_stress import random_request
 from toolkit import LLM, SamplingParams
+from toolkit.capture import captured, empty_cache
 from toolkit.errors import CheckpointError, OutOfMemoryError
 from toolkit.models import loader
+from toolkit.worker import memory
 from toolkit.worker.warm_up import WarmUp
 
 pytestmark = pytest.mark.gpu
@@ -239,6 +241,66 @@ def test_what_cuda_graphs_take_is_taken_off_the_cache(checkpoint):
         gc.collect()
         torch.cuda.empty_cache()
     assert sizes[1] - sizes[2] >= beside[1] - beside[2] > 0
+
+
+@pytest.mark.alone
+def test_the_memory_is_others_to_use_after_shutdown(checkpoint):
+    """Of another process, too, and of another engine in this one that looks at what is free."""
+    settings = {"gpu_memory_utilization": 0.5, "max_num_seqs": 8, "dtype": "bfloat16"}
+    for name in ("gpt2", "gpt2", "llama3-gqa"):  # the first makes what stays with the process
+        before = torch.cuda.mem_get_info()[0]
+        gc.disable()  # an engine that was shut down is no garbage that has to be found
+        try:
+            llm = LLM(str(checkpoint(name)), **settings)
+            run(llm, [[1, 2, 3]] * 9)
+            assert torch.cuda.mem_get_info()[0] < before - 2**30
+            llm.shutdown()
+        finally:
+            gc.enable()
+        left = before - torch.cuda.mem_get_info()[0]
+    assert left < 2**28
+
+
+@pytest.mark.alone
+def test_what_an_engine_that_is_gone_left_is_free_for_weights(checkpoint):
+    """PyTorch keeps it for tensors to come."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    kept = torch.empty(free - 2**28, dtype=torch.uint8, device="cuda")
+    del kept
+    assert torch.cuda.mem_get_info()[0] < 2**29
+    assert memory.available(torch.device("cuda", 0)) > 0.9 * free
+
+
+@pytest.mark.alone
+def test_memory_is_given_back_while_another_thread_captures():
+    """PyTorch refuses that, so it waits."""
+    stream, failed = torch.cuda.Stream(), []
+
+    def give_back() -> None:
+        try:
+            empty_cache()
+        except RuntimeError as error:
+            failed.append(error)
+
+    x = torch.zeros(8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        x + 1
+        stream.synchronize()
+        with captured(graph):
+            y = x + 1
+            thread = threading.Thread(target=give_back)
+            thread.start()
+            thread.join(1)
+            assert thread.is_alive()
+    thread.join(30)
+    assert not failed
+    assert not thread.is_alive()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert y.tolist() == [1.0] * 8
 
 
 def test_products_of_the_largest_step_choose_their_algorithm(checkpoint, monkeypatch):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any
 
 import pytest
+import torch
 
-from toolkit.capture import captured
+from toolkit.capture import captured, empty_cache
 
 
 class Graph:
@@ -72,3 +74,17 @@ def test_after_an_error_nothing_is_left_of_the_graph_and_the_collector_is_as_it_
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_memory_that_is_given_back_meanwhile_waits_for_the_end(monkeypatch: pytest.MonkeyPatch):
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("given back"))
+    graph: Any = Graph()
+    graph.calls = calls
+    with captured(graph):
+        other = threading.Thread(target=empty_cache)
+        other.start()
+        other.join(0.2)
+        calls.append("launched")
+    other.join(30)
+    assert calls == [("begin", None), "launched", "end", "given back"]

@@ -50,6 +50,21 @@ def test_what_there_was_no_room_for_is_named_with_what_to_do(full):
         raise full
 
 
+def test_what_there_was_no_room_for_is_named_even_where_nothing_is_given_back_any_more(monkeypatch):
+    """As after a graph whose capture broke."""
+
+    def refuse() -> None:
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", refuse)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**30, 2**40))
+    with (
+        pytest.raises(OutOfMemoryError, match=r"^There is no room for x \(3\.00 GiB of cuda memory are free"),
+        room_for("x", torch.device("cuda", 0), "do y"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
 def test_other_failures_stay_what_they_are():
     with pytest.raises(RuntimeError, match="shapes"), room_for("x", torch.device("cpu"), "do y"):
         raise RuntimeError("shapes do not fit")

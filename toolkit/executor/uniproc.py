@@ -29,4 +29,6 @@ class UniprocExecutor(Executor):
             raise RuntimeError("the executor was shut down")
 
     def shutdown(self) -> None:
-        self._worker = None
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from toolkit.attention import AttentionBackend, AttentionBatch
-from toolkit.capture import captured
+from toolkit.capture import captured, empty_cache
 from toolkit.models.registry import CausalLM
 from toolkit.sampling.grammar import Masks
 from toolkit.sampling.sampler import add_biases
@@ -208,7 +208,7 @@ class CudaRunner(ModelRunner):
             kept = self._decode if shape.max_query_len == 1 else self._mixed
             bisect.insort(kept, Graph(shape, graph, out), key=lambda g: g.shape.num_tokens)
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what the steps before the captures took
+        empty_cache()  # what the steps before the captures took
 
     def close(self) -> None:
         """Gives up the graphs, whoever still refers to this."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 import torch
 
 from toolkit import cgroup
+from toolkit.capture import empty_cache
 from toolkit.config import CacheConfig
 from toolkit.config.engine import MEMORY
 from toolkit.errors import OutOfMemoryError
@@ -30,6 +31,8 @@ def available(device: torch.device, taken: int = 0) -> int:
     so many are taken.
     """
     if device.type == "cuda":
+        with suppress(RuntimeError):  # PyTorch may refuse to after a capture that broke
+            empty_cache()  # of a model that this process had before, for one
         return int(torch.cuda.mem_get_info(device)[0])
     free = min(int(psutil.virtual_memory().available), cgroup.memory()[1])
     share = os.environ.get(MEMORY)

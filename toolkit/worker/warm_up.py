@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from toolkit.capture import empty_cache
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.worker.batch_state import StepShape
@@ -84,7 +85,7 @@ class WarmUp:
         same, and for each of the others what the second takes.
         """
         assert isinstance(self._runner, ModelRunner)
-        torch.cuda.empty_cache()  # what steps before left there would count for the first
+        empty_cache()  # what steps before left there would count for the first
         free = [torch.cuda.mem_get_info()[0]]
         for shape in shapes[:2]:
             self._runner.capture([shape])

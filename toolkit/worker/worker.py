@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from toolkit.attention import choose_backend
+from toolkit.capture import empty_cache
 from toolkit.config import EngineConfig
 from toolkit.cores import asked_for, find_cores, num_cpus, plan_threads
 from toolkit.distributed import SINGLE, WHOLE, Group, Stage, connect, parallel, stages
@@ -149,15 +150,23 @@ class Worker:
             logger.info("%d threads, %s", plan.count, how)
 
     def close(self) -> None:
-        """Leaves the other ranks, if there are any, also those that are gone; there are no more steps then."""
+        """Gives up the model and the device's memory, and leaves the other ranks, if there are any, also those that are gone; there are
+        no more steps then.
+        """
         if self._meeting is not None:
             self._release()
-            runner: ModelRunner | None = vars(self).pop("runner", None)
-            if runner is not None:
+        runner: ModelRunner | None = vars(self).pop("runner", None)
+        if runner is not None:
+            with self._perhaps_failed("given back"):
                 runner.close()  # NCCL does not end before the last graph that has a call of it
-            del runner
+        del runner
+        self.encoder = None
+        if self._meeting is not None:
             gc.collect()
             self._leave()
+        elif self._stream is not None:
+            with self._perhaps_failed("given back"):
+                empty_cache()
 
     def abandon(self) -> None:
         """Lets a GPU's step come to its end that waits for ranks that are gone; what it gives means nothing. From any thread."""
@@ -167,10 +176,16 @@ class Worker:
 
     def _release(self) -> None:
         if self.group.symmetric is not None:
-            try:
+            with self._perhaps_failed("written"):
                 self.group.symmetric.release()
-            except RuntimeError as error:  # the GPU has failed, and nothing runs on it any more
-                logger.warning("the GPU's memory could not be written: %s", str(error).splitlines()[0])
+
+    @contextmanager
+    def _perhaps_failed(self, what: str) -> Iterator[None]:
+        """Where the GPU has failed, nothing runs on it any more, and its memory cannot be read, `written` or `given back`."""
+        try:
+            yield
+        except RuntimeError as error:
+            logger.warning("the GPU's memory could not be %s: %s", what, str(error).splitlines()[0])
 
     def _leave(self) -> None:
         if not self._leaving.acquire(timeout=LEAVE):
@@ -392,7 +407,7 @@ class Worker:
         peak = warm_up.peak_bytes(samples=self.stage.is_last) - self.info.cache_bytes
         peak += warm_up.graph_bytes(self._graph_shapes)
         del warm_up, self.runner
-        torch.cuda.empty_cache()
+        empty_cache()
         total = torch.cuda.mem_get_info(device)[1]
         return int(total * self.config.cache.gpu_memory_utilization) - peak
 
