@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,6 +112,39 @@ def test_out_of_memory_once_makes_steps_smaller_and_all_finish_right(llm, expect
     after = llm._core.scheduler.max_num_batched_tokens
     assert after < before
     assert all(len(ids) <= after for ids in seen[3:])
+
+
+def drive_past_a_failure(llm: LLM, patch: pytest.MonkeyPatch) -> tuple[list[weakref.ref], weakref.ref]:
+    """What each step had, and the model."""
+    model = llm._core.executor._worker.runner.model
+    forward = model.forward
+    had: list[weakref.ref] = []
+
+    def instead(token_ids: torch.Tensor, *rest: object) -> torch.Tensor:
+        activations = torch.zeros(100)
+        had.append(weakref.ref(activations))
+        if len(had) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return forward(token_ids, *rest)
+
+    patch.setattr(model, "forward", instead)
+    drive(llm, PROMPTS[:2])
+    return had, weakref.ref(model)
+
+
+def test_what_a_failed_step_had_is_free_at_once(llm, monkeypatch):
+    """And so is the model after the end: without the garbage collector, which may not look for long."""
+    gc.collect()
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch:
+            had, model = drive_past_a_failure(llm, patch)
+        assert len(had) > 2
+        assert [one() for one in had] == [None] * len(had)
+        llm.shutdown()
+        assert model() is None
+    finally:
+        gc.enable()
 
 
 def test_memory_that_is_never_enough_ends_the_request_with_advice(llm, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from toolkit import LLM
 from toolkit.errors import OutOfMemoryError
 from toolkit.models.loader import build_model
-from toolkit.worker.memory import room_for
+from toolkit.worker.memory import require_one_request_fits, require_weights_fit, room_for
 
 PROGRAM = """
 import psutil
@@ -63,6 +63,31 @@ def test_what_there_was_no_room_for_is_named_even_where_nothing_is_given_back_an
         room_for("x", torch.device("cuda", 0), "do y"),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda gpu: require_weights_fit(16 * 2**30, gpu, torch.bfloat16),
+        lambda gpu: require_one_request_fits(0, 16, 1024, 36864, gpu),
+    ],
+    ids=["weights", "cache"],
+)
+def test_a_gpu_that_other_programs_fill_is_told_from_one_that_is_too_small(refused, monkeypatch):
+    free = 8 * 2**30
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 140 * 2**30))
+    reserved = 6 * 2**30
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    with pytest.raises(
+        OutOfMemoryError,
+        match=r"Other programs have some 126 of this GPU's 140 GiB \(nvidia-smi lists them\)\.",
+    ):
+        refused(torch.device("cuda", 0))
+    reserved = 131 * 2**30
+    with pytest.raises(OutOfMemoryError) as alone:
+        refused(torch.device("cuda", 0))
+    assert "ther programs" not in str(alone.value)
 
 
 def test_other_failures_stay_what_they_are():

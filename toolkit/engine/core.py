@@ -277,7 +277,7 @@ class EngineCore:
                 "--gpu-memory-utilization set lower would have avoided this: %s",
                 self.scheduler.max_num_batched_tokens,
                 self.scheduler.max_num_seqs,
-                error,
+                str(error),
             )
         message = (
             f"out of memory in a step of {step.total_tokens} tokens ({error}); lower --gpu-memory-utilization or "
@@ -355,10 +355,18 @@ class _Failed:
     """A step that could not be launched."""
 
     def __init__(self, error: Exception) -> None:
-        self._error = error
+        self._error: Exception | None = error
 
     def result(self) -> ModelOutput:
-        raise self._error
+        """Raises the error, and forgets it: what the step had is reached from its traceback, and would be found by the garbage collector
+        alone if the traceback led back here.
+        """
+        error, self._error = self._error, None
+        assert error is not None, "this was raised before"
+        try:
+            raise error
+        finally:
+            del error
 
     def constrain(self, masks: Masks) -> None:
         pass

@@ -80,6 +80,8 @@ class MultiprocExecutor(Executor):
         self._busy_since: float | None = None
         """When this thread began to wait for a step."""
         self._steps = 0
+        self._runs = False
+        """Whether all ranks have started."""
         self._started, self._ranks = ranks, ranks.others
         self._names = {0: "rank 0"} | {rank.rank: rank.name for rank in self._ranks}
         self._progress = Progress(rank.rank for rank in self._ranks)
@@ -111,6 +113,7 @@ class MultiprocExecutor(Executor):
             self.shutdown()
             raise
         threading.Thread(target=self._watch, daemon=True, name="rank-watch").start()
+        self._runs = True
 
     def execute(self, step: SchedulerOutput) -> Pending:
         self.check_health()
@@ -145,7 +148,7 @@ class MultiprocExecutor(Executor):
         self._ranks = []
         try:
             if self._worker is not None:
-                self._worker.close()
+                self._worker.close(lost=bool(self._broken) or not self._runs)
         finally:
             self._worker = None
             self._started.close()

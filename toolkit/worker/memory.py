@@ -17,6 +17,8 @@ from toolkit.config.engine import MEMORY
 from toolkit.errors import OutOfMemoryError
 
 GIB = 2**30
+MUCH = 2 * GIB
+"""More than CUDA itself takes in a process."""
 CPU_SHARE = 0.4
 """Of the memory that is free on a CPU machine."""
 
@@ -47,7 +49,7 @@ def require_weights_fit(size: int, device: torch.device, dtype: torch.dtype) -> 
         share = " for each engine" if device.type == "cpu" and MEMORY in os.environ else ""
         raise OutOfMemoryError(
             f"The model's weights take {gib(size)} in {str(dtype).removeprefix('torch.')}, and {gib(free)} of "
-            f"{device.type} memory are free{share}.{half}"
+            f"{device.type} memory are free{share}.{half}{_others(device)}"
         )
 
 
@@ -67,7 +69,20 @@ def cache_blocks(
     return (blocks if device.type == "cuda" else min(blocks, most_useful)), host
 
 
-def require_one_request_fits(num_blocks: int, block_size: int, max_model_len: int, block_bytes: int) -> None:
+def _others(device: torch.device) -> str:
+    """A sentence on what other programs have of a GPU, where that is much."""
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    taken = total - free - torch.cuda.memory_reserved(device)
+    if taken < MUCH:
+        return ""
+    return f" Other programs have some {taken / GIB:.0f} of this GPU's {total / GIB:.0f} GiB (nvidia-smi lists them)."
+
+
+def require_one_request_fits(
+    num_blocks: int, block_size: int, max_model_len: int, block_bytes: int, device: torch.device
+) -> None:
     """Raises OutOfMemoryError naming the largest max_model_len that fits."""
     fits = num_blocks * block_size
     if fits < max_model_len:
@@ -79,7 +94,7 @@ def require_one_request_fits(num_blocks: int, block_size: int, max_model_len: in
                 if fits
                 else "Give the cache more memory "
             )
-            + "(--gpu-memory-utilization, --kv-cache-memory).",
+            + f"(--gpu-memory-utilization, --kv-cache-memory).{_others(device)}",
             param="max_model_len",
         )
 

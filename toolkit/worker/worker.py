@@ -149,9 +149,9 @@ class Worker:
             how = "all but the first bound to a core each" if bound else "not all bound: the system refused"
             logger.info("%d threads, %s", plan.count, how)
 
-    def close(self) -> None:
+    def close(self, *, lost: bool = False) -> None:
         """Gives up the model and the device's memory, and leaves the other ranks, if there are any, also those that are gone; there are
-        no more steps then.
+        no more steps then. `lost`: a step may be under way that does not end; its memory is left to the end of the process.
         """
         if self._meeting is not None:
             self._release()
@@ -164,7 +164,7 @@ class Worker:
         if self._meeting is not None:
             gc.collect()
             self._leave()
-        elif self._stream is not None:
+        if self._stream is not None and not lost:
             with self._perhaps_failed("given back"):
                 empty_cache()
 
@@ -363,9 +363,6 @@ class Worker:
 
             self._graph_shapes = graph_shapes(num_rows, budget, max_model_len)
 
-        taken = self.world.total(self._weight_bytes) if device.type == "cpu" else 0
-        sharing = self._beside or self.config.parallel.world_size
-        room = int(memory.available(device, taken) * memory.CPU_SHARE / sharing)
         if device.type == "cuda" and config.cache.num_gpu_blocks_override is None:
             with self._room_for_steps(device):
                 # What lies in the one block of cache does not matter.
@@ -373,6 +370,9 @@ class Worker:
                 room = self._room(device, loaded)
         else:
             loaded()
+            taken = self.world.total(self._weight_bytes) if device.type == "cpu" else 0
+            sharing = self._beside or self.config.parallel.world_size
+            room = int(memory.available(device, taken) * memory.CPU_SHARE / sharing)
         num_blocks, num_host_blocks = memory.cache_blocks(
             config.cache,
             room=max(0, room),
@@ -385,7 +385,7 @@ class Worker:
         if overridden and num_blocks * block_size < max_model_len:
             logger.warning("max_model_len is %d: all that the given blocks hold", num_blocks * block_size)
             max_model_len = num_blocks * block_size
-        memory.require_one_request_fits(num_blocks, block_size, max_model_len, per_block)
+        memory.require_one_request_fits(num_blocks, block_size, max_model_len, per_block, device)
         size, swap = memory.gib(num_blocks * per_block), memory.gib(num_host_blocks * per_block)
         advice = "lower --kv-cache-memory, --gpu-memory-utilization or --swap-space"
         with memory.room_for(f"a KV cache of {size} and {swap} of swap space", device, advice):
