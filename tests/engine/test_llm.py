@@ -14,7 +14,7 @@ import torch
 from tests import checkpoints
 from tests.checkpoints import EOS, VOCAB
 from toolkit import LLM, SamplingParams
-from toolkit.errors import ConfigError, EngineError, InvalidRequestError
+from toolkit.errors import ConfigError, EngineDeadError, InvalidRequestError
 
 TEXTS = ["a", "The sea is", "ünïcödé ☃", "x" * 60]
 
@@ -342,9 +342,13 @@ class TestAfterAnException:
 
     def test_an_engine_that_was_shut_down_says_so(self, checkpoint):
         llm = LLM(str(checkpoint("gpt2")), device="cpu", max_num_seqs=2)
+        stream = llm.stream([9, 9, 9], greedy(20))
+        next(stream)
         llm.shutdown()
-        with pytest.raises(EngineError, match="shut down"):
-            llm.generate("a")
+        for use in (lambda: llm.generate("a"), lambda: next(stream), lambda: list(llm.stream("a"))):
+            with pytest.raises(EngineDeadError, match=r"^The engine was shut down\.$"):
+                use()
+        llm.shutdown()
 
 
 def test_a_step_is_told_what_it_takes_at_least(checkpoint):

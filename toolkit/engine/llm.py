@@ -29,7 +29,7 @@ from toolkit.engine.pooling import (
 )
 from toolkit.engine.several_cores import SeveralCores
 from toolkit.engine.tokenizer import load_tokenizer
-from toolkit.errors import EngineError, InvalidRequestError
+from toolkit.errors import EngineDeadError, EngineError, InvalidRequestError
 from toolkit.executor import Executor, start_executor
 from toolkit.models.hub import locate, locate_tokenizer
 from toolkit.sampling.params import BeamSearchParams, SamplingParams
@@ -85,6 +85,7 @@ class LLM:
         self.config = config
         self.folder = folder
         self._core = core
+        self._over = False
         self.info = core.info
         tokenizer = config.model.tokenizer
         self.tokenizer = load_tokenizer(
@@ -269,11 +270,17 @@ class LLM:
         self._core.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Frees the model's memory; the object cannot be used again."""
+        """Frees the model's memory; the object cannot be used again. Streams that are not at their end raise EngineDeadError."""
+        self._over = True
         self._core.shutdown()
+
+    def _require_running(self) -> None:
+        if self._over:
+            raise EngineDeadError("The engine was shut down.")
 
     def _submit(self, request: EngineRequest, text: str | None, woken: deque[RequestState]) -> RequestState:
         """Takes a request in; it goes into `woken` when there is news of it."""
+        self._require_running()
         state = self._outputs.add(request, text)
         state.wake = lambda: woken.append(state)
         self._core.add(request)
@@ -303,6 +310,7 @@ class LLM:
             self._step(on_step)
 
     def _step(self, on_step: Callable[[EngineOutputs], None] | None) -> None:
+        self._require_running()
         try:
             message = self._core.step()[0]
         except BaseException:  # Ctrl-C, say: a step may have run in part, and the cache must not be trusted
@@ -318,7 +326,7 @@ class LLM:
         """Ends what is still running of some requests."""
         for id in ids:
             state = self._outputs.remove(id)
-            if state is not None:
+            if state is not None and not self._over:
                 self._core.abort(Abort(state.unfinished_numbers))
 
 
