@@ -15,6 +15,9 @@ from toolkit import LLM, SamplingParams, StructuredOutputsParams
 from toolkit.distributed import Group, kv_heads, parallel, rounded_up
 from toolkit.errors import CheckpointError, ConfigError, EngineError, WorkersLostError
 from toolkit.models.loader import build_model, load_config, load_weights
+from toolkit.worker import Report
+from toolkit.worker.info import WorkerInfo
+from toolkit.worker.worker import Worker
 
 SMALL = {"num_threads": 1, "num_gpu_blocks_override": 200, "block_size": 4, "max_num_seqs": 8}
 NEW_TOKENS = 20
@@ -195,6 +198,50 @@ def test_after_an_interrupt_or_an_error_in_a_step_no_other_is_run(shared_out, mo
     with pytest.raises(WorkersLostError, match=said):
         llm.generate([prompt], params, use_tqdm=False)
     llm.shutdown()  # and again at the end: the second does nothing
+
+
+class AsOnAGpu:
+    """Workers of a CPU that end as a GPU's do; how often its memory was given back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, started = 0, Worker.start
+
+        def start(worker: Worker, report: Report) -> WorkerInfo:
+            info = started(worker, report)
+            worker._stream = object()
+            self.after_start()
+            return info
+
+        def empty_cache() -> None:
+            self.count += 1
+
+        monkeypatch.setattr(Worker, "start", start)
+        monkeypatch.setattr("toolkit.worker.worker.empty_cache", empty_cache)
+
+    def after_start(self) -> None:
+        """Here nothing more."""
+
+
+def test_a_gpus_memory_is_given_back_unless_a_step_may_never_end_there(shared_out, monkeypatch):
+    """To give it back waits for what is under way."""
+    gpu = AsOnAGpu(monkeypatch)
+    shared_out("gpt2").shutdown()
+    assert gpu.count == 1
+
+    llm = shared_out("gpt2")
+    monkeypatch.setattr(llm._core.executor._worker, "execute", lambda step: 1 / 0)
+    with pytest.raises(WorkersLostError):
+        llm.generate([{"prompt_token_ids": [5]}], SamplingParams(max_tokens=3), use_tqdm=False)
+    llm.shutdown()
+    assert gpu.count == 1
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "after_start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        shared_out("gpt2")
+    assert gpu.count == 1
 
 
 def test_a_second_model_over_ranks_is_refused_in_words(shared_out):

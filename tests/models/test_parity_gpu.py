@@ -262,7 +262,7 @@ def test_the_memory_is_others_to_use_after_shutdown(checkpoint):
 
 
 @pytest.mark.alone
-def test_what_an_engine_that_is_gone_left_is_free_for_weights(checkpoint):
+def test_what_an_engine_that_is_gone_left_is_free_for_weights():
     """PyTorch keeps it for tensors to come."""
     gc.collect()
     torch.cuda.empty_cache()

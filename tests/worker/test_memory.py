@@ -95,6 +95,27 @@ def test_other_failures_stay_what_they_are():
         raise RuntimeError("shapes do not fit")
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_gives_a_gpus_memory_back_and_survives_one_that_has_failed(
+    checkpoint, monkeypatch, caplog, fails
+):
+    calls = []
+
+    def empty_cache() -> None:
+        calls.append(1)
+        if fails:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nMore of it.")
+
+    monkeypatch.setattr("toolkit.worker.worker.empty_cache", empty_cache)
+    llm = LLM(str(checkpoint("gpt2")), device="cpu", max_num_seqs=2)
+    llm._core.executor._worker._stream = object()  # as on a GPU
+    llm.shutdown()
+    llm.shutdown()
+    assert calls == [1]
+    said = ["the GPU's memory could not be given back: CUDA error: an illegal memory access was encountered"]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == said * fails
+
+
 def test_a_cache_that_there_is_no_room_for(checkpoint, monkeypatch):
     def full(*args, **kwargs):
         raise MemoryError

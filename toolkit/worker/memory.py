@@ -17,8 +17,8 @@ from toolkit.config.engine import MEMORY
 from toolkit.errors import OutOfMemoryError
 
 GIB = 2**30
-MUCH = 2 * GIB
-"""More than CUDA itself takes in a process."""
+MUCH, MUCH_OF_IT = 2 * GIB, 0.05
+"""Bytes, and of a GPU's: more than CUDA and NCCL take in a process."""
 CPU_SHARE = 0.4
 """Of the memory that is free on a CPU machine."""
 
@@ -75,7 +75,7 @@ def _others(device: torch.device) -> str:
         return ""
     free, total = torch.cuda.mem_get_info(device)
     taken = total - free - torch.cuda.memory_reserved(device)
-    if taken < MUCH:
+    if taken < max(MUCH, MUCH_OF_IT * total):
         return ""
     return f" Other programs have some {taken / GIB:.0f} of this GPU's {total / GIB:.0f} GiB (nvidia-smi lists them)."
 
