@@ -6,16 +6,13 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.api.conftest import Reference
 from tests.api.serving import Client, Server, until
-from tests.api.test_api_recovery import Answer, read
+from tests.api.test_api_recovery import Answer, read, streamed
 
 TOKENS = 96
-LONG = 240
-"""Of streams that are to be under way when something happens, on a busy machine as well."""
 PROMPTS = [f"Story number {i}: " for i in range(20)]
 BODIES = [{"prompt": p, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True} for p in PROMPTS]
 ENGINES = ("0", "1")
@@ -87,34 +84,16 @@ def test_requests_of_both_engines_are_listed_and_ended(server: Server) -> None:
 def test_streams_of_an_engine_that_is_killed_go_on_at_once_with_the_other(
     server: Server, reference: Reference
 ) -> None:
-    """They do not wait for the one that takes its place: that one is stopped before it can work."""
-    _, killed = before = server.cores
-
-    def newcomer() -> psutil.Process | None:
-        return next((core for core in server.cores if core not in before), None)
-
-    async def run() -> tuple[list[Answer], psutil.Process]:
-        answers = [Answer() for _ in BODIES]
-        bodies = [body | {"max_tokens": LONG} for body in BODIES]
-        tasks = [asyncio.create_task(read(server, b, a)) for b, a in zip(bodies, answers, strict=True)]
-        async with asyncio.timeout(60):
-            while not all(answer.text for answer in answers):
-                await asyncio.sleep(0.001)
-        assert not any(answer.finish_reason for answer in answers), "some had ended before"
-        killed.kill()
-        another = await asyncio.to_thread(until, newcomer)
-        another.suspend()
-        await asyncio.gather(*tasks)
-        return answers, another
-
-    answers, another = asyncio.run(run())
-    assert [a.text for a in answers] == [reference.text(p, LONG) for p in PROMPTS]
-    assert {(a.finish_reason, a.usage["completion_tokens"], a.error) for a in answers} == {
-        ("length", LONG, None)
-    }
-    assert server.http.get("/health").status_code == 200, "the other one is well"
-    assert "runs again" not in server.stderr
-    another.resume()
+    """They do not wait for the one that takes its place, which does not begin meanwhile."""
+    _, killed = server.cores
+    with server.holding("toolkit.engine.process"):
+        answers = asyncio.run(streamed(server, BODIES, killed.kill))
+        assert [a.text for a in answers] == [reference.text(p, TOKENS) for p in PROMPTS]
+        assert {(a.finish_reason, a.usage["completion_tokens"], a.error) for a in answers} == {
+            ("length", TOKENS, None)
+        }
+        assert server.http.get("/health").status_code == 200, "the other one is well"
+        assert "runs again" not in server.stderr
     until(lambda: "runs again" in server.stderr)
     assert server.stderr.count("SIGKILL") == 1, "the cause is told once"
     assert "Traceback" not in server.stderr
