@@ -26,9 +26,15 @@ START_TIMEOUT = 240.0
 WAIT = 90.0
 """Seconds after which something that should happen at once is taken never to happen: machines are busy."""
 INSIDE = Path(__file__).parent / "inside"
-"""What is on the path of a server's processes, so that tests have them in hand."""
+"""What is on the path of an engine's processes, so that tests have them in hand."""
 LASTING = httpx.Limits(keepalive_expiry=None)
 """A connection stays, however long nothing is asked over it: another might lead to another API worker."""
+
+
+def in_hand(folder: Path) -> dict[str, str]:
+    """The environment of processes that heed the files of a folder: see `inside`."""
+    path = os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, "IN_HAND": str(folder)}
 
 
 class Process:
@@ -80,9 +86,8 @@ class Server(Process):
     def __init__(self, *arguments: str, cwd: Path, port: int | None = 0, **environment: str) -> None:
         given = [] if port is None else ["--port", str(port)]
         self._in_hand = Path(tempfile.mkdtemp(dir=cwd, prefix="in-hand-"))
-        path = os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")]))
-        inside = {"PYTHONPATH": path, "IN_HAND": str(self._in_hand)}
-        super().__init__("serve", *arguments, "--num-threads", "1", *given, cwd=cwd, **inside | environment)
+        given += ["--num-threads", "1"]
+        super().__init__("serve", *arguments, *given, cwd=cwd, **in_hand(self._in_hand) | environment)
         try:
             self.url = self._await_card()
         except BaseException:

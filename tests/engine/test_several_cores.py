@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import checkpoints
-from tests.api.serving import until
+from tests.api.serving import in_hand, until
 from tests.checkpoints import VOCAB
 from toolkit import LLM, SamplingParams
 from toolkit.engine import core_client
@@ -29,7 +29,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    made = LLM(str(folder), data_parallel_size=2, pooling="mean", **SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in in_hand(folder).items():
+            patch.setenv(name, value)
+        made = LLM(str(folder), data_parallel_size=2, pooling="mean", **SMALL)
     yield made
     made.shutdown()
 
@@ -100,8 +103,9 @@ def test_what_idle_cores_say_of_themselves_is_not_kept(llm: LLM, monkeypatch: py
     assert llm._core._news.empty()
 
 
-def test_a_core_that_dies_ends_the_call_with_the_cause(llm: LLM) -> None:
+def test_a_core_that_dies_ends_the_call_with_the_cause(llm: LLM, folder: Path) -> None:
     """The last test: nothing runs behind it."""
+    (folder / "slow").touch()  # so that both are still under way, however late the cores are killed
     params = SamplingParams(max_tokens=150, ignore_eos=True)
     stream, left = (llm.stream({"prompt_token_ids": [3, 4]}, params) for _ in range(2))
     next(stream)

@@ -1,5 +1,6 @@
-"""What Python runs first in every process of a test's server (`serving.Server` puts this folder on its path): by files in
-the folder that IN_HAND names, a test has the engine take its time, fail, or not begin, for as long as it wants to look.
+"""What Python runs first in every process of an engine that a test has in hand (`serving.in_hand` puts this folder on
+its path): by files in the folder that IN_HAND names, a test has the engine take its time, fail, or not begin, for as
+long as it wants to look.
 """
 
 from __future__ import annotations
