@@ -69,7 +69,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         cwd=tmp_path_factory.mktemp("cwd"),
     )
     yield served
-    assert served.http.get("/health").status_code == 200
+    served.await_health()
     served.stop()
 
 
@@ -97,7 +97,7 @@ def base(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iter
         cwd=folder.parent,
     )
     yield served
-    assert served.http.get("/health").status_code == 200
+    served.await_health()
     served.stop()
 
 

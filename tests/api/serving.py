@@ -171,6 +171,10 @@ class Server(Process):
         gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         return all(self.metric(f"tk:{name}") == 0.0 for name in gauges)
 
+    def await_health(self) -> None:
+        """Soon, though not at once where its engine was put aside: it is well."""
+        until(lambda: self.http.get("/health").status_code == 200)
+
     def stop(self) -> None:
         if hasattr(self, "http"):
             self.http.close()
@@ -178,7 +182,9 @@ class Server(Process):
 
     def _await_card(self) -> str:
         def found() -> re.Match[str] | None:
-            assert self.popen.poll() is None, f"the server did not start:\n{self.stderr}"
+            if self.popen.poll() is not None:
+                self._reading.join(WAIT)
+                raise AssertionError(f"the server did not start:\n{self.stderr}")
             return re.search(
                 r"^curl (?:--unix-socket \S+ )?(https?://\S+)/v1/.*\n", self.stderr, re.MULTILINE
             )

@@ -34,7 +34,7 @@ def lenient(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         "--num-gpu-blocks-override", "1024", cwd=folder,
     )  # fmt: skip
     yield served
-    assert served.http.get("/health").status_code == 200
+    served.await_health()
     served.stop()
 
 

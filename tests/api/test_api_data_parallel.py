@@ -64,19 +64,22 @@ def test_prompts_that_begin_alike_go_to_the_same_engine(server: Server) -> None:
 
 
 def test_requests_of_both_engines_are_listed_and_ended(server: Server) -> None:
-    clients = [Client(server, ENDLESS, prompt=[i] * 20, headers={"X-Request-Id": f"r{i}"}) for i in range(2)]
-    until(lambda: all(client.events for client in clients))
-    if server.workers:  # they may not have heard of each other's yet
-        until(lambda: sum(of_engines(server, "num_requests_running")) == 2.0)
-    else:
-        until(lambda: of_engines(server, "num_requests_running") == [1.0, 1.0])
-    assert server.http.get("/load").json()["num_requests_running"] == 2
-    listed = server.http.get("/tk/requests").json()["requests"]
-    assert len(listed) == 2
-    for request in listed:
-        assert server.http.delete(f"/tk/requests/{request['id']}").json()["num_requests"] == 1
-    for client in clients:
-        assert '"finish_reason":"abort"' in "".join(client.finish().events).replace(" ", "")
+    with server.slowly():
+        clients = [
+            Client(server, ENDLESS, prompt=[i] * 20, headers={"X-Request-Id": f"r{i}"}) for i in range(2)
+        ]
+        until(lambda: all(client.events for client in clients))
+        if server.workers:  # they may not have heard of each other's yet
+            until(lambda: sum(of_engines(server, "num_requests_running")) == 2.0)
+        else:
+            until(lambda: of_engines(server, "num_requests_running") == [1.0, 1.0])
+        assert server.http.get("/load").json()["num_requests_running"] == 2
+        listed = server.http.get("/tk/requests").json()["requests"]
+        assert len(listed) == 2
+        for request in listed:
+            assert server.http.delete(f"/tk/requests/{request['id']}").json()["num_requests"] == 1
+        for client in clients:
+            assert '"finish_reason":"abort"' in "".join(client.finish().events).replace(" ", "")
     assert server.http.post("/reset_prefix_cache").status_code == 200
     until(server.is_idle)
 

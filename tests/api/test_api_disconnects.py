@@ -31,7 +31,7 @@ def server(
     flags = ["--served-model-name", "tiny", "--num-gpu-blocks-override", "4096", "--api-workers", "2"]
     two = Server(str(model), *flags, cwd=tmp_path_factory.mktemp("two"))
     yield two
-    assert two.http.get("/health").status_code == 200
+    two.await_health()
     two.stop()
 
 
@@ -100,8 +100,9 @@ def test_a_client_that_goes_before_anything_was_sent_leaves_nothing(server: Serv
 def test_a_client_that_does_not_read_holds_nobody_up(server: Server, reference: Reference) -> None:
     """Its socket's buffers fill; the others get their tokens, and in the end it can go."""
     body = ENDLESS | {"stream": True, "logprobs": 20}
-    slow = [send(server, "/v1/completions", body, SO_RCVBUF=4096) for _ in range(2)]
-    until(lambda: num_running(server) == 2)
+    with server.slowly():
+        slow = [send(server, "/v1/completions", body, SO_RCVBUF=4096) for _ in range(2)]
+        until(lambda: num_running(server) == 2)
     for prompt in ("a", "b", "c"):
         answer = server.http.post(
             "/v1/completions",

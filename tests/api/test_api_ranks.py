@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.api.conftest import Reference
-from tests.api.serving import Server, command, gone, until
+from tests.api.serving import WAIT, Server, command, gone, until
 from tests.api.test_api_recovery import Answer, streamed
 
 TOKENS = 160
@@ -79,6 +79,7 @@ def test_nothing_is_left_of_a_server_that_is_killed(server: Server) -> None:
     everything = [*psutil.Process(server.pid).children(recursive=True)]
     assert any("toolkit.executor.rank" in command(process) for process in everything)
     server.signal(signal.SIGKILL)
+    server.popen.wait(WAIT)
     until(lambda: all(gone(process) for process in everything))
 
 
@@ -90,6 +91,7 @@ def test_even_what_is_stopped_ends_with_the_server(server: Server, module: str) 
         if module in command(process):
             process.suspend()
     server.signal(signal.SIGKILL)
+    server.popen.wait(WAIT)
     until(lambda: all(gone(process) for process in everything))
 
 

@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.api.serving import WAIT, Client, Process, Server, gone, put_under_load, until
+from tests.api.serving import WAIT, Client, Process, Server, gone, in_hand, put_under_load, until
 
 LONG = 300
 """Tokens of an answer that takes half a minute as long as the server runs slowly."""
@@ -92,14 +92,16 @@ def test_after_the_time_for_it_what_runs_ends_with_an_error(
 def test_a_signal_during_start_up_ends_all_processes(
     bare_model: Path, tmp_path: Path, num_workers: int, num_children: int
 ) -> None:
-    process = Process(
-        "serve", str(bare_model), "--port", "0", "--api-workers", str(num_workers), cwd=tmp_path
-    )
+    (held := tmp_path / "held").mkdir()
+    (held / "toolkit.engine.process").touch()  # so that it still starts when the signal comes
+    flags = ("--port", "0", "--api-workers", str(num_workers))
+    process = Process("serve", str(bare_model), *flags, cwd=tmp_path, **in_hand(held))
     try:
         find = psutil.Process(process.popen.pid).children
         until(lambda: len(find()) == num_children)
         children = find()
         process.popen.send_signal(signal.SIGTERM)
+        (held / "toolkit.engine.process").unlink()
         process.wait()
         assert all(gone(child) for child in children)
         assert "Traceback" not in process.stderr

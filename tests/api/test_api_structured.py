@@ -81,7 +81,7 @@ def served(folder: Path) -> Iterator[Server]:
         cwd=folder.parent,
     )  # fmt: skip
     yield server
-    assert server.http.get("/health").status_code == 200
+    server.await_health()
     server.stop()
 
 

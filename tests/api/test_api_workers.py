@@ -30,7 +30,7 @@ def several(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         str(model), "--served-model-name", "tiny", "--api-workers", str(NUM_WORKERS), cwd=cwd, TK_API_KEY=KEY
     )
     yield served
-    assert served.http.get("/health").status_code == 200
+    served.await_health()
     served.stop()
 
 

@@ -68,6 +68,8 @@ class PtyProgram:
     def exit_code(self) -> int:
         """When it has ended by itself."""
         self.wait(lambda: self.process.poll() is not None)
+        while select.select([self.master], [], [], 0)[0]:
+            self.read(0)
         return self.process.returncode
 
     @property

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import threading
 
 import orjson
 import pytest
@@ -23,8 +24,18 @@ def kept(session):
 
 
 async def test_an_answer_goes_to_stdout_and_its_numbers_to_stderr(server, connect, screen):
-    server.pieces.insert(1, 0.05)
-    await connect(temperature=0.5, top_p=0.9, max_tokens=9, seed=7).handle("Hi")
+    begun = threading.Event()
+    server.pieces.insert(1, begun)
+    server.pieces.insert(2, 0.05)
+
+    async def until_begun() -> None:
+        while not screen.answers:
+            await asyncio.sleep(0.01)
+        begun.set()
+
+    await asyncio.gather(
+        connect(temperature=0.5, top_p=0.9, max_tokens=9, seed=7).handle("Hi"), until_begun()
+    )
     assert screen.answers == "Hello, wörld.\n"
     assert re.search(
         r"TTFT \d+\.\d\d s · [\d,.]+ tok/s · in 5 \(3 cached\) · out 42 · context 47/100 \(47%\)", screen.talk

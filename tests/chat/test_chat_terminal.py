@@ -80,6 +80,7 @@ def test_ctrl_c_stops_the_answer_and_a_second_one_leaves(server, start):
     chat.type(CTRL_C)
     assert server.disconnected.wait(90)
     chat.wait("stopped")
+    chat.wait(PLACEHOLDER)
     chat.type(CTRL_C)
     chat.wait(lambda: chat.process.poll() is not None or "again leaves" in chat.text)
     while chat.process.poll() is None:  # a slow machine: more than a second lay between them

@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
-from tests.api.serving import Server
+from tests.api.serving import WAIT, Server
 from tests.checkpoints import edit_json
 from tests.hub import Hub
 from toolkit.demo import MODEL_DIR
@@ -198,7 +198,8 @@ def test_it_serves_until_it_is_told_to_end(line: str, folder: Path):
     environment = dict(word.split("=", 1) for word in words[:begin])
     server = Server(*words[begin + 2 :], cwd=folder, **environment)
     try:
-        card = httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer a-key"}, verify=False)
+        key = {"Authorization": "Bearer a-key"}
+        card = httpx.get(f"{server.url}/v1/models", headers=key, verify=False, timeout=WAIT)
         [told] = card.raise_for_status().json()["data"]
         assert (told["id"], told["max_model_len"]) in {("gpt2", 512), ("./model", 1024)}
         server.signal(signal.SIGTERM)

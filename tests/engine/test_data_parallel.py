@@ -141,9 +141,14 @@ async def test_what_moved_to_another_core_is_no_prompt_to_compute_for_ever(scrip
     assert len(numbers(moved)) > 1, "what is left of an answer does not keep others away"
 
 
-async def test_a_core_that_fails_its_requests_is_passed_over(scripted: Pair) -> None:
+async def test_a_core_that_fails_its_requests_is_passed_over(
+    scripted: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would look idle, and get all of them."""
     llm, first, second = scripted
+    monkeypatch.setattr(
+        replica, "HUNG", 1e9
+    )  # or it would be trusted again, where the loop below takes as long
     for i in range(20):
         stream = llm.begin(request(str(i), prompt=[i] * 20))
         if stream.request.number in numbers(first):
@@ -266,7 +271,7 @@ async def test_each_engine_has_a_throughput_of_its_own(scripted: Pair) -> None:
         ("computed_tokens", computed),
         ("generation_tokens", generated),
     ):
-        assert told(name) == pytest.approx([total / 4, total * 3 / 4], rel=0.1), "asked at almost one time"
+        assert told(name) == pytest.approx([total / 4, total * 3 / 4])
         assert sum(told(name)) == pytest.approx(total)
 
 

@@ -92,9 +92,8 @@ class Throughput:
         counts[1] += num_computed
         counts[2] += num_generated
 
-    def take(self) -> tuple[float, float, float]:
+    def take(self, now: float) -> tuple[float, float, float]:
         """(steps, tokens computed, tokens generated) in a second, since this was last asked."""
-        now = time.monotonic()
         steps, computed, generated = (count / (now - self._since) for count in self._counts)
         self._since, self._counts = now, [0, 0, 0]
         return steps, computed, generated
@@ -250,9 +249,9 @@ class Metrics:
 
     def observe_throughput(self) -> tuple[float, float, float]:
         """Sets each engine's gauges; (steps, tokens computed, tokens generated) in a second, of all together."""
-        total = (0.0, 0.0, 0.0)
+        now, total = time.monotonic(), (0.0, 0.0, 0.0)
         for one in self.engines.values():
-            steps, computed, generated = one.throughput.take()
+            steps, computed, generated = one.throughput.take(now)
             one.iterations_per_second.set(steps)
             one.computed_tokens_per_second.set(computed)
             one.generation_tokens_per_second.set(generated)
