@@ -146,9 +146,8 @@ async def test_a_core_that_fails_its_requests_is_passed_over(
 ) -> None:
     """It would look idle, and get all of them."""
     llm, first, second = scripted
-    monkeypatch.setattr(
-        replica, "HUNG", 1e9
-    )  # or it would be trusted again, where the loop below takes as long
+    # Else it is trusted again after five seconds, which the loop below may take on a busy machine.
+    monkeypatch.setattr(replica, "HUNG", 1e9)
     for i in range(20):
         stream = llm.begin(request(str(i), prompt=[i] * 20))
         if stream.request.number in numbers(first):

@@ -93,7 +93,7 @@ class Throughput:
         counts[2] += num_generated
 
     def take(self, now: float) -> tuple[float, float, float]:
-        """(steps, tokens computed, tokens generated) in a second, since this was last asked."""
+        """(steps, tokens computed, tokens generated) in a second, from when this was last asked until `now`, on the monotonic clock."""
         steps, computed, generated = (count / (now - self._since) for count in self._counts)
         self._since, self._counts = now, [0, 0, 0]
         return steps, computed, generated
