@@ -25,12 +25,11 @@ test-gpu:
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy toolkit
-	$(BIN)/mypy kernels
+	$(BIN)/python -m tools.typecheck
 
 # man/ and completions/, from the table of settings and the tree of commands
 docs: $(VENV)/.dev
-	$(BIN)/python -m toolkit.docs
+	$(BIN)/python -m tools.docs
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

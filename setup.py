@@ -22,7 +22,14 @@ LIBRARY = "_kernels.so"
 """Loaded through ctypes: it knows nothing of Python, and one fits every version."""
 PLAIN = ["machine.cpp", "threads.cpp"]
 """Compiled once, for any machine."""
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno"]
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+]
 WARNINGS = [
     "-Wall",
     "-Wextra",
@@ -82,7 +89,9 @@ class BuildKernels(build_ext):
 
         with ThreadPoolExecutor() as threads:
             objects = [name for names in threads.map(compile_one, jobs) for name in names]
-        self.compiler.link_shared_object(objects, target, extra_postargs=LINK_FLAGS, target_lang="c++")
+        self.compiler.link_shared_object(
+            objects, target, extra_postargs=LINK_FLAGS, target_lang="c++"
+        )
 
 
 class Wheel(bdist_wheel):
@@ -96,7 +105,10 @@ if __name__ == "__main__":
     kernels = Extension(
         "toolkit.kernels.cpu._kernels",
         sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / FOLDER).glob("*.cpp")),
-        depends=[__file__, *sorted(str(path.relative_to(ROOT)) for path in (ROOT / FOLDER).glob("*.h"))],
+        depends=[
+            __file__,
+            *sorted(str(path.relative_to(ROOT)) for path in (ROOT / FOLDER).glob("*.h")),
+        ],
         language="c++",
         optional=True,
     )

@@ -135,9 +135,13 @@ def _fastest(found: Mapping[bytes, Product], x: Tensor, weight: Tensor, out: Ten
     """An algorithm, or b"" for PyTorch's choice."""
     products = {b"": _pytorchs, **found}
     _seconds(_pytorchs, LOOK, x, weight, out)  # the first ones find the GPU as the others do
-    glances = {name: _seconds(product, GLANCE, x, weight, out) for name, product in products.items()}
+    glances = {
+        name: _seconds(product, GLANCE, x, weight, out) for name, product in products.items()
+    }
     near = [name for name in products if not name or glances[name] < NEAR * min(glances.values())]
-    rounds = [[_seconds(products[name], LOOK, x, weight, out) for name in near] for _ in range(ROUNDS)]
+    rounds = [
+        [_seconds(products[name], LOOK, x, weight, out) for name in near] for _ in range(ROUNDS)
+    ]
     seconds = dict(zip(near, map(median, zip(*rounds, strict=True)), strict=True))
     seconds[b""] *= CLEARLY
     return min(near, key=seconds.__getitem__)
@@ -174,7 +178,15 @@ class _Kept:
     def __init__(self, x: Tensor, weight: Tensor) -> None:
         from triton.runtime.cache import get_cache_manager
 
-        what = (__name__, PROCEDURE, _device_name(x), _version(), str(x.dtype), *x.shape, len(weight))
+        what = (
+            __name__,
+            PROCEDURE,
+            _device_name(x),
+            _version(),
+            str(x.dtype),
+            *x.shape,
+            len(weight),
+        )
         self._open = partial(get_cache_manager, hashlib.sha256(repr(what).encode()).hexdigest())
 
     def read(self) -> bytes | None:
@@ -244,9 +256,18 @@ class _Plan:
         (num_tokens, size), num_out = x.shape, len(weight)
         self._handle = _handle(x.device)
         operation = _made(library.cublasLtMatmulDescCreate, COMPUTE_FLOAT32, FLOAT32)
-        _set(library.cublasLtMatmulDescSetAttribute, operation, TRANSPOSE_A, ctypes.c_int32(TRANSPOSED))
+        _set(
+            library.cublasLtMatmulDescSetAttribute,
+            operation,
+            TRANSPOSE_A,
+            ctypes.c_int32(TRANSPOSED),
+        )
         a, b, c = (
-            _made(library.cublasLtMatrixLayoutCreate, kind, *map(ctypes.c_uint64, (rows, columns, rows)))
+            _made(
+                library.cublasLtMatrixLayoutCreate,
+                kind,
+                *map(ctypes.c_uint64, (rows, columns, rows)),
+            )
             for rows, columns in ((size, num_out), (size, num_tokens), (num_out, num_tokens))
         )
         self._product = operation, a, b, c
@@ -261,13 +282,19 @@ class _Plan:
             self._handle, operation, a, b, c, c, asked, CANDIDATES, named, ctypes.byref(count)
         )
         _check(library.cublasLtMatmulPreferenceDestroy(asked))
-        return [] if status else [bytes(one.algorithm) for one in named[: count.value] if one.status == 0]
+        return (
+            []
+            if status
+            else [bytes(one.algorithm) for one in named[: count.value] if one.status == 0]
+        )
 
     def multiply(self, algorithm: bytes, x: Tensor, weight: Tensor, out: Tensor) -> None:
         """out = x Wᵀ, on the current stream. Raises RuntimeError where the algorithm does not fit."""
         operation, a, b, c = self._product
         one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
-        x_at, weight_at, out_at = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, weight, out))
+        x_at, weight_at, out_at = (
+            ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, weight, out)
+        )
         stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
         _check(
             _library().cublasLtMatmul(

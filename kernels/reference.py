@@ -93,7 +93,9 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
-def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual) of rows `[num_tokens, size]`; the sum is rounded to x's dtype first."""
     total = x if residual is None else x + residual
     wide = total.float()
@@ -108,7 +110,10 @@ def add_layer_norm(
     total = x if residual is None else x + residual
     wide = total.float()
     wide = wide - wide.mean(-1, keepdim=True)
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float() + bias.float()
+    normed = (
+        wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+        + bias.float()
+    )
     return normed.to(x.dtype), total
 
 
@@ -172,7 +177,11 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, gated: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    gated: bool = False,
 ) -> Tensor:
     """act(x Wᵀ + b), or act(gate) * up where the rows of W are those of gate, then those of up; in fp32."""
     y = F.linear(x.float(), weight.float(), bias.float() if bias is not None else None)
@@ -188,7 +197,9 @@ def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """(rows in FP8, fp32 scales `[rows, 1]`) of `[rows, size]`: row ~ FP8 * scale, each row's greatest at FP8_MAX."""
     x = x.float()
     greatest = x.abs().amax(-1, keepdim=True).clamp(min=FP8_MIN_GREATEST)
-    most = torch.full_like(greatest, FP8_MAX)  # dividing by a number, or a number, PyTorch would round twice
+    most = torch.full_like(
+        greatest, FP8_MAX
+    )  # dividing by a number, or a number, PyTorch would round twice
     return rounded(x * (most / greatest), FP8), greatest / most
 
 
@@ -260,7 +271,13 @@ def sample(
 
 
 def choose(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    position: int,
 ) -> int:
     """A token for one row of logits `[vocab]`, in fp64; -1 where they are not finite.
 

@@ -43,9 +43,15 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         },
     ),
     "llama2-mha": ("Llama", _LLAMA | {"num_key_value_heads": 4}),
-    "llama3-gqa": ("Llama", _LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+    "llama3-gqa": (
+        "Llama",
+        _LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    ),
     "llama-mqa-tied": ("Llama", _LLAMA | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "llama-biases-head-dim": ("Llama", _LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    "llama-biases-head-dim": (
+        "Llama",
+        _LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    ),
     "llama-rope-linear": (
         "Llama",
         _LLAMA | {"rope_parameters": _ROPE | {"rope_type": "linear", "factor": 4.0}},
@@ -59,7 +65,11 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         _LLAMA
         | {
             "rope_parameters": _ROPE
-            | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": POSITIONS // 4}
+            | {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": POSITIONS // 4,
+            }
         },
     ),
     "llama-rope-longrope": (
@@ -78,7 +88,8 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     ),
     "llama-rope-proportional": (
         "Llama",
-        _LLAMA | {"rope_parameters": _ROPE | {"rope_type": "proportional", "partial_rotary_factor": 0.5}},
+        _LLAMA
+        | {"rope_parameters": _ROPE | {"rope_type": "proportional", "partial_rotary_factor": 0.5}},
     ),
     "llama31-rope": (
         "Llama",
@@ -132,7 +143,9 @@ def make_reference(name: str, seed: int = 0) -> torch.nn.Module:
     return model
 
 
-def save(model: torch.nn.Module, folder: Path, *, tokenizer: bool = True, **options: object) -> Path:
+def save(
+    model: torch.nn.Module, folder: Path, *, tokenizer: bool = True, **options: object
+) -> Path:
     """Writes the checkpoint as Transformers does, with a byte tokenizer and a chat template."""
     model.save_pretrained(folder, **options)
     if tokenizer:

@@ -19,5 +19,6 @@ def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
         chosen.append(max(every, key=lambda combination: len(missing & pairs(combination))))
         missing -= pairs(chosen[-1])
     return [
-        tuple(values[i] for values, i in zip(parameters, combination, strict=True)) for combination in chosen
+        tuple(values[i] for values, i in zip(parameters, combination, strict=True))
+        for combination in chosen
     ]

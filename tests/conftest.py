@@ -28,7 +28,11 @@ from hypothesis import HealthCheck, settings
 
 # The same examples in every run, however slowly they are made up: a failure is the change's, not the machine's or the day's.
 settings.register_profile(
-    "suite", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "suite",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("suite")
 
@@ -55,7 +59,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
     def folder(name: str) -> Path:
         if name not in made:
-            made[name] = checkpoints.save(checkpoints.make_reference(name), tmp_path_factory.mktemp(name))
+            made[name] = checkpoints.save(
+                checkpoints.make_reference(name), tmp_path_factory.mktemp(name)
+            )
         return made[name]
 
     return folder
@@ -64,7 +70,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 @pytest.fixture
 def unused_tcp_port() -> int:
     """A port that nobody listens on, and that the system gives to nobody who asks for any while a test relies on that."""
-    from tests.api.serving import free_port
+    from tests.server import free_port
 
     return free_port()
 

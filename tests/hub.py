@@ -46,7 +46,11 @@ class Hub:
 
     def add(self, name: str, folder: Path, revision: str = "main", **more: bytes) -> None:
         files = {path.name: path.read_bytes() for path in folder.iterdir()}
-        files |= {"README.md": b"# A model", ".gitattributes": b"", "onnx/model.onnx": b"not for us"}
+        files |= {
+            "README.md": b"# A model",
+            ".gitattributes": b"",
+            "onnx/model.onnx": b"not for us",
+        }
         self.repos.setdefault(name, {})[revision] = files | more
 
     def asked_for(self, word: str) -> list[str]:
@@ -62,7 +66,9 @@ class Hub:
         is_api = parts[0] == "api"
         rest = parts[2:] if is_api else parts
         name = rest[0] if rest and rest[0] in self.repos else "/".join(rest[:2])
-        rest = rest[name.count("/") + 1 :]  # such as resolve/main/config.json, revision/main, tree/main
+        rest = rest[
+            name.count("/") + 1 :
+        ]  # such as resolve/main/config.json, revision/main, tree/main
         revision = rest[1] if len(rest) > 1 else "main"
         repo = self.repos.get(name)
         if repo is None or (name in self.private and token != f"Bearer {self.private[name]}"):
@@ -92,7 +98,9 @@ class Hub:
             return self.reply(request, 410, {}, b"")
         content = files.get("/".join(rest[2:]))
         if content is None:
-            return self.reply(request, 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}, b"")
+            return self.reply(
+                request, 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}, b""
+            )
         headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": commit}
         return self.send(request, path, headers, content)
 
@@ -108,7 +116,9 @@ class Hub:
         headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
         return self.reply(request, 206, headers, content[first : last + 1])
 
-    def reply(self, request: BaseHTTPRequestHandler, code: int, headers: dict[str, str], body: bytes) -> None:
+    def reply(
+        self, request: BaseHTTPRequestHandler, code: int, headers: dict[str, str], body: bytes
+    ) -> None:
         request.send_response(code)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             request.send_header(name, value)

@@ -1,125 +1,194 @@
-"""The arrows between the rooms point one way, as ARCHITECTURE.md draws them."""
+"""Imports between packages point one way, and no modules import each other."""
 
 from __future__ import annotations
 
 import ast
+from graphlib import CycleError, TopologicalSorter
+from itertools import permutations
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1] / "toolkit"
+import pytest
 
-ROOMS = {
+ROOT = Path(__file__).parents[1]
+FOLDERS = {"toolkit": "toolkit", "kernels": "toolkit.kernels", "tools": "tools"}
+"""Folders of the checkout, and the packages that they are installed or run as."""
+
+LEAVES = {"config", "errors", "logs", "metrics", "units", "version"}
+"""Packages that every other one may import. `sampling.params` is one, too."""
+
+ARROWS = {
+    "version": set(),
     "errors": set(),
+    "units": set(),
     "logs": set(),
-    "pooling": set(),
-    "parent": set(),
-    "cgroup": set(),
-    "capture": set(),
-    "cores": set(),
     "config": set(),
     "metrics": set(),
     "demo": set(),
-    "scheduler": {"sampling"},
+    "kernels": set(),
+    "hardware": set(),
+    "client": set(),
+    "text": set(),
     "sampling": {"kernels"},
+    "scheduler": {"sampling"},
     "attention": {"kernels"},
-    "quantization": {"kernels"},
-    "distributed": {"kernels", "capture"},
-    "layers": {"attention", "quantization", "kernels", "distributed"},
-    "models": {"layers", "attention", "quantization", "demo", "distributed", "kernels"},
+    "distributed": {"hardware", "kernels"},
+    "weights": {"distributed", "kernels"},
+    "layers": {"attention", "distributed", "kernels", "weights"},
+    "models": {"attention", "demo", "distributed", "kernels", "layers", "weights"},
+    "pooling": {"models", "scheduler", "weights"},
     "worker": {
-        "capture",
-        "parent",
-        "cores",
-        "models",
-        "layers",
         "attention",
-        "quantization",
-        "sampling",
-        "scheduler",
-        "kernels",
         "distributed",
-    },
-    "executor": {"parent", "cores", "worker", "models", "scheduler", "sampling", "distributed"},
-    "engine": {"parent", "inventory", "executor", "scheduler", "worker", "models", "sampling"},
-    "api": {"engine", "sampling", "worker"},
-    "bench": {
-        "engine",
-        "executor",
-        "worker",
-        "models",
-        "attention",
-        "scheduler",
-        "sampling",
-        "demo",
+        "hardware",
         "kernels",
-        "capture",
+        "layers",
+        "models",
+        "pooling",
+        "sampling",
+        "scheduler",
+        "weights",
     },
-    "chat": {"bench"},
-    "top": {"bench"},
-    "inventory": {"models", "demo"},
-    "doctor": {"inventory", "cli", "kernels", "cores"},
-    "cli": {"api", "engine", "bench", "chat", "top", "sampling", "models", "inventory", "doctor"},
-    "docs": {"cli", "api", "worker"},
+    "executor": {"distributed", "hardware", "models", "sampling", "scheduler", "worker"},
+    "engine": {
+        "executor",
+        "hardware",
+        "models",
+        "pooling",
+        "sampling",
+        "scheduler",
+        "text",
+        "worker",
+    },
+    "api": {"engine", "sampling", "text"},
+    "serving": {"api", "engine", "text", "worker"},
+    "inventory": {"demo", "hardware", "models", "pooling"},
+    "doctor": {"hardware", "inventory", "kernels"},
+    "bench": {"client", "engine", "sampling"},
+    "chat": {"client"},
+    "top": {"client"},
+    "cli": {
+        "bench",
+        "chat",
+        "doctor",
+        "engine",
+        "inventory",
+        "models",
+        "sampling",
+        "serving",
+        "top",
+    },
+    "__init__": {"engine", "sampling"},
+    "__main__": {"cli"},
 }
-"""What each room may import of ours, besides what everybody may: config, errors, logs, metrics, pooling."""
+"""What each package may import, besides the leaves."""
 
-EVERYBODY = {"config", "errors", "logs", "metrics", "pooling", "cgroup"}
-LIGHT = {"cgroup", "cores", "config", "pooling", "cli", "errors", "scheduler", "demo", "inventory"}
+LIGHT = {"hardware", "config", "cli", "errors", "scheduler", "demo", "inventory", "client", "logs"}
+"""Packages that do not import what takes long, at the top of their modules."""
 HEAVY = {"torch", "transformers", "textual", "fastapi", "aiohttp", "uvicorn", "tokenizers"}
+TORCH = {"hardware/graph_capture.py", "hardware/memory.py"}
+"""Modules of light packages that are about PyTorch's memory and graphs."""
 
 
-def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
-    """Dotted names that a file imports, leaving out what is only for type checkers."""
-    tree = ast.parse(path.read_text())
-    nodes = tree.body if top_level_only else list(ast.walk(tree))
-    skipped = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    found = set()
-    for node in nodes:
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+def modules() -> dict[str, Path]:
+    """Every module by its dotted name."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
     return found
 
 
-def room_files():
-    return [
-        (path.relative_to(ROOT).parts[0].removesuffix(".py"), path)
-        for path in sorted(ROOT.rglob("*.py"))
-        if path.relative_to(ROOT).parts[0] not in ("__init__.py", "__main__.py")
-    ]
+MODULES = modules()
 
 
-def test_every_room_is_known_and_imports_only_what_it_may():
+def imports(name: str, *, top_level_only: bool = False) -> set[str]:
+    """Dotted names that a module imports, also those for type checkers alone."""
+    tree = ast.parse(MODULES[name].read_text())
+    package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                above = ".".join(parts[: len(parts) - node.level + 1])
+                base = f"{above}.{base}" if base else above
+            found |= {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def imported_modules(name: str) -> set[str]:
+    """The project's own modules among them."""
+    found = set()
+    for imported in imports(name):
+        while imported and imported not in MODULES:
+            imported = imported.rpartition(".")[0]
+        found.add(imported)
+    return found - {name, ""}
+
+
+def package_of(name: str) -> str:
+    """The package of one of toolkit's modules: `toolkit.top.app` is in `top`."""
+    return name.split(".")[1] if "." in name else "__init__"
+
+
+def own_modules() -> list[str]:
+    """The modules that are shipped."""
+    return [name for name in MODULES if name.split(".")[0] == "toolkit"]
+
+
+def test_every_package_imports_only_what_it_may():
     wrong = []
-    for room, path in room_files():
-        allowed = ROOMS[room] | EVERYBODY | {room}
-        for name in imports(path):
-            parts = name.split(".")
-            # `sampling.params` may be imported from anywhere, and `toolkit` itself has the version.
-            if (
-                parts[0] != "toolkit"
-                or parts[1] == "__version__"
-                or name.startswith("toolkit.sampling.params")
-            ):
-                continue
-            if parts[1] not in allowed:
-                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    for name in own_modules():
+        allowed = ARROWS[package_of(name)] | LEAVES | {package_of(name)}
+        wrong += [
+            f"{name} imports {one}"
+            for one in imported_modules(name)
+            if one != "toolkit.sampling.params"
+            and (one.startswith("tools") or package_of(one) not in allowed)
+        ]
     assert not wrong
 
 
-def test_the_scheduler_has_no_torch_and_light_rooms_import_nothing_heavy_at_the_top():
+def test_no_two_packages_import_each_other():
+    assert not [
+        (one, other)
+        for one, other in permutations(ARROWS, 2)
+        if other in ARROWS[one] and one in ARROWS[other]
+    ]
+    TopologicalSorter(ARROWS).prepare()
+
+
+def test_every_arrow_is_needed():
+    used = {package: set() for package in ARROWS}
+    for name in own_modules():
+        used[package_of(name)] |= {package_of(one) for one in imported_modules(name)}
+    assert not {
+        package: ARROWS[package] - found
+        for package, found in used.items()
+        if ARROWS[package] - found
+    }
+
+
+def test_no_modules_import_each_other():
+    graph = {name: imported_modules(name) for name in MODULES}
+    # The package itself imports the engine when somebody asks for it; below it, nothing imports it.
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle: {' -> '.join(error.args[1])}")
+
+
+def test_light_packages_import_nothing_heavy_at_the_top():
     wrong = [
-        f"{path.relative_to(ROOT)} imports {name}"
-        for room, path in room_files()
-        if room in LIGHT
-        for name in imports(path, top_level_only=room != "scheduler")
-        if name.split(".")[0] in HEAVY
+        f"{name} imports {one}"
+        for name in own_modules()
+        if package_of(name) in LIGHT
+        and str(MODULES[name].relative_to(ROOT / "toolkit")) not in TORCH
+        for one in imports(name, top_level_only=package_of(name) != "scheduler")
+        if one.split(".")[0] in HEAVY
     ]
     assert not wrong

@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from toolkit.version import __version__
+
 __all__ = [
     "LLM",
     "AsyncLLM",
@@ -25,7 +26,7 @@ _HOME = {
     "EngineConfig": "toolkit.config",
     "RequestOutput": "toolkit.engine.outputs",
     "SamplingParams": "toolkit.sampling.params",
-    "StructuredOutputsParams": "toolkit.sampling.structured",
+    "StructuredOutputsParams": "toolkit.sampling.structured_outputs",
     "ToolkitError": "toolkit.errors",
 }
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from toolkit.engine.outputs import RequestOutput
     from toolkit.errors import ToolkitError
     from toolkit.sampling.params import BeamSearchParams, SamplingParams
-    from toolkit.sampling.structured import StructuredOutputsParams
+    from toolkit.sampling.structured_outputs import StructuredOutputsParams
 
 
 def __getattr__(name: str) -> Any:

@@ -30,7 +30,7 @@ def shows_tracebacks() -> bool:
 
 def keep_traceback(error: BaseException) -> str:
     """Writes an error's traceback into the file; a sentence that says where it is to be found."""
-    from toolkit import __version__
+    from toolkit.version import __version__
 
     path = error_log()
     when = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -60,11 +60,15 @@ class LogStyle(msgspec.Struct, frozen=True):
     def apply(self) -> None:
         """Makes it this process' log, on stderr."""
         handler = logging.StreamHandler()
-        handler.setFormatter(_JSON() if self.json else _Text("%(asctime)s %(levelname)s %(message)s"))
+        handler.setFormatter(
+            _JSON() if self.json else _Text("%(asctime)s %(levelname)s %(message)s")
+        )
         logging.basicConfig(level=self.level.upper(), handlers=[handler])
 
 
-_CONTROLS = {code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+_CONTROLS = {
+    code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)
+}
 """What begins a line or speaks to a terminal, as it is written in a program."""
 
 

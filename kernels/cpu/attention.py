@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
+
 from toolkit.kernels.cpu.library import FLOAT, POINTER, SIZE, Kernel
 
 MOST_HEAD_SIZE = 256
@@ -19,7 +20,10 @@ class _Layer(ctypes.Structure):
 
     _fields_ = [  # ctypes wants a list
         *((name, POINTER) for name in ("k_cache", "v_cache", "cos_sin", "q_weight", "k_weight")),
-        *((name, SIZE) for name in ("half", "num_heads", "num_kv_heads", "head_size", "block_size")),
+        *(
+            (name, SIZE)
+            for name in ("half", "num_heads", "num_kv_heads", "head_size", "block_size")
+        ),
         ("sliding_window", SIZE),
         ("is_bf16", SIZE),
         *((name, FLOAT) for name in ("scale", "soft_cap", "eps")),
@@ -28,7 +32,10 @@ class _Layer(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = [
-        *((name, POINTER) for name in ("positions", "slot_mapping", "query_start_loc", "seq_lens", "rows")),
+        *(
+            (name, POINTER)
+            for name in ("positions", "slot_mapping", "query_start_loc", "seq_lens", "rows")
+        ),
         ("block_table", POINTER),
         *((name, SIZE) for name in ("max_blocks", "num_reqs", "num_tokens")),
     ]
@@ -59,11 +66,20 @@ class Step:
             )
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError("a step's tensors are contiguous")
-        if (len(positions), len(query_start_loc), len(rows)) != (self.num_tokens, num_reqs + 1, num_reqs):
-            raise ValueError(f"a step's lengths do not agree: {[len(tensor) for tensor in tensors]}")
+        if (len(positions), len(query_start_loc), len(rows)) != (
+            self.num_tokens,
+            num_reqs + 1,
+            num_reqs,
+        ):
+            raise ValueError(
+                f"a step's lengths do not agree: {[len(tensor) for tensor in tensors]}"
+            )
         self._tensors = tensors  # the structure has no more than their addresses
         self._step = _Step(
-            *(tensor.data_ptr() for tensor in tensors), block_table.shape[1], num_reqs, self.num_tokens
+            *(tensor.data_ptr() for tensor in tensors),
+            block_table.shape[1],
+            num_reqs,
+            self.num_tokens,
         )
         self.address = ctypes.addressof(self._step)
 
@@ -90,7 +106,9 @@ class Layer:
         eps: float = 0.0,
     ) -> None:
         _, block_size, num_kv_heads, head_size = k_cache.shape
-        given = [part for part in (k_cache, v_cache, cos_sin, q_weight, k_weight) if part is not None]
+        given = [
+            part for part in (k_cache, v_cache, cos_sin, q_weight, k_weight) if part is not None
+        ]
         if k_cache.dtype not in DTYPES or any(part.dtype != k_cache.dtype for part in given):
             raise ValueError(
                 f"a layer's tensors are all fp32 or all bfloat16, not {[part.dtype for part in given]}"
@@ -108,11 +126,20 @@ class Layer:
         self._tensors = given
         self.dtype, self.num_heads, self.head_size = k_cache.dtype, num_heads, head_size
         self.width = (num_heads + 2 * num_kv_heads) * head_size
-        addresses = [None if part is None else part.data_ptr() for part in (cos_sin, q_weight, k_weight)]
+        addresses = [
+            None if part is None else part.data_ptr() for part in (cos_sin, q_weight, k_weight)
+        ]
         sizes = (half, num_heads, num_kv_heads, head_size, block_size, sliding_window)
         is_bf16 = self.dtype == torch.bfloat16
         self._layer = _Layer(
-            k_cache.data_ptr(), v_cache.data_ptr(), *addresses, *sizes, is_bf16, scale, soft_cap, eps
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            *addresses,
+            *sizes,
+            is_bf16,
+            scale,
+            soft_cap,
+            eps,
         )
         self._address = ctypes.addressof(self._layer)
 
@@ -120,7 +147,11 @@ class Layer:
         """As `reference.qk_norm_rope_write`: keys and values go to their slots; the queries `[num_tokens,
         num_heads, head_size]` that it returns lie in `qkv` `[num_tokens, width]`, which is changed.
         """
-        if qkv.shape != (step.num_tokens, self.width) or qkv.dtype != self.dtype or not qkv.is_contiguous():
+        if (
+            qkv.shape != (step.num_tokens, self.width)
+            or qkv.dtype != self.dtype
+            or not qkv.is_contiguous()
+        ):
             raise ValueError(
                 f"q | k | v is [{step.num_tokens}, {self.width}] in {self.dtype}, contiguous, not {qkv.dtype} "
                 f"{list(qkv.shape)}"
@@ -136,7 +167,11 @@ class Layer:
 
         The tokens are those of the step's requests: there are none past the last.
         """
-        if len(q) != step.num_tokens or q.dtype != self.dtype or q.stride()[1:] != (self.head_size, 1):
+        if (
+            len(q) != step.num_tokens
+            or q.dtype != self.dtype
+            or q.stride()[1:] != (self.head_size, 1)
+        ):
             raise ValueError(f"q has {step.num_tokens} tokens of whole heads in {self.dtype}")
         out = torch.empty(q.shape, dtype=q.dtype)
         _attend.run(self._address, step.address, q.data_ptr(), q.stride(0), out.data_ptr())

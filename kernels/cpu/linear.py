@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 import torch.nn.functional as F
+
 from toolkit.kernels.cpu.library import POINTER, SIZE, Kernel, use_huge_pages
 
 ACTIVATIONS = {None: 0, "silu": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4}
@@ -68,7 +69,9 @@ class PackedLinear:
         if gated and rows % 2:
             raise ValueError(f"gate and up have as many rows, and {rows} is odd")
         per_word = 4 // weight.element_size()
-        whole = F.pad(weight, (0, -depth % per_word)) if depth % per_word else weight  # which pad would copy
+        whole = (
+            F.pad(weight, (0, -depth % per_word)) if depth % per_word else weight
+        )  # which pad would copy
         words = whole.contiguous().view(torch.int32)
         width = COLUMNS // 2 if gated else COLUMNS
         self.columns, self.dtypes = rows // 2 if gated else rows, _FROM[weight.dtype]
@@ -91,7 +94,8 @@ class PackedLinear:
         total = weight.sum(1, dtype=torch.int32) if scale is not None else None
         self._total = by_column(total, torch.int32)
         addresses = [
-            None if part is None else part.data_ptr() for part in (self._bias, self._scale, self._total)
+            None if part is None else part.data_ptr()
+            for part in (self._bias, self._scale, self._total)
         ]
         self._weight = _Weight(
             self.panels.data_ptr(),
@@ -110,7 +114,9 @@ class PackedLinear:
         """[rows, in] to [rows, out] in `dtype`, fp32 or bfloat16; default: that of x."""
         rows, depth = x.shape
         if depth != self.depth or x.dtype not in self.dtypes:
-            raise ValueError(f"x is [rows, {self.depth}] in {self.dtypes}, not {x.dtype} {list(x.shape)}")
+            raise ValueError(
+                f"x is [rows, {self.depth}] in {self.dtypes}, not {x.dtype} {list(x.shape)}"
+            )
         x = x.contiguous()
         y = torch.empty(rows, self.columns, dtype=dtype or x.dtype)
         _linear.run(
@@ -132,5 +138,7 @@ class PackedLinear:
             raise ValueError("the rows of a gated weight are not in one piece")
         indices = indices.to(torch.int64).contiguous()
         y = torch.empty(len(indices), self.depth, dtype=dtype)
-        _rows.run(self._address, indices.data_ptr(), len(indices), y.data_ptr(), dtype == torch.bfloat16)
+        _rows.run(
+            self._address, indices.data_ptr(), len(indices), y.data_ptr(), dtype == torch.bfloat16
+        )
         return y

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
+
 from toolkit.kernels.cpu.library import FLOAT, POINTER, SIZE, Kernel
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -32,7 +33,8 @@ class Norm:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
         parameters = [weight] if bias is None else [weight, bias]
         if any(
-            p.dtype not in DTYPES or p.dtype != weight.dtype or p.shape != weight.shape for p in parameters
+            p.dtype not in DTYPES or p.dtype != weight.dtype or p.shape != weight.shape
+            for p in parameters
         ):
             raise ValueError(
                 "a norm's parameters are of one size, all in fp32 or all in bfloat16, not "
@@ -44,13 +46,17 @@ class Norm:
         self._norm = _Norm(*addresses[:2], self.size, self.dtype == torch.bfloat16, eps)
         self._address = ctypes.addressof(self._norm)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual) of rows `[num_tokens, size]`; the sum is written into
         `residual`.
         """
         shape, dtype = x.shape, self.dtype
         if len(shape) != 2 or shape[1] != self.size or x.dtype != dtype or not x.is_contiguous():
-            raise ValueError(f"x is [rows, {self.size}] in {dtype}, contiguous, not {x.dtype} {list(shape)}")
+            raise ValueError(
+                f"x is [rows, {self.size}] in {dtype}, contiguous, not {x.dtype} {list(shape)}"
+            )
         if residual is not None and (
             residual.dtype != dtype or residual.shape != shape or not residual.is_contiguous()
         ):

@@ -6,6 +6,7 @@ import ctypes
 import time
 
 import torch
+
 from toolkit.kernels.cpu.library import POINTER, SIZE, Kernel
 from toolkit.kernels.cpu.linear import KINDS
 

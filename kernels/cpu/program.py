@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from toolkit.kernels.cpu.library import POINTER, SIZE, Kernel, kernels
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from toolkit.kernels.cpu.library import POINTER, SIZE, Kernel, kernels
 
 MOST_ARGUMENTS = 6
 T = TypeVar("T")
@@ -41,7 +42,10 @@ class Program:
         """`memory`: what holds that of the tensors which are gone, and which the calls write to nevertheless."""
         self._memory = memory
         self._calls = (_Call * len(calls))(
-            *(_Call(address, tuple(argument or 0 for argument in arguments)) for address, arguments in calls)
+            *(
+                _Call(address, tuple(argument or 0 for argument in arguments))
+                for address, arguments in calls
+            )
         )
 
     def __len__(self) -> int:

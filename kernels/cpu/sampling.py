@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from toolkit.kernels.cpu.library import POINTER, SIZE, Kernel
 
 _sample = Kernel("tk_sample", POINTER, SIZE, SIZE, POINTER, POINTER, POINTER, POINTER, POINTER)
@@ -19,13 +20,19 @@ def sample(
     has it.
 
     logits: fp32 `[n, vocab]`; rows and positions: int32 `[n]`, which rows of `floats` and `ints`
-    (`toolkit.sampling.state`) the requests have and where their tokens come. Raises ValueError for others.
+    (`toolkit.sampling.sampling_state`) the requests have and where their tokens come. Raises ValueError for others.
     """
     n, vocab = logits.shape
     types = [tensor.dtype for tensor in (logits, rows, positions, floats, ints)]
     if types != [torch.float32, torch.int32, torch.int32, torch.float32, torch.int64]:
-        raise ValueError(f"logits and what they are sampled with have other types than these: {types}")
-    if (floats.shape[1], ints.shape[1]) != (6, 3) or (len(rows), len(positions)) != (n, n) or not vocab:
+        raise ValueError(
+            f"logits and what they are sampled with have other types than these: {types}"
+        )
+    if (
+        (floats.shape[1], ints.shape[1]) != (6, 3)
+        or (len(rows), len(positions)) != (n, n)
+        or not vocab
+    ):
         raise ValueError("logits and what they are sampled with are of other shapes")
     if not all(tensor.is_contiguous() for tensor in (logits, rows, positions, floats, ints)):
         raise ValueError("logits and what they are sampled with are contiguous")

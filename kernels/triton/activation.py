@@ -73,7 +73,13 @@ def apply(x, KIND: tl.constexpr):
 
 @triton.jit
 def _activation_kernel(
-    x_ptr, out_ptr, size, KIND: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+    x_ptr,
+    out_ptr,
+    size,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One chunk of one row."""
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)

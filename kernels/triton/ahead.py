@@ -22,7 +22,9 @@ class _Once(AsyncCompileMode):  # type: ignore[misc]  # Triton is untyped
         super().__init__(pool, ignore_errors=True)
         self._asked: list[tuple[Any, Callable[[Any], None]]] = []
 
-    def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+    def submit(
+        self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]
+    ) -> Any:
         coming = super().submit(key, compile_fn, finalize_fn)
         finalize_fn(coming)
         self._asked.append((coming, finalize_fn))
@@ -34,7 +36,9 @@ class _Once(AsyncCompileMode):  # type: ignore[misc]  # Triton is untyped
         finally:  # also where the user interrupts it
             active_mode.set(None)
             for come, finalize in self._asked:
-                finalize(come.kernel)  # None, if it was in vain: it is tried again where it is launched
+                finalize(
+                    come.kernel
+                )  # None, if it was in vain: it is tried again where it is launched
 
 
 class _Loading(ThreadPoolExecutor):

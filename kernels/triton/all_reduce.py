@@ -203,7 +203,11 @@ def all_gather(x: Tensor, out: Tensor, outs: Tensor, peers: Peers) -> None:
     Raises ValueError for an `out` of another shape, and for what is not in one piece.
     """
     num_rows, width = x.shape
-    if not x.is_contiguous() or not out.is_contiguous() or out.shape != (num_rows, peers.size * width):
+    if (
+        not x.is_contiguous()
+        or not out.is_contiguous()
+        or out.shape != (num_rows, peers.size * width)
+    ):
         raise ValueError(
             f"{list(x.shape)} of {peers.size} ranks do not fill {list(out.shape)}, or not in one piece"
         )
@@ -227,7 +231,9 @@ def all_gather(x: Tensor, out: Tensor, outs: Tensor, peers: Peers) -> None:
 
 
 @triton.jit
-def _place(addresses_ptr, rank, call, TYPE: tl.constexpr, PROGRAMS: tl.constexpr, PLACE: tl.constexpr):
+def _place(
+    addresses_ptr, rank, call, TYPE: tl.constexpr, PROGRAMS: tl.constexpr, PLACE: tl.constexpr
+):
     """Where a rank keeps this program's share in this call."""
     buffer = tl.load(addresses_ptr + rank).to(tl.pointer_type(TYPE))
     return tl.multiple_of(buffer + ((call & 1) * PROGRAMS + tl.program_id(0)) * PLACE, 16)
@@ -328,7 +334,9 @@ def _all_gather_kernel(
         x = tl.load(x_ptr + row * width + column, mask=column < width)
         at = (row * SIZE + RANK) * width + column
         for step in tl.static_range(SIZE):
-            out = tl.load(outs_ptr + (RANK + step) % SIZE).to(tl.pointer_type(x_ptr.dtype.element_ty))
+            out = tl.load(outs_ptr + (RANK + step) % SIZE).to(
+                tl.pointer_type(x_ptr.dtype.element_ty)
+            )
             tl.store(tl.multiple_of(out, 16) + at, x, mask=column < width)
     _meet(addresses_ptr, 2 * call, RANK, SIZE, FLAGS_AT)
     tl.store(calls_ptr + program, call)
@@ -381,9 +389,9 @@ def _all_reduce_norm_kernel(
         total = tl.zeros([BLOCK], tl.float32)
         for rank in tl.static_range(SIZE):
             place = _place(addresses_ptr, rank, call, TYPE, PROGRAMS, PLACE)
-            total += tl.load(place + i * WIDTH + column, mask=mask, other=0.0, cache_modifier=".cg").to(
-                tl.float32
-            )
+            total += tl.load(
+                place + i * WIDTH + column, mask=mask, other=0.0, cache_modifier=".cg"
+            ).to(tl.float32)
         residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
         # Rounded as a sum of its own would be: what follows does not depend on which kernel adds up.
         stream = (total.to(TYPE).to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
@@ -432,7 +440,9 @@ def _pushed_place(
 ):
     """Where a rank gets this row from the sender in this call."""
     words = (tl.load(addresses_ptr + to) + AT).to(tl.pointer_type(tl.int64))
-    return tl.multiple_of(words + (((call & 1) * ROWS + tl.program_id(0)) * SIZE + sender) * WORDS, 16)
+    return tl.multiple_of(
+        words + (((call & 1) * ROWS + tl.program_id(0)) * SIZE + sender) * WORDS, 16
+    )
 
 
 @triton.jit
@@ -470,7 +480,9 @@ def _pushed_norm_kernel(
     told = call.to(tl.int64) << 32
     own = tl.load(x_ptr + at, mask=live, other=0)
     for step in tl.static_range(1, SIZE):
-        place = _pushed_place(addresses_ptr, (RANK + step) % SIZE, RANK, call, SIZE, ROWS, WORDS, PUSHED_AT)
+        place = _pushed_place(
+            addresses_ptr, (RANK + step) % SIZE, RANK, call, SIZE, ROWS, WORDS, PUSHED_AT
+        )
         tl.store(place + lane, told | (own.to(tl.int64) & 0xFFFFFFFF), mask=live)
     residual, odd_residual = _halves(tl.load(residual_ptr + at, mask=live, other=0), TYPE)
     total = tl.zeros([PAIRS], tl.float32)

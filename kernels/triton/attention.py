@@ -28,9 +28,7 @@ from .rotary import qk_norm_rope_write
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
-LONG_CONTEXT = (
-    8192  # tokens from which a single query outlasts the prompts beside it, if its keys are not split
-)
+LONG_CONTEXT = 8192  # tokens from which a single query outlasts the prompts beside it, if its keys are not split
 AT_ONCE = 4
 """Programs of decode on a multiprocessor that all start at once, and so are not faster with the longest in front."""
 
@@ -207,7 +205,9 @@ class Batch(NamedTuple):
                 f"q, the KV cache (unless it is in FP8) and out must share one dtype, not {dtypes}"
             )
         if self.q.shape[1] % self.num_kv_heads:
-            raise ValueError(f"{self.q.shape[1]} heads cannot share {self.num_kv_heads} KV heads evenly")
+            raise ValueError(
+                f"{self.q.shape[1]} heads cannot share {self.num_kv_heads} KV heads evenly"
+            )
         if any(x.stride(-1) != 1 for x in (self.q, self.k_cache, self.v_cache, self.out)):
             raise ValueError("the last dimension of q, the KV cache and out must be contiguous")
         if self.k_cache.stride() != self.v_cache.stride():
@@ -446,7 +446,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _decode_tile(batch: Batch) -> Tile:
-    """The fastest shapes measured on an H200; see `--tune` of `toolkit.kernels.bench`."""
+    """The fastest shapes measured on an H200; see `--tune` of `tools.bench.kernels`."""
     rows = max(16, _power_of_two(batch.group))
     row_bytes = batch.head_pad * batch.k_cache.element_size()
     keys = min(64, max(16, 8192 // row_bytes))

@@ -27,14 +27,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-KEYS = gl.constexpr(64)  # of a tile; with 128, 5 % faster behind 8,000 tokens, and 12 % slower for 1,000
+KEYS = gl.constexpr(
+    64
+)  # of a tile; with 128, 5 % faster behind 8,000 tokens, and 12 % slower for 1,000
 STAGES = gl.constexpr(4)  # tiles in a ring: a power of two, 1 << SHIFT
 SHIFT = gl.constexpr(2)
 HALF = gl.constexpr(64)  # rows of a group that multiplies: the least that its products take
 COLUMNS = gl.constexpr(64)  # of one copy: 128 bytes, as shared memory is swizzled
 WARPS = gl.constexpr(4)  # of a group that multiplies
 REGISTERS = gl.constexpr(200)  # for a thread of one that multiplies
-FEWER = gl.constexpr(104)  # of the one that copies, though it is one warp: 2 * 128 * 200 + 128 * 104 is all
+FEWER = gl.constexpr(
+    104
+)  # of the one that copies, though it is one warp: 2 * 128 * 200 + 128 * 104 is all
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -66,7 +70,9 @@ class Shared:
     job_empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, jobs, q_full, k_full, k_empty, v_full, v_empty, job_full, job_empty):
+    def __init__(
+        self, q, k, v, jobs, q_full, k_full, k_empty, v_full, v_empty, job_full, job_empty
+    ):
         self.q, self.k, self.v, self.jobs, self.q_full = q, k, v, jobs, q_full
         self.k_full, self.k_empty, self.v_full, self.v_empty = k_full, k_empty, v_full, v_empty
         self.job_full, self.job_empty = job_full, job_empty
@@ -106,7 +112,16 @@ def _request_of_tile(query_start_ptr, tile, num_reqs, TOKENS: gl.constexpr):
 
 @gluon.jit
 def _copy_pages(
-    ring, full, n, cache, pages, block_rows, tile, column, BLOCK_SIZE: gl.constexpr, HEAD_SIZE: gl.constexpr
+    ring,
+    full,
+    n,
+    cache,
+    pages,
+    block_rows,
+    tile,
+    column,
+    BLOCK_SIZE: gl.constexpr,
+    HEAD_SIZE: gl.constexpr,
 ):
     """A tile of keys or values as number n. Its pages are whole: rows behind the last key are whatever is there."""
     PAGES: gl.constexpr = pages.shape[0]
@@ -117,7 +132,9 @@ def _copy_pages(
         row = _at(pages, i) * block_rows + tile * KEYS % BLOCK_SIZE
         for part in gl.static_range(HEAD_SIZE // COLUMNS):
             place = ring.index(stage).slice(i * PAGE, PAGE, 0).slice(part * COLUMNS, COLUMNS, 1)
-            tma.async_copy_global_to_shared(cache, [row, column + part * COLUMNS], full.index(stage), place)
+            tma.async_copy_global_to_shared(
+                cache, [row, column + part * COLUMNS], full.index(stage), place
+            )
 
 
 @gluon.jit
@@ -175,7 +192,9 @@ def _copy(
             last = context + gl.minimum(first_query + TOKENS, query_len) - 1
             some = gl.maximum(last, 0)  # without a context a tile of zeros
             tile = some // KEYS
-            pages = gl.load(table + gl.minimum(tile * KEYS // BLOCK_SIZE + page, some // BLOCK_SIZE))
+            pages = gl.load(
+                table + gl.minimum(tile * KEYS // BLOCK_SIZE + page, some // BLOCK_SIZE)
+            )
 
             slot = t & 1
             mbarrier.wait(shared.job_empty.index(slot), ((t >> 1) & 1) ^ 1)
@@ -189,14 +208,28 @@ def _copy(
 
             _wait_for_room(shared.k_empty, n)
             _copy_pages(
-                shared.k, shared.k_full, n, k_cache, pages, block_rows, tile, column, BLOCK_SIZE, HEAD_SIZE
+                shared.k,
+                shared.k_full,
+                n,
+                k_cache,
+                pages,
+                block_rows,
+                tile,
+                column,
+                BLOCK_SIZE,
+                HEAD_SIZE,
             )
             for half in gl.static_range(2):
                 row = half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, ROWS))
                 token = query_start + gl.minimum(first_query + row // GROUP, query_len - 1)
-                q_rows = token.to(gl.int64) * q_stride_token + (kv_head * GROUP + row % GROUP) * q_stride_head
+                q_rows = (
+                    token.to(gl.int64) * q_stride_token
+                    + (kv_head * GROUP + row % GROUP) * q_stride_head
+                )
                 place = shared.q.index(slot * 2 + half)
-                async_copy.async_copy_global_to_shared(place, q_ptr + (gl.expand_dims(q_rows, 1) + dim))
+                async_copy.async_copy_global_to_shared(
+                    place, q_ptr + (gl.expand_dims(q_rows, 1) + dim)
+                )
             async_copy.mbarrier_arrive(shared.q_full.index(slot), increment_count=False)
             # Behind the last key may be what is no number, and zero times that is none either. So these values are not copied by
             # pages but by rows, with zeros behind the last.
@@ -241,7 +274,9 @@ def _copy(
                     BLOCK_SIZE,
                     HEAD_SIZE,
                 )
-                async_copy.mbarrier_arrive(shared.v_full.index(n & (STAGES - 1)), increment_count=False)
+                async_copy.mbarrier_arrive(
+                    shared.v_full.index(n & (STAGES - 1)), increment_count=False
+                )
                 n += 1
             t += 1
         # The first jobs are the programs' own; the others are for whoever comes.
@@ -256,7 +291,9 @@ def _copy(
 
 
 @gluon.jit
-def _weigh(x, acc, row_max, row_sum, tile, last_key, outer_scale, dtype: gl.constexpr, MASKED: gl.constexpr):
+def _weigh(
+    x, acc, row_max, row_sum, tile, last_key, outer_scale, dtype: gl.constexpr, MASKED: gl.constexpr
+):
     """A tile's logits into weights, as the first operand of a product; and what was summed up before, by the new maximum.
 
     row_sum `[rows, 8]` is of the columns that each thread holds: the threads of a row meet once for each job.
@@ -272,11 +309,18 @@ def _weigh(x, acc, row_max, row_sum, tile, last_key, outer_scale, dtype: gl.cons
     part = gl.convert_layout(gl.sum(gl.reshape(weight, [HALF, KEYS // 8, 8]), 1), SUMS)
     row_sum = row_sum * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, SUMS)), 1) + part
     acc = acc * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, RESULT)), 1)
-    return gl.convert_layout(weight.to(dtype), gl.DotOperandLayout(0, RESULT, 2)), acc, new_max, row_sum
+    return (
+        gl.convert_layout(weight.to(dtype), gl.DotOperandLayout(0, RESULT, 2)),
+        acc,
+        new_max,
+        row_sum,
+    )
 
 
 @gluon.jit
-def _fold(shared, q, x, acc, row_max, row_sum, tile, n, last_key, outer_scale, MASKED: gl.constexpr):
+def _fold(
+    shared, q, x, acc, row_max, row_sum, tile, n, last_key, outer_scale, MASKED: gl.constexpr
+):
     """The weights of `tile` times its values, number n, and the logits of the tile below it."""
     weight, acc, row_max, row_sum = _weigh(
         x, acc, row_max, row_sum, tile, last_key, outer_scale, shared.v.dtype, MASKED
@@ -364,7 +408,9 @@ def _attend(
         _wait(shared.v_full, n)
         fence_async_shared()
         result = warpgroup_mma(weight, shared.v.index(stage), acc, is_async=True)
-        share = gl.convert_layout(1 / gl.maximum(gl.sum(row_sum, 1), 1e-30), gl.SliceLayout(1, RESULT))
+        share = gl.convert_layout(
+            1 / gl.maximum(gl.sum(row_sum, 1), 1e-30), gl.SliceLayout(1, RESULT)
+        )
         acc = warpgroup_mma_wait(0, deps=(result,))
         mbarrier.arrive(shared.v_empty.index(stage), count=1)
 
@@ -372,7 +418,9 @@ def _attend(
         out_rows = token * out_stride_token + (kv_head * GROUP + row % GROUP) * out_stride_head
         stored = (row // GROUP < num_queries) & (row < TOKENS * GROUP)
         result = (acc * gl.expand_dims(share, 1)).to(out_ptr.dtype.element_ty)
-        gl.store(out_ptr + (gl.expand_dims(out_rows, 1) + dim), result, mask=gl.expand_dims(stored, 1))
+        gl.store(
+            out_ptr + (gl.expand_dims(out_rows, 1) + dim), result, mask=gl.expand_dims(stored, 1)
+        )
         n += 1
         t += 1
         mbarrier.wait(shared.job_full.index(t & 1), (t >> 1) & 1)

@@ -74,7 +74,9 @@ def _like_cache(q, k_ptr):
     bf16 by four.
     """
     if k_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
-        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(
+            tl.float16
+        )
     return q
 
 
@@ -152,7 +154,9 @@ def _attend(
         live = position < end
         block_ahead = _load_blocks(table_ptr, position + KEYS, end, BLOCK_SIZE)
         slot = position.to(tl.uint32) % BLOCK_SIZE
-        rows = (block.to(tl.int64) * kv_stride_block + slot * kv_stride_slot)[:, None] + dim[None, :]
+        rows = (block.to(tl.int64) * kv_stride_block + slot * kv_stride_slot)[:, None] + dim[
+            None, :
+        ]
 
         k = _load_rows(k_ptr + rows, live, in_head, MASKED, HEAD_PAD != HEAD_SIZE).to(q.dtype)
         x = _dot(q, tl.trans(k), None)
@@ -178,7 +182,9 @@ def _attend(
 
 
 @triton.jit
-def _load_pairs(pointers, in_row, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, HALF: tl.constexpr):
+def _load_pairs(
+    pointers, in_row, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, HALF: tl.constexpr
+):
     """Heads `[rows, head]`, and the same with each number's other in its place: pairs that are rotated are HALF apart."""
     dim = tl.arange(0, HEAD_PAD)
     live = in_row & (dim < HEAD_SIZE)[None, :]
@@ -320,8 +326,12 @@ def decode_kernel(
         if HALF:
             cos, sin = _angles(cos_sin_ptr + end.to(tl.int64) * (2 * HALF), single, HEAD_PAD, HALF)
         if NORMED:
-            q_weight, q_other_weight = _load_pairs(q_weight_ptr + no_rows, one, HEAD_SIZE, HEAD_PAD, HALF)
-            k_weight, k_other_weight = _load_pairs(k_weight_ptr + no_rows, one, HEAD_SIZE, HEAD_PAD, HALF)
+            q_weight, q_other_weight = _load_pairs(
+                q_weight_ptr + no_rows, one, HEAD_SIZE, HEAD_PAD, HALF
+            )
+            k_weight, k_other_weight = _load_pairs(
+                k_weight_ptr + no_rows, one, HEAD_SIZE, HEAD_PAD, HALF
+            )
     if SPLIT:
         share = tl.cdiv(tl.cdiv(end - begin, KEYS), splits) * KEYS
         begin += split * share
@@ -352,7 +362,12 @@ def decode_kernel(
     stored = in_group & in_head[None, :]
     q_rows = q_ptr + token * q_stride_token + (head * q_stride_head)[:, None]
     if OWN:
-        k_row = q_ptr + token * q_stride_token + (tl.num_programs(0) * GROUP + kv_head) * HEAD_SIZE + no_rows
+        k_row = (
+            q_ptr
+            + token * q_stride_token
+            + (tl.num_programs(0) * GROUP + kv_head) * HEAD_SIZE
+            + no_rows
+        )
         v_row = k_row + tl.num_programs(0) * HEAD_SIZE
         q, other = _load_pairs(q_rows, in_group, HEAD_SIZE, HEAD_PAD, HALF)
         own_k, k_other = _load_pairs(k_row, one, HEAD_SIZE, HEAD_PAD, HALF)
@@ -388,11 +403,15 @@ def decode_kernel(
         True,
     )
     if OWN:
-        own_k = _turned(own_k, k_other, k_weight, k_other_weight, cos, sin, eps, HEAD_SIZE, HALF, NORMED)
+        own_k = _turned(
+            own_k, k_other, k_weight, k_other_weight, cos, sin, eps, HEAD_SIZE, HALF, NORMED
+        )
         own_k, own_v = _cached(own_k, k_ptr), _cached(own_v.to(tl.float32), k_ptr)
         kept = in_head[None, :] & (slot >= 0)
         slot = tl.maximum(slot, 0)
-        place = slot // BLOCK_SIZE * kv_stride_block + slot % BLOCK_SIZE * kv_stride_slot + dim[None, :]
+        place = (
+            slot // BLOCK_SIZE * kv_stride_block + slot % BLOCK_SIZE * kv_stride_slot + dim[None, :]
+        )
         tl.store(k_ptr + place, own_k, mask=kept)
         tl.store(v_ptr + place, own_v, mask=kept)
         x = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1)
@@ -409,9 +428,13 @@ def decode_kernel(
         part = (request * tl.num_programs(0) * GROUP + head) * splits + split
         tl.store(part_ptr + (part * HEAD_SIZE)[:, None] + dim[None, :], result, mask=stored)
         log_sum = row_max + tl.log2(tl.maximum(row_sum, 1e-30))
-        tl.store(log_sum_ptr + part, tl.where(row_sum > 0, log_sum, -float("inf")), mask=row < GROUP)
+        tl.store(
+            log_sum_ptr + part, tl.where(row_sum > 0, log_sum, -float("inf")), mask=row < GROUP
+        )
     else:
-        out_rows = out_ptr + token * out_stride_token + (head * out_stride_head)[:, None] + dim[None, :]
+        out_rows = (
+            out_ptr + token * out_stride_token + (head * out_stride_head)[:, None] + dim[None, :]
+        )
         tl.store(out_rows, result.to(out_ptr.dtype.element_ty), mask=stored)
 
 

@@ -43,7 +43,9 @@ def embed_share(indices: Tensor, table: Tensor, begin: int, count: int) -> Tenso
 
 
 @triton.jit(do_not_specialize=["begin", "count"])
-def _embed_kernel(index_ptr, table_ptr, out_ptr, begin, count, size, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _embed_kernel(
+    index_ptr, table_ptr, out_ptr, begin, count, size, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
     """A chunk of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)

@@ -82,7 +82,9 @@ def linear(
         raise ValueError("x and the weight must be contiguous")
     if out is None:
         out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
-    if num_tokens == 1 and in_features % 16 == 0:  # the kernel reads rows of the weight by aligned words
+    if (
+        num_tokens == 1 and in_features % 16 == 0
+    ):  # the kernel reads rows of the weight by aligned words
         _vector(x, weight, scale, bias, activation, gated, out)
     else:
         for begin in range(0, num_tokens, MAX_TOKENS):
@@ -150,7 +152,9 @@ def _quantize_kernel(x_ptr, out_ptr, scale_ptr, size, SIZE_PAD: tl.constexpr, PD
     release(PDL)
     x = tl.load(x_ptr + row * size + column, mask=column < size, other=0.0).to(tl.float32)
     greatest = tl.maximum(tl.max(tl.abs(x), 0), MIN_GREATEST)
-    tl.store(out_ptr + row * size + column, to_fp8(x * tl.div_rn(MAX, greatest)), mask=column < size)
+    tl.store(
+        out_ptr + row * size + column, to_fp8(x * tl.div_rn(MAX, greatest)), mask=column < size
+    )
     tl.store(scale_ptr + row, tl.div_rn(greatest, MAX))
 
 

@@ -123,6 +123,8 @@ def _logprobs_kernel(
     index = tl.arange(0, WANTED_PAD)
     wanted = index < num_wanted
     token = tl.load(token_ptr + entry * num_wanted + index, mask=wanted, other=0)
-    logits = tl.load(logits_ptr + entry * logits_stride + token, mask=wanted, other=0.0).to(tl.float32)
+    logits = tl.load(logits_ptr + entry * logits_stride + token, mask=wanted, other=0.0).to(
+        tl.float32
+    )
     tl.store(value_ptr + entry * num_wanted + index, (logits - best) - log_sum, mask=wanted)
     tl.store(rank_ptr + entry, tl.sum(likelier, 0) + 1)

@@ -131,7 +131,8 @@ def _run(
     tokens = _padded(num_tokens, tile)
     step = COLUMNS * tile.parts
     stages = min(
-        tile.stages, _shared_memory(x.device) // (step * (tokens * x.itemsize + tile.rows * weight.itemsize))
+        tile.stages,
+        _shared_memory(x.device) // (step * (tokens * x.itemsize + tile.rows * weight.itemsize)),
     )
     num_tiles = -(-num_rows // tile.rows)
     share = -(-in_features // (step * tile.splits)) * step
@@ -199,7 +200,9 @@ def best_tile(num_tokens: int, num_rows: int, in_features: int) -> Tile:
     if in_features >= 8192:  # x is long: better to read it fewer times
         return Tile(64, stages=5, splits=2)
     programs = -(-num_rows // 32)
-    splits = next((n for n in (4, 2) if programs * n <= MULTIPROCESSORS and in_features >= 512 * n), 1)
+    splits = next(
+        (n for n in (4, 2) if programs * n <= MULTIPROCESSORS and in_features >= 512 * n), 1
+    )
     return Tile(32, stages=6, splits=splits)
 
 
@@ -385,7 +388,9 @@ def _tile_kernel(
         in_x = (token < num_tokens)[:, None]
         acc = tl.zeros([FIRST, SECOND], tl.float32)
     else:
-        column = (tl.arange(0, PARTS) * COLUMNS)[:, None, None] + tl.arange(0, COLUMNS)[None, None, :]
+        column = (tl.arange(0, PARTS) * COLUMNS)[:, None, None] + tl.arange(0, COLUMNS)[
+            None, None, :
+        ]
         rows = rows[None, :, None]
         x_rows = x_rows[None, :, None]
         in_x = (token < num_tokens)[None, :, None]

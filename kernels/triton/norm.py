@@ -31,14 +31,24 @@ def add_rms_norm(
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, out: Tensor | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual); Ba et al., "Layer Normalization", 2016. See `add_rms_norm`."""
     return _add_norm(x, residual, weight, bias, eps, out)
 
 
 def _add_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     num_tokens, size = x.shape
     if size > MAX_SIZE:

@@ -57,7 +57,9 @@ def qk_norm_rope_write(
             f"the caches must be of {qkv.dtype} or {FP8}, not {k_cache.dtype} and {v_cache.dtype}"
         )
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or qkv.stride(1) != 1:
-        raise ValueError("rows and heads must be contiguous, and the caches must have the same strides")
+        raise ValueError(
+            "rows and heads must be contiguous, and the caches must have the same strides"
+        )
     if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * head_size:
         raise ValueError(
             f"rows of {qkv.shape[1]} are not {num_heads} + 2 * {num_kv_heads} heads of {head_size}"
@@ -138,8 +140,16 @@ def _store_part(
     else:
         cached = query
     tl.store(q_ptr + q_row[:, None] + dim[None, :], query, mask=is_q[:, None] & in_part[None, :])
-    tl.store(k_cache_ptr + cache_row[:, None] + dim[None, :], cached, mask=is_k[:, None] & in_part[None, :])
-    tl.store(v_cache_ptr + cache_row[:, None] + dim[None, :], cached, mask=is_v[:, None] & in_part[None, :])
+    tl.store(
+        k_cache_ptr + cache_row[:, None] + dim[None, :],
+        cached,
+        mask=is_k[:, None] & in_part[None, :],
+    )
+    tl.store(
+        v_cache_ptr + cache_row[:, None] + dim[None, :],
+        cached,
+        mask=is_v[:, None] & in_part[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -196,8 +206,12 @@ def _qk_norm_rope_write_kernel(
     release(PDL)
 
     source = qkv_ptr + (token * qkv_stride + head * HEAD_SIZE)[:, None]
-    first = tl.load(source + dim[None, :], mask=live[:, None] & in_first[None, :], other=0.0).to(tl.float32)
-    second = tl.load(source + HALF + dim[None, :], mask=live[:, None] & in_second[None, :], other=0.0)
+    first = tl.load(source + dim[None, :], mask=live[:, None] & in_first[None, :], other=0.0).to(
+        tl.float32
+    )
+    second = tl.load(
+        source + HALF + dim[None, :], mask=live[:, None] & in_second[None, :], other=0.0
+    )
     second = second.to(tl.float32)
     if REST_PAD:
         rest_dim = 2 * HALF + tl.arange(0, REST_PAD)
@@ -231,11 +245,33 @@ def _qk_norm_rope_write_kernel(
         + slot % BLOCK_SIZE * cache_stride_slot
         + kv_head * cache_stride_head
     )
-    _store_part(first, dim, in_first, q_ptr, k_cache_ptr, v_cache_ptr, q_row, cache_row, is_q, is_k, is_v)
     _store_part(
-        second, HALF + dim, in_second, q_ptr, k_cache_ptr, v_cache_ptr, q_row, cache_row, is_q, is_k, is_v
+        first, dim, in_first, q_ptr, k_cache_ptr, v_cache_ptr, q_row, cache_row, is_q, is_k, is_v
+    )
+    _store_part(
+        second,
+        HALF + dim,
+        in_second,
+        q_ptr,
+        k_cache_ptr,
+        v_cache_ptr,
+        q_row,
+        cache_row,
+        is_q,
+        is_k,
+        is_v,
     )
     if REST_PAD:
         _store_part(
-            rest, rest_dim, in_rest, q_ptr, k_cache_ptr, v_cache_ptr, q_row, cache_row, is_q, is_k, is_v
+            rest,
+            rest_dim,
+            in_rest,
+            q_ptr,
+            k_cache_ptr,
+            v_cache_ptr,
+            q_row,
+            cache_row,
+            is_q,
+            is_k,
+            is_v,
         )

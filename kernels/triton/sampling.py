@@ -191,7 +191,9 @@ def _upper_middle(low, high):
 # The pass over the logits
 
 
-@triton.jit(do_not_specialize=["num_statistics"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
+@triton.jit(
+    do_not_specialize=["num_statistics"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"]
+)
 def _statistics_kernel(
     logits_ptr,
     row_ptr,
@@ -321,7 +323,9 @@ def _choose_kernel(
             target = tl.where(temperature > 0, total * _uniform(seed, position, position * 0), 0.0)
             least = tl.where(temperature > 0, -float("inf"), best)
             masses = tl.where(greatest >= least, masses, 0.0)
-            chosen, _ = _draw(logits_ptr, masses, target, least, -float("inf"), best, scale, vocab, WIDTH)
+            chosen, _ = _draw(
+                logits_ptr, masses, target, least, -float("inf"), best, scale, vocab, WIDTH
+            )
     tl.store(out_ptr + entry, chosen)
     tl.store(token_ptr + row * token_stride + position, tl.maximum(chosen, 0))
 
@@ -348,7 +352,9 @@ def _invert(weights, target):
     sums = tl.cumsum(weights.to(tl.float64), 0)
     size: tl.constexpr = weights.shape[0]
     index = tl.arange(0, size)
-    order = tl.where(sums > target, index, 2 * size - index)  # candidates, then the others from the last on
+    order = tl.where(
+        sums > target, index, 2 * size - index
+    )  # candidates, then the others from the last on
     order = tl.min(tl.where(weights > 0, order, 3 * size), 0)
     found = tl.where(order < size, order, 2 * size - order)
     return found, tl.max(tl.where(index < found, sums, 0.0), 0)
@@ -533,7 +539,9 @@ def _list_blocks(list_ptr, wanted):
 
 
 @triton.jit
-def _load_listed(logits_ptr, list_ptr, start, listed, readable, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
+def _load_listed(
+    logits_ptr, list_ptr, start, listed, readable, BLOCKS: tl.constexpr, WIDTH: tl.constexpr
+):
     """(BLOCKS numbers from the list, the tokens of these blocks `[BLOCKS, WIDTH]`, their logits), -inf past the
     list's end. Loops call it a step ahead and widen the logits when they use them, so as not to wait for memory.
     """

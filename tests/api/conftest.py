@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests import checkpoints
-from tests.api.serving import Server
+from tests.server import Server
 
 CONTEXT = 8192
 """Tokens: long enough that a request that nobody ends runs for many seconds."""
@@ -41,7 +41,9 @@ class Reference:
         return self.tokenizer.decode(self.tokens(prompt, count), skip_special_tokens=True)
 
     def conversation(self, *messages: dict[str, str]) -> str:
-        return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
 
 
 @pytest.fixture(scope="session")
@@ -78,10 +80,14 @@ def base(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """A server of a model without a name of its own, in SMALL GiB; its tokenizer is in another folder, which has
     nothing else, and no chat template. The model says that a line break, too, ends an answer.
     """
-    folder = checkpoints.save(reference.model, tmp_path_factory.mktemp("models") / "base", tokenizer=False)
+    folder = checkpoints.save(
+        reference.model, tmp_path_factory.mktemp("models") / "base", tokenizer=False
+    )
     checkpoints.edit_json(folder / "config.json", max_position_embeddings=CONTEXT)
     line_break = reference.tokenizer.encode("\n")
-    checkpoints.edit_json(folder / "generation_config.json", eos_token_id=[checkpoints.EOS, *line_break])
+    checkpoints.edit_json(
+        folder / "generation_config.json", eos_token_id=[checkpoints.EOS, *line_break]
+    )
     reference.tokenizer.save_pretrained(folder.parent / "tokenizer")
     (folder.parent / "tokenizer" / "chat_template.jinja").unlink()
     served = Server(
@@ -115,7 +121,9 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="session")
 def bare_model(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model without a tokenizer: it starts sooner, and takes token ids."""
-    folder = checkpoints.save(reference.model, tmp_path_factory.mktemp("models") / "bare", tokenizer=False)
+    folder = checkpoints.save(
+        reference.model, tmp_path_factory.mktemp("models") / "bare", tokenizer=False
+    )
     checkpoints.edit_json(folder / "config.json", max_position_embeddings=CONTEXT)
     return folder
 

@@ -16,20 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.api.conftest import Reference
-from tests.api.serving import Server
 from tests.api.test_api_errors import check_error
 from tests.checkpoints import make_tokenizer
-from toolkit.api import talk
-from toolkit.api.answers import AnswerPlan
-from toolkit.api.fields import _Request
-from toolkit.api.limits import check_shape
-from toolkit.api.schemas import ChatRequest
-from toolkit.api.service import Service
-from toolkit.api.tool_formats import Llama3
-from toolkit.api.tools import FunctionTool, Tool
+from tests.server import Server
+from toolkit.api.http.body_fields import _Request
+from toolkit.api.http.limits import check_shape
+from toolkit.api.http.service import Service
+from toolkit.api.openai import conversation as talk
+from toolkit.api.openai.answer_parts import AnswerPlan
+from toolkit.api.openai.schemas import ChatRequest
+from toolkit.api.openai.tools import FunctionTool, Tool
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import SamplingParams
-from toolkit.sampling.structured import StructuredOutputsParams
+from toolkit.sampling.structured_outputs import StructuredOutputsParams
+from toolkit.text.tool_formats import Llama3
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -50,7 +50,11 @@ def schema(value: object) -> dict[str, object]:
     [
         (CHAT, {"chat_template_kwargs": {"allow_special_tokens": True}}, "chat_template_kwargs"),
         (CHAT, {"chat_template_kwargs": {"x": 10**40}}, "chat_template_kwargs"),
-        (CHAT, {"response_format": schema({"maximum": 10**40, "default": 10**40})}, "response_format"),
+        (
+            CHAT,
+            {"response_format": schema({"maximum": 10**40, "default": 10**40})},
+            "response_format",
+        ),
         (RESPONSES, {"user": HALF}, "user"),
         (RESPONSES, {"metadata": {"a": HALF}}, "metadata"),
         (RESPONSES, {"text": {"format": {"type": "json_schema", "name": HALF}}}, "text"),
@@ -97,7 +101,10 @@ def test_the_form_of_a_response_is_told_as_it_was_given(http: httpx.Client) -> N
         ({"prompt": ["a"] * 8, "n": 128, "max_tokens": 20, "logprobs": 100}, "logprobs"),
         ({"prompt": ["a"] * 100, "n": 2, "max_tokens": None, "logprobs": 5}, "logprobs"),
         ({"prompt": ["a" * 6000] * 2, "max_tokens": 1, "prompt_logprobs": 100}, "prompt_logprobs"),
-        ({"prompt": "a" * 6000, "max_tokens": 1, "n": 2, "echo": True, "logprobs": 100}, "prompt_logprobs"),
+        (
+            {"prompt": "a" * 6000, "max_tokens": 1, "n": 2, "echo": True, "logprobs": 100},
+            "prompt_logprobs",
+        ),
         ({"prompt": [[65]] * 2048, "stop": ["x" * 1024] * 2}, "prompt"),
         ({"prompt": [None] * 600_000}, "prompt.0"),
         ({"prompt": "a", "stop": [None] * 600_000}, "stop.0"),
@@ -115,11 +122,15 @@ def test_what_is_out_of_all_proportion_is_refused_at_once(
     assert server.seconds_spent() - before < 5.0
 
 
-def test_tokens_that_are_named_again_and_again_count_once(server: Server, reference: Reference) -> None:
+def test_tokens_that_are_named_again_and_again_count_once(
+    server: Server, reference: Reference
+) -> None:
     before = server.seconds_spent()
     body = {"prompt": [[65]] * 60, "max_tokens": 1, "allowed_token_ids": [66] * 900_000}
     answer = post(server.http, COMPLETIONS, body)
-    assert {choice["text"] for choice in answer.json()["choices"]} == {reference.tokenizer.decode([66])}
+    assert {choice["text"] for choice in answer.json()["choices"]} == {
+        reference.tokenizer.decode([66])
+    }
     assert server.seconds_spent() - before < 8.0
 
 
@@ -133,7 +144,14 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "x"}] * 20_000}]
         (CHAT, {"messages": MANY}),
         (CHAT, {"messages": PARTS}),
         (RESPONSES, {"input": MANY}),
-        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}] * 20_000}]}),
+        (
+            RESPONSES,
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": "x"}] * 20_000}
+                ]
+            },
+        ),
         ("/v1/messages", {"max_tokens": 1, "messages": MANY}),
         ("/v1/messages", {"max_tokens": 1, "messages": PARTS}),
     ],
@@ -188,7 +206,9 @@ def test_a_body_means_what_python_s_own_reader_takes_it_for(
     ],
     ids=["short", "messages", "reasoning", "tools"],
 )
-async def test_what_is_long_is_rendered_in_a_thread(more: dict[str, object], leaves_the_loop: bool) -> None:
+async def test_what_is_long_is_rendered_in_a_thread(
+    more: dict[str, object], leaves_the_loop: bool
+) -> None:
     threads = []
 
     def chat_prompt(*_: object, **__: object) -> list[int]:

@@ -16,7 +16,12 @@ MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is a KV cache?"},
 ]
-GREEDY = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "extra_body": {"ignore_eos": True}}
+GREEDY = {
+    "model": "tiny",
+    "messages": MESSAGES,
+    "temperature": 0,
+    "extra_body": {"ignore_eos": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +77,9 @@ def test_usage_of_a_stream_comes_in_a_chunk_without_choices(client: openai.OpenA
     assert chunks[-1].choices == []
     assert chunks[-1].usage.prompt_tokens == whole.prompt_tokens
     assert chunks[-1].usage.completion_tokens == 7
-    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0  # the first request left it there
+    assert (
+        chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
+    )  # the first request left it there
 
 
 @pytest.mark.parametrize("limit", [{"max_tokens": 4}, {"max_completion_tokens": 4}])
@@ -84,7 +91,9 @@ def test_content_may_be_a_list_of_texts(client: openai.OpenAI) -> None:
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "a KV cache?"}]
     listed = GREEDY | {"messages": [MESSAGES[0], {"role": "user", "content": parts}]}
     plain = client.chat.completions.create(max_tokens=10, **GREEDY).choices[0].message.content
-    assert client.chat.completions.create(max_tokens=10, **listed).choices[0].message.content == plain
+    assert (
+        client.chat.completions.create(max_tokens=10, **listed).choices[0].message.content == plain
+    )
 
 
 def test_a_last_message_can_be_continued(client: openai.OpenAI, reference: Reference) -> None:
@@ -141,7 +150,9 @@ def test_the_bytes_of_logprobs_spell_the_answer(client: openai.OpenAI) -> None:
     assert any(e.token == "" and e.bytes for e in entries)
 
 
-def test_a_sampled_token_s_logprob_is_bit_for_bit_that_among_the_likeliest(client: openai.OpenAI) -> None:
+def test_a_sampled_token_s_logprob_is_bit_for_bit_that_among_the_likeliest(
+    client: openai.OpenAI,
+) -> None:
     answer = client.chat.completions.create(
         model="tiny",
         messages=MESSAGES,
@@ -152,7 +163,9 @@ def test_a_sampled_token_s_logprob_is_bit_for_bit_that_among_the_likeliest(clien
         top_logprobs=20,
     )
     entries = answer.choices[0].logprobs.content
-    found = [(e, t) for e in entries for t in e.top_logprobs if t.bytes == e.bytes and t.token == e.token]
+    found = [
+        (e, t) for e in entries for t in e.top_logprobs if t.bytes == e.bytes and t.token == e.token
+    ]
     same = [e.logprob == t.logprob for e, t in found]
     assert len(same) >= len(entries) // 2
     assert all(same)

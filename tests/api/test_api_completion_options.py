@@ -12,7 +12,7 @@ import torch
 
 from tests import checkpoints
 from tests.api.conftest import CONTEXT, Reference
-from tests.api.serving import WAIT, Server, until
+from tests.server import WAIT, Server, until
 
 PROMPT = "The sea is"
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
@@ -69,11 +69,15 @@ def test_echo_of_several_prompts_and_answers_puts_each_where_it_belongs(
 
 def test_echo_of_token_ids_is_their_text(client: openai.OpenAI, reference: Reference) -> None:
     ids = reference.tokenizer.encode(PROMPT)
-    answer = client.completions.create(prompt=ids, max_tokens=1, echo=True, extra_body=forever(), **GREEDY)
+    answer = client.completions.create(
+        prompt=ids, max_tokens=1, echo=True, extra_body=forever(), **GREEDY
+    )
     assert answer.choices[0].text == PROMPT + reference.text(PROMPT, 1)
 
 
-def test_the_prompt_s_logprobs_are_those_of_transformers(client: openai.OpenAI, reference: Reference) -> None:
+def test_the_prompt_s_logprobs_are_those_of_transformers(
+    client: openai.OpenAI, reference: Reference
+) -> None:
     answer = client.completions.create(
         prompt=PROMPT, max_tokens=4, echo=True, logprobs=2, extra_body=forever(), **GREEDY
     )
@@ -132,13 +136,17 @@ def test_best_of_returns_the_likeliest_of_what_was_generated(
     assert best.usage.completion_tokens == 6 * 5
 
 
-@pytest.mark.parametrize("option", [{"best_of": 1, "n": 2}, {"best_of": 3, "stream": True}, {"best_of": 200}])
+@pytest.mark.parametrize(
+    "option", [{"best_of": 1, "n": 2}, {"best_of": 3, "stream": True}, {"best_of": 200}]
+)
 def test_best_of_that_cannot_be_is_refused(client: openai.OpenAI, option: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model="tiny", prompt="a", max_tokens=2, **option)
 
 
-def test_beam_search_finds_what_transformers_finds(client: openai.OpenAI, reference: Reference) -> None:
+def test_beam_search_finds_what_transformers_finds(
+    client: openai.OpenAI, reference: Reference
+) -> None:
     prompts = [PROMPT, "another"]
     answer = client.completions.create(
         prompt=prompts,
@@ -158,7 +166,8 @@ def test_beam_search_finds_what_transformers_finds(client: openai.OpenAI, refere
                 pad_token_id=0,
             )  # fmt: skip
         expected += [
-            reference.tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True) for row in found
+            reference.tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True)
+            for row in found
         ]
     assert [c.text for c in answer.choices] == expected
     assert answer.usage.prompt_tokens == sum(map(len, prompts))
@@ -171,9 +180,12 @@ def test_beam_search_finds_what_transformers_finds(client: openai.OpenAI, refere
         {"stop_token_ids": [10**6]}, {"skip_special_tokens": False}, {"spaces_between_special_tokens": True},
     ],
 )  # fmt: skip
-def test_what_beam_search_cannot_do_is_refused(client: openai.OpenAI, option: dict[str, Any]) -> None:
+def test_what_beam_search_cannot_do_is_refused(
+    client: openai.OpenAI, option: dict[str, Any]
+) -> None:
     with pytest.raises(
-        openai.BadRequestError, match=next(iter(option)) if "best_of" not in option else "beam_width"
+        openai.BadRequestError,
+        match=next(iter(option)) if "best_of" not in option else "beam_width",
     ):
         client.completions.create(
             prompt="a", max_tokens=2, model="tiny", extra_body={"use_beam_search": True} | option
@@ -186,7 +198,11 @@ def test_what_beam_search_cannot_do_is_refused(client: openai.OpenAI, option: di
 def test_only_allowed_tokens_are_chosen(client: openai.OpenAI, reference: Reference) -> None:
     allowed = [reference.tokenizer.encode(c)[0] for c in "abc"]
     answer = client.completions.create(
-        prompt=PROMPT, max_tokens=24, model="tiny", seed=1, extra_body={"allowed_token_ids": allowed}
+        prompt=PROMPT,
+        max_tokens=24,
+        model="tiny",
+        seed=1,
+        extra_body={"allowed_token_ids": allowed},
     )
     assert set(answer.choices[0].text) <= set("abc")
     assert len(answer.choices[0].text) == 24
@@ -270,7 +286,10 @@ def test_truncation_keeps_the_prompt_s_end(client: openai.OpenAI, reference: Ref
 
 def test_truncation_to_what_fits_leaves_room_for_the_answer(client: openai.OpenAI) -> None:
     answer = client.completions.create(
-        prompt="x" * (CONTEXT + 100), max_tokens=3, extra_body=forever(truncate_prompt_tokens=-1), **GREEDY
+        prompt="x" * (CONTEXT + 100),
+        max_tokens=3,
+        extra_body=forever(truncate_prompt_tokens=-1),
+        **GREEDY,
     )
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (CONTEXT - 3, 3)
 
@@ -289,9 +308,15 @@ def test_a_chat_s_prompt_is_truncated_too(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_token_ids_are_told_when_asked_for(client: openai.OpenAI, reference: Reference, stream: bool) -> None:
+def test_token_ids_are_told_when_asked_for(
+    client: openai.OpenAI, reference: Reference, stream: bool
+) -> None:
     answer = client.completions.create(
-        prompt=PROMPT, max_tokens=9, stream=stream, extra_body=forever(return_token_ids=True), **GREEDY
+        prompt=PROMPT,
+        max_tokens=9,
+        stream=stream,
+        extra_body=forever(return_token_ids=True),
+        **GREEDY,
     )
     choices = [part.choices[0] for part in (answer if stream else [answer])]
     assert choices[0].prompt_token_ids == reference.tokenizer.encode(PROMPT)
@@ -302,7 +327,12 @@ def test_the_usage_can_be_told_all_along(client: openai.OpenAI) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(
         client.completions.create(
-            prompt=PROMPT, max_tokens=9, stream=True, stream_options=options, extra_body=forever(), **GREEDY
+            prompt=PROMPT,
+            max_tokens=9,
+            stream=True,
+            stream_options=options,
+            extra_body=forever(),
+            **GREEDY,
         )
     )
     counts = [chunk.usage.completion_tokens for chunk in chunks]
@@ -357,6 +387,9 @@ def test_a_beam_search_ends_with_its_client(server: Server) -> None:
     }
     impatient = httpx.Timeout(WAIT, read=0.8)
     with server.slowly():
-        with httpx.Client(base_url=server.url, timeout=impatient) as http, pytest.raises(httpx.ReadTimeout):
+        with (
+            httpx.Client(base_url=server.url, timeout=impatient) as http,
+            pytest.raises(httpx.ReadTimeout),
+        ):
             http.post("/v1/completions", json=body)
         until(server.is_idle)

@@ -12,7 +12,7 @@ import torch
 
 from tests import checkpoints
 from tests.api.conftest import CONTEXT, Reference
-from tests.api.serving import Server
+from tests.server import Server
 
 PROMPT = "The sea is"
 GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -50,7 +50,9 @@ def test_the_greedy_text_is_that_of_transformers(
     assert answer.usage.total_tokens == len(prompt.encode()) + 24
 
 
-def test_a_prompt_of_token_ids_is_the_prompt_of_its_text(client: openai.OpenAI, reference: Reference) -> None:
+def test_a_prompt_of_token_ids_is_the_prompt_of_its_text(
+    client: openai.OpenAI, reference: Reference
+) -> None:
     ids = reference.tokenizer.encode(PROMPT)
     answer = client.completions.create(prompt=ids, max_tokens=12, **GREEDY)
     assert answer.choices[0].text == reference.text(PROMPT, 12)
@@ -64,7 +66,9 @@ def test_the_streamed_text_is_the_text(client: openai.OpenAI, prompt: object) ->
     assert streamed(client, prompt=prompt, max_tokens=60, **GREEDY) == {0: whole}
 
 
-def test_several_prompts_are_answered_in_their_order(client: openai.OpenAI, reference: Reference) -> None:
+def test_several_prompts_are_answered_in_their_order(
+    client: openai.OpenAI, reference: Reference
+) -> None:
     prompts = ["one", "two and more", "three"]
     expected = {i: reference.text(p, 16) for i, p in enumerate(prompts)}
     answer = client.completions.create(prompt=prompts, max_tokens=16, **GREEDY)
@@ -120,7 +124,9 @@ def test_no_part_of_a_stop_string_is_ever_streamed(
     text = reference.text(PROMPT, 48)
     before = text[: text.index(stop)]
     sent = ""
-    for chunk in client.completions.create(prompt=PROMPT, max_tokens=48, stop=stop, stream=True, **GREEDY):
+    for chunk in client.completions.create(
+        prompt=PROMPT, max_tokens=48, stop=stop, stream=True, **GREEDY
+    ):
         sent += chunk.choices[0].text
         assert before.startswith(sent)
     assert sent == before
@@ -144,7 +150,11 @@ def test_the_end_token_ends_the_answer_and_is_not_part_of_it(
 ) -> None:
     """A bias makes it the likeliest token from the first position on."""
     answer = client.completions.create(
-        model="tiny", prompt=PROMPT, temperature=0, max_tokens=5, logit_bias={str(checkpoints.EOS): 100}
+        model="tiny",
+        prompt=PROMPT,
+        temperature=0,
+        max_tokens=5,
+        logit_bias={str(checkpoints.EOS): 100},
     )
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "stop")
     assert answer.usage.completion_tokens == 1
@@ -154,7 +164,12 @@ def test_the_model_s_own_end_tokens_count_where_its_tokenizer_comes_from_elsewhe
     base: Server, reference: Reference
 ) -> None:
     line_break = reference.tokenizer.encode("\n")[0]
-    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 5, "logit_bias": {str(line_break): 100}}
+    body = {
+        "prompt": PROMPT,
+        "temperature": 0,
+        "max_tokens": 5,
+        "logit_bias": {str(line_break): 100},
+    }
     answer = base.http.post("/v1/completions", json=body).json()
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == 1
@@ -165,7 +180,9 @@ def test_logprobs_are_those_of_transformers(client: openai.OpenAI, reference: Re
     given = answer.choices[0].logprobs
     prompt = reference.tokenizer.encode(PROMPT)
     tokens = list(reference.tokens(PROMPT, 10))
-    expected = checkpoints.logits(reference.model, prompt + tokens)[len(prompt) - 1 : -1].log_softmax(-1)
+    expected = checkpoints.logits(reference.model, prompt + tokens)[
+        len(prompt) - 1 : -1
+    ].log_softmax(-1)
     chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(given.token_logprobs), chosen, atol=1e-4, rtol=1e-4)
     for position, top in enumerate(given.top_logprobs):
@@ -176,7 +193,9 @@ def test_logprobs_are_those_of_transformers(client: openai.OpenAI, reference: Re
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_lists_of_logprobs_are_as_long_as_the_answer(client: openai.OpenAI, stream: bool) -> None:
+def test_the_lists_of_logprobs_are_as_long_as_the_answer(
+    client: openai.OpenAI, stream: bool
+) -> None:
     options = {
         "model": "tiny",
         "prompt": PROMPT,
@@ -238,7 +257,9 @@ def test_a_prompt_seen_before_is_reported_as_cached(client: openai.OpenAI) -> No
     assert again % 16 == 0  # whole blocks
 
 
-def test_the_answers_of_one_prompt_do_not_count_as_cache_hits_of_each_other(client: openai.OpenAI) -> None:
+def test_the_answers_of_one_prompt_do_not_count_as_cache_hits_of_each_other(
+    client: openai.OpenAI,
+) -> None:
     prompt = "Nobody else asks for two answers to this. " * 4
     answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=2, n=2)
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
@@ -247,7 +268,9 @@ def test_the_answers_of_one_prompt_do_not_count_as_cache_hits_of_each_other(clie
 def test_usage_comes_last_in_a_stream_that_asks_for_it(client: openai.OpenAI) -> None:
     options = GREEDY | {"prompt": [PROMPT, "and"], "max_tokens": 6}
     usage = client.completions.create(**options).usage
-    chunks = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **options))
+    chunks = list(
+        client.completions.create(stream=True, stream_options={"include_usage": True}, **options)
+    )
     assert chunks[-1].choices == []
     assert chunks[-1].usage.prompt_tokens == usage.prompt_tokens == len(PROMPT) + 3
     assert chunks[-1].usage.completion_tokens == usage.completion_tokens == 12
@@ -288,7 +311,8 @@ def test_the_answer_is_json_of_the_shape_that_clients_expect(http: httpx.Client)
 
 def test_the_model_may_be_left_out(http: httpx.Client, reference: Reference) -> None:
     answer = http.post(
-        "/v1/completions", json={"prompt": PROMPT, "temperature": 0, "max_tokens": 5, "ignore_eos": True}
+        "/v1/completions",
+        json={"prompt": PROMPT, "temperature": 0, "max_tokens": 5, "ignore_eos": True},
     )
     assert answer.json()["choices"][0]["text"] == reference.text(PROMPT, 5)
 
@@ -299,7 +323,9 @@ def test_the_context_can_be_filled_to_its_last_token(client: openai.OpenAI) -> N
     assert answer.usage.total_tokens == CONTEXT
 
 
-def test_prompt_logprobs_are_those_of_transformers(http: httpx.Client, reference: Reference) -> None:
+def test_prompt_logprobs_are_those_of_transformers(
+    http: httpx.Client, reference: Reference
+) -> None:
     tokens = reference.tokenizer.encode("prompt logprobs")
     body = {"prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 2}
     given = http.post("/v1/completions", json=body).json()["choices"][0]["prompt_logprobs"]

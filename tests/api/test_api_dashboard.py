@@ -15,13 +15,13 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tests.api.serving import Server, until
-from toolkit.api.tracing import Tracer
-from toolkit.engine.record import RequestRecord
+from tests.server import Server, until
+from toolkit.api.http.tracing import Tracer
+from toolkit.engine.request_stats import RequestRecord
 from toolkit.metrics import machine
 from toolkit.metrics.machine import GPUMetrics
 
-DASHBOARD = Path(__file__).parents[2] / "dashboards" / "grafana.json"
+DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
 COMPLETIONS = "/v1/completions"
 
 
@@ -103,7 +103,10 @@ def test_the_server_tells_of_its_builds_settings_and_processes(server: Server) -
 
 
 def test_errors_are_counted_by_their_status(server: Server) -> None:
-    before = server.metric("tk:errors_total", code="400"), server.metric("tk:errors_total", code="404")
+    before = (
+        server.metric("tk:errors_total", code="400"),
+        server.metric("tk:errors_total", code="404"),
+    )
     server.http.post(COMPLETIONS, json={"prompt": "x", "n": 0})
     server.http.get("/nowhere")
     # Each is counted when its answer has gone.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.api.schemas import ChatRequest, CompletionRequest
+from toolkit.api.openai.schemas import ChatRequest, CompletionRequest
 
 DEFAULTS = {"temperature": 0.3, "top_k": 5}
 

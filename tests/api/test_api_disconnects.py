@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from tests.api.conftest import Reference
-from tests.api.serving import WAIT, Server, until
+from tests.server import WAIT, Server, until
 
 ENDLESS = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True}
 """A request that runs for a quarter of an hour when nobody ends it, on a server that runs `slowly`."""
@@ -22,13 +22,23 @@ ENDLESS = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True}
 
 @pytest.fixture(scope="module", params=["one process", "two workers"])
 def server(
-    request: pytest.FixtureRequest, server: Server, model: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    server: Server,
+    model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
     """The shared server, and one like it with two API workers."""
     if request.param == "one process":
         yield server
         return
-    flags = ["--served-model-name", "tiny", "--num-gpu-blocks-override", "4096", "--api-workers", "2"]
+    flags = [
+        "--served-model-name",
+        "tiny",
+        "--num-gpu-blocks-override",
+        "4096",
+        "--api-workers",
+        "2",
+    ]
     two = Server(str(model), *flags, cwd=tmp_path_factory.mktemp("two"))
     yield two
     two.await_health()
@@ -63,7 +73,10 @@ def test_a_client_that_goes_ends_its_request(server: Server, stream: bool, what:
         body, running = body | {"n": 3}, 3
     elif what == "chat":
         del body["prompt"]
-        body, path = body | {"messages": [{"role": "user", "content": "Go on."}]}, "/v1/chat/completions"
+        body, path = (
+            body | {"messages": [{"role": "user", "content": "Go on."}]},
+            "/v1/chat/completions",
+        )
 
     def aborted() -> float:
         return server.metric("tk:request_success_total", finished_reason="abort")
@@ -77,7 +90,9 @@ def test_a_client_that_goes_ends_its_request(server: Server, stream: bool, what:
     until(lambda: aborted() == before + running)
 
 
-def test_leaving_the_official_client_s_stream_ends_the_request(server: Server, client: openai.OpenAI) -> None:
+def test_leaving_the_official_client_s_stream_ends_the_request(
+    server: Server, client: openai.OpenAI
+) -> None:
     with server.slowly():
         stream = client.completions.create(
             model="tiny", prompt="x", max_tokens=8000, stream=True, extra_body={"ignore_eos": True}

@@ -8,7 +8,7 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.api.serving import Server
+from tests.server import Server
 
 ENDPOINTS = {
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/responses"), ("POST", "/v1/messages"),
@@ -81,7 +81,8 @@ def test_the_examples_work_and_the_answers_are_as_described(
         content = operation["responses"]["200"].get("content", {})
         if "application/json" in content:
             jsonschema.validate(
-                answer.json(), content["application/json"]["schema"] | {"components": document["components"]}
+                answer.json(),
+                content["application/json"]["schema"] | {"components": document["components"]},
             )
             tried += 1
     assert tried >= 12
@@ -91,6 +92,12 @@ def test_an_error_is_as_described(http: httpx.Client, document: dict[str, Any]) 
     described = document["paths"]["/v1/completions"]["post"]["responses"]["default"]["content"][
         "application/json"
     ]
-    for answer in (http.post("/v1/completions", json={}), http.get("/v1/models/none"), http.get("/nowhere")):
+    for answer in (
+        http.post("/v1/completions", json={}),
+        http.get("/v1/models/none"),
+        http.get("/nowhere"),
+    ):
         assert answer.status_code >= 400
-        jsonschema.validate(answer.json(), described["schema"] | {"components": document["components"]})
+        jsonschema.validate(
+            answer.json(), described["schema"] | {"components": document["components"]}
+        )

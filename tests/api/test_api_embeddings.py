@@ -15,9 +15,9 @@ import pytest
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from tests import checkpoints
-from tests.api.serving import WAIT, Server, until
 from tests.pooling.folders import MINILM, TEXTS, bert, bert_tokenizer, save
-from toolkit.api.embeddings import EmbeddingList
+from tests.server import WAIT, Server, until
+from toolkit.api.pooling.embeddings import EmbeddingList
 
 QUERY = "What is the sea like?"
 DOCUMENTS = ["Bread is baked.", "The sea is calm.", "It likes fish.", "What the sea is like"]
@@ -25,7 +25,9 @@ DOCUMENTS = ["Bread is baked.", "The sea is calm.", "It likes fish.", "What the 
 
 @pytest.fixture(scope="module")
 def minilm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    served = Server(str(MINILM), "--served-model-name", "minilm", cwd=tmp_path_factory.mktemp("minilm"))
+    served = Server(
+        str(MINILM), "--served-model-name", "minilm", cwd=tmp_path_factory.mktemp("minilm")
+    )
     yield served
     until(served.is_idle)
     served.stop()
@@ -56,7 +58,9 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("models") / "decoder"
     checkpoints.save(checkpoints.make_reference("llama3-gqa"), folder)
     checkpoints.edit_json(folder / "config.json", is_matryoshka=True)
-    served = Server(str(folder), "--pooling", "mean", "--max-num-batched-tokens", "128", cwd=folder.parent)
+    served = Server(
+        str(folder), "--pooling", "mean", "--max-num-batched-tokens", "128", cwd=folder.parent
+    )
     yield served
     until(served.is_idle)
     served.stop()
@@ -74,17 +78,26 @@ def vectors(answer: httpx.Response) -> np.ndarray:
 
 def test_the_openai_client_gets_what_sentence_transformers_computes(minilm, sentences):
     with minilm.openai() as client:
-        answer = client.embeddings.create(model="minilm", input=TEXTS)  # as base64, which is its default
+        answer = client.embeddings.create(
+            model="minilm", input=TEXTS
+        )  # as base64, which is its default
     assert [one.index for one in answer.data] == list(range(len(TEXTS)))
-    assert np.abs(np.array([one.embedding for one in answer.data]) - sentences.encode(TEXTS)).max() < 1e-5
+    assert (
+        np.abs(np.array([one.embedding for one in answer.data]) - sentences.encode(TEXTS)).max()
+        < 1e-5
+    )
     assert answer.model == "minilm"
     num_tokens = sum(len(sentences.tokenizer(text)["input_ids"]) for text in TEXTS)
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == num_tokens
 
 
 async def test_the_async_client_too(minilm, sentences):
-    async with openai.AsyncOpenAI(base_url=f"{minilm.url}/v1", api_key="any", max_retries=0) as client:
-        answer = await client.embeddings.create(model="minilm", input="A cat", encoding_format="float")
+    async with openai.AsyncOpenAI(
+        base_url=f"{minilm.url}/v1", api_key="any", max_retries=0
+    ) as client:
+        answer = await client.embeddings.create(
+            model="minilm", input="A cat", encoding_format="float"
+        )
     assert np.abs(np.array(answer.data[0].embedding) - sentences.encode("A cat")).max() < 1e-5
 
 
@@ -97,7 +110,9 @@ def test_a_text_its_tokens_and_both_encodings_are_the_same(minilm, sentences):
     [coded] = msgspec.json.decode(
         minilm.http.post("/v1/embeddings", json=body).content, type=EmbeddingList
     ).data
-    assert (np.frombuffer(base64.b64decode(coded.embedding), "<f4") == found[0][0].astype("<f4")).all()
+    assert (
+        np.frombuffer(base64.b64decode(coded.embedding), "<f4") == found[0][0].astype("<f4")
+    ).all()
 
 
 def test_a_long_text_is_refused_with_both_numbers_and_cut_only_when_asked(minilm, sentences):
@@ -158,7 +173,9 @@ def test_texts_are_scored_by_their_embeddings(minilm, sentences):
 
 
 def test_a_cross_encoder_scores_pairs_and_ranks_documents(scorer, cross_encoder):
-    expected = CrossEncoder(str(cross_encoder), device="cpu").predict([(QUERY, one) for one in DOCUMENTS])
+    expected = CrossEncoder(str(cross_encoder), device="cpu").predict(
+        [(QUERY, one) for one in DOCUMENTS]
+    )
     answer = scorer.http.post("/v1/score", json={"text_1": QUERY, "text_2": DOCUMENTS}).json()
     assert np.abs(np.array([one["score"] for one in answer["data"]]) - expected).max() < 1e-5
     body = {"query": QUERY, "documents": [DOCUMENTS[0], *({"text": one} for one in DOCUMENTS[1:])]}
@@ -166,7 +183,9 @@ def test_a_cross_encoder_scores_pairs_and_ranks_documents(scorer, cross_encoder)
     assert [one["index"] for one in ranked["results"]] == np.argsort(-expected).tolist()
     assert ranked["results"][0]["document"] == {"text": DOCUMENTS[int(expected.argmax())]}
     assert ranked["usage"]["total_tokens"] == answer["usage"]["total_tokens"]
-    best = scorer.http.post("/v1/rerank", json=body | {"top_n": 2, "return_documents": False}).json()
+    best = scorer.http.post(
+        "/v1/rerank", json=body | {"top_n": 2, "return_documents": False}
+    ).json()
     assert [set(one) for one in best["results"]] == [{"index", "relevance_score"}] * 2
     assert "top_n" in error(scorer.http.post("/v1/rerank", json=body | {"top_n": 0}))["message"]
     assert (
@@ -182,13 +201,18 @@ def test_a_cross_encoder_has_no_embeddings_and_names_the_pair_that_is_too_long(s
     told = error(scorer.http.post("/v1/rerank", json=body))
     assert told["param"] == "documents[1]"
     assert "74 tokens" in told["message"]
-    assert scorer.http.post("/v1/rerank", json=body | {"truncate_prompt_tokens": -1}).status_code == 200
+    assert (
+        scorer.http.post("/v1/rerank", json=body | {"truncate_prompt_tokens": -1}).status_code
+        == 200
+    )
 
 
 def test_a_decoder_embeds_beside_generating(decoder):
     assert decoder.http.get("/v1/models").json()["data"][0]["tasks"] == ["generate", "embed"]
     whole = vectors(decoder.http.post("/v1/embeddings", json={"input": "The sea"}))[0]
-    cut = vectors(decoder.http.post("/v1/embeddings", json={"input": "The sea", "dimensions": 4}))[0]
+    cut = vectors(decoder.http.post("/v1/embeddings", json={"input": "The sea", "dimensions": 4}))[
+        0
+    ]
     assert np.allclose(cut, whole[:4] / np.linalg.norm(whole[:4]), atol=1e-6)
     before = decoder.metric("tk:prompt_tokens_total")
     decoder.http.post("/v1/embeddings", json={"input": ["The sea", "A cat"]})
@@ -212,7 +236,9 @@ def test_many_inputs_leave_room_for_others_and_are_taken_in_a_few_at_a_time(deco
     answers: list[httpx.Response] = []
 
     def post() -> None:
-        answers.append(httpx.post(f"{decoder.url}/v1/embeddings", json={"input": inputs}, timeout=4 * WAIT))
+        answers.append(
+            httpx.post(f"{decoder.url}/v1/embeddings", json={"input": inputs}, timeout=4 * WAIT)
+        )
 
     def num_steps() -> float:
         return decoder.metric("tk:iteration_tokens_total_count")
@@ -228,13 +254,17 @@ def test_many_inputs_leave_room_for_others_and_are_taken_in_a_few_at_a_time(deco
             decoder.http.post("/v1/embeddings", json={"input": "The sea"})
             waits.append(num_steps() - before)
             most = max(
-                most, decoder.metric("tk:num_requests_running") + decoder.metric("tk:num_requests_waiting")
+                most,
+                decoder.metric("tk:num_requests_running")
+                + decoder.metric("tk:num_requests_waiting"),
             )
         assert thread.is_alive()
     thread.join()
     found = vectors(answers[0])
     assert len(found) == 2048
-    assert (found[0] == vectors(decoder.http.post("/v1/embeddings", json={"input": inputs[0]}))[0]).all()
+    assert (
+        found[0] == vectors(decoder.http.post("/v1/embeddings", json={"input": inputs[0]}))[0]
+    ).all()
     assert np.median(waits) < (num_steps() - begun) / 8
     assert most <= 5  # two steps of 128 tokens, and the others' one
 
@@ -255,13 +285,15 @@ def test_when_the_engine_dies_the_inputs_that_are_left_go_to_the_next_one(decode
     answers: list[httpx.Response] = []
 
     def post() -> None:
-        answers.append(httpx.post(f"{decoder.url}/v1/embeddings", json={"input": inputs}, timeout=4 * WAIT))
+        answers.append(
+            httpx.post(f"{decoder.url}/v1/embeddings", json={"input": inputs}, timeout=4 * WAIT)
+        )
 
     thread = threading.Thread(target=post)
     with decoder.slowly():
         thread.start()
         until(lambda: decoder.metric("tk:num_requests_running") > 0)
-        [core] = decoder.children("toolkit.engine.process")
+        [core] = decoder.children("toolkit.engine.cores.core_process")
         core.kill()
     thread.join()
     found = vectors(answers[0])

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.api.conftest import CONTEXT, Reference
-from tests.api.serving import Server, until
+from tests.server import Server, until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -55,7 +55,9 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(client: openai.Op
 
 
 @pytest.mark.parametrize("max_tokens", [CONTEXT - 4, CONTEXT, 10**9])
-def test_max_tokens_past_the_context_is_refused_and_not_cut(client: openai.OpenAI, max_tokens: int) -> None:
+def test_max_tokens_past_the_context_is_refused_and_not_cut(
+    client: openai.OpenAI, max_tokens: int
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="12345", max_tokens=max_tokens)
     for number in (CONTEXT, 5, max_tokens, CONTEXT - 5):
@@ -67,14 +69,20 @@ def test_max_tokens_past_the_context_is_refused_and_not_cut(client: openai.OpenA
 def test_a_body_that_is_too_large_is_413(http: httpx.Client) -> None:
     body = b'{"prompt": "' + b"x" * (33 * 2**20) + b'"}'
     headers = {"Content-Type": "application/json"}
-    assert "32 MiB" in check_error(http.post(COMPLETIONS, content=body, headers=headers), 413)["message"]
+    assert (
+        "32 MiB"
+        in check_error(http.post(COMPLETIONS, content=body, headers=headers), 413)["message"]
+    )
 
     def chunks() -> Iterator[bytes]:
         for start in range(0, len(body), 2**20):
             yield body[start : start + 2**20]
 
     # Chunked, it tells no length.
-    assert "32 MiB" in check_error(http.post(COMPLETIONS, content=chunks(), headers=headers), 413)["message"]
+    assert (
+        "32 MiB"
+        in check_error(http.post(COMPLETIONS, content=chunks(), headers=headers), 413)["message"]
+    )
 
 
 # ---- not a request
@@ -113,7 +121,9 @@ def test_a_body_not_said_to_be_json_is_told_so(http: httpx.Client) -> None:
         "max_tokens",
     ],
 )
-def test_a_number_that_is_none_is_refused_by_name(http: httpx.Client, name: str, value: str) -> None:
+def test_a_number_that_is_none_is_refused_by_name(
+    http: httpx.Client, name: str, value: str
+) -> None:
     body = f'{{"prompt": "a", "{name}": {value}}}'
     answer = http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
     assert check_error(answer, 400)["param"] == name
@@ -192,7 +202,9 @@ def test_a_prompt_that_is_none_is_refused(http: httpx.Client, prompt: object) ->
 
 
 def test_one_bad_prompt_among_several_refuses_all(server: Server) -> None:
-    check_error(server.http.post(COMPLETIONS, json={"prompt": ["good", "good", "x" * CONTEXT]}), 400)
+    check_error(
+        server.http.post(COMPLETIONS, json={"prompt": ["good", "good", "x" * CONTEXT]}), 400
+    )
     until(server.is_idle)
 
 
@@ -277,7 +289,9 @@ def bare(bare_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     server.stop()
 
 
-def test_a_model_without_a_tokenizer_takes_token_ids_only(bare: Server, reference: Reference) -> None:
+def test_a_model_without_a_tokenizer_takes_token_ids_only(
+    bare: Server, reference: Reference
+) -> None:
     error = check_error(bare.http.post(COMPLETIONS, json={"prompt": "text"}), 400)
     assert "token ids" in error["message"]
     check_error(bare.http.post(CHAT, json={"messages": HELLO}), 400)
@@ -326,7 +340,9 @@ def test_the_key_is_not_in_the_log(bare: Server) -> None:
 # ---- bodies that are no JSON
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/v1/embeddings"])
+@pytest.mark.parametrize(
+    "path", [COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/v1/embeddings"]
+)
 @pytest.mark.parametrize(
     ("body", "says"),
     [
@@ -336,7 +352,9 @@ def test_the_key_is_not_in_the_log(bare: Server) -> None:
         (b'{"seed": ' + b"1" * 5000 + b"}", "a number of more than 4,300 digits."),
     ],
 )  # fmt: skip
-def test_where_a_body_is_no_json_is_told(http: httpx.Client, path: str, body: bytes, says: str) -> None:
+def test_where_a_body_is_no_json_is_told(
+    http: httpx.Client, path: str, body: bytes, says: str
+) -> None:
     answer = http.post(path, content=body, headers={"Content-Type": "application/json"})
     assert check_error(answer, 400)["message"].endswith(says)
 
@@ -358,7 +376,9 @@ def test_an_unknown_route_is_404_and_a_wrong_method_405(http: httpx.Client) -> N
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_request_id_is_part_of_the_answer_s(http: httpx.Client, path: str) -> None:
     body = {"prompt": "a"} if path == COMPLETIONS else {"messages": HELLO}
-    answer = http.post(path, json=body | {"max_tokens": 2}, headers={"X-Request-Id": "order-66.a:b"})
+    answer = http.post(
+        path, json=body | {"max_tokens": 2}, headers={"X-Request-Id": "order-66.a:b"}
+    )
     assert answer.headers["x-request-id"] == "order-66.a:b"
     assert answer.json()["id"].endswith("-order-66.a:b")
     refused = http.post(path, json={}, headers={"X-Request-Id": "order-67"})
@@ -368,7 +388,13 @@ def test_a_request_id_is_part_of_the_answer_s(http: httpx.Client, path: str) -> 
 def test_without_a_usable_request_id_each_answer_has_one_of_its_own(http: httpx.Client) -> None:
     given = [
         http.get("/version", headers=h).headers["x-request-id"]
-        for h in ({}, {}, {"X-Request-Id": "a b"}, {"X-Request-Id": "x" * 200}, {"X-Request-Id": b"a\xe9b"})
+        for h in (
+            {},
+            {},
+            {"X-Request-Id": "a b"},
+            {"X-Request-Id": "x" * 200},
+            {"X-Request-Id": b"a\xe9b"},
+        )
     ]
     assert len(set(given)) == 5
     assert all(len(id) == 32 for id in given)
@@ -380,7 +406,9 @@ def test_requests_under_one_id_do_not_meet(server: Server, reference: Reference)
 
     def text(prompt: str) -> str:
         body = GOOD | {"prompt": prompt, "max_tokens": 48}
-        with httpx.Client(base_url=server.url, timeout=60, headers={"X-Request-Id": "same"}) as http:
+        with httpx.Client(
+            base_url=server.url, timeout=60, headers={"X-Request-Id": "same"}
+        ) as http:
             return http.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
 
     with ThreadPoolExecutor(4) as pool:
@@ -390,15 +418,20 @@ def test_requests_under_one_id_do_not_meet(server: Server, reference: Reference)
 
 def test_cross_origin_preflights_are_refused(http: httpx.Client) -> None:
     answer = http.options(
-        COMPLETIONS, headers={"Origin": "https://elsewhere.example", "Access-Control-Request-Method": "POST"}
+        COMPLETIONS,
+        headers={"Origin": "https://elsewhere.example", "Access-Control-Request-Method": "POST"},
     )
     assert answer.status_code == 405
     assert "access-control-allow-origin" not in answer.headers
 
 
-def test_after_a_storm_of_bad_requests_a_good_one_works(server: Server, reference: Reference) -> None:
+def test_after_a_storm_of_bad_requests_a_good_one_works(
+    server: Server, reference: Reference
+) -> None:
     bad = [
-        lambda http: http.post(COMPLETIONS, content=b"{", headers={"Content-Type": "application/json"}),
+        lambda http: http.post(
+            COMPLETIONS, content=b"{", headers={"Content-Type": "application/json"}
+        ),
         lambda http: http.post(COMPLETIONS, json={"prompt": [10**6]}),
         lambda http: http.post(COMPLETIONS, json={"prompt": "x" * CONTEXT}),
         lambda http: http.post(COMPLETIONS, json={"prompt": "x", "n": 0}),

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.api.conftest import Reference
-from tests.api.serving import Server, until
+from tests.server import Server, until
 
 SECONDS = 8.0
 """After this, and once there are enough answers, what is left of the examples is skipped."""
@@ -31,7 +31,9 @@ scalars = (
 )
 anything = st.recursive(
     scalars,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 small = st.integers(1, 6)
@@ -50,7 +52,8 @@ sampling = {
     "presence_penalty": st.floats(-2, 2) | anything,
     "frequency_penalty": st.floats(-2, 2) | anything,
     "repetition_penalty": st.floats(0.1, 3) | anything,
-    "logit_bias": st.dictionaries(st.integers(0, 261).map(str), st.floats(-100, 100), max_size=3) | anything,
+    "logit_bias": st.dictionaries(st.integers(0, 261).map(str), st.floats(-100, 100), max_size=3)
+    | anything,
     "prompt_logprobs": st.integers(0, 5) | anything,
     "priority": st.integers(-5, 5) | anything,
     "stream": st.booleans() | anything,
@@ -116,15 +119,19 @@ ROUTES = {
     "/v1/responses": body(
         {"input": st.text(max_size=9) | messages, "max_output_tokens": small},
         dict.fromkeys(
-            ("instructions", "temperature", "text", "truncation", "store", "tools", "stream"), anything
+            ("instructions", "temperature", "text", "truncation", "store", "tools", "stream"),
+            anything,
         ),
     ),
     "/v1/messages": body(
         {"messages": messages, "max_tokens": small},
-        dict.fromkeys(("system", "temperature", "top_k", "stop_sequences", "tools", "stream"), anything),
+        dict.fromkeys(
+            ("system", "temperature", "top_k", "stop_sequences", "tools", "stream"), anything
+        ),
     ),
     "/tokenize": body(
-        {"prompt": st.text(max_size=20) | anything}, {"messages": messages, "return_token_strs": anything}
+        {"prompt": st.text(max_size=20) | anything},
+        {"messages": messages, "return_token_strs": anything},
     ),
     "/detokenize": body(
         {"tokens": st.lists(st.integers(0, 261), max_size=9) | anything}, {"model": anything}
@@ -164,7 +171,9 @@ def test_every_request_is_answered_in_shape(server: Server, reference: Reference
     )
     @given(request)
     def one(made: tuple[str, object]) -> None:
-        if time.monotonic() > deadline and all(statuses.get(code, 0) >= n for code, n in ENOUGH.items()):
+        if time.monotonic() > deadline and all(
+            statuses.get(code, 0) >= n for code, n in ENOUGH.items()
+        ):
             return
         path, body = made
         content = json.dumps(body)  # with NaN, Infinity and lone surrogates as they come

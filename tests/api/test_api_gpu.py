@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.api.conftest import Reference
-from tests.api.serving import Server, until
-from tests.api.test_api_recovery import ask
+from tests.server import Server, until
+from tests.serving.test_recovery import ask
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -41,7 +41,9 @@ def test_metrics_tell_of_the_gpu(served: Server) -> None:
 
 def test_fifty_streams_outlive_their_engine_on_a_gpu(served: Server, reference: Reference) -> None:
     prompts = [f"Story number {i}: " for i in range(50)]
-    bodies = [{"prompt": p, "max_tokens": 4096, "temperature": 0, "ignore_eos": True} for p in prompts]
+    bodies = [
+        {"prompt": p, "max_tokens": 4096, "temperature": 0, "ignore_eos": True} for p in prompts
+    ]
     answers = asyncio.run(ask(served, bodies, kill=True))
     assert {(a.finish_reason, a.usage["completion_tokens"], a.error) for a in answers} == {
         ("length", 4096, None)

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.api.serving import WAIT, Client, Server, until
+from tests.server import WAIT, Client, Server, until
 
 PROBES = ("/livez", "/readyz", "/health")
 ILL = {"/livez": 200, "/readyz": 503, "/health": 503}
@@ -52,7 +52,9 @@ def own(
     request: pytest.FixtureRequest, bare_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """A server that the tests below make ill, each for a while."""
-    server = Server(str(bare_model), "--api-workers", str(request.param), cwd=tmp_path_factory.mktemp("own"))
+    server = Server(
+        str(bare_model), "--api-workers", str(request.param), cwd=tmp_path_factory.mktemp("own")
+    )
     yield server
     server.stop()
 
@@ -70,7 +72,7 @@ def test_a_hung_engine_is_told_within_seconds_and_so_is_its_return(own: Server) 
 
 
 def test_while_the_engine_is_started_again_the_server_lives_and_is_not_ready(own: Server) -> None:
-    with own.holding("toolkit.engine.process"):
+    with own.holding("toolkit.engine.cores.core_process"):
         own.core.kill()
         until(lambda: statuses(own) == ILL)
         # Another worker may hear of it a moment later, and an answer of 200 has no body.
@@ -107,7 +109,9 @@ def test_an_engine_whose_steps_all_fail_is_not_well_though_requests_come(own: Se
     until(lambda: statuses(own) == dict.fromkeys(PROBES, 200))
 
 
-def test_a_model_whose_numbers_are_lost_is_not_well(start: Callable[..., Server], model: Path) -> None:
+def test_a_model_whose_numbers_are_lost_is_not_well(
+    start: Callable[..., Server], model: Path
+) -> None:
     """No step raises anything, and none gives a token."""
     from safetensors.torch import load_file, save_file
 
@@ -115,7 +119,9 @@ def test_a_model_whose_numbers_are_lost_is_not_well(start: Callable[..., Server]
     shutil.copytree(model, ruined)
     weights = load_file(ruined / "model.safetensors")
     save_file(
-        {n: w * float("nan") for n, w in weights.items()}, ruined / "model.safetensors", {"format": "pt"}
+        {n: w * float("nan") for n, w in weights.items()},
+        ruined / "model.safetensors",
+        {"format": "pt"},
     )
     server = start(model=ruined)
     Client(server, 3, stream=False).finish()

@@ -14,7 +14,7 @@ import pydantic
 import pytest
 
 from tests.api.conftest import Reference
-from tests.api.serving import Server, until
+from tests.server import Server, until
 
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "extra_body": {"temperature": 0}}
@@ -22,7 +22,9 @@ GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "extra_body": {"tem
 
 @pytest.fixture
 def messages_client(server: Server) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="any", max_retries=0, timeout=60.0) as client:
+    with anthropic.Anthropic(
+        base_url=server.url, api_key="any", max_retries=0, timeout=60.0
+    ) as client:
         yield client
 
 
@@ -75,7 +77,9 @@ def test_a_stop_sequence_is_told(messages_client: anthropic.Anthropic, expected:
     assert answer.content[0].text == expected[: expected.index(stop)]
 
 
-def test_the_stream_s_events_are_anthropic_s(messages_client: anthropic.Anthropic, expected: str) -> None:
+def test_the_stream_s_events_are_anthropic_s(
+    messages_client: anthropic.Anthropic, expected: str
+) -> None:
     events = list(messages_client.messages.create(messages=QUESTION, stream=True, **GREEDY))
     kinds = [event.type for event in events if event.type != "ping"]
     deltas = [event for event in events if event.type == "content_block_delta"]
@@ -114,13 +118,18 @@ def test_the_tokens_of_a_prompt_are_counted(
         ({"max_tokens": 1}, "messages"),
         ({"messages": [], "max_tokens": 1}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}], "max_tokens": 1}, "messages.0"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 1}, "messages.0.0"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 1},
+            "messages.0.0",
+        ),
         ({"messages": QUESTION, "max_tokens": 0}, "max_tokens"),
         ({"messages": QUESTION, "max_tokens": 1, "tools": [{"name": "x"}]}, "tools.0.input_schema"),
         ({"messages": QUESTION, "max_tokens": 1, "temperature": -1}, "temperature"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(http: httpx.Client, body: dict[str, Any], param: str) -> None:
+def test_what_cannot_be_is_refused_by_name(
+    http: httpx.Client, body: dict[str, Any], param: str
+) -> None:
     answer = http.post("/v1/messages", json=body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
@@ -171,7 +180,9 @@ def caller(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[an
     served = Server(
         str(model), "--chat-template", TEMPLATE, "--num-gpu-blocks-override", "1024", cwd=tmp_path_factory.mktemp("tools")
     )  # fmt: skip
-    with anthropic.Anthropic(base_url=served.url, api_key="any", max_retries=0, timeout=60.0) as client:
+    with anthropic.Anthropic(
+        base_url=served.url, api_key="any", max_retries=0, timeout=60.0
+    ) as client:
         yield client
     served.stop()
 
@@ -186,14 +197,20 @@ def check_call(block: anthropic.types.ToolUseBlock) -> None:
 def test_a_call_that_is_asked_for_comes_with_arguments_that_fit(
     caller: anthropic.Anthropic, choice: dict[str, Any]
 ) -> None:
-    asked = {"tools": TOOLS, "tool_choice": choice | {"disable_parallel_tool_use": True}, "max_tokens": 200}
+    asked = {
+        "tools": TOOLS,
+        "tool_choice": choice | {"disable_parallel_tool_use": True},
+        "max_tokens": 200,
+    }
     answer = caller.messages.create(model="", messages=QUESTION, **asked)
     assert answer.stop_reason == "tool_use"
     (block,) = (b for b in answer.content if b.type == "tool_use")
     check_call(block)
 
     with caller.messages.stream(model="", messages=QUESTION, **asked) as stream:
-        parts = [event.delta.partial_json for event in stream if event.type == "content_block_delta"]
+        parts = [
+            event.delta.partial_json for event in stream if event.type == "content_block_delta"
+        ]
         final = stream.get_final_message()
     (block,) = (b for b in final.content if b.type == "tool_use")
     check_call(block)
@@ -208,7 +225,12 @@ def test_calls_and_what_they_gave_are_given_to_the_template(caller: anthropic.An
             "role": "assistant",
             "content": [
                 {"type": "text", "text": "Let me see."},
-                {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"days": 2, "dry": True}},
+                {
+                    "type": "tool_use",
+                    "id": "call_1",
+                    "name": "weather",
+                    "input": {"days": 2, "dry": True},
+                },
             ],
         },
         {
@@ -242,7 +264,9 @@ class Weather(pydantic.BaseModel):
     dry: bool
 
 
-def test_an_answer_is_held_to_the_format_that_is_asked_for(messages_client: anthropic.Anthropic) -> None:
+def test_an_answer_is_held_to_the_format_that_is_asked_for(
+    messages_client: anthropic.Anthropic,
+) -> None:
     asked: Any = {"model": "", "max_tokens": 200, "messages": QUESTION, "output_format": Weather}
     answer = messages_client.messages.parse(**asked)
     assert isinstance(answer.parsed_output, Weather)
@@ -269,17 +293,27 @@ def test_calls_come_back_with_whatever_numbers_they_had(caller: anthropic.Anthro
 
     told = caller.messages.count_tokens(model="", messages=turns(2**70)).input_tokens
     assert (
-        told == caller.messages.count_tokens(model="", messages=turns(2)).input_tokens + len(str(2**70)) - 1
+        told
+        == caller.messages.count_tokens(model="", messages=turns(2)).input_tokens
+        + len(str(2**70))
+        - 1
     )
 
 
 def test_a_strict_tool_is_called_as_its_schema_says_or_refused(caller: anthropic.Anthropic) -> None:
     strict: Any = TOOLS[0] | {"strict": True}
-    asked: Any = {"model": "", "max_tokens": 200, "messages": QUESTION, "tool_choice": {"type": "any"}}
+    asked: Any = {
+        "model": "",
+        "max_tokens": 200,
+        "messages": QUESTION,
+        "tool_choice": {"type": "any"},
+    }
     answer = caller.messages.with_raw_response.create(tools=[strict], **asked)
     assert "x-ignored-fields" not in answer.headers
     check_call(next(block for block in answer.parse().content if block.type == "tool_use"))
-    strict["input_schema"] = strict["input_schema"] | {"properties": {"days": {"uniqueItems": True}}}
+    strict["input_schema"] = strict["input_schema"] | {
+        "properties": {"days": {"uniqueItems": True}}
+    }
     with pytest.raises(anthropic.BadRequestError, match="uniqueItems"):
         caller.messages.create(tools=[strict], **asked)
 
@@ -287,7 +321,9 @@ def test_a_strict_tool_is_called_as_its_schema_says_or_refused(caller: anthropic
 # ---- threads, which are not kept
 
 
-def test_a_thread_is_refused_in_the_words_that_the_client_knows(messages_client: anthropic.Anthropic) -> None:
+def test_a_thread_is_refused_in_the_words_that_the_client_knows(
+    messages_client: anthropic.Anthropic,
+) -> None:
     for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
         with pytest.raises(anthropic.BadRequestError) as error:
             messages_client.messages.create(
@@ -298,9 +334,13 @@ def test_a_thread_is_refused_in_the_words_that_the_client_knows(messages_client:
         assert "whole conversation" in body["error"]["message"]
 
 
-def test_the_client_s_tool_runner_sends_the_whole_conversation_then(caller: anthropic.Anthropic) -> None:
+def test_the_client_s_tool_runner_sends_the_whole_conversation_then(
+    caller: anthropic.Anthropic,
+) -> None:
     sent: list[Any] = []
-    caller._client.event_hooks = {"request": [lambda request: sent.append(json.loads(request.content))]}
+    caller._client.event_hooks = {
+        "request": [lambda request: sent.append(json.loads(request.content))]
+    }
 
     @anthropic.beta_tool
     def weather(days: Literal[1, 2, 3], dry: bool) -> str:
@@ -341,7 +381,9 @@ def test_the_client_s_tool_runner_sends_the_whole_conversation_then(caller: anth
 def test_what_is_wrong_is_told_by_the_names_that_were_sent(
     http: httpx.Client, asked: Any, param: str
 ) -> None:
-    error = http.post("/v1/messages", json={"messages": QUESTION, "max_tokens": 4} | asked).json()["error"]
+    error = http.post("/v1/messages", json={"messages": QUESTION, "max_tokens": 4} | asked).json()[
+        "error"
+    ]
     assert error["param"] == param
     assert error["message"].startswith(param) == (param != "messages")
 
@@ -371,11 +413,21 @@ def told(error: pytest.ExceptionInfo[anthropic.APIStatusError]) -> str:
     ],
 )
 def test_errors_are_those_that_anthropic_s_client_knows(
-    messages_client: anthropic.Anthropic, asked: Any, kind: type[anthropic.APIStatusError], name: str
+    messages_client: anthropic.Anthropic,
+    asked: Any,
+    kind: type[anthropic.APIStatusError],
+    name: str,
 ) -> None:
     for stream in (False, True):
-        given: Any = {"model": "tiny", "max_tokens": 4, "messages": QUESTION, "stream": stream} | asked
-        given["extra_body"] = {key: given.pop(key) for key in ("temperature", "max_tokens") if key in asked}
+        given: Any = {
+            "model": "tiny",
+            "max_tokens": 4,
+            "messages": QUESTION,
+            "stream": stream,
+        } | asked
+        given["extra_body"] = {
+            key: given.pop(key) for key in ("temperature", "max_tokens") if key in asked
+        }
         with pytest.raises(kind) as error:
             messages_client.messages.create(**{"max_tokens": 4} | given)
         assert told(error) == name
@@ -397,7 +449,10 @@ def test_errors_from_before_and_behind_the_routes_are_too(start: Any, model: Pat
         with pytest.raises(anthropic.APIStatusError) as error:
             client.messages.create(**asked)
         assert (error.value.status_code, told(error)) == (504, "timeout_error")
-        with pytest.raises(anthropic.APIStatusError) as error, client.messages.stream(**asked) as stream:
+        with (
+            pytest.raises(anthropic.APIStatusError) as error,
+            client.messages.stream(**asked) as stream,
+        ):
             assert stream.get_final_text() == "never whole"
         assert told(error) == "timeout_error"
         with pytest.raises(anthropic.RateLimitError) as error:

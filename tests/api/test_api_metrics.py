@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.api.conftest import CONTEXT
-from tests.api.serving import WAIT, Server, until
+from tests.server import WAIT, Server, until
 
 PROMPT = "This prompt is only for the metrics, and has its own first block."
 GREEDY = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True}
@@ -26,7 +26,9 @@ def change(server: Server) -> Callable[..., Callable[[], float]]:
     return since
 
 
-def test_tokens_are_counted_as_they_are_reported_to_clients(server: Server, change: Callable) -> None:
+def test_tokens_are_counted_as_they_are_reported_to_clients(
+    server: Server, change: Callable
+) -> None:
     prompt, generated = change("tk:prompt_tokens_total"), change("tk:generation_tokens_total")
     first, between = (
         change("tk:time_to_first_token_seconds_count"),
@@ -34,7 +36,11 @@ def test_tokens_are_counted_as_they_are_reported_to_clients(server: Server, chan
     )
     usages = [
         server.http.post("/v1/completions", json=GREEDY | extra).json()["usage"]
-        for extra in ({"max_tokens": 9}, {"max_tokens": 5, "n": 2}, {"prompt": ["x", "yz"], "max_tokens": 3})
+        for extra in (
+            {"max_tokens": 9},
+            {"max_tokens": 5, "n": 2},
+            {"prompt": ["x", "yz"], "max_tokens": 3},
+        )
     ]
     assert prompt() == sum(u["prompt_tokens"] for u in usages) == 2 * len(PROMPT) + 3
     assert generated() == sum(u["completion_tokens"] for u in usages) == 9 + 10 + 6
@@ -44,13 +50,15 @@ def test_tokens_are_counted_as_they_are_reported_to_clients(server: Server, chan
 
 def test_ends_are_counted_by_their_reason(server: Server, change: Callable) -> None:
     counts = {
-        r: change("tk:request_success_total", finished_reason=r) for r in ("stop", "length", "abort", "error")
+        r: change("tk:request_success_total", finished_reason=r)
+        for r in ("stop", "length", "abort", "error")
     }
     latencies = change("tk:e2e_request_latency_seconds_count")
     server.http.post("/v1/completions", json=GREEDY | {"max_tokens": 2})
     server.http.post("/v1/completions", json=GREEDY | {"max_tokens": 2, "n": 2})
     server.http.post(
-        "/v1/completions", json=GREEDY | {"max_tokens": 2, "ignore_eos": False, "logit_bias": {"256": 100}}
+        "/v1/completions",
+        json=GREEDY | {"max_tokens": 2, "ignore_eos": False, "logit_bias": {"256": 100}},
     )
     endless = GREEDY | {"max_tokens": 8000, "stream": True}
     with server.slowly(), server.http.stream("POST", "/v1/completions", json=endless) as answer:
@@ -81,7 +89,9 @@ def test_prefix_hits_are_the_cached_tokens_of_usage(server: Server, change: Call
     queries, hits = change("tk:prefix_cache_queries_total"), change("tk:prefix_cache_hits_total")
     cached = change("tk:prompt_tokens_cached_total")
     usages = [
-        server.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).json()["usage"]
+        server.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).json()[
+            "usage"
+        ]
         for _ in range(3)
     ]
     reported = sum(u["prompt_tokens_details"]["cached_tokens"] for u in usages)
@@ -116,7 +126,10 @@ def test_lengths_and_settings_of_requests_are_observed(server: Server, change: C
 
 
 def test_every_step_s_tokens_are_observed(server: Server, change: Callable) -> None:
-    steps, tokens = change("tk:iteration_tokens_total_count"), change("tk:iteration_tokens_total_sum")
+    steps, tokens = (
+        change("tk:iteration_tokens_total_count"),
+        change("tk:iteration_tokens_total_sum"),
+    )
     server.http.post(
         "/v1/completions", json={"prompt": [5, 4, 3, 2, 1] * 7, "max_tokens": 4, "ignore_eos": True}
     )
@@ -145,7 +158,10 @@ def test_the_prefix_can_be_another(base: Server) -> None:
 def test_what_steps_take_is_estimated_and_a_poll_of_the_requests_loses_no_counts(
     server: Server, change: Callable
 ) -> None:
-    work = [change(f"tk:estimated_{what}_per_gpu_total") for what in ("flops", "read_bytes", "write_bytes")]
+    work = [
+        change(f"tk:estimated_{what}_per_gpu_total")
+        for what in ("flops", "read_bytes", "write_bytes")
+    ]
     queries, tokens = change("tk:prefix_cache_queries_total"), change("tk:prompt_tokens_total")
     for _ in range(3):
         server.http.post("/v1/completions", json=GREEDY | {"max_tokens": 4})

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.api.conftest import CONTEXT, Reference
-from tests.api.serving import WAIT, Client, Server, until
+from tests.server import WAIT, Client, Server, until
 from toolkit import __version__
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -44,7 +44,9 @@ def live(server: Server) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("text", ["The sea is", "", "ünïcödé 🙂", "<|end|>"])
-def test_tokens_are_those_of_transformers(http: httpx.Client, reference: Reference, text: str) -> None:
+def test_tokens_are_those_of_transformers(
+    http: httpx.Client, reference: Reference, text: str
+) -> None:
     answer = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     expected = reference.tokenizer.encode(text)
     assert answer["tokens"] == expected
@@ -53,7 +55,9 @@ def test_tokens_are_those_of_transformers(http: httpx.Client, reference: Referen
     assert http.post("/detokenize", json={"tokens": expected}).json() == {"prompt": text}
 
 
-def test_a_conversation_is_tokenized_as_chat_would(http: httpx.Client, reference: Reference) -> None:
+def test_a_conversation_is_tokenized_as_chat_would(
+    http: httpx.Client, reference: Reference
+) -> None:
     answer = http.post("/tokenize", json={"messages": HELLO, "model": "tiny"}).json()
     assert answer["tokens"] == reference.tokenizer.encode(reference.conversation(*HELLO))
     answer = http.post("/tokenize", json={"messages": HELLO, "add_generation_prompt": False}).json()
@@ -74,7 +78,9 @@ def test_a_conversation_is_tokenized_as_chat_would(http: httpx.Client, reference
         ("/detokenize", {}, "tokens"),
     ],
 )
-def test_what_cannot_be_tokenized_is_a_400(http: httpx.Client, path: str, body: object, param: str) -> None:
+def test_what_cannot_be_tokenized_is_a_400(
+    http: httpx.Client, path: str, body: object, param: str
+) -> None:
     answer = http.post(path, json=body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
@@ -159,7 +165,9 @@ def check_live(server: Server) -> None:
     clients = [Client(server, 6000, stream=True) for _ in range(3)]
     until(lambda: all(client.events for client in clients))
     found = until(
-        lambda: (f := live(server)) and len(f) == 3 and all(r["num_output_tokens"] > 2 for r in f) and f
+        lambda: (
+            (f := live(server)) and len(f) == 3 and all(r["num_output_tokens"] > 2 for r in f) and f
+        )
     )
     for one in found:
         assert one["state"] == "running"
@@ -170,7 +178,11 @@ def check_live(server: Server) -> None:
         assert (one["num_preemptions"], one["priority"], one["n"]) == (0, 0, 1)
         assert one["origin"] == "127.0.0.1"
     load = httpx.get(f"{server.url}/load", timeout=WAIT).json()
-    assert (load["server_load"], load["num_requests_running"], load["num_requests_waiting"]) == (3, 3, 0)
+    assert (load["server_load"], load["num_requests_running"], load["num_requests_waiting"]) == (
+        3,
+        3,
+        0,
+    )
     assert 0 < load["kv_cache_usage"] < 1
 
     for one in found:  # each over a connection of its own
@@ -184,12 +196,20 @@ def check_live(server: Server) -> None:
         client.finish()
         assert client.broken is None
         assert client.events[-1] == "[DONE]"
-        last = [json.loads(e) for e in client.events if e != "[DONE]" and json.loads(e)["choices"]][-1]
+        last = [json.loads(e) for e in client.events if e != "[DONE]" and json.loads(e)["choices"]][
+            -1
+        ]
         assert last["choices"][0]["finish_reason"] == "abort"
 
 
 def test_a_request_can_be_ended_by_its_answer_s_id(server: Server) -> None:
-    body = {"prompt": ["one", "two"], "n": 2, "max_tokens": 6000, "ignore_eos": True, "stream": True}
+    body = {
+        "prompt": ["one", "two"],
+        "n": 2,
+        "max_tokens": 6000,
+        "ignore_eos": True,
+        "stream": True,
+    }
     headers = {"X-Request-Id": "order-66"}
     with (
         server.slowly(),
@@ -214,7 +234,13 @@ def test_an_unknown_request_is_404(http: httpx.Client, id: str) -> None:
 
 
 def test_a_beam_search_can_be_ended_by_its_answer_s_id(server: Server) -> None:
-    body = {"prompt": "The sea", "use_beam_search": True, "n": 4, "max_tokens": 6000, "ignore_eos": True}
+    body = {
+        "prompt": "The sea",
+        "use_beam_search": True,
+        "n": 4,
+        "max_tokens": 6000,
+        "ignore_eos": True,
+    }
     with server.slowly(), ThreadPoolExecutor(1) as pool:
         asked = pool.submit(
             httpx.post,

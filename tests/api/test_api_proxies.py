@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.serving import Client, Server, until
+from tests.server import Client, Server, until
 
 COMPLETIONS = "/v1/completions"
 LIMITS = ("--max-requests-per-key", "1", "--log-format", "json", "--uvicorn-log-level", "info")
@@ -26,7 +26,9 @@ def proxied(
     server.stop()
 
 
-def test_the_client_is_who_a_trusted_proxy_says_and_else_who_connects(proxied: tuple[Server, bool]) -> None:
+def test_the_client_is_who_a_trusted_proxy_says_and_else_who_connects(
+    proxied: tuple[Server, bool],
+) -> None:
     server, believes = proxied
     with server.slowly():
         check_origins(server, believes)
@@ -58,5 +60,9 @@ def check_origins(server: Server, believes: bool) -> None:
     clients = {line["request_id"]: line["client"] for line in lines if "request_id" in line}
     assert clients["192.0.2.1-192.0.2.4"] == ("192.0.2.4" if believes else "127.0.0.1")
     assert clients["192.0.2.3-192.0.2.1"] == ("192.0.2.1" if believes else "127.0.0.1")
-    access = [line["message"] for line in lines if f"POST {COMPLETIONS} HTTP/1.1" in line.get("message", "")]
+    access = [
+        line["message"]
+        for line in lines
+        if f"POST {COMPLETIONS} HTTP/1.1" in line.get("message", "")
+    ]
     assert any(told.startswith("192.0.2.4:") for told in access) == believes

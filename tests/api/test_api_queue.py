@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.serving import Client, Server, until
+from tests.server import Client, Server, until
 
 ROOM, ROOM_IN_TOKENS = 3, 40
 COMPLETIONS = "/v1/completions"
@@ -16,7 +16,14 @@ COMPLETIONS = "/v1/completions"
 @pytest.fixture(scope="module")
 def small(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """It runs one request at a time, and embeds, too."""
-    limits = ("--max-num-seqs", "1", "--max-queue", str(ROOM), "--max-queue-tokens", str(ROOM_IN_TOKENS))
+    limits = (
+        "--max-num-seqs",
+        "1",
+        "--max-queue",
+        str(ROOM),
+        "--max-queue-tokens",
+        str(ROOM_IN_TOKENS),
+    )
     server = Server(str(model), *limits, "--pooling", "mean", cwd=tmp_path_factory.mktemp("cwd"))
     yield server
     server.stop()
@@ -27,7 +34,13 @@ def busy(small: Server) -> Iterator[Server]:
     """One request runs and one waits, whose prompt has three tokens."""
     with small.slowly():
         clients = [Client(small, 8000), Client(small, 8000)]
-        until(lambda: small.metric("tk:num_requests_running") == small.metric("tk:num_requests_waiting") == 1)
+        until(
+            lambda: (
+                small.metric("tk:num_requests_running")
+                == small.metric("tk:num_requests_waiting")
+                == 1
+            )
+        )
         yield small
         for live in small.http.get("/tk/requests").json()["requests"]:
             small.http.delete(f"/tk/requests/{live['id']}")

@@ -14,11 +14,11 @@ from openai.types.responses import Response
 
 from tests import checkpoints
 from tests.api.conftest import Reference
-from tests.api.serving import WAIT, Server, until
-from toolkit.api.replies import PromptTokensDetails, Usage
-from toolkit.api.response_answer import Answer
-from toolkit.api.response_request import ResponsesRequest
-from toolkit.api.talk import Piece
+from tests.server import WAIT, Server, until
+from toolkit.api.openai.conversation import Piece
+from toolkit.api.openai.replies import PromptTokensDetails, Usage
+from toolkit.api.openai.response_events import Answer
+from toolkit.api.openai.response_request import ResponsesRequest
 from toolkit.sampling.params import SamplingParams
 
 QUESTION = "What is a KV cache?"
@@ -43,7 +43,10 @@ def test_the_answer_is_that_of_transformers(
     assert answer.model == "tiny"
     prompt = reference.conversation({"role": "user", "content": QUESTION})
     assert answer.usage.input_tokens == len(reference.tokenizer.encode(prompt))
-    assert (answer.usage.output_tokens, answer.usage.total_tokens) == (12, 12 + answer.usage.input_tokens)
+    assert (answer.usage.output_tokens, answer.usage.total_tokens) == (
+        12,
+        12 + answer.usage.input_tokens,
+    )
     assert answer.store is False
     Response.model_validate(answer.model_dump())  # the client itself takes any shape
 
@@ -61,7 +64,9 @@ def test_a_conversation_with_instructions_is_rendered_as_chat(
         earlier,
         {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]},
     ]
-    answer = client.responses.with_raw_response.create(input=turns, instructions="Be brief.", **GREEDY)
+    answer = client.responses.with_raw_response.create(
+        input=turns, instructions="Be brief.", **GREEDY
+    )
     assert "x-ignored-fields" not in answer.headers
     prompt = reference.conversation(
         {"role": "system", "content": "Be brief."},
@@ -97,9 +102,13 @@ def test_the_stream_s_events_are_openai_s(client: openai.OpenAI, expected: str) 
         type(event).model_validate(event.model_dump())
 
 
-def test_the_client_s_own_stream_helper_gathers_the_answer(client: openai.OpenAI, expected: str) -> None:
+def test_the_client_s_own_stream_helper_gathers_the_answer(
+    client: openai.OpenAI, expected: str
+) -> None:
     with client.responses.stream(input=QUESTION, **GREEDY) as stream:
-        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        text = "".join(
+            event.delta for event in stream if event.type == "response.output_text.delta"
+        )
     assert text == expected
 
 
@@ -107,11 +116,16 @@ def test_an_answer_that_ends_by_itself_is_completed(client: openai.OpenAI) -> No
     """Whatever a seed says, some answer of this model ends soon: its end is one of 262 tokens."""
     for seed in range(200):
         answer = client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": str(seed)}], max_tokens=64, temperature=0
+            model="tiny",
+            messages=[{"role": "user", "content": str(seed)}],
+            max_tokens=64,
+            temperature=0,
         )
         if answer.choices[0].finish_reason == "stop":
             break
-    done = client.responses.create(model="tiny", input=str(seed), max_output_tokens=64, temperature=0)
+    done = client.responses.create(
+        model="tiny", input=str(seed), max_output_tokens=64, temperature=0
+    )
     assert (done.status, done.incomplete_details) == ("completed", None)
     assert done.output_text == answer.choices[0].message.content
 
@@ -125,14 +139,23 @@ def test_an_answer_that_ends_by_itself_is_completed(client: openai.OpenAI) -> No
         ({"input": [{"role": "robot", "content": "x"}]}, "input.0"),
         ({"input": [{"type": "web_search_call", "id": "1"}]}, "input"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id"),
-        ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        (
+            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
+            "input",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input",
+        ),
         ({"input": "x", "store": True}, "store"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
         ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools.0"),
         ({"input": "x", "tools": [{"type": "function", "name": "f"}] * 200}, "tools"),
-        ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools"),  # the template has no place
+        (
+            {"input": "x", "tools": [{"type": "function", "name": "f"}]},
+            "tools",
+        ),  # the template has no place
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),
         ({"input": "x", "tool_choice": "maybe"}, "tool_choice"),
         ({"input": "x", "tool_choice": {"type": "function"}}, "tool_choice.name"),
@@ -149,7 +172,9 @@ def test_an_answer_that_ends_by_itself_is_completed(client: openai.OpenAI) -> No
         ({"input": "\ud800"}, "input"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(http: httpx.Client, body: dict[str, Any], param: str) -> None:
+def test_what_cannot_be_is_refused_by_name(
+    http: httpx.Client, body: dict[str, Any], param: str
+) -> None:
     headers = {"Content-Type": "application/json"}
     answer = http.post("/v1/responses", content=json.dumps(body), headers=headers)
     assert answer.status_code == 400, answer.text

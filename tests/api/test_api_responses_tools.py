@@ -14,8 +14,8 @@ import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
 
 from tests import checkpoints
-from tests.api.serving import Server, until
 from tests.api.test_api_structured import SCHEMAS, TEMPLATE, WEATHER
+from tests.server import Server, until
 
 TOOLS: Any = [
     {
@@ -75,13 +75,19 @@ def check_calls(items: Any) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_calls_that_have_to_be_are_items_with_valid_arguments(ai: openai.OpenAI, choice: Any) -> None:
+def test_calls_that_have_to_be_are_items_with_valid_arguments(
+    ai: openai.OpenAI, choice: Any
+) -> None:
     answer = ai.responses.create(**asked(tool_choice=choice))
     check_calls(answer.output)
     if choice == NAMED:
         assert [item.name for item in answer.output] == ["weather"]
     assert answer.status == "completed"
-    assert answer.tool_choice.model_dump() == NAMED if choice == NAMED else answer.tool_choice == choice
+    assert (
+        answer.tool_choice.model_dump() == NAMED
+        if choice == NAMED
+        else answer.tool_choice == choice
+    )
     assert [(tool.type, tool.name, tool.strict) for tool in answer.tools] == [
         ("function", "weather", True),
         ("function", "note", False),
@@ -100,11 +106,15 @@ def test_only_the_tools_that_are_allowed_are_called(ai: openai.OpenAI) -> None:
     items = [
         item
         for seed in ("", "So?", "Well?")
-        for item in ai.responses.create(**asked(tool_choice=choice, instructions=seed, temperature=1)).output
+        for item in ai.responses.create(
+            **asked(tool_choice=choice, instructions=seed, temperature=1)
+        ).output
     ]
     check_calls(items)
     assert {item.name for item in items} <= {"now", "note"}
-    answer = ai.responses.create(**asked(tool_choice=choice | {"mode": "auto"}, max_output_tokens=1))
+    answer = ai.responses.create(
+        **asked(tool_choice=choice | {"mode": "auto"}, max_output_tokens=1)
+    )
     assert answer.tool_choice.model_dump() == choice | {"mode": "auto"}
 
 
@@ -153,7 +163,9 @@ def test_the_stream_tells_of_each_call_from_its_beginning_to_its_end(ai: openai.
     [last] = events[at:]
     assert last.type == "response.completed"
     check_calls(last.response.output)
-    assert [(c.name, c.arguments) for c in last.response.output] == [(c.name, c.arguments) for c in whole]
+    assert [(c.name, c.arguments) for c in last.response.output] == [
+        (c.name, c.arguments) for c in whole
+    ]
     for event in events:
         type(event).model_validate(event.model_dump())
     with ai.responses.stream(**body) as stream:
@@ -165,9 +177,14 @@ def test_a_call_that_is_cut_is_incomplete(ai: openai.OpenAI) -> None:
     whole = ai.responses.create(**asked(tool_choice=NAMED))
     length = whole.usage.output_tokens
     for stream in (False, True):
-        cut = ai.responses.create(**asked(tool_choice=NAMED, max_output_tokens=length - 25, stream=stream))
+        cut = ai.responses.create(
+            **asked(tool_choice=NAMED, max_output_tokens=length - 25, stream=stream)
+        )
         answer = list(cut)[-1].response if stream else cut
-        assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert (answer.status, answer.incomplete_details.reason) == (
+            "incomplete",
+            "max_output_tokens",
+        )
         [call] = answer.output
         assert call.status == "incomplete"
         assert whole.output[0].arguments.startswith(call.arguments)
@@ -176,14 +193,17 @@ def test_a_call_that_is_cut_is_incomplete(ai: openai.OpenAI) -> None:
 
 def test_with_none_the_model_is_not_told_of_the_tools(ai: openai.OpenAI) -> None:
     told, untold = (
-        ai.responses.create(**asked(tool_choice=choice, max_output_tokens=1)) for choice in ("auto", "none")
+        ai.responses.create(**asked(tool_choice=choice, max_output_tokens=1))
+        for choice in ("auto", "none")
     )
     bare = ai.responses.create(model="tiny", input="Hello", max_output_tokens=1)
     assert untold.usage.input_tokens == bare.usage.input_tokens < told.usage.input_tokens
     assert [item.type for item in untold.output] == ["message"]
 
 
-def test_calls_and_what_they_gave_reach_the_template_as_in_a_chat(served: Server, ai: openai.OpenAI) -> None:
+def test_calls_and_what_they_gave_reach_the_template_as_in_a_chat(
+    served: Server, ai: openai.OpenAI
+) -> None:
     calls = [("call_1", '{"city": "Oslo"}'), ("call_2", '{"city": "Paris"}')]
     items = [
         {"role": "user", "content": "Weather?"},
@@ -222,7 +242,10 @@ def test_calls_and_what_they_gave_reach_the_template_as_in_a_chat(served: Server
     answer = ai.responses.with_raw_response.create(**asked(input=items, max_output_tokens=12))
     assert "x-ignored-fields" not in answer.headers
     tools = [
-        {"type": "function", "function": {k: v for k, v in t.items() if k != "type" and v is not None}}
+        {
+            "type": "function",
+            "function": {k: v for k, v in t.items() if k != "type" and v is not None},
+        }
         for t in TOOLS
     ]
     chat = served.http.post(
@@ -241,7 +264,8 @@ def test_an_answer_of_another_response_can_be_sent_back_as_it_came(ai: openai.Op
     turn: list[Any] = [{"role": "user", "content": "Hello"}]
     turn += [item.model_dump(exclude_none=True) for item in first.output]
     turn += [
-        {"type": "function_call_output", "call_id": call.call_id, "output": "done"} for call in first.output
+        {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+        for call in first.output
     ]
     again = ai.responses.create(**asked(input=turn, max_output_tokens=4))
     assert again.usage.input_tokens > first.usage.input_tokens

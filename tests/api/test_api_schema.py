@@ -16,7 +16,7 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance
 
-from tests.api.serving import Server, until
+from tests.server import Server, until
 
 SECONDS = 200 * float(os.environ.get("TK_TEST_SCALE", "0.15"))
 LONGEST = 90.0
@@ -41,7 +41,9 @@ def test_whatever_the_document_allows_is_answered_in_shape(server: Server) -> No
             return  # what no client can send
         checks = [not_a_server_error]
         if not answer.headers.get("content-type", [""])[0].startswith("text/event-stream"):
-            checks.append(response_schema_conformance)  # which takes a stream's text for one of its events
+            checks.append(
+                response_schema_conformance
+            )  # which takes a stream's text for one of its events
         case.validate_response(answer, checks=checks)
         answered.setdefault(case.operation.label, set()).add(answer.status_code)
 
@@ -91,4 +93,7 @@ def bounded(body: object) -> object:
     """The same without the wish for a whole context of tokens: it would be right, and take long."""
     if not isinstance(body, dict):
         return body
-    return {k: 3 if k.startswith("max_") and isinstance(v, int) and v > 3 else v for k, v in body.items()}
+    return {
+        k: 3 if k.startswith("max_") and isinstance(v, int) and v > 3 else v
+        for k, v in body.items()
+    }

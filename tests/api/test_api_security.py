@@ -16,7 +16,7 @@ import httpx
 import pytest
 import trustme
 
-from tests.api.serving import WAIT, Client, Process, Server, put_under_load, until
+from tests.server import WAIT, Client, Process, Server, put_under_load, until
 
 COMPLETIONS = "/v1/completions"
 SHORT = {"prompt": [1, 2], "max_tokens": 1}
@@ -42,7 +42,16 @@ def guarded(bare_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     (folder / "keys").write_text("# those of the team\nfrom-the-file\n\nalso-from-the-file\n")
     server = Server(
         str(bare_model),
-        *("--api-key", "first", "--api-key", "second", "--api-key-file", "keys", "--admin-key", "boss"),
+        *(
+            "--api-key",
+            "first",
+            "--api-key",
+            "second",
+            "--api-key-file",
+            "keys",
+            "--admin-key",
+            "boss",
+        ),
         *("--allowed-origins", "https://app.example", "--root-path", "/llm"),
         *("--max-requests-per-key", "2", "--max-queue", "1", "--max-num-seqs", "3"),
         cwd=folder,
@@ -57,11 +66,14 @@ def test_each_key_opens(guarded: Server, key: str) -> None:
     assert guarded.http.post(COMPLETIONS, json=SHORT, headers={"X-API-Key": key}).status_code == 200
 
 
-@pytest.mark.parametrize("key", ["x", "firs", "first2", "first,second", "# those of the team", "ключ"])
+@pytest.mark.parametrize(
+    "key", ["x", "firs", "first2", "first,second", "# those of the team", "ключ"]
+)
 def test_no_other_key_opens(guarded: Server, key: str) -> None:
     headers = {"Authorization": f"Bearer {key}".encode()}
     assert (
-        error(guarded.http.post(COMPLETIONS, json=SHORT, headers=headers), 401)["code"] == "invalid_api_key"
+        error(guarded.http.post(COMPLETIONS, json=SHORT, headers=headers), 401)["code"]
+        == "invalid_api_key"
     )
 
 
@@ -112,10 +124,14 @@ def test_only_pages_of_the_named_origins_may_ask(guarded: Server) -> None:
         },
     )
     assert named.headers["x-request-id"] == "before-the-flight"
-    until(lambda: guarded.metric("http_requests_total", method="OPTIONS", status="2xx") == counted + 1)
+    until(
+        lambda: guarded.metric("http_requests_total", method="OPTIONS", status="2xx") == counted + 1
+    )
     refused = guarded.http.post(COMPLETIONS, json=SHORT, headers={"Origin": "https://app.example"})
     error(refused, 401)
-    assert refused.headers["access-control-allow-origin"] == "https://app.example", "the page may read why"
+    assert refused.headers["access-control-allow-origin"] == "https://app.example", (
+        "the page may read why"
+    )
     answer = guarded.http.post(
         COMPLETIONS, json=SHORT, headers=bearer("first") | {"Origin": "https://app.example"}
     )
@@ -124,7 +140,11 @@ def test_only_pages_of_the_named_origins_may_ask(guarded: Server) -> None:
 
 
 def test_every_answer_has_the_headers_that_browsers_need(guarded: Server) -> None:
-    for answer in (guarded.http.get("/health"), guarded.http.post(COMPLETIONS), guarded.http.get("/no")):
+    for answer in (
+        guarded.http.get("/health"),
+        guarded.http.post(COMPLETIONS),
+        guarded.http.get("/no"),
+    ):
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["x-frame-options"] == "DENY"
         assert answer.headers["referrer-policy"] == "no-referrer"
@@ -136,7 +156,9 @@ def test_the_documentation_knows_the_path_that_the_proxy_strips(guarded: Server)
 
 
 @pytest.mark.parametrize("page", ["/docs", "/redoc"])
-def test_the_documentation_loads_nothing_from_elsewhere_and_needs_no_key(guarded: Server, page: str) -> None:
+def test_the_documentation_loads_nothing_from_elsewhere_and_needs_no_key(
+    guarded: Server, page: str
+) -> None:
     loaded = re.findall(r'(?:src|href)="([^"]+)"', guarded.http.get(page).text)
     assert len(loaded) >= 2
     for address in loaded:
@@ -171,7 +193,9 @@ def test_one_key_has_so_many_requests_and_others_have_theirs(guarded: Server) ->
             refused = http.post(COMPLETIONS, json=SHORT)
             assert error(refused, 429)["code"] == "rate_limit_exceeded"
             assert refused.headers["retry-after"] == "1"
-            others = guarded.http.post(COMPLETIONS, json=SHORT | {"stream": True}, headers=bearer("second"))
+            others = guarded.http.post(
+                COMPLETIONS, json=SHORT | {"stream": True}, headers=bearer("second")
+            )
             assert others.status_code == 200
         until(lambda: http.post(COMPLETIONS, json=SHORT).status_code == 200)
     assert guarded.metric("tk:admission_rejections_total", reason="key") >= 1
@@ -182,7 +206,8 @@ def test_a_full_queue_is_429_until_there_is_room(guarded: Server) -> None:
     body = {"prompt": [1], "max_tokens": 6000, "ignore_eos": True, "stream": True}
     keys = ("first", "second", "from-the-file", "also-from-the-file")
     clients = [
-        httpx.Client(base_url=guarded.url, timeout=60, headers=bearer(key), trust_env=False) for key in keys
+        httpx.Client(base_url=guarded.url, timeout=60, headers=bearer(key), trust_env=False)
+        for key in keys
     ]
     streams = [client.stream("POST", COMPLETIONS, json=body) for client in clients]
     try:
@@ -200,7 +225,11 @@ def test_a_full_queue_is_429_until_there_is_room(guarded: Server) -> None:
             stream.__exit__(None, None, None)
         for client in clients:
             client.close()
-    until(lambda: guarded.http.post(COMPLETIONS, json=SHORT, headers=bearer("boss")).status_code == 200)
+    until(
+        lambda: (
+            guarded.http.post(COMPLETIONS, json=SHORT, headers=bearer("boss")).status_code == 200
+        )
+    )
 
 
 def test_a_time_limit(start: Callable[..., Server]) -> None:
@@ -215,7 +244,9 @@ def check_time_limit(server: Server) -> None:
     assert error(answer, 504)["type"] == "timeout_error"
     counted = server.metric("tk:errors_total", code="504")
     events = server.http.post(COMPLETIONS, json=long | {"stream": True}).text.strip().split("\n\n")
-    until(lambda: server.metric("tk:errors_total", code="504") == counted + 1)  # though its status was 200
+    until(
+        lambda: server.metric("tk:errors_total", code="504") == counted + 1
+    )  # though its status was 200
     until(lambda: "(not finished: The request was not finished within 0.5 s.)" in server.stderr)
     assert events[-1] == "data: [DONE]"
     assert "0.5 s" in json.loads(events[-2].removeprefix("data: "))["error"]["message"]
@@ -252,7 +283,9 @@ def test_a_rate_limit(start: Callable[..., Server]) -> None:
 )
 def test_bodies_that_would_make_too_much_are_refused(server: Server, body: bytes) -> None:
     before = server.seconds_spent()
-    answer = server.http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+    answer = server.http.post(
+        COMPLETIONS, content=body, headers={"Content-Type": "application/json"}
+    )
     assert any(word in error(answer, 400)["message"] for word in ("nested", "values", "lists"))
     assert server.seconds_spent() - before < 5.0
 
@@ -304,7 +337,9 @@ def is_whole(answer: bytes) -> bool:
     ids=["a large header", "a large path", "many headers", "TLS", "nonsense", "a negative length", "a huge length",
          "a chunk of no length", "then a chunk of a negative length"],
 )  # fmt: skip
-def test_what_is_no_request_is_told_so_in_the_usual_shape(server: Server, sent: bytes, status: bytes) -> None:
+def test_what_is_no_request_is_told_so_in_the_usual_shape(
+    server: Server, sent: bytes, status: bytes
+) -> None:
     head, _, body = raw(server, sent).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 " + status)
     assert json.loads(body)["error"]["message"]
@@ -364,7 +399,9 @@ def test_what_came_in_whole_is_answered_whatever_comes_behind_it(
     assert b"connection: close" in answers[-1]
 
 
-def test_a_head_that_begins_in_a_packet_of_the_last_body_is_not_taken_for_as_long(server: Server) -> None:
+def test_a_head_that_begins_in_a_packet_of_the_last_body_is_not_taken_for_as_long(
+    server: Server,
+) -> None:
     """A body that is refused before it has come in, and a request behind it in two pieces."""
     large, small = whole({"prompt": "x" * 33 * 2**20}), whole(SHORT)
     url = urlsplit(server.url)
@@ -385,7 +422,9 @@ def test_a_length_in_characters_is_told_as_a_body_that_ends_early(server: Server
 
 
 @pytest.mark.parametrize("body", [SHORT, SHORT | {"stream": True}], ids=["whole", "a stream"])
-def test_http_1_0_gets_no_chunks_and_its_answer_ends_with_the_connection(server: Server, body: dict) -> None:
+def test_http_1_0_gets_no_chunks_and_its_answer_ends_with_the_connection(
+    server: Server, body: dict
+) -> None:
     content = json.dumps(body | {"temperature": 0}).encode()
     url = urlsplit(server.url)
     with socket.create_connection((url.hostname, url.port), timeout=WAIT) as connection:
@@ -441,7 +480,9 @@ def test_with_tls_only_clients_with_a_certificate_get_in(
             assert "strict-transport-security" in answer.headers
         for certificate in (None, other.issue_cert("client@example.org")):
             with (
-                httpx.Client(base_url=server.url, verify=context(certificate), timeout=WAIT) as http,
+                httpx.Client(
+                    base_url=server.url, verify=context(certificate), timeout=WAIT
+                ) as http,
                 pytest.raises(httpx.TransportError),
             ):
                 http.get("/health")
@@ -471,7 +512,9 @@ def test_a_unix_socket_serves_and_is_removed(start: Callable[..., Server], tmp_p
 # ---- systemd, and the way down
 
 
-def test_systemd_is_told_and_the_drain_is_counted_down(start: Callable[..., Server], tmp_path: Path) -> None:
+def test_systemd_is_told_and_the_drain_is_counted_down(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
         notified.bind(str(tmp_path / "notify"))
         notified.settimeout(WAIT)
@@ -493,7 +536,9 @@ def test_systemd_is_told_and_the_drain_is_counted_down(start: Callable[..., Serv
 # ---- the log
 
 
-def test_the_log_has_a_line_for_each_request_and_no_prompt(start: Callable[..., Server], model: Path) -> None:
+def test_the_log_has_a_line_for_each_request_and_no_prompt(
+    start: Callable[..., Server], model: Path
+) -> None:
     server = start("--log-format", "json", model=model)
     secret = "nobody may read this"
     body = {"prompt": secret, "max_tokens": 7, "ignore_eos": True, "n": 2}
@@ -544,7 +589,9 @@ def test_one_request_has_no_more_answers_than_may_run_and_wait(
     guarded: Server, asked: dict[str, object]
 ) -> None:
     """Three run and one waits."""
-    refused = guarded.http.post(COMPLETIONS, json={"max_tokens": 1} | asked, headers=bearer("first"))
+    refused = guarded.http.post(
+        COMPLETIONS, json={"max_tokens": 1} | asked, headers=bearer("first")
+    )
     assert error(refused, 429)["code"] == "rate_limit_exceeded"
     fits = {"max_tokens": 1, "prompt": [[65]] * 4}
     answer = guarded.http.post(COMPLETIONS, json=fits, headers=bearer("first"))

@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 
 from tests.api.conftest import Reference
-from tests.api.serving import Server, until
+from tests.server import Server, until
 from toolkit import AsyncLLM, SamplingParams
 from toolkit.errors import InvalidRequestError
 
@@ -133,7 +133,9 @@ async def test_the_engine_with_swap_space(llm: AsyncLLM, reference: Reference) -
             assert len(answer.token_ids) == len(expected)
 
     await run_all(one, 1, COUNT // 3)  # caches, allocators and lazily made things reach their size
-    core = next(p for p in psutil.Process().children() if "toolkit.engine.process" in p.cmdline())
+    core = next(
+        p for p in psutil.Process().children() if "toolkit.engine.cores.core_process" in p.cmdline()
+    )
     before, ends = memory(core), Counter()
     fates = await run_all(one, 2, COUNT)
     assert llm.num_unfinished == 0
@@ -162,7 +164,8 @@ def value(llm: AsyncLLM, name: str) -> float:
 async def wait_until_idle(llm: AsyncLLM) -> None:
     async with asyncio.timeout(60):
         while any(
-            value(llm, n) for n in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            value(llm, n)
+            for n in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         ):
             await asyncio.sleep(0.02)
 
@@ -170,7 +173,11 @@ async def wait_until_idle(llm: AsyncLLM) -> None:
 async def test_the_server_with_disconnects(
     start: Callable[..., Server], model: Path, reference: Reference
 ) -> None:
-    flags = [part for name, number in POOL.items() for part in (f"--{name.replace('_', '-')}", str(number))]
+    flags = [
+        part
+        for name, number in POOL.items()
+        for part in (f"--{name.replace('_', '-')}", str(number))
+    ]
     server = start(*flags, model=model)
     limits = httpx.Limits(max_connections=None)
 
@@ -193,7 +200,9 @@ async def test_the_server_with_disconnects(
                 assert [c["text"] for c in answer["choices"]] == [expected] * 2
                 return
             if task.fate == "leave at once":
-                request = asyncio.create_task(http.post("/v1/completions", json=body | {"stream": False}))
+                request = asyncio.create_task(
+                    http.post("/v1/completions", json=body | {"stream": False})
+                )
                 await asyncio.sleep(0.002 * task.patience)
                 request.cancel()
                 await asyncio.wait([request])
@@ -226,11 +235,15 @@ async def test_the_server_with_disconnects(
         for _ in range(5):
             leave_after_a_token(server)
     until(server.is_idle)
-    assert server.metric("tk:num_preemptions_total") > 20, "the pool was not tiny enough to show anything"
+    assert server.metric("tk:num_preemptions_total") > 20, (
+        "the pool was not tiny enough to show anything"
+    )
     assert server.metric("tk:request_success_total", finished_reason="abort") >= 5
     assert server.metric("tk:request_success_total", finished_reason="error") == 0
     assert after[0] - before[0] < MEMORY
-    assert after[1] - before[1] < 4 * MEMORY  # the front end's buffers of connections are of many sizes
+    assert (
+        after[1] - before[1] < 4 * MEMORY
+    )  # the front end's buffers of connections are of many sizes
     assert server.http.get("/health").status_code == 200
 
 

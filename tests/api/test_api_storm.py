@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.api.serving import WAIT, Server, until
+from tests.server import WAIT, Server, until
 
 SCALE = float(os.environ.get("TK_TEST_SCALE", "0.15"))
 NUM_VISITS, NUM_STREAMS = int(2000 * SCALE), int(1000 * SCALE)
@@ -62,7 +62,11 @@ def is_well(server: Server) -> bool:
 
 async def visit(server: Server, rng: random.Random) -> None:
     """Connects, says something or part of it, reads something or nothing, and goes."""
-    body = {"prompt": [rng.randrange(200)] * rng.randint(1, 40), "max_tokens": 200, "ignore_eos": True}
+    body = {
+        "prompt": [rng.randrange(200)] * rng.randint(1, 40),
+        "max_tokens": 200,
+        "ignore_eos": True,
+    }
     body["stream"] = rng.random() < 0.7
     whole = request(body)
     sent = rng.choice([b"", whole[: rng.randrange(len(whole))], whole, whole, whole, whole + whole])
@@ -99,7 +103,15 @@ def size(server: Server) -> tuple[int, int]:
     server.http.close()
     server.http = httpx.Client(base_url=server.url, timeout=60)
     port = address(server)[1]
-    until(lambda: not [c for c in process.net_connections() if c.laddr.port == port and c.status != "LISTEN"])
+    until(
+        lambda: (
+            not [
+                c
+                for c in process.net_connections()
+                if c.laddr.port == port and c.status != "LISTEN"
+            ]
+        )
+    )
     return process.memory_info().rss, process.num_fds()
 
 
@@ -142,7 +154,9 @@ def test_all_of_many_streams_complete(stormed: Server) -> None:
     before = stormed.metric("tk:request_success_total", finished_reason="length")
     events = asyncio.run(run())
     assert all(1 <= count <= 9 for count in events)
-    assert stormed.metric("tk:request_success_total", finished_reason="length") == before + NUM_STREAMS
+    assert (
+        stormed.metric("tk:request_success_total", finished_reason="length") == before + NUM_STREAMS
+    )
     until(stormed.is_idle)
 
 
@@ -156,12 +170,18 @@ def test_stalled_clients_stall_nobody_and_cost_little(stormed: Server) -> None:
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(address(stormed))
-        connection.sendall([b"", request(body)[:-20], request(body, length=10**6), request(body)][index % 4])
+        connection.sendall(
+            [b"", request(body)[:-20], request(body, length=10**6), request(body)][index % 4]
+        )
         stalled.append(connection)
     assert is_well(stormed)
     assert stormed.http.get("/health").status_code == 200
-    until(lambda: stormed.metric("tk:num_requests_running") == 0, 120)  # the engine does not wait for readers
-    assert process.memory_info().rss - memory < 15 * 5 * 2**20  # 15 answers of 700 tokens and 20 alternatives
+    until(
+        lambda: stormed.metric("tk:num_requests_running") == 0, 120
+    )  # the engine does not wait for readers
+    assert (
+        process.memory_info().rss - memory < 15 * 5 * 2**20
+    )  # 15 answers of 700 tokens and 20 alternatives
     for connection in stalled:
         connection.close()
     until(stormed.is_idle)

@@ -7,16 +7,29 @@ import asyncio
 import msgspec
 import pytest
 
-from toolkit.api.replies import (
+from toolkit.api.http.streaming import HOLE, SERVER_SEND, EventStream, EventTemplate, event
+from toolkit.api.openai.replies import (
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
     Completion,
     CompletionChoice,
 )
-from toolkit.api.streaming import HOLE, SERVER_SEND, EventStream, EventTemplate, event
 
-TEXTS = ("", " word", '"', "\\", "\n\t", "\x00", "\x1f", "é日本🙂", "</script>", "\u2028", '","text":"', HOLE)
+TEXTS = (
+    "",
+    " word",
+    '"',
+    "\\",
+    "\n\t",
+    "\x00",
+    "\x1f",
+    "é日本🙂",
+    "</script>",
+    "\u2028",
+    '","text":"',
+    HOLE,
+)
 HEAD = {"id": "cmpl-1", "created": 1, "model": 'a "model"'}
 
 
@@ -24,7 +37,9 @@ HEAD = {"id": "cmpl-1", "created": 1, "model": 'a "model"'}
 @pytest.mark.parametrize("text", TEXTS)
 def test_an_event_from_a_template_is_the_event_to_the_byte(text: str, usage: object) -> None:
     def completion(text: str) -> Completion:
-        return Completion(**HEAD, object="text_completion", choices=[CompletionChoice(3, text)], usage=usage)
+        return Completion(
+            **HEAD, object="text_completion", choices=[CompletionChoice(3, text)], usage=usage
+        )
 
     def chunk(text: str) -> ChatChunk:
         choice = ChatChunkChoice(3, ChatDelta(content=text))

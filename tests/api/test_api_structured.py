@@ -15,7 +15,7 @@ import pytest
 import transformers
 
 from tests import checkpoints
-from tests.api.serving import Server
+from tests.server import Server
 
 THINK, END_OF_THINKING = 260, 261
 TEMPLATE = """\
@@ -46,7 +46,11 @@ NOTE: dict[str, Any] = {
     "required": ["tag", "text"],
     "additionalProperties": False,
 }
-SCHEMAS = {"weather": WEATHER, "note": NOTE, "now": {"type": "object", "additionalProperties": False}}
+SCHEMAS = {
+    "weather": WEATHER,
+    "note": NOTE,
+    "now": {"type": "object", "additionalProperties": False},
+}
 TOOLS: Any = [
     {
         "type": "function",
@@ -136,7 +140,9 @@ def test_a_stream_has_what_the_whole_answer_has(ai, temperature):
         "extra_body": NO_THOUGHTS,
     }
     whole = ai.chat.completions.create(**body).choices[0]
-    parts = [c.choices[0].delta.content or "" for c in ai.chat.completions.create(**body, stream=True)]
+    parts = [
+        c.choices[0].delta.content or "" for c in ai.chat.completions.create(**body, stream=True)
+    ]
     assert "".join(parts) == whole.message.content
     assert whole.finish_reason == "stop"
     jsonschema.validate(json.loads(whole.message.content or ""), WEATHER)
@@ -151,8 +157,12 @@ def test_every_form_in_chat_and_completions(ai):
     ]
     for form, expected in forms:
         extra = {"structured_outputs": form}
-        chat = ai.chat.completions.create(model="tiny", messages=ASK, n=2, extra_body=extra | NO_THOUGHTS)
-        plain = ai.completions.create(model="tiny", prompt=["a", "b"], extra_body=extra, max_tokens=50)
+        chat = ai.chat.completions.create(
+            model="tiny", messages=ASK, n=2, extra_body=extra | NO_THOUGHTS
+        )
+        plain = ai.completions.create(
+            model="tiny", prompt=["a", "b"], extra_body=extra, max_tokens=50
+        )
         for text in [c.message.content for c in chat.choices] + [c.text for c in plain.choices]:
             assert re.fullmatch(expected, text), form
 
@@ -213,7 +223,9 @@ def test_only_the_tools_that_are_allowed_are_called(ai):
     choices = [
         choice
         for seed in range(3)
-        for choice in create(ai, tool_choice=allowed("required", "now", "note"), n=3, seed=seed).choices
+        for choice in create(
+            ai, tool_choice=allowed("required", "now", "note"), n=3, seed=seed
+        ).choices
     ]
     calls = [call for choice in choices for call in choice.message.tool_calls]
     check_calls(calls)
@@ -225,7 +237,9 @@ def test_only_the_tools_that_are_allowed_are_called(ai):
 def test_allowed_tools_need_not_be_called(ai, first):
     form: Any = {"extra_body": NO_THOUGHTS | {"structured_outputs": {"choice": ["Nothing to do."]}}}
     choice = allowed("auto", "now")  # which has no arguments
-    [answer] = create(ai, tool_choice=choice, logit_bias={str(ord(first) - 33): 100}, **form).choices
+    [answer] = create(
+        ai, tool_choice=choice, logit_bias={str(ord(first) - 33): 100}, **form
+    ).choices
     names = [call.function.name for call in answer.message.tool_calls or []]
     if first == "N":
         assert (answer.message.content, names) == ("Nothing to do.", [])
@@ -234,7 +248,9 @@ def test_allowed_tools_need_not_be_called(ai, first):
         assert set(names) == {"now"}
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
 def test_stop_strings_and_tokens_do_not_cut_calls_that_have_to_be(ai, choice):
     """Every call of the weather has these in its arguments."""
     body: Any = {"tool_choice": choice, "tools": TOOLS[:1], "seed": 1, "stop": ["days", ": "]}
@@ -243,14 +259,18 @@ def test_stop_strings_and_tokens_do_not_cut_calls_that_have_to_be(ai, choice):
     check_calls(whole.message.tool_calls)
     assert whole.finish_reason == ("tool_calls" if choice == "required" else "stop")
     chunks = [c.choices[0] for c in create(ai, **body, stream=True)]
-    parts = [c.function.arguments for one in chunks for c in one.delta.tool_calls or [] if c.index == 0]
+    parts = [
+        c.function.arguments for one in chunks for c in one.delta.tool_calls or [] if c.index == 0
+    ]
     assert "".join(parts) == whole.message.tool_calls[0].function.arguments
     assert chunks[-1].finish_reason == whole.finish_reason
 
 
 def test_a_free_call_that_a_stop_string_cuts_is_not_told_as_a_call(ai):
     """The client of a stream has its beginning by then; the reason tells that it is not to be made."""
-    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
+    text = (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
+    )
     body: Any = {"extra_body": NO_THOUGHTS | {"structured_outputs": {"choice": [text]}}}
     for stop, arguments, reason in [
         ("days", '{"city": "Oslo", "', "stop"),
@@ -268,15 +288,26 @@ def test_one_call_where_they_are_not_parallel(ai):
     assert [len(choice.message.tool_calls) for choice in answer.choices] == [1] * 4
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
 def test_streamed_calls_are_those_of_the_whole_answer(ai, choice):
     body: Any = {"tool_choice": choice, "seed": 4, "temperature": 1.0}
     whole = create(ai, **body).choices[0]
-    given = {"model": "tiny", "messages": ASK, "tools": TOOLS, "max_tokens": 600, "extra_body": NO_THOUGHTS}
-    with ai.chat.completions.stream(**given, **body) as stream:  # the client puts the deltas together
+    given = {
+        "model": "tiny",
+        "messages": ASK,
+        "tools": TOOLS,
+        "max_tokens": 600,
+        "extra_body": NO_THOUGHTS,
+    }
+    with ai.chat.completions.stream(
+        **given, **body
+    ) as stream:  # the client puts the deltas together
         final = stream.get_final_completion().choices[0]
     told = [
-        [(c.function.name, c.function.arguments) for c in one.message.tool_calls] for one in (whole, final)
+        [(c.function.name, c.function.arguments) for c in one.message.tool_calls]
+        for one in (whole, final)
     ]
     assert told[0] == told[1]
     assert whole.finish_reason == final.finish_reason
@@ -287,7 +318,10 @@ def test_streamed_calls_are_those_of_the_whole_answer(ai, choice):
     assert [delta.index for delta in firsts] == list(range(len(whole.message.tool_calls)))
     assert all(delta.type == "function" and delta.function.name for delta in firsts)
     assert all(delta.function.name is None for delta in deltas if delta.id is None)
-    joined = ["".join(d.function.arguments or "" for d in deltas if d.index == i) for i in range(len(firsts))]
+    joined = [
+        "".join(d.function.arguments or "" for d in deltas if d.index == i)
+        for i in range(len(firsts))
+    ]
     assert joined == [call.function.arguments for call in whole.message.tool_calls]
     assert not any(delta.content for delta in chunks)
 
@@ -360,7 +394,9 @@ def reasoned(**options: Any) -> Any:
 @pytest.mark.parametrize("template", [{"chat_template_kwargs": {"think": True}}, {}])
 def test_reasoning_comes_apart_and_the_form_holds_after_it(ai, template):
     bias = {str(END_OF_THINKING): 30, str(THINK): 30} if not template else {str(END_OF_THINKING): 5}
-    body = reasoned(response_format={"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER}})
+    body = reasoned(
+        response_format={"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER}}
+    )
     body |= {"extra_body": template, "seed": 9, "logit_bias": bias}
     whole = ai.chat.completions.create(**body).choices[0].message
     deltas = [c.choices[0].delta for c in ai.chat.completions.create(**body, stream=True)]
@@ -373,7 +409,10 @@ def test_reasoning_comes_apart_and_the_form_holds_after_it(ai, template):
 
 def test_tools_are_called_after_the_reasoning(ai):
     body = reasoned(
-        tools=TOOLS, tool_choice="required", extra_body={"chat_template_kwargs": {"think": True}}, n=3
+        tools=TOOLS,
+        tool_choice="required",
+        extra_body={"chat_template_kwargs": {"think": True}},
+        n=3,
     )
     for choice in ai.chat.completions.create(**body).choices:
         check_calls(choice.message.tool_calls)
@@ -381,7 +420,9 @@ def test_tools_are_called_after_the_reasoning(ai):
 
 
 def test_an_answer_that_does_not_reason_is_content(ai):
-    answer = ai.completions.create(model="tiny", prompt="<think>a</think>b", echo=True, max_tokens=1)
+    answer = ai.completions.create(
+        model="tiny", prompt="<think>a</think>b", echo=True, max_tokens=1
+    )
     assert answer.choices[0].text.startswith("<think>a</think>b")
     chat = ai.chat.completions.create(
         model="tiny",
@@ -424,7 +465,11 @@ def test_an_answer_that_does_not_reason_is_content(ai):
             "uniqueItems",
         ),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "regex, choice"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "structured_outputs",
+            "regex, choice",
+        ),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
             "structured_outputs",
@@ -440,9 +485,21 @@ def test_an_answer_that_does_not_reason_is_content(ai):
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function", "missing"),
         ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice", "'function'"),
         ({"tools": TOOLS, "tool_choice": allowed("auto")}, "tool_choice", "no tool"),
-        ({"tools": TOOLS, "tool_choice": allowed("auto", "now", "nobody")}, "tool_choice", "'nobody'"),
-        ({"tools": TOOLS, "tool_choice": allowed("maybe", "now")}, "tool_choice", "'auto' or 'required'"),
-        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "missing"),
+        (
+            {"tools": TOOLS, "tool_choice": allowed("auto", "now", "nobody")},
+            "tool_choice",
+            "'nobody'",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": allowed("maybe", "now")},
+            "tool_choice",
+            "'auto' or 'required'",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
+            "tool_choice.allowed_tools",
+            "missing",
+        ),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "one name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, None, "pattern"),
         (
@@ -453,7 +510,9 @@ def test_an_answer_that_does_not_reason_is_content(ai):
         ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs", "choice"),
         (
             {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}],
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}
+                ],
                 "tool_choice": "required",
             },
             "tools",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from toolkit.kernels import cpu
 
 from toolkit.attention import AttentionBatch, AttentionShape, HeadTransform
 from toolkit.attention.cpu import CPUBackend
 from toolkit.attention.torch import TorchBackend
+from toolkit.kernels import cpu
 
 BLOCK_SIZE = 16
 MIXED = [(1, 40), (20, 20), (7, 60), (1, 1)]
@@ -93,7 +93,9 @@ def test_the_cpu_backend_computes_what_the_reference_does() -> None:
 @pytest.mark.usefixtures("kernels")
 def test_it_takes_bfloat16_and_caches_in_fp8() -> None:
     shape = AttentionShape(4, 2, 64, 0.125)
-    assert_same_as_the_reference(shape, transforms(64, torch.bfloat16), torch.bfloat16, tolerance=6e-2)
+    assert_same_as_the_reference(
+        shape, transforms(64, torch.bfloat16), torch.bfloat16, tolerance=6e-2
+    )
     assert_same_as_the_reference(shape, transforms(64), cache_dtype=torch.float8_e4m3fn)
 
 

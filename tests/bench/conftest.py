@@ -26,7 +26,9 @@ class FakeServer:
     break_off_every: int = 0  # every n-th answer ends in the middle
     bodies: list[dict] = field(default_factory=list)
     headers: list[dict] = field(default_factory=list)
-    metrics_pages: list[str] = field(default_factory=list)  # what /metrics answers, one after the other
+    metrics_pages: list[str] = field(
+        default_factory=list
+    )  # what /metrics answers, one after the other
     came: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def have_come(self, count: int) -> None:
@@ -63,14 +65,18 @@ class FakeServer:
             usage["completion_tokens"] += carried
             text = "word " * carried
             choice = (
-                {"index": 0, "delta": {"content": text}} if "messages" in body else {"index": 0, "text": text}
+                {"index": 0, "delta": {"content": text}}
+                if "messages" in body
+                else {"index": 0, "text": text}
             )
             event = {"choices": [choice]} | ({"usage": usage} if self.running_usage else {})
             await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
             if self.break_off_every and number % self.break_off_every == 0:
                 return response
         if self.final_usage:
-            await response.write(b"data: " + orjson.dumps({"choices": [], "usage": usage}) + b"\n\n")
+            await response.write(
+                b"data: " + orjson.dumps({"choices": [], "usage": usage}) + b"\n\n"
+            )
         await response.write(b"data: [DONE]\n\n")
         return response
 

@@ -7,9 +7,9 @@ from array import array
 
 import numpy as np
 
-from toolkit.bench.outcome import Outcome
-from toolkit.bench.record import RequestRecord, Share
-from toolkit.bench.stats import evaluate
+from toolkit.bench.load.record import RequestRecord, Share
+from toolkit.bench.report.outcome import Outcome
+from toolkit.bench.report.stats import evaluate
 from toolkit.config.load import BenchConfig
 
 

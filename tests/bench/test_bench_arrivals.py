@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from toolkit.bench.arrivals import schedule
+from toolkit.bench.load.arrivals import schedule
 from toolkit.config.load import BenchConfig
 
 

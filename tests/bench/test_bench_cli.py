@@ -11,7 +11,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from toolkit.bench.answer import Counts
+from toolkit.bench.load.answer_stream import Counts
 from toolkit.bench.progress import Progress, sparkline
 from toolkit.cli.help import spread
 from toolkit.config import options
@@ -24,7 +24,9 @@ PROGRAM = "from toolkit.cli import main; main()"
 async def tk(*flags):
     """(exit code, stdout, stderr)"""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", PROGRAM, "bench", *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        *(sys.executable, "-c", PROGRAM, "bench", *flags),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     out, err = await asyncio.wait_for(process.communicate(), 200)
     return process.returncode, out.decode(), err.decode()
@@ -33,7 +35,17 @@ async def tk(*flags):
 async def test_json_goes_to_stdout_and_the_files_say_the_same(server, tmp_path):
     server.delay = 0.05
     code, out, err = await tk(
-        *("serve", "--base-url", server.url, "--rps", "20", "--num-prompts", "5", "--random-output-len", "3"),
+        *(
+            "serve",
+            "--base-url",
+            server.url,
+            "--rps",
+            "20",
+            "--num-prompts",
+            "5",
+            "--random-output-len",
+            "3",
+        ),
         *("--goodput", "ttft:200", "tpot:50", "--metadata", "a=1", "b=2", "--json"),
         *("--result-dir", str(tmp_path / "new"), "--result-filename", "mine"),
     )
@@ -95,7 +107,9 @@ def test_the_command_modules_are_light():
         "orjson",
         "uvloop",
     }
-    program = "import sys, toolkit.cli.bench, toolkit.cli.top, toolkit.cli.chat; print(*sys.modules)"
+    program = (
+        "import sys, toolkit.cli.bench, toolkit.cli.top, toolkit.cli.chat; print(*sys.modules)"
+    )
     loaded = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout
@@ -121,7 +135,8 @@ def test_progress_tells_how_far_how_fast_and_what_fails():
     progress = Progress(BenchConfig(num_prompts=20, request_rate=5.0, duration=9.0))
     progress.look(1.0, Counts(sent=5, done=3, tokens=100, first_tokens=4, ttft=0.4))
     progress.look(
-        2.0, Counts(sent=10, done=6, failed=1, tokens=350, first_tokens=9, ttft=0.9, error="HTTP 503")
+        2.0,
+        Counts(sent=10, done=6, failed=1, tokens=350, first_tokens=9, ttft=0.9, error="HTTP 503"),
     )
     text = io.StringIO()
     Console(file=text, width=80).print(progress.lines())
@@ -136,7 +151,8 @@ def test_a_sparkline_is_as_high_as_its_values():
 
 
 @pytest.mark.parametrize(
-    "text", ["127.0.0.1:9", "http://127.0.0.1:9/", "http://127.0.0.1:9/v1", "http://127.0.0.1:9/v1/"]
+    "text",
+    ["127.0.0.1:9", "http://127.0.0.1:9/", "http://127.0.0.1:9/v1", "http://127.0.0.1:9/v1/"],
 )
 def test_an_address_may_be_written_in_several_ways(text):
     assert server_url(text) == "http://127.0.0.1:9"

@@ -10,25 +10,29 @@ import orjson
 import pytest
 
 from tests.bench.test_bench_run import interrupt
-from toolkit.bench.answer import Answer, Counts
-from toolkit.bench.http import Http
-from toolkit.bench.processes import ClientProcesses
-from toolkit.bench.record import RequestRecord
+from toolkit.bench.load.answer_stream import Answer, Counts
+from toolkit.bench.load.http_client import Http
+from toolkit.bench.load.processes import ClientProcesses
+from toolkit.bench.load.record import RequestRecord
+from toolkit.bench.load.share import number_of_clients
 from toolkit.bench.run import measure, settle
-from toolkit.bench.share import number_of_clients
-from toolkit.bench.wire import RequestFailedError
+from toolkit.client.wire import RequestFailedError
 from toolkit.config.load import BenchConfig
 
 
 def config(server, **settings):
-    return BenchConfig(**{"url": server.url, "random_input_len": 8, "random_output_len": 4} | settings)
+    return BenchConfig(
+        **{"url": server.url, "random_input_len": 8, "random_output_len": 4} | settings
+    )
 
 
 class TestProcesses:
     async def test_together_they_send_what_one_would(self, server):
         await measure(config(server, request_rate=200.0, num_prompts=21, seed=0))
         alone, server.bodies = server.bodies, []
-        outcome = await measure(config(server, request_rate=200.0, num_prompts=21, clients=3, seed=0))
+        outcome = await measure(
+            config(server, request_rate=200.0, num_prompts=21, clients=3, seed=0)
+        )
         result = outcome.result
         assert sorted(record.number for record in outcome.records) == list(range(21))
         assert sorted(b["prompt"] for b in server.bodies) == sorted(b["prompt"] for b in alone)
@@ -75,7 +79,9 @@ class TestProcesses:
             ({"num_prompts": 3, "clients": 8}, 2, 3),
         ],
     )
-    def test_there_are_as_many_as_the_load_needs_and_the_cores_allow(self, settings, cores, expected):
+    def test_there_are_as_many_as_the_load_needs_and_the_cores_allow(
+        self, settings, cores, expected
+    ):
         assert number_of_clients(*settle(BenchConfig(**settings)), cores) == expected
 
 
@@ -84,9 +90,7 @@ class TestHttp:
 
     @pytest.mark.parametrize("size", [1, 7, 10_000])
     async def test_a_body_is_the_same_however_it_is_cut(self, size):
-        answer = (
-            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n7\r\n, world\r\n0\r\n\r\n"
-        )
+        answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n7\r\n, world\r\n0\r\n\r\n"
         pieces = [answer[i : i + size] for i in range(0, len(answer), size)]
         assert await exchange(pieces) == (200, b"", b"hello, world")
 
@@ -95,14 +99,21 @@ class TestHttp:
         assert await exchange([answer]) == (503, b"busy", b"")
 
     async def test_a_body_without_a_length_ends_with_the_connection(self):
-        assert await exchange([b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhello"]) == (200, b"", b"hello")
+        assert await exchange([b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhello"]) == (
+            200,
+            b"",
+            b"hello",
+        )
 
     @pytest.mark.parametrize(
         ("pieces", "cause"),
         [
             ([], "connection closed by the server"),
             ([b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhello"], "answer broken off"),
-            ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhel"], "answer broken off"),
+            (
+                [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhel"],
+                "answer broken off",
+            ),
             ([b"no HTTP at all\r\n\r\n"], "unreadable answer"),
         ],
     )
@@ -170,7 +181,9 @@ class TestCounting:
         assert (record.output_tokens, record.sizes_known) == (6, True)
         assert (record.gaps, record.sizes) == (array("d", [1.0, 1.0]), array("q", [3, 1]))
 
-    @pytest.mark.parametrize("counts", [{"prompt_tokens": None, "completion_tokens": None}, {"other": 1}])
+    @pytest.mark.parametrize(
+        "counts", [{"prompt_tokens": None, "completion_tokens": None}, {"other": 1}]
+    )
     def test_a_count_that_is_not_there_is_none(self, counts):
         pieces = [event("completions", text, "compact") for text in ("a", "b")]
         record = feed([*pieces, orjson.dumps({"choices": [], "usage": counts})])
@@ -190,7 +203,8 @@ class TestCounting:
 
     def test_so_do_token_ids(self):
         pieces = [
-            {"choices": [{"index": 0, "text": "x", "token_ids": ids}]} for ids in ([1, 2], [], [3], [4, 5])
+            {"choices": [{"index": 0, "text": "x", "token_ids": ids}]}
+            for ids in ([1, 2], [], [3], [4, 5])
         ]
         record = feed([orjson.dumps(piece) for piece in pieces])
         assert (record.output_tokens, record.sizes_known) == (5, True)
@@ -208,14 +222,22 @@ class TestCounting:
     def test_so_is_an_end_without_text_or_it_is_only_an_end(self, tokens):
         end = orjson.dumps({"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]})
         record = feed(
-            [*(event("completions", text, "compact") for text in ("a", "", "b")), end, usage(tokens)]
+            [
+                *(event("completions", text, "compact") for text in ("a", "", "b")),
+                end,
+                usage(tokens),
+            ]
         )
         assert (record.sizes_known, len(record.gaps)) == (True, tokens - 1)
         assert record.last_token == tokens - 1.0
 
     def test_who_speaks_is_no_token(self):
-        role = orjson.dumps({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-        record = feed([role, event("chat", "a", "compact"), event("chat", "b", "compact"), usage(2)])
+        role = orjson.dumps(
+            {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+        )
+        record = feed(
+            [role, event("chat", "a", "compact"), event("chat", "b", "compact"), usage(2)]
+        )
         assert (record.first_token, record.sizes_known) == (1.0, True)
 
     def test_where_the_count_says_something_else_only_text_counts(self):
@@ -240,10 +262,20 @@ def usage(tokens):
 
 
 def event(kind, text, dumps):
-    part = {"index": 0, "text": text} if kind == "completions" else {"index": 0, "delta": {"content": text}}
-    made = orjson.dumps({"id": "x", "model": "m", "choices": [part | {"finish_reason": None}], "usage": None})
+    part = (
+        {"index": 0, "text": text}
+        if kind == "completions"
+        else {"index": 0, "delta": {"content": text}}
+    )
+    made = orjson.dumps(
+        {"id": "x", "model": "m", "choices": [part | {"finish_reason": None}], "usage": None}
+    )
     return (
-        made if dumps == "compact" else made.replace(b'":', b'": ') if b'x":"' not in text.encode() else made
+        made
+        if dumps == "compact"
+        else made.replace(b'":', b'": ')
+        if b'x":"' not in text.encode()
+        else made
     )
 
 

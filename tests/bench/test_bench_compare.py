@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tests.bench.results import outcome
-from toolkit.bench.compare import Change, changes, different_settings, run_compare
-from toolkit.bench.document import as_json
+from toolkit.bench.report.compare import Change, changes, different_settings, run_compare
+from toolkit.bench.report.document import as_json
 from toolkit.bench.run import to_text
 from toolkit.config.load import CompareConfig
 from toolkit.errors import ConfigError
@@ -36,15 +36,22 @@ def by_name(**settings):
 
 
 def test_runs_of_the_same_speed_differ_by_chance_alone(saved, capsys):
-    pairs = [(saved(f"a{seed}", seed=seed), saved(f"b{seed}", seed=seed + 100)) for seed in range(5)]
+    pairs = [
+        (saved(f"a{seed}", seed=seed), saved(f"b{seed}", seed=seed + 100)) for seed in range(5)
+    ]
     assert [compare(a, b, capsys, threshold=0.0)[0] for a, b in pairs].count(1) <= 1
-    assert {change.verdict for change in by_name(seed=7).values()} <= {"within noise", "cannot tell"}
+    assert {change.verdict for change in by_name(seed=7).values()} <= {
+        "within noise",
+        "cannot tell",
+    }
 
 
 def test_a_slower_first_token_is_found_and_nothing_else(saved, capsys):
     code, out = compare(saved("a"), saved("b", ttft=0.13, seed=1), capsys)
     assert code == 1
-    regressed = {line.split(",")[0].split("  ")[0] for line in out.splitlines() if "REGRESSION" in line}
+    regressed = {
+        line.split(",")[0].split("  ")[0] for line in out.splitlines() if "REGRESSION" in line
+    }
     assert regressed >= {"TTFT mean", "TTFT p50"}
     assert not any(name.startswith(("TPOT", "ITL", "output", "requests")) for name in regressed)
     assert "+30." in out or "+29." in out
@@ -87,7 +94,8 @@ def test_goodput_is_compared_where_the_objectives_are_the_same(saved):
     strict = by_name(ttft=0.13, goodput=("ttft:120",))
     assert "good requests/s" not in strict
     before, after = (
-        json.loads(to_text(as_json(outcome(goodput=("ttft:105",), ttft=ttft)))) for ttft in (0.1, 0.2)
+        json.loads(to_text(as_json(outcome(goodput=("ttft:105",), ttft=ttft))))
+        for ttft in (0.1, 0.2)
     )
     found = {change.name: change for change in changes(before, after)}["good requests/s"]
     assert found.worse

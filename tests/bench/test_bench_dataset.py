@@ -6,9 +6,10 @@ import numpy as np
 import orjson
 import pytest
 
-from toolkit.bench.dataset import WARMUP, RandomDataset, length_range, open_dataset, request
+from toolkit.bench.load.dataset import WARMUP, RandomDataset, length_range, request
+from toolkit.bench.load.recorded_datasets import open_dataset
+from toolkit.bench.load.share import planned
 from toolkit.bench.run import settle
-from toolkit.bench.share import planned
 from toolkit.config.load import BenchConfig
 from toolkit.errors import ConfigError
 
@@ -40,7 +41,9 @@ class TestRandom:
         assert len(set(map(tuple, found))) == len(found)
 
     def test_chat_prompts_are_words_and_all_different(self):
-        found = [body["messages"][0]["content"] for body in bodies(endpoint="chat", random_input_len=30)]
+        found = [
+            body["messages"][0]["content"] for body in bodies(endpoint="chat", random_input_len=30)
+        ]
         assert {len(text.split()) for text in found} == {30}
         assert len(set(found)) == len(found)
 
@@ -50,7 +53,8 @@ class TestRandom:
         assert {body["max_tokens"] for body in found} == set(range(10, 31))
 
     @pytest.mark.parametrize(
-        ("length", "ratio", "expected"), [(128, 0.0, (128, 128)), (5, 0.3, (3, 7)), (1, 1.0, (1, 2))]
+        ("length", "ratio", "expected"),
+        [(128, 0.0, (128, 128)), (5, 0.3, (3, 7)), (1, 1.0, (1, 2))],
     )
     def test_the_range_is_rounded_outwards(self, length, ratio, expected):
         assert length_range(length, ratio) == expected
@@ -71,7 +75,9 @@ class TestRandom:
         assert "ignore_eos" not in bodies(1, ignore_eos=False)[0]
 
     def test_one_length_can_be_asked_of_all_answers(self):
-        assert {body["max_tokens"] for body in bodies(20, random_range_ratio=0.9, output_len=7)} == {7}
+        assert {
+            body["max_tokens"] for body in bodies(20, random_range_ratio=0.9, output_len=7)
+        } == {7}
 
 
 def test_prefixes_are_shared_and_what_follows_is_not():
@@ -94,7 +100,10 @@ class TestCustom:
         talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
         path = lines(tmp_path, {"messages": talk}, {"prompt": "And you?"})
         found = bodies(2, dataset_name="custom", dataset_path=path, endpoint="/v1/chat/completions")
-        assert [body["messages"] for body in found] == [talk, [{"role": "user", "content": "And you?"}]]
+        assert [body["messages"] for body in found] == [
+            talk,
+            [{"role": "user", "content": "And you?"}],
+        ]
         with pytest.raises(ConfigError, match=r"data:1 is for --endpoint chat"):
             bodies(1, dataset_name="custom", dataset_path=path)
 
@@ -123,7 +132,10 @@ def test_sharegpts_first_questions_are_asked_for_answers_of_the_recorded_length(
         conversation("What is a token, please?", "y" * 4000),
     ]
     found = bodies(2, dataset_name="sharegpt", dataset_path=written(tmp_path, json.dumps(rows)))
-    assert [body["prompt"] for body in found] == ["What is a KV cache, and why?", "What is a token, please?"]
+    assert [body["prompt"] for body in found] == [
+        "What is a KV cache, and why?",
+        "What is a token, please?",
+    ]
     assert [body["max_tokens"] for body in found] == [100, 1000]
 
 
@@ -170,7 +182,10 @@ class TestTrace:
         config = BenchConfig(seed=0, dataset_name="trace", dataset_path=written(tmp_path, text))
         dataset = open_dataset(config)
         assert dataset.times == pytest.approx(np.array([0.0, 1.25]))
-        assert [(len(p.content), p.max_tokens) for p in map(dataset.prompt, range(2))] == [(30, 4), (10, 8)]
+        assert [(len(p.content), p.max_tokens) for p in map(dataset.prompt, range(2))] == [
+            (30, 4),
+            (10, 8),
+        ]
 
     def test_a_line_that_is_none_is_named(self, tmp_path):
         path = lines(tmp_path, self.ROWS[0], {"timestamp": 1})

@@ -11,9 +11,10 @@ import torch
 import transformers
 
 from toolkit import LLM, SamplingParams
-from toolkit.bench import models, workloads
-from toolkit.bench.models import CONFIGS, make_model, save_tokenizer, save_weights
+from toolkit.bench import workloads
 from toolkit.demo import MODEL_DIR
+from tools.bench import models
+from tools.bench.models import CONFIGS, make_model, save_tokenizer, save_weights
 
 
 def tk(*arguments):
@@ -31,7 +32,8 @@ class TestWork:
     """The prompts are those of the published comparisons: their sums are known."""
 
     @pytest.mark.parametrize(
-        ("context", "prompt_tokens", "output_tokens"), [(1024, 68_822, 68_249), (40_960, 142_827, 133_966)]
+        ("context", "prompt_tokens", "output_tokens"),
+        [(1024, 68_822, 68_249), (40_960, 142_827, 133_966)],
     )
     def test_the_offline_mix_never_changes(self, context, prompt_tokens, output_tokens):
         work = workloads.offline(context, 50_257)
@@ -57,7 +59,18 @@ class TestWork:
 class TestRows:
     def test_offline(self):
         code, out, err = tk(
-            *("offline", "--num-prompts", "6", "--min-len", "3", "--max-len", "9", "--repeats", "2", "--json")
+            *(
+                "offline",
+                "--num-prompts",
+                "6",
+                "--min-len",
+                "3",
+                "--max-len",
+                "9",
+                "--repeats",
+                "2",
+                "--json",
+            )
         )
         assert code == 0, err
         startup, row = map(json.loads, out.splitlines())
@@ -71,11 +84,23 @@ class TestRows:
         assert not row["prefix_caching"]
         assert row["seconds"] == min(row["all_seconds"])
         assert len(row["all_seconds"]) == 2
-        assert row["output_tokens_per_s"] == pytest.approx(row["output_tokens"] / row["seconds"], rel=0.01)
+        assert row["output_tokens_per_s"] == pytest.approx(
+            row["output_tokens"] / row["seconds"], rel=0.01
+        )
 
     def test_latency_has_a_row_for_each_batch_size(self):
         code, out, err = tk(
-            *("latency", "--batch-sizes", "1,3", "--input-len", "4", "--output-len", "5", "--repeats", "1"),
+            *(
+                "latency",
+                "--batch-sizes",
+                "1,3",
+                "--input-len",
+                "4",
+                "--output-len",
+                "5",
+                "--repeats",
+                "1",
+            ),
             "--json",
         )
         assert code == 0, err
@@ -97,7 +122,10 @@ class TestRows:
         ("arguments", "says"),
         [
             (("prefill", "--input-len", "5000"), "sequences of 5001 tokens"),
-            (("latency", "--batch-sizes", "1,x"), "--batch-sizes is a list such as 1,8,64; it got '1,x'"),
+            (
+                ("latency", "--batch-sizes", "1,x"),
+                "--batch-sizes is a list such as 1,8,64; it got '1,x'",
+            ),
             (("latency", "--batch-sizes", "0"), "--batch-sizes is a list"),
             (("--rps", "5", "offline"), "--request-rate is no flag of 'tk bench offline'"),
             (("offline", "--device", "cpu", "--profile", "/dev/null"), "--profile needs a GPU"),
@@ -129,27 +157,48 @@ def test_the_longest_kernels_come_first():
 
 class TestModelFolders:
     def test_every_id_has_a_text_and_text_survives(self, tmp_path):
-        from toolkit.engine.tokenizer import Tokenizer
+        from toolkit.text.tokenizer import Tokenizer
 
         make_model(tmp_path, CONFIGS["gpt2"])
         tokenizer = Tokenizer(tmp_path)
         assert tokenizer.size == 50_257
         assert tokenizer.eos_token_id == 50_256
         assert all(tokenizer.token_bytes(id) for id in range(50_256))
-        assert tokenizer.decode(tokenizer.encode("Über 3 apples,\n  naïvely")) == "Über 3 apples,\n  naïvely"
+        assert (
+            tokenizer.decode(tokenizer.encode("Über 3 apples,\n  naïvely"))
+            == "Über 3 apples,\n  naïvely"
+        )
 
     def test_tokenizers_have_exactly_the_models_ids(self, tmp_path):
         import tokenizers
 
         for size in (257, 300, 5000):
             save_tokenizer(tmp_path / "tokenizer.json", size)
-            assert tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab_size() == size
+            assert (
+                tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab_size()
+                == size
+            )
 
     def test_the_engine_runs_one_with_dummy_weights(self, tmp_path):
-        small = {"vocab_size": 300, "n_positions": 64, "n_ctx": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+        small = {
+            "vocab_size": 300,
+            "n_positions": 64,
+            "n_ctx": 64,
+            "n_embd": 16,
+            "n_layer": 1,
+            "n_head": 2,
+        }
         make_model(tmp_path / "tiny", CONFIGS["gpt2"] | small)
         code, out, err = tk(
-            *("latency", str(tmp_path / "tiny"), "--load-format", "dummy", "--json", "--repeats", "1"),
+            *(
+                "latency",
+                str(tmp_path / "tiny"),
+                "--load-format",
+                "dummy",
+                "--json",
+                "--repeats",
+                "1",
+            ),
             *("--batch-sizes", "2", "--input-len", "3", "--output-len", "4"),
         )
         assert code == 0, err
@@ -157,7 +206,12 @@ class TestModelFolders:
 
     def test_with_random_weights_it_is_a_checkpoint_like_any_other(self, tmp_path):
         """In several files; the engine and Transformers say the same."""
-        small = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        small = {
+            "vocab_size": 300,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+        }
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
         make_model(tmp_path, CONFIGS["qwen3-0.6b"] | small | heads | {"torch_dtype": "float32"})
         save_weights(tmp_path, "20KB")

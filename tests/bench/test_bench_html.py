@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.bench.results import outcome
-from toolkit.bench.html import html_report
-from toolkit.bench.plots import Axis, Chart, label
+from toolkit.bench.report.html import html_report
+from toolkit.bench.report.plots import Axis, Chart, label
 
 VOID = {"meta", "circle", "rect", "line", "polyline", "polygon", "br"}
 
@@ -91,7 +91,9 @@ def test_points_lie_where_their_values_are():
     assert y0 > y2  # upwards is less in SVG
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.0, 7312.0), (0.0, 0.037), (0.0, 0.0), (3.0, 9.0)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 1.0), (0.0, 7312.0), (0.0, 0.037), (0.0, 0.0), (3.0, 9.0)]
+)
 def test_linear_ticks_are_a_few_round_numbers_within_the_axis(low, high):
     axis = Axis.linear("x", low, high)
     values = [value for value, _ in axis.ticks]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.bench.client import Clock, wait_until_ready
-from toolkit.bench.dataset import BenchRequest
-from toolkit.bench.load import open_loop
-from toolkit.bench.record import RequestRecord
+from toolkit.bench.load.client import Clock, wait_until_ready
+from toolkit.bench.load.dataset import BenchRequest
+from toolkit.bench.load.drivers import open_loop
+from toolkit.bench.load.record import RequestRecord
 
 
 @pytest.mark.parametrize("attempts", [1, 3])
@@ -37,5 +37,7 @@ async def test_a_client_that_is_behind_sends_what_it_has():
         events.append(f"made {number}")
         return BenchRequest(b"", 1)
 
-    await open_loop(Server(), make, [RequestRecord(number, scheduled=0.0) for number in range(4)], None)
+    await open_loop(
+        Server(), make, [RequestRecord(number, scheduled=0.0) for number in range(4)], None
+    )
     assert events.index("sent 0") < events.index("made 2")

@@ -13,16 +13,18 @@ import pytest
 from rich.console import Console
 
 from tests.bench.results import outcome
-from toolkit.bench.document import as_json, request_lines
+from toolkit.bench.report.document import as_json, request_lines
+from toolkit.bench.report.table import print_table
 from toolkit.bench.run import measure
-from toolkit.bench.table import print_table
-from toolkit.bench.wire import ServerError
+from toolkit.client.wire import ServerError
 from toolkit.config.load import BenchConfig
 from toolkit.errors import ConfigError
 
 
 def config(server, **settings):
-    return BenchConfig(**{"url": server.url, "random_input_len": 8, "random_output_len": 4} | settings)
+    return BenchConfig(
+        **{"url": server.url, "random_input_len": 8, "random_output_len": 4} | settings
+    )
 
 
 async def test_counts_and_times_are_those_of_the_server(server):
@@ -52,7 +54,9 @@ async def test_the_load_is_open_loop(server):
 
 async def test_a_request_that_waits_for_a_place_is_late_by_its_schedule(server):
     server.delay = 0.2
-    result = (await measure(config(server, request_rate=1000.0, num_prompts=4, max_concurrency=1))).result
+    result = (
+        await measure(config(server, request_rate=1000.0, num_prompts=4, max_concurrency=1))
+    ).result
     assert result.max_in_flight == 1
     assert result.latencies.ttft.max >= 0.75
     assert result.latencies.service_ttft.at(50) < result.latencies.ttft.max
@@ -70,7 +74,9 @@ async def test_a_duration_ends_the_sending_not_the_answers(server):
     server.delay = 0.3
     result = (await measure(config(server, max_concurrency=2, duration=0.5))).result
     assert result.num_succeeded == result.num_sent
-    assert 2 <= result.num_sent <= 4  # the second two go out at 0.3 s, unless the machine is very busy
+    assert (
+        2 <= result.num_sent <= 4
+    )  # the second two go out at 0.3 s, unless the machine is very busy
     assert result.num_unfinished == 0
 
 
@@ -133,7 +139,9 @@ async def test_ctrl_c_still_reports(server):
 
 
 async def test_no_server_is_one_readable_error(unused_tcp_port):
-    with pytest.raises(ServerError, match=f"No server answers at http://127.0.0.1:{unused_tcp_port}"):
+    with pytest.raises(
+        ServerError, match=f"No server answers at http://127.0.0.1:{unused_tcp_port}"
+    ):
         await measure(BenchConfig(url=f"127.0.0.1:{unused_tcp_port}"))
 
 
@@ -146,7 +154,11 @@ async def test_a_server_that_refuses_everything_is_an_exit_code_of_one(server):
 
 async def test_the_json_is_versioned_complete_and_without_keys(server):
     settings = config(
-        server, num_prompts=3, api_key="secret", header=("X-Team=hidden",), metadata=("gpu=H200", "note=a=b")
+        server,
+        num_prompts=3,
+        api_key="secret",
+        header=("X-Team=hidden",),
+        metadata=("gpu=H200", "note=a=b"),
     )
     outcome = await measure(settings)
     text = orjson.dumps(as_json(outcome))
@@ -164,7 +176,9 @@ async def test_the_json_is_versioned_complete_and_without_keys(server):
 
 
 async def test_keys_and_headers_are_sent_with_every_request(server):
-    await measure(config(server, num_prompts=2, api_key="secret", header=("X-Team=blue", "X-Odd=a=b")))
+    await measure(
+        config(server, num_prompts=2, api_key="secret", header=("X-Team=blue", "X-Odd=a=b"))
+    )
     for headers in server.headers:
         assert headers["Authorization"] == "Bearer secret"
         assert (headers["X-Team"], headers["X-Odd"]) == ("blue", "a=b")
@@ -242,7 +256,9 @@ def test_what_counts_from_the_send_is_shown_where_it_differs():
 
 
 async def test_many_percentiles_are_rows(server):
-    shown = table(await measure(config(server, num_prompts=3, metric_percentiles="1,25,50,75,99,99.9")))
+    shown = table(
+        await measure(config(server, num_prompts=3, metric_percentiles="1,25,50,75,99,99.9"))
+    )
     assert [line.split()[0] for line in shown.splitlines()[-8:]] == [
         "mean",
         *["p1", "p25", "p50", "p75", "p99", "p99.9", "max"],
@@ -259,7 +275,9 @@ async def test_a_saturated_client_shows_nothing_of_the_server(server):
 
 
 async def test_a_server_that_starts_is_waited_for(server, unused_tcp_port):
-    settings = config(server, url=f"127.0.0.1:{unused_tcp_port}", ready_check_timeout_sec=90.0, num_prompts=1)
+    settings = config(
+        server, url=f"127.0.0.1:{unused_tcp_port}", ready_check_timeout_sec=90.0, num_prompts=1
+    )
 
     async def later():
         await asyncio.sleep(0.7)
@@ -284,7 +302,12 @@ def test_a_run_without_a_request_says_so():
         {"url": "http://host:notaport"},
         {"num_prompts": 0},
         {"ramp_up_strategy": "linear"},
-        {"ramp_up_strategy": "linear", "ramp_up_start_rps": 1.0, "ramp_up_end_rps": 2.0, "request_rate": 3.0},
+        {
+            "ramp_up_strategy": "linear",
+            "ramp_up_start_rps": 1.0,
+            "ramp_up_end_rps": 2.0,
+            "request_rate": 3.0,
+        },
         {"dataset_name": "custom"},
         {"dataset_path": "prompts.jsonl"},
         {"percentile_metrics": "ttft,e2e"},

@@ -11,10 +11,10 @@ import pytest
 from tests.bench.results import outcome
 from tests.bench.test_bench_cli import tk
 from toolkit.bench import search, sweep
+from toolkit.bench.report.summary import Summary
 from toolkit.bench.search import find_max_rate, judge
-from toolkit.bench.summary import Summary
 from toolkit.bench.sweep import config_at, points, run_sweep
-from toolkit.bench.wire import ServerError
+from toolkit.client.wire import ServerError
 from toolkit.config.load import BenchConfig, SweepConfig
 from toolkit.errors import ConfigError
 
@@ -24,7 +24,9 @@ def measured(monkeypatch):
     """The configs that runs were made with; `measured.answer` says what comes of one."""
 
     class Measured(list):
-        answer = staticmethod(lambda config: outcome(rate=config.request_rate, goodput=config.goodput))
+        answer = staticmethod(
+            lambda config: outcome(rate=config.request_rate, goodput=config.goodput)
+        )
 
     configs = Measured()
 
@@ -114,17 +116,28 @@ class TestSearch:
     @pytest.mark.parametrize(
         ("ttft", "lag", "delay", "sent_rate", "verdict"),
         [
-            (0.1, 0.05, 0.0, 20.0, True),  # the client's lateness is in the times, and they are good
+            (
+                0.1,
+                0.05,
+                0.0,
+                20.0,
+                True,
+            ),  # the client's lateness is in the times, and they are good
             (0.1, 0.05, 0.0, 12.0, None),  # it never sent what was asked for
             (1.2, 0.5, 0.0, 20.0, None),  # without its lateness they might be good
             (1.2, 0.0, 0.5, 20.0, None),  # the same, where it reads late
             (9.0, 0.5, 0.5, 20.0, False),  # not even then
         ],
     )
-    def test_a_late_client_ends_it_only_where_it_may_be_its_fault(self, ttft, lag, delay, sent_rate, verdict):
+    def test_a_late_client_ends_it_only_where_it_may_be_its_fault(
+        self, ttft, lag, delay, sent_rate, verdict
+    ):
         run = outcome(ttft=ttft, goodput=("ttft:1000",))
         late = dataclasses.replace(
-            run.result, saturated="it was late", loop_delay=Summary.each([delay] * 40), sent_rate=sent_rate
+            run.result,
+            saturated="it was late",
+            loop_delay=Summary.each([delay] * 40),
+            sent_rate=sent_rate,
         )
         records = [dataclasses.replace(one, woken=one.scheduled + lag) for one in run.records]
         assert judge(dataclasses.replace(run, result=late, records=records)) is verdict
@@ -145,7 +158,9 @@ class TestSearch:
             "CLIENT SATURATED at 8.00 requests/s: it was late (send from"
         )
 
-    @pytest.mark.parametrize(("error", "expected"), [(ServerError("Gone."), 1), (KeyboardInterrupt(), 130)])
+    @pytest.mark.parametrize(
+        ("error", "expected"), [(ServerError("Gone."), 1), (KeyboardInterrupt(), 130)]
+    )
     def test_what_ends_it_early_loses_nothing(self, measured, capsys, error, expected):
         def answer(config):
             if len(measured) > 2:
@@ -167,7 +182,15 @@ class TestSweep:
         assert found[1] == {"request_rate": 1.0, "max_concurrency": 16, "endpoint": "chat"}
 
     def test_without_a_word_it_goes_through_concurrencies(self):
-        assert [point["max_concurrency"] for point in points(SweepConfig())] == [1, 2, 4, 8, 16, 32, 64]
+        assert [point["max_concurrency"] for point in points(SweepConfig())] == [
+            1,
+            2,
+            4,
+            8,
+            16,
+            32,
+            64,
+        ]
 
     def test_settings_have_to_go_together_only_with_those_that_vary(self):
         config = SweepConfig(vary=("rps=2,4",), duration=5.0)
@@ -191,7 +214,9 @@ class TestSweep:
 
     def test_no_run_asks_what_an_earlier_one_has_asked_unless_it_is_told_to(self):
         config = SweepConfig(vary=("rps=1,2,4",), seed=9)
-        seeds = [config_at(config, point, number).seed for number, point in enumerate(points(config))]
+        seeds = [
+            config_at(config, point, number).seed for number, point in enumerate(points(config))
+        ]
         assert seeds == [9, 10, 11]
         assert config_at(config, {"seed": 3}, 2).seed == 3
         assert config_at(SweepConfig(), {}, 2).seed is None
@@ -209,7 +234,10 @@ class TestSweep:
 
     def test_the_table_names_its_percentiles_the_good_share_and_the_errors(self, measured, capsys):
         measured.answer = lambda config: outcome(
-            rate=config.request_rate, fail_every=4, metric_percentiles="90,95", goodput=("ttft:1000",)
+            rate=config.request_rate,
+            fail_every=4,
+            metric_percentiles="90,95",
+            goodput=("ttft:1000",),
         )
         run_sweep(SweepConfig(vary=("rps=2,4",)))
         head, *rows = capsys.readouterr().out.splitlines()[1:]
@@ -219,7 +247,14 @@ class TestSweep:
 
     async def test_a_line_and_a_file_for_each(self, server, tmp_path):
         code, out, err = await tk(
-            *("sweep", "--url", server.url, "--vary", "max-concurrency=1,2", "random-output-len=3,5"),
+            *(
+                "sweep",
+                "--url",
+                server.url,
+                "--vary",
+                "max-concurrency=1,2",
+                "random-output-len=3,5",
+            ),
             *("--num-prompts", "4", "--result-dir", str(tmp_path), "--result-filename", "run"),
         )
         assert code in (0, 1), err  # 1: a busy machine's client was late
@@ -230,5 +265,7 @@ class TestSweep:
             ["concurrency", "len", "req/s"],
         ]
         assert [row[:2] for row in rows[3:7]] == [["1", "3"], ["1", "5"], ["2", "3"], ["2", "5"]]
-        assert {path.name for path in tmp_path.glob("*.json")} == {f"run-{n}.json" for n in range(1, 5)}
+        assert {path.name for path in tmp_path.glob("*.json")} == {
+            f"run-{n}.json" for n in range(1, 5)
+        }
         assert "4/4: max_concurrency=2, random_output_len=5" in err

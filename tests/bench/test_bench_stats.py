@@ -8,10 +8,17 @@ from array import array
 import numpy as np
 import pytest
 
-from toolkit.bench.record import RequestRecord, Share
-from toolkit.bench.saturation import saturation
-from toolkit.bench.stats import ErrorGroup, Latencies, evaluate, is_good, max_in_flight
-from toolkit.bench.steady import Window, batch_edges, in_flight, rate, steady_window, tokens_between
+from toolkit.bench.load.record import RequestRecord, Share
+from toolkit.bench.report.saturation import saturation
+from toolkit.bench.report.stats import ErrorGroup, Latencies, evaluate, is_good, max_in_flight
+from toolkit.bench.report.steady import (
+    Window,
+    batch_edges,
+    in_flight,
+    rate,
+    steady_window,
+    tokens_between,
+)
 
 
 def record(scheduled, sent, first, last, tokens, **kwargs):
@@ -58,7 +65,9 @@ class TestLatencies:
         )
         result = of([one])
         assert not result.sizes_known
-        assert result.latencies.itl.mean.value == pytest.approx(0.25)  # two tokens in each of three chunks
+        assert result.latencies.itl.mean.value == pytest.approx(
+            0.25
+        )  # two tokens in each of three chunks
         assert result.latencies.chunk_gap.mean.value == pytest.approx(0.5)
 
     def test_intervals_know_that_requests_of_one_time_resemble_each_other(self):
@@ -69,7 +78,9 @@ class TestLatencies:
             ttfts = [0.5]
             for one in news:
                 ttfts.append(0.5 + 0.9 * (ttfts[-1] - 0.5) + one)
-            records = [record(i, i, i + ttft, i + ttft + 1, tokens=2) for i, ttft in enumerate(ttfts)]
+            records = [
+                record(i, i, i + ttft, i + ttft + 1, tokens=2) for i, ttft in enumerate(ttfts)
+            ]
             found = Latencies.of(records, (50,)).ttft
             for name, estimate in (("mean", found.mean), ("p50", found.percentiles[0][1])):
                 hits[name] += estimate.low <= 0.5 <= estimate.high  # the truth of both
@@ -105,7 +116,9 @@ class TestThroughput:
 
 
 class TestGoodput:
-    ONE = record(scheduled=0.0, sent=0.1, first=0.3, last=1.3, tokens=11)  # TTFT 0.3, TPOT 0.1, E2E 1.3
+    ONE = record(
+        scheduled=0.0, sent=0.1, first=0.3, last=1.3, tokens=11
+    )  # TTFT 0.3, TPOT 0.1, E2E 1.3
 
     @pytest.mark.parametrize(
         ("objectives", "good"),
@@ -147,14 +160,19 @@ class TestSteady:
         assert result.steady.latencies.ttft.count < result.latencies.ttft.count
 
     def test_a_queue_that_grows_to_the_end_is_not_steady(self):
-        growing = [record(t, t, t + 0.1 + t, t + 0.2 + t, tokens=2) for t in np.arange(0, 60, 0.1).tolist()]
+        growing = [
+            record(t, t, t + 0.1 + t, t + 0.2 + t, tokens=2) for t in np.arange(0, 60, 0.1).tolist()
+        ]
         assert of(growing).steady is None
 
     def test_a_ramp_is_not_steady_by_intention(self):
         assert of(self.load(), settles=False).steady is None
 
     def test_all_at_once_is_not_steady(self):
-        assert of([record(0.0, 0.0, i, i + 1.0, tokens=2) for i in range(20)], paced=False).steady is None
+        assert (
+            of([record(0.0, 0.0, i, i + 1.0, tokens=2) for i in range(20)], paced=False).steady
+            is None
+        )
 
     def test_requests_in_flight_are_a_mean_over_time(self):
         records = [record(0.0, 0.5, 1.0, 2.5, tokens=2), record(0.0, 1.0, 1.0, 1.5, tokens=2)]
@@ -164,7 +182,11 @@ class TestSteady:
         one = record(0.0, 0.0, 1.0, 4.0, tokens=1)
         one.gaps, one.sizes, one.output_tokens = array("d", [1.0, 2.0]), array("q", [4, 2]), 7
         failed = dataclasses.replace(one, error=("HTTP 503", "full"))
-        assert tokens_between([one, failed], np.array([0.0, 1.5, 2.5, 5.0])).tolist() == [1.0, 4.0, 2.0]
+        assert tokens_between([one, failed], np.array([0.0, 1.5, 2.5, 5.0])).tolist() == [
+            1.0,
+            4.0,
+            2.0,
+        ]
 
     def test_a_rate_has_the_interval_of_ten_batch_means(self):
         amounts = np.array([9.0, 11, 10, 10, 12, 8, 10, 9, 11, 10])
@@ -196,7 +218,9 @@ class TestSaturation:
 
     def test_a_client_that_waited_for_a_core_blames_the_machine(self):
         for late in ((0.5, 0.0), (0.0, 0.5)):
-            assert "it used 3% of a core: the machine is busy" in (saturation(*late, 0.03, wall=10.0) or "")
+            assert "it used 3% of a core: the machine is busy" in (
+                saturation(*late, 0.03, wall=10.0) or ""
+            )
             assert "the machine" not in (saturation(*late, 0.9, wall=10.0) or "the machine")
 
     def test_a_client_without_a_schedule_is_saturated_when_its_core_or_its_loop_is_full(self):
@@ -217,7 +241,8 @@ class TestSaturation:
     )
     def test_one_client_that_is_late_is_enough_to_say_so(self, late):
         fine = [
-            Share([record(i / 10, i / 10, i + 1.0, i + 2.0, tokens=2) for i in range(100)]) for _ in range(9)
+            Share([record(i / 10, i / 10, i + 1.0, i + 2.0, tokens=2) for i in range(100)])
+            for _ in range(9)
         ]
         assert evaluate(fine, paced=True).saturated is None
         assert evaluate([*fine, late], paced=True).saturated is not None

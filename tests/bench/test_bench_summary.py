@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from toolkit.bench.summary import Summary, _ranks
+from toolkit.bench.report.summary import Summary, _ranks
 
 
 def percentile(values, share):
@@ -24,7 +24,9 @@ def test_percentiles_are_those_of_the_definition(count):
     values = np.random.default_rng(count).lognormal(size=count).tolist()
     found = Summary.each(values, (50, 90, 99.9))
     assert found.mean.value == pytest.approx(sum(values) / count)
-    assert found.std == pytest.approx(math.sqrt(sum((v - sum(values) / count) ** 2 for v in values) / count))
+    assert found.std == pytest.approx(
+        math.sqrt(sum((v - sum(values) / count) ** 2 for v in values) / count)
+    )
     for percent, estimate in found.percentiles:
         assert estimate.value == pytest.approx(percentile(values, percent / 100))
     assert (found.min, found.max, found.count) == (min(values), max(values), count)
@@ -41,7 +43,9 @@ def test_the_ranks_around_a_percentile_are_the_nearest_that_miss_it_seldom_enoug
     low, high = _ranks(count, share)
 
     def chance_of_at_most(k):
-        return sum(math.comb(count, i) * share**i * (1 - share) ** (count - i) for i in range(k + 1))
+        return sum(
+            math.comb(count, i) * share**i * (1 - share) ** (count - i) for i in range(k + 1)
+        )
 
     assert chance_of_at_most(low - 1) <= 0.025 < chance_of_at_most(low)
     assert chance_of_at_most(high - 1) >= 0.975 - 1e-9
@@ -74,7 +78,9 @@ def coverage(draw, truth, percent, rounds=400):
 @pytest.mark.parametrize("percent", [50, 90])
 def test_intervals_of_independent_values_hold_the_truth_as_often_as_they_say(percent):
     truth = -math.log(1 - percent / 100)
-    found = coverage(lambda rng: Summary.each(rng.exponential(size=200), (percent,)), truth, percent)
+    found = coverage(
+        lambda rng: Summary.each(rng.exponential(size=200), (percent,)), truth, percent
+    )
     assert 0.92 <= found <= 0.995
 
 
@@ -82,7 +88,9 @@ def test_values_of_one_request_resemble_each_other_and_count_as_fewer():
     """Each of 60 requests has its own pace, as those in a small batch and in a large one do."""
 
     def draw(rng):
-        return Summary.of([pace * rng.uniform(0.95, 1.05, 50) for pace in rng.exponential(size=60)], (50,))
+        return Summary.of(
+            [pace * rng.uniform(0.95, 1.05, 50) for pace in rng.exponential(size=60)], (50,)
+        )
 
     def naive(rng):
         groups = [pace * rng.uniform(0.95, 1.05, 50) for pace in rng.exponential(size=60)]
@@ -90,7 +98,9 @@ def test_values_of_one_request_resemble_each_other_and_count_as_fewer():
 
     truth = math.log(2)  # of the paces; 5 % of noise hardly moves it
     assert coverage(draw, truth, 50, 200) >= 0.9
-    assert coverage(naive, truth, 50, 200) <= 0.6  # what would be said if they were taken for independent
+    assert (
+        coverage(naive, truth, 50, 200) <= 0.6
+    )  # what would be said if they were taken for independent
 
 
 def test_the_mean_of_groups_has_the_error_of_the_means_of_groups():

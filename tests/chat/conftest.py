@@ -9,8 +9,8 @@ import pytest
 
 from tests.chat.fake_server import FakeServer, running
 from toolkit.chat.client import Address, ChatClient, ModelCard
+from toolkit.chat.screen.terminal import Terminal
 from toolkit.chat.session import Session
-from toolkit.chat.terminal import Terminal
 from toolkit.config.clients import ChatConfig
 
 

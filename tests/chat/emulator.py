@@ -7,7 +7,7 @@ import io
 import pyte
 from pyte.screens import Char
 
-from toolkit.chat.terminal import Terminal
+from toolkit.chat.screen.terminal import Terminal
 
 
 class Emulator(io.TextIOBase):
@@ -25,7 +25,9 @@ class Emulator(io.TextIOBase):
 
     def write(self, text: str) -> int:
         self.written.append(text)
-        self.stream.feed(text.replace("\r\n", "\n").replace("\n", "\r\n"))  # as the kernel's terminal does
+        self.stream.feed(
+            text.replace("\r\n", "\n").replace("\n", "\r\n")
+        )  # as the kernel's terminal does
         return len(text)
 
     @property
@@ -52,4 +54,6 @@ class Emulator(io.TextIOBase):
 
     @staticmethod
     def _text(characters: list[Char]) -> str:
-        return "".join(character.data for character in characters)  # the second half of a wide one is empty
+        return "".join(
+            character.data for character in characters
+        )  # the second half of a wide one is empty

@@ -51,11 +51,16 @@ class FakeServer:
         body = await request.json()
         self.bodies.append(body)
         if body["model"] not in [model["id"] for model in self.models]:
-            return web.json_response({"error": {"message": f"No model {body['model']}."}}, status=404)
+            return web.json_response(
+                {"error": {"message": f"No model {body['model']}."}}, status=404
+            )
         if self.refuse_images and b"image_url" in orjson.dumps(body):
             return web.json_response({"error": {"message": "Only text."}}, status=400)
         if not body["stream"]:
-            message = {"role": "assistant", "content": "".join(p for p in self.pieces if isinstance(p, str))}
+            message = {
+                "role": "assistant",
+                "content": "".join(p for p in self.pieces if isinstance(p, str)),
+            }
             choice = {"message": message, "finish_reason": self.finish_reason}
             return web.json_response({"choices": [choice], "usage": USAGE})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -23,7 +23,11 @@ class PtyProgram:
     """Runs a command in a session of its own, on `columns` and `rows`."""
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], columns: int = 80, rows: int = 24
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        columns: int = 80,
+        rows: int = 24,
     ) -> None:
         self.master, self.slave = pty.openpty()
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

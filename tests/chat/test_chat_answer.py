@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.bench.wire import ServerError
-from toolkit.chat.answer import Answer
+from toolkit.chat.answer_view import Answer
 from toolkit.chat.delta import Delta, PromptDetails, Usage, read_delta
 from toolkit.chat.thinking import ThinkTags
+from toolkit.client.wire import ServerError
 
 
 def test_speed_is_counted_from_the_first_token():
@@ -20,7 +20,12 @@ def test_speed_is_counted_from_the_first_token():
 
 def test_the_time_that_was_thought_ends_with_the_first_word():
     answer = Answer()
-    for delta in (Delta(reasoning="a"), Delta(reasoning="b"), Delta(content="c"), Delta(content="d")):
+    for delta in (
+        Delta(reasoning="a"),
+        Delta(reasoning="b"),
+        Delta(content="c"),
+        Delta(content="d"),
+    ):
         answer.add(delta)
     assert answer.first <= answer.thought <= answer.last
     assert (answer.reasoning, answer.content, answer.pieces) == ("ab", "cd", 4)

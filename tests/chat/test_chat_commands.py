@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from tests.chat.fake_server import said
 from toolkit.chat import commands, store
 from toolkit.chat.client import Address, ModelCard
+from toolkit.chat.commands import handle_line
 from toolkit.chat.images import MOST_BYTES, PIXEL
 
 
@@ -22,10 +23,10 @@ def kept(session):
 
 async def test_retry_takes_the_place_of_the_last_answer(server, connect):
     session = connect()
-    await session.handle("One")
-    await session.handle("Two")
+    await handle_line(session, "One")
+    await handle_line(session, "Two")
     server.pieces = ["Better."]
-    await session.handle("/retry")
+    await handle_line(session, "/retry")
     assert said(server.bodies[2]) == said(server.bodies[1])
     assert kept(session)[-2:] == [("user", "Two"), ("assistant", "Better.")]
 
@@ -33,71 +34,78 @@ async def test_retry_takes_the_place_of_the_last_answer(server, connect):
 @pytest.mark.parametrize("line", ["/retry", "/edit"])
 async def test_a_retry_or_edit_in_vain_keeps_the_old_answer(server, connect, screen, line):
     session = connect()
-    await session.handle("One")
+    await handle_line(session, "One")
     session.card = ModelCard("gone")
     for _ in range(2):
-        await session.handle(line)
+        await handle_line(session, line)
         if line == "/edit":
-            await session.handle("Another")
+            await handle_line(session, "Another")
     assert "No model gone" in screen.talk
     assert kept(session) == [("user", "One"), ("assistant", "Hello, wörld.")]
 
 
 async def test_edit_offers_the_last_question_and_asks_it_in_the_old_ones_place(server, connect):
     session = connect()
-    await session.handle("One")
-    await session.handle("Two")
-    await session.handle("/edit")
+    await handle_line(session, "One")
+    await handle_line(session, "Two")
+    await handle_line(session, "/edit")
     assert session.draft == "Two"
-    await session.handle("Three")
+    await handle_line(session, "Three")
     assert [content for _, content in said(server.bodies[-1])] == ["One", "Hello, wörld.", "Three"]
-    assert [content for _, content in kept(session)] == ["One", "Hello, wörld.", "Three", "Hello, wörld."]
-    await session.handle("Four")
+    assert [content for _, content in kept(session)] == [
+        "One",
+        "Hello, wörld.",
+        "Three",
+        "Hello, wörld.",
+    ]
+    await handle_line(session, "Four")
     assert len(kept(session)) == 6
 
 
 async def test_edit_with_a_form_that_cannot_be_read_loses_nothing(server, connect, screen):
     session = connect()
-    await session.handle("One")
-    await session.handle("/set schema /missing.json")
-    await session.handle("/edit")
-    await session.handle("Two")
+    await handle_line(session, "One")
+    await handle_line(session, "/set schema /missing.json")
+    await handle_line(session, "/edit")
+    await handle_line(session, "Two")
     assert "cannot read" in screen.talk
     assert kept(session) == [("user", "One"), ("assistant", "Hello, wörld.")]
 
 
 async def test_edit_comes_before_the_result_of_a_tool(server, connect):
-    server.pieces = [{"tool_calls": [{"index": 0, "id": "a", "function": {"name": "f", "arguments": "{}"}}]}]
+    server.pieces = [
+        {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "f", "arguments": "{}"}}]}
+    ]
     session = connect()
-    await session.handle("One")
+    await handle_line(session, "One")
     assert session.open_call is not None
     server.pieces = ["Fine."]
-    await session.handle("/edit")
+    await handle_line(session, "/edit")
     assert session.open_call is None
-    await session.handle("Two")
+    await handle_line(session, "Two")
     assert kept(session) == [("user", "Two"), ("assistant", "Fine.")]
 
 
 async def test_undo_takes_question_and_answer_back(server, connect, screen):
     session = connect()
-    await session.handle("/undo")
+    await handle_line(session, "/undo")
     assert "Nothing has been asked yet" in screen.talk
-    await session.handle("One")
-    await session.handle("Two")
-    await session.handle("/undo")
+    await handle_line(session, "One")
+    await handle_line(session, "Two")
+    await handle_line(session, "/undo")
     assert "Taken back: Two" in screen.talk
     assert kept(session) == [("user", "One"), ("assistant", "Hello, wörld.")]
 
 
 async def test_continue_lets_the_last_answer_go_on(server, connect, screen):
     session = connect()
-    await session.handle("/continue")
+    await handle_line(session, "/continue")
     assert "There is no answer to continue." in screen.talk
     server.finish_reason = "length"
-    await session.handle("Hi")
+    await handle_line(session, "Hi")
     assert "/continue goes on" in screen.talk
     server.pieces = [" And", " more."]
-    await session.handle("/continue")
+    await handle_line(session, "/continue")
     body = server.bodies[-1]
     assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
     assert said(body)[-1] == ("assistant", "Hello, wörld.")
@@ -106,21 +114,21 @@ async def test_continue_lets_the_last_answer_go_on(server, connect, screen):
 
 async def test_settings_are_shown_changed_checked_and_taken_back(server, connect, screen):
     session = connect(temperature=0.3)
-    await session.handle("/set temperature 1.5")
-    await session.handle("/set max-tokens 7")
-    await session.handle("Hi")
+    await handle_line(session, "/set temperature 1.5")
+    await handle_line(session, "/set max-tokens 7")
+    await handle_line(session, "Hi")
     assert (server.bodies[-1]["temperature"], server.bodies[-1]["max_tokens"]) == (1.5, 7)
-    await session.handle("/set temperature")
-    await session.handle("Hi")
+    await handle_line(session, "/set temperature")
+    await handle_line(session, "Hi")
     assert "temperature" not in server.bodies[-1]
     for line, message in (
         ("/set temperature 9", "/set temperature is at most 2"),
         ("/set temprature 1", "Did you mean temperature?"),
         ("/set reasoning loud", "is one of short, full, hidden"),
     ):
-        await session.handle(line)
+        await handle_line(session, line)
         assert message in screen.talk
-    await session.handle("/show")
+    await handle_line(session, "/show")
     assert re.search(r"max_tokens\s+7", screen.talk)
     assert re.search(r"context\s+100 tokens", screen.talk)
 
@@ -128,41 +136,41 @@ async def test_settings_are_shown_changed_checked_and_taken_back(server, connect
 async def test_the_model_changes_to_one_that_the_server_lists(server, connect, screen):
     server.models.append({"id": "other/model", "context_length": 5})
     session = connect()
-    await session.handle("/model")
+    await handle_line(session, "/model")
     assert "* fake" in screen.talk
-    await session.handle("/model other/modle")
+    await handle_line(session, "/model other/modle")
     assert "Did you mean other/model?" in screen.talk
-    await session.handle("/model other/model")
-    await session.handle("Hi")
+    await handle_line(session, "/model other/model")
+    await handle_line(session, "Hi")
     assert server.bodies[-1]["model"] == "other/model"
     assert "context 47/5 " in screen.talk
 
 
 async def test_the_system_message_and_a_new_conversation(server, connect, screen):
     session = connect()
-    await session.handle("/system")
+    await handle_line(session, "/system")
     assert "There is no system message" in screen.talk
-    await session.handle("Hi")
-    await session.handle("/system Be brief.")
-    await session.handle("/clear")
-    await session.handle("Hi")
+    await handle_line(session, "Hi")
+    await handle_line(session, "/system Be brief.")
+    await handle_line(session, "/clear")
+    await handle_line(session, "Hi")
     assert said(server.bodies[-1]) == [("system", "Be brief."), ("user", "Hi")]
 
 
 async def test_conversations_are_saved_for_their_owner_alone_and_go_on(server, connect, screen):
     first = connect(system="Be kind.")
     server.pieces = [{"reasoning_content": "Hm."}, "Hello."]
-    await first.handle("What is a KV cache?")
+    await handle_line(first, "What is a KV cache?")
     assert first.path.stat().st_mode & 0o077 == 0
     assert orjson.loads(first.path.read_bytes())["messages"][1]["reasoning_content"] == "Hm."
 
     second = connect()
-    await second.handle("/load")
+    await handle_line(second, "/load")
     assert re.search(r"/load 1 +just now, fake: What is a KV cache\?", screen.talk)
-    await second.handle("/load 2")
+    await handle_line(second, "/load 2")
     assert "There is no conversation 2" in screen.talk
-    await second.handle("/load 1")
-    await second.handle("And then?")
+    await handle_line(second, "/load 1")
+    await handle_line(second, "And then?")
     assert [content for _, content in said(server.bodies[-1])] == [
         "Be kind.",
         "What is a KV cache?",
@@ -175,14 +183,14 @@ async def test_conversations_are_saved_for_their_owner_alone_and_go_on(server, c
 
 async def test_saving_to_a_file_and_loading_from_it(server, connect, screen, tmp_path):
     session = connect(system="Be kind.")
-    await session.handle("Hi")
-    await session.handle(f"/save {tmp_path / 'talk.md'}")
+    await handle_line(session, "Hi")
+    await handle_line(session, f"/save {tmp_path / 'talk.md'}")
     assert (
         tmp_path / "talk.md"
     ).read_text() == "## system\n\nBe kind.\n\n## user\n\nHi\n\n## assistant\n\nHello, wörld.\n"
-    await session.handle(f"/save {tmp_path / 'talk.json'}")
-    await session.handle("/clear")
-    await session.handle(f"/load {tmp_path / 'talk.json'}")
+    await handle_line(session, f"/save {tmp_path / 'talk.json'}")
+    await handle_line(session, "/clear")
+    await handle_line(session, f"/load {tmp_path / 'talk.json'}")
     assert kept(session) == [("user", "Hi"), ("assistant", "Hello, wörld.")]
     (tmp_path / "other.json").write_text("[]")
     for line, message in (
@@ -190,17 +198,17 @@ async def test_saving_to_a_file_and_loading_from_it(server, connect, screen, tmp
         (f"/load {tmp_path / 'missing.json'}", "Cannot read"),
         (f"/load {tmp_path / 'other.json'}", "no conversation that tk chat saved"),
     ):
-        await session.handle(line)
+        await handle_line(session, line)
         assert message in screen.talk.replace("\n", " ")
 
 
 async def test_stats_add_up(server, connect, screen):
     session = connect()
-    await session.handle("/stats")
+    await handle_line(session, "/stats")
     assert "Nothing has been answered yet" in screen.talk
-    await session.handle("One")
-    await session.handle("Two")
-    await session.handle("/stats")
+    await handle_line(session, "One")
+    await handle_line(session, "Two")
+    await handle_line(session, "/stats")
     for row in (r"answers +2", r"tokens in +10", r"of them cached +6", r"tokens out +84"):
         assert re.search(row, screen.talk)
 
@@ -209,24 +217,27 @@ async def test_a_picture_is_sent_where_the_model_takes_it(server, connect, scree
     server.refuse_images = False
     (tmp_path / "dot.gif").write_bytes(b"GIF89a....")
     session = connect()
-    await session.handle(f"/image {tmp_path / 'dot.gif'}")
+    await handle_line(session, f"/image {tmp_path / 'dot.gif'}")
     assert (
         server.bodies[-1]["messages"][0]["content"][0]["image_url"]["url"] == PIXEL
     )  # the question whether it does
-    await session.handle("What is this?")
+    await handle_line(session, "What is this?")
     assert server.bodies[-1]["messages"] == [
         {
             "role": "user",
             "content": [
-                {"type": "image_url", "image_url": {"url": "data:image/gif;base64,R0lGODlhLi4uLg=="}},
+                {
+                    "type": "image_url",
+                    "image_url": {"url": "data:image/gif;base64,R0lGODlhLi4uLg=="},
+                },
                 {"type": "text", "text": "What is this?"},
             ],
         }
     ]
-    await session.handle("And now?")
+    await handle_line(session, "And now?")
     assert server.bodies[-1]["messages"][-1]["content"] == "And now?"
     asked = len(server.bodies)
-    await session.handle(f"/image {tmp_path / 'dot.gif'}")
+    await handle_line(session, f"/image {tmp_path / 'dot.gif'}")
     assert len(server.bodies) == asked  # it is known by now
 
 
@@ -238,30 +249,36 @@ async def test_a_picture_is_sent_where_the_model_takes_it(server, connect, scree
         ("webp", b"RIFF\x10\0\0\0WEBPVP8 "),
     ],
 )
-async def test_a_picture_is_a_part_as_the_official_client_has_it(server, connect, tmp_path, kind, content):
+async def test_a_picture_is_a_part_as_the_official_client_has_it(
+    server, connect, tmp_path, kind, content
+):
     server.refuse_images = False
     server.models = [{"id": "fake", "capabilities": ["multimodal"]}]
     (tmp_path / "picture").write_bytes(content)  # what it is stands in it, not in its name
     session = connect()
     session.card = session.client.address.models()[0]
-    await session.handle(f"/image {tmp_path / 'picture'}")
+    await handle_line(session, f"/image {tmp_path / 'picture'}")
     assert server.bodies == []  # the server has told that its model takes pictures
-    await session.handle("What is this?")
+    await handle_line(session, "What is this?")
     parts = server.bodies[-1]["messages"][0]["content"]
-    picture, text = (TypeAdapter(ChatCompletionContentPartParam).validate_python(part) for part in parts)
+    picture, text = (
+        TypeAdapter(ChatCompletionContentPartParam).validate_python(part) for part in parts
+    )
     assert (picture["type"], text) == ("image_url", {"type": "text", "text": "What is this?"})
     begin, data = picture["image_url"]["url"].split(",")
     assert begin == f"data:image/{kind};base64"
     assert base64.b64decode(data, validate=True) == content
 
 
-async def test_what_the_server_does_not_count_is_not_called_nothing(server, connect, screen, monkeypatch):
+async def test_what_the_server_does_not_count_is_not_called_nothing(
+    server, connect, screen, monkeypatch
+):
     monkeypatch.setattr(
         "tests.chat.fake_server.USAGE", {"prompt_tokens": 5, "completion_tokens": 42}
     )  # as vLLM's
     session = connect()
-    await session.handle("One")
-    await session.handle("/stats")
+    await handle_line(session, "One")
+    await handle_line(session, "/stats")
     assert re.search(r"of them cached +the server does not say", screen.talk)
 
 
@@ -270,7 +287,7 @@ async def test_a_picture_that_is_too_large_stays_here(server, connect, screen, t
         file.write(b"\x89PNG\r\n\x1a\n")
         file.truncate(MOST_BYTES + 1)
     session = connect()
-    await session.handle(f"/image {tmp_path / 'large.png'}")
+    await handle_line(session, f"/image {tmp_path / 'large.png'}")
     assert "at most 20 are sent" in screen.talk
     assert server.bodies == session.images == []
 
@@ -285,10 +302,10 @@ async def test_a_picture_that_cannot_be_sent_is_one_sentence(server, connect, sc
         (f"/image {tmp_path / 'missing.png'}", "Cannot read"),
         ("/image", "/image FILE"),
     ):
-        await session.handle(line)
+        await handle_line(session, line)
         assert message in screen.talk.replace("\n", " ")
     session.card = ModelCard("blind", takes_images=False)
-    await session.handle(f"/image {tmp_path / 'dot.png'}")
+    await handle_line(session, f"/image {tmp_path / 'dot.png'}")
     assert "blind takes no images" in screen.talk
     assert session.images == []
 
@@ -296,7 +313,11 @@ async def test_a_picture_that_cannot_be_sent_is_one_sentence(server, connect, sc
 def test_what_servers_tell_of_their_models_is_understood(server):
     server.models = [
         {"id": "tk", "max_model_len": 512},
-        {"id": "router", "context_length": 8, "architecture": {"input_modalities": ["text", "image"]}},
+        {
+            "id": "router",
+            "context_length": 8,
+            "architecture": {"input_modalities": ["text", "image"]},
+        },
         {"id": "cpp", "meta": {"n_ctx": 4}, "capabilities": ["completion"]},
         {"id": "m", "capabilities": {"vision": True}},
     ]
@@ -310,15 +331,15 @@ def test_what_servers_tell_of_their_models_is_understood(server):
 
 async def test_commands_may_be_cut_short_where_that_is_clear(server, connect, screen):
     session = connect()
-    assert not await session.handle("/ex")
+    assert not await handle_line(session, "/ex")
     for line, message in (
         ("/s", "Did you mean /system"),
         ("/systen", "Did you mean /system"),
         ("/xyz", "/help lists them"),
     ):
-        assert await session.handle(line)
+        assert await handle_line(session, line)
         assert message in screen.talk
-    await session.handle("/help")
+    await handle_line(session, "/help")
     assert all(name in screen.talk for name in commands.COMMANDS)
     assert server.bodies == []
 
@@ -327,13 +348,13 @@ async def test_the_last_answer_and_its_code_are_copied(server, connect, screen, 
     copied = []
     monkeypatch.setattr(commands, "copy", lambda text, terminal: copied.append(text) or "Copied.")
     session = connect()
-    await session.handle("/copy")
+    await handle_line(session, "/copy")
     assert "There is no answer to copy." in screen.talk
-    await session.handle("Hi")
-    await session.handle("/copy code")
+    await handle_line(session, "Hi")
+    await handle_line(session, "/copy code")
     assert "has no code" in screen.talk
     server.pieces = ["So:\n\n```sh\nls\n```\n\nand\n\n~~~\ncd\n~~~\n"]
-    await session.handle("How?")
-    await session.handle("/copy code")
-    await session.handle("/copy")
+    await handle_line(session, "How?")
+    await handle_line(session, "/copy code")
+    await handle_line(session, "/copy")
     assert copied == ["ls\n\ncd\n", "".join(server.pieces)]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.api.serving import Server
+from tests.server import Server
 
 PROGRAM = "from toolkit.cli import main; main()"
 
@@ -30,13 +30,17 @@ def session(real, screen):
     from toolkit.config.clients import ChatConfig
 
     [card] = Address(real.url).models()
-    return Session(ChatClient(Address(real.url)), card, ChatConfig(temperature=0.0), screen.terminal)
+    return Session(
+        ChatClient(Address(real.url)), card, ChatConfig(temperature=0.0), screen.terminal
+    )
 
 
 async def test_it_answers_and_counts_what_the_server_counts(real, session, screen):
     await session.handle("What is a KV cache?")
     answer = real.openai().chat.completions.create(
-        model="tk-demo", messages=[{"role": "user", "content": "What is a KV cache?"}], temperature=0.0
+        model="tk-demo",
+        messages=[{"role": "user", "content": "What is a KV cache?"}],
+        temperature=0.0,
     )
     assert screen.answers == answer.choices[0].message.content + "\n"
     told = re.search(r"in (\d+).* · out (\d+) · context (\d+)/512", screen.talk)

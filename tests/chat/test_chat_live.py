@@ -8,10 +8,10 @@ import re
 import pytest
 
 from tests.chat.emulator import Emulator
-from toolkit.chat import clipboard
-from toolkit.chat.answer import Answer
+from toolkit.chat.answer_view import Answer
 from toolkit.chat.delta import CallPart, Delta, FunctionPart
-from toolkit.chat.live import PATIENCE, LiveDisplay
+from toolkit.chat.screen import clipboard
+from toolkit.chat.screen.live import PATIENCE, LiveDisplay
 from toolkit.errors import InvalidRequestError
 
 THOUGHT = " ".join(f"thought{number}" for number in range(100))
@@ -72,7 +72,9 @@ def test_of_reasoning_its_end_is_seen_until_it_folds():
     assert all(char.italics for char in show.emulator.styles_of("thought99"))
     show.add(content="Yes.")
     fold, gap, said = show.emulator.lines
-    assert re.fullmatch(r"▸ thought for \d\.\d s, 100 words: Ctrl-T or /show reasoning unfolds it", fold)
+    assert re.fullmatch(
+        r"▸ thought for \d\.\d s, 100 words: Ctrl-T or /show reasoning unfolds it", fold
+    )
     assert (gap, said) == ("", "Yes.")
 
 

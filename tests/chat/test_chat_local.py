@@ -9,9 +9,9 @@ import time
 import httpx
 import pytest
 
-from toolkit.bench.wire import ServerError
 from toolkit.chat import local
 from toolkit.chat.local import last_lines, local_server
+from toolkit.client.wire import ServerError
 
 SERVER = """
 import http.server, os, signal, sys
@@ -45,7 +45,9 @@ def gone(url):
 def test_a_private_server_runs_while_it_is_needed(state, monkeypatch, manner):
     monkeypatch.setattr(local, "GRACE", 0.5)
     waits = []
-    with local_server(None, tick=waits.append, command=[sys.executable, "-c", SERVER, manner]) as server:
+    with local_server(
+        None, tick=waits.append, command=[sys.executable, "-c", SERVER, manner]
+    ) as server:
         assert httpx.get(server.url, timeout=60.0).text == server.api_key
         assert len(server.api_key) >= 24
         (log,) = state.iterdir()
@@ -59,7 +61,9 @@ def test_a_private_server_runs_while_it_is_needed(state, monkeypatch, manner):
 def test_a_server_that_dies_shows_the_end_of_its_log(state):
     program = "import sys; print('\\n'.join(f'line {i}' for i in range(50))); sys.exit('no such model: x')"
     with (
-        pytest.raises(ServerError, match=r"exit code 1(.|\n)*line 49(.|\n)*no such model: x") as caught,
+        pytest.raises(
+            ServerError, match=r"exit code 1(.|\n)*line 49(.|\n)*no such model: x"
+        ) as caught,
         local_server("x", tick=lambda seconds: None, command=[sys.executable, "-c", program]),
     ):
         pass
@@ -78,7 +82,9 @@ with signals, local_server(None, tick=lambda s: None, command=command) as server
     print(server.url, flush=True)
     time.sleep(600)
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as chat:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as chat:
         url = chat.stdout.readline().strip()
         assert httpx.get(url, timeout=60.0).status_code == 200
         os.kill(chat.pid, number)

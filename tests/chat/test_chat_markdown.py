@@ -12,11 +12,11 @@ from rich.markdown import Markdown
 
 from tests.chat.emulator import Emulator
 from tests.combinations import pairwise
-from toolkit.chat.answer import Answer
+from toolkit.chat.answer_view import Answer
 from toolkit.chat.delta import Delta
-from toolkit.chat.live import LiveDisplay
-from toolkit.chat.markdown import code_blocks
-from toolkit.chat.region import Region
+from toolkit.chat.screen.live import LiveDisplay
+from toolkit.chat.screen.markdown import code_blocks
+from toolkit.chat.screen.region import Region
 
 TOUR = """\
 # A tour
@@ -158,7 +158,9 @@ def test_emphasis_and_code_are_shown_before_they_are_closed(text):
     display.update(answer)
     display.refresh()
     assert emulator.text == re.sub(r"[*`]+(?=\w)", "", text)
-    assert all(char.bold or char.italics or char.fg == "cyan" for char in emulator.styles_of("very imp"))
+    assert all(
+        char.bold or char.italics or char.fg == "cyan" for char in emulator.styles_of("very imp")
+    )
 
 
 @pytest.mark.parametrize("rows", [24, 5])
@@ -166,7 +168,11 @@ def test_code_longer_than_the_screen_is_whole(rows):
     code = "\n".join(f"line_{number} = {number}" for number in range(100))
     emulator = Emulator(rows=rows)
     stream(cut(f"Before\n\n```python\n{code}\n```\n\nAfter\n", 1), emulator)
-    assert [line.strip() for line in emulator.lines if line] == ["Before", *code.split("\n"), "After"]
+    assert [line.strip() for line in emulator.lines if line] == [
+        "Before",
+        *code.split("\n"),
+        "After",
+    ]
 
 
 def test_a_paragraph_longer_than_the_screen_is_whole():
@@ -179,7 +185,8 @@ def test_a_paragraph_longer_than_the_screen_is_whole():
 
 def test_a_table_longer_than_the_screen_is_whole_though_its_columns_move():
     rows = "".join(
-        f"| {number} | {'word ' * (number % 25)}{number} | {'x' * number} |\n" for number in range(40)
+        f"| {number} | {'word ' * (number % 25)}{number} | {'x' * number} |\n"
+        for number in range(40)
     )
     table = f"| n | text | more |\n|---|---|---|\n{rows}"
     at_once, in_pieces = Emulator(rows=1000), Emulator(rows=10)
@@ -201,14 +208,19 @@ def test_only_what_changes_is_written():
     emulator = Emulator(80, 24)
     pieces = cut(" ".join(f"word{number}" for number in range(150)), 0)
     stream(pieces, emulator)
-    assert max(len(text) for text in emulator.written) < 300  # not the twelve lines of the paragraph
+    assert (
+        max(len(text) for text in emulator.written) < 300
+    )  # not the twelve lines of the paragraph
 
 
 def test_a_narrower_window_leaves_no_rests():
     emulator = Emulator(80, 24)
     region = Region(emulator, emulator.terminal.size)
     region.draw(["a" * 60, "b" * 60])
-    emulator.terminal.console.size = (40, 24)  # the emulator does not wrap what is there: do it by hand
+    emulator.terminal.console.size = (
+        40,
+        24,
+    )  # the emulator does not wrap what is there: do it by hand
     emulator.screen.reset()
     emulator.write("a" * 40 + "\r\n" + "a" * 20 + "\r\n" + "b" * 40 + "\r\n" + "b" * 20)
     region.draw(["c" * 39, "d"])

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from tests.api.serving import until
+from tests.server import until
 from toolkit.chat import store
-from toolkit.chat.conversation import Conversation
+from toolkit.chat.history import Conversation
 
 PROGRAM = "from toolkit.cli import main; main()"
 COMMAND = [sys.executable, "-c", PROGRAM, "chat"]
@@ -24,7 +24,12 @@ def tk(server, tmp_path, monkeypatch):
 
     def run(*flags: str, stdin: str = "Hi\nthere\n") -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*COMMAND, *flags], input=stdin, capture_output=True, text=True, timeout=200, check=False
+            [*COMMAND, *flags],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
         )
 
     return run
@@ -33,7 +38,10 @@ def tk(server, tmp_path, monkeypatch):
 def test_the_whole_of_stdin_is_one_message_and_stdout_is_the_answer(server, tk):
     done = tk("--system", "Be brief.")
     assert (done.returncode, done.stdout, done.stderr) == (0, "Hello, wörld.\n", "")
-    assert [message["content"] for message in server.bodies[0]["messages"]] == ["Be brief.", "Hi\nthere"]
+    assert [message["content"] for message in server.bodies[0]["messages"]] == [
+        "Be brief.",
+        "Hi\nthere",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +53,9 @@ def test_the_whole_of_stdin_is_one_message_and_stdout_is_the_answer(server, tk):
         (("What is it?",), "", "What is it?"),
     ],
 )
-def test_a_question_on_the_command_line_comes_before_what_is_piped_in(server, tk, flags, stdin, asked):
+def test_a_question_on_the_command_line_comes_before_what_is_piped_in(
+    server, tk, flags, stdin, asked
+):
     assert tk(*flags, stdin=stdin).stdout == "Hello, wörld.\n"
     assert server.bodies[0]["messages"] == [{"role": "user", "content": asked}]
     assert server.bodies[0]["model"] == "fake"
@@ -87,7 +97,8 @@ def test_json_holds_the_answer_and_its_numbers(server, tk):
     assert answer["time_to_first_token"] < answer["time"]
     assert answer["tokens_per_second"] > 0
     assert {
-        key: answer[key] for key in ("model", "content", "reasoning", "finish_reason", "usage", "error")
+        key: answer[key]
+        for key in ("model", "content", "reasoning", "finish_reason", "usage", "error")
     } == {
         "model": "fake",
         "content": "Yes.",
@@ -186,7 +197,12 @@ def test_a_reader_that_goes_away_is_no_error(server, tk):
     server.pieces = ["word "] * 20_000
     command = f"{sys.executable} -c '{PROGRAM}' chat | head -c 5"
     done = subprocess.run(
-        ["bash", "-c", command], input="Hi", capture_output=True, text=True, timeout=200, check=False
+        ["bash", "-c", command],
+        input="Hi",
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.stdout == "word "
     assert done.stderr == ""

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from toolkit.bench.wire import ServerError
 from toolkit.chat import run
 from toolkit.chat.local import LocalServer
+from toolkit.client.wire import ServerError
 from toolkit.config.clients import ChatConfig
 
 
@@ -36,7 +36,9 @@ def test_the_server_that_runs_here_is_used(server, private, screen, monkeypatch)
     assert private == []
 
 
-def test_a_model_that_is_not_served_here_gets_a_private_server(server, private, screen, monkeypatch):
+def test_a_model_that_is_not_served_here_gets_a_private_server(
+    server, private, screen, monkeypatch
+):
     monkeypatch.setattr(run, "DEFAULT_URL", server.url)
     with run.serving(ChatConfig(model="m"), screen.terminal) as (address, card):
         assert (address.api_key, card.name) == (server.api_key, "fake")
@@ -64,7 +66,10 @@ def test_a_url_is_used_and_no_other(server, private, screen, unused_tcp_port):
     with run.serving(ChatConfig(url=server.url, model="unlisted"), screen.terminal) as (_, card):
         assert card.name == "unlisted"
     nowhere = ChatConfig(url=f"http://127.0.0.1:{unused_tcp_port}")
-    with pytest.raises(ServerError, match="No server answers"), run.serving(nowhere, screen.terminal):
+    with (
+        pytest.raises(ServerError, match="No server answers"),
+        run.serving(nowhere, screen.terminal),
+    ):
         pass
     assert private == []
 

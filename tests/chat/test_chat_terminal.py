@@ -86,7 +86,11 @@ def test_ctrl_c_stops_the_answer_and_a_second_one_leaves(server, start):
     while chat.process.poll() is None:  # a slow machine: more than a second lay between them
         shown = chat.raw.count(b"again leaves")
         chat.type(CTRL_C * 2)
-        chat.wait(lambda: chat.process.poll() is not None or chat.raw.count(b"again leaves") > shown + 1)  # noqa: B023  # called before the next
+        chat.wait(
+            lambda least=shown + 1: (
+                chat.process.poll() is not None or chat.raw.count(b"again leaves") > least
+            )
+        )  # called before the next
     assert chat.exit_code() == 130
     assert chat.is_as_before
 

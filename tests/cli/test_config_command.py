@@ -57,7 +57,11 @@ def test_it_says_who_gives_a_setting(show, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     serve = json.loads(done.stdout)["serve"]
-    given = {name: (one["value"], one["origin"]) for name, one in serve.items() if one["origin"] != "default"}
+    given = {
+        name: (one["value"], one["origin"])
+        for name, one in serve.items()
+        if one["origin"] != "default"
+    }
     file = str(tmp_path / "tk.toml")
     assert given == {
         "model": ("gpt2", "--model"), "max_num_seqs": (9, "--max-num-seqs"), "seed": (3, file),
@@ -83,13 +87,18 @@ def test_a_command_has_its_short_help_flag_here_too(show):
 
 def test_keys_and_passwords_are_masked(show):
     done = show(
-        "--origin", TK_API_KEY="mine,yours", TK_ADMIN_KEY="boss", TK_URL="http://me:secret@127.0.0.1:1"
+        "--origin",
+        TK_API_KEY="mine,yours",
+        TK_ADMIN_KEY="boss",
+        TK_URL="http://me:secret@127.0.0.1:1",
     )
     assert done.returncode == 0, done.stderr
     assert not [word for word in ("mine", "yours", "boss", "secret") if word in done.stdout]
     assert 'api_key = ["***", "***"]' in done.stdout
     assert "http://***@127.0.0.1:1" in done.stdout
-    flags = show("--command", "serve", "--api-key", "mine", "--api-key", "yours", "--admin-key", "boss")
+    flags = show(
+        "--command", "serve", "--api-key", "mine", "--api-key", "yours", "--admin-key", "boss"
+    )
     assert not [word for word in ("mine", "yours", "boss") if word in flags.stdout]
     assert 'api_key = ["***", "***"]' in flags.stdout
 
@@ -107,7 +116,10 @@ def test_its_json_is_what_other_programs_read(show):
     [
         (("--command", "srve"), "Did you mean serve"),
         (("--command", "man"), "'man' has no settings"),
-        (("--command", "serve", "--prot", "1"), "--prot is no flag of 'tk serve'. Did you mean --port"),
+        (
+            ("--command", "serve", "--prot", "1"),
+            "--prot is no flag of 'tk serve'. Did you mean --port",
+        ),
         (("--port", "1"), "--port is no flag of 'tk config show'"),
         (("--config", "nowhere"), "--config names nowhere, and there is no such file"),
     ],

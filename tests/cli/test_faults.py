@@ -29,7 +29,9 @@ main()
 
 def broken_tk(home: Path, error: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """`tk models` with a fault in it."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TK_", "XDG_"))}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("TK_", "XDG_"))
+    }
     return subprocess.run(
         [sys.executable, "-c", BROKEN.format(error=error)], env=kept | {"HOME": str(home)} | environment,
         capture_output=True, text=True, timeout=200, check=False,
@@ -71,7 +73,9 @@ def test_ctrl_c_before_a_command_has_begun_is_no_fault(home):
     done = broken_tk(home, "KeyboardInterrupt")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
     code = BROKEN.format(error="None").replace("main()", "root.tree = list_models\nmain()")
-    code = "import toolkit.cli.root as root\n" + code.replace("raise None", "raise KeyboardInterrupt")
+    code = "import toolkit.cli.root as root\n" + code.replace(
+        "raise None", "raise KeyboardInterrupt"
+    )
     early = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
     )

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cli import COMMANDS
-from toolkit.cli.completion import FILES
+from toolkit.cli.names import COMMANDS
 from toolkit.cli.root import tree
+from toolkit.doctor.shipped import COMPLETIONS
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,9 @@ def test_help_fits_a_terminal_of_80_by_24_with_the_prompt(tk: Callable, command:
 
 
 def test_the_programs_help_has_every_command_once_with_what_it_does(tk: Callable):
-    lines = [line.split(maxsplit=1) for line in tk("--help").stdout.splitlines() if line.startswith("  ")]
+    lines = [
+        line.split(maxsplit=1) for line in tk("--help").stdout.splitlines() if line.startswith("  ")
+    ]
     assert tuple(name for name, _ in lines) == COMMANDS
     assert all(text[0].isupper() and not text.endswith(("...", ".")) for _, text in lines)
 
@@ -75,7 +77,9 @@ def test_what_was_meant_is_named_on_one_line(tk: Callable, line: str, meant: str
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("line", ["serve --port", "serve --port x", "serve a b", "completion fsh", "zzz"])
+@pytest.mark.parametrize(
+    "line", ["serve --port", "serve --port x", "serve a b", "completion fsh", "zzz"]
+)
 def test_other_mistakes_are_one_line_too(tk: Callable, line: str):
     done = tk(*line.split())
     assert (done.returncode, done.stdout) == (2, "")
@@ -99,9 +103,9 @@ def test_the_version_needs_no_command_line_library():
     assert not {"typer", "torch", "transformers", "textual", "pydantic"} & set(modules.split())
 
 
-@pytest.mark.parametrize("shell", FILES)
+@pytest.mark.parametrize("shell", COMPLETIONS)
 def test_a_completion_script_is_printed_or_installed(tk: Callable, shell: str, tmp_path: Path):
-    script = (ROOT / "completions" / FILES[shell]).read_text()
+    script = (ROOT / "completions" / COMPLETIONS[shell]).read_text()
     assert tk("completion", shell).stdout == script
     environment = {
         "HOME": str(tmp_path),

@@ -26,7 +26,9 @@ def test_the_answer_goes_to_stdout_and_nothing_else_does(checkpoint):
     done = tk("run", str(folder), "Hello, sea", "--raw", "--max-tokens", "12")
     assert done.returncode == 0, done.stderr
     tokenizer = checkpoints.make_tokenizer()
-    tokens = checkpoints.greedy(checkpoints.make_reference("gpt2"), tokenizer.encode("Hello, sea"), 12)
+    tokens = checkpoints.greedy(
+        checkpoints.make_reference("gpt2"), tokenizer.encode("Hello, sea"), 12
+    )
     if checkpoints.EOS in tokens:
         tokens = tokens[: tokens.index(checkpoints.EOS)]
     assert done.stdout == tokenizer.decode([t for t in tokens if t < checkpoints.EOS]) + "\n"
@@ -74,7 +76,10 @@ def test_versions_and_help_need_no_torch():
         "heavy = {'torch', 'transformers', 'textual', 'fastapi', 'aiohttp'} & set(sys.modules)\n"
         "sys.exit(1 if heavy else 0)"
     )
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode
+        == 0
+    )
     assert tk("--version").stdout.startswith("tk 0.")
 
 

@@ -16,7 +16,9 @@ TK = f"{sys.executable} -m toolkit"
 
 
 def surroundings(home: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TK_", "XDG_"))}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("TK_", "XDG_"))
+    }
     return kept | {"HOME": str(home)}
 
 
@@ -66,5 +68,8 @@ def test_a_full_disk_is_told_as_such(command, tmp_path):
 
 
 def test_a_folder_that_is_gone_has_no_settings(tmp_path):
-    done = tk(f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir ../gone && {TK} config show", tmp_path)
+    done = tk(
+        f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir ../gone && {TK} config show",
+        tmp_path,
+    )
     assert done.returncode == 0, done.stderr

@@ -30,7 +30,9 @@ from toolkit.config import (
 from toolkit.errors import ConfigError
 
 ROWS = [
-    row for config in (ModelConfig, ServerConfig, CacheConfig, SchedulerConfig) for row in options(config)
+    row
+    for config in (ModelConfig, ServerConfig, CacheConfig, SchedulerConfig)
+    for row in options(config)
 ]
 
 
@@ -65,7 +67,11 @@ class TestPrecedence:
     def test_each_setting_tells_where_it_comes_from(self, toml, tmp_path):
         toml("seed = 3\n[serve]\nblock_size = 8")
         given = sources.resolve(
-            ROWS, {"port": 1}, ("serve",), KNOWN, environment={"TK_DTYPE": "float16", "TK_PORT": "2"}
+            ROWS,
+            {"port": 1},
+            ("serve",),
+            KNOWN,
+            environment={"TK_DTYPE": "float16", "TK_PORT": "2"},
         )
         assert {name: (one.value, one.origin) for name, one in given.items()} == {
             "port": (1, "--port"),
@@ -81,7 +87,9 @@ class TestPrecedence:
         monkeypatch.setenv("TK_DTYPE", "float16")
         assert resolve(ROWS, {}) == {"dtype": "float16"}
 
-    def test_the_named_file_beats_the_one_here_beats_the_one_at_home(self, toml, tmp_path, monkeypatch):
+    def test_the_named_file_beats_the_one_here_beats_the_one_at_home(
+        self, toml, tmp_path, monkeypatch
+    ):
         """Only one of them is read."""
         home = tmp_path / "home" / ".config" / "tk"
         home.mkdir(parents=True)
@@ -102,7 +110,9 @@ class TestPrecedence:
         assert resolve(ROWS, {}, {"XDG_CONFIG_HOME": str(tmp_path / "xdg")}) == {"seed": 5}
 
     def test_a_named_file_that_is_not_there_is_an_error(self, toml):
-        with pytest.raises(ConfigError, match=r"--config names .*nowhere\.toml, and there is no such file"):
+        with pytest.raises(
+            ConfigError, match=r"--config names .*nowhere\.toml, and there is no such file"
+        ):
             resolve(ROWS, {}, {}, file="nowhere.toml")
         with pytest.raises(ConfigError, match="TK_CONFIG names"):
             resolve(ROWS, {}, {"TK_CONFIG": "nowhere.toml"})
@@ -144,7 +154,9 @@ class TestFile:
             ("[serve]\nprt = 1", r"no setting 'prt' in \[serve\]\. Did you mean port"),
         ],
     )
-    def test_a_section_or_its_key_that_nobody_knows_is_an_error_in_every_command(self, toml, content, says):
+    def test_a_section_or_its_key_that_nobody_knows_is_an_error_in_every_command(
+        self, toml, content, says
+    ):
         toml(content)
         for command in (("serve",), ("top",)):
             with pytest.raises(ConfigError, match=says):
@@ -180,11 +192,15 @@ class TestFile:
 class TestValues:
     @pytest.mark.parametrize("text", ["1", "true", "yes", "on", " TRUE ", "On"])
     def test_forms_of_true(self, toml, text):
-        assert resolve(ROWS, {}, {"TK_ENABLE_PREFIX_CACHING": text}) == {"enable_prefix_caching": True}
+        assert resolve(ROWS, {}, {"TK_ENABLE_PREFIX_CACHING": text}) == {
+            "enable_prefix_caching": True
+        }
 
     @pytest.mark.parametrize("text", ["0", "false", "no", "off", "False"])
     def test_forms_of_false(self, toml, text):
-        assert resolve(ROWS, {}, {"TK_ENABLE_PREFIX_CACHING": text}) == {"enable_prefix_caching": False}
+        assert resolve(ROWS, {}, {"TK_ENABLE_PREFIX_CACHING": text}) == {
+            "enable_prefix_caching": False
+        }
 
     @pytest.mark.parametrize("text", ["", "2", "maybe", "tru"])
     def test_what_is_neither_is_refused_by_the_variables_name(self, toml, text):
@@ -253,7 +269,11 @@ class TestValues:
     def test_a_config_can_be_copied_with_changes_and_not_changed(self):
         config = EngineConfig.from_settings({"model": "x", "seed": 3})
         changed = config.with_settings(max_num_seqs=4)
-        assert (changed.model.seed, changed.scheduler.max_num_seqs, config.scheduler.max_num_seqs) == (
+        assert (
+            changed.model.seed,
+            changed.scheduler.max_num_seqs,
+            config.scheduler.max_num_seqs,
+        ) == (
             3,
             4,
             256,
@@ -293,7 +313,9 @@ class TestCommandLine:
             f"sys.argv = ['tk', *{arguments.split()!r}]\n"
             "main()\n"
         )
-        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == "loaded []"
 
@@ -338,7 +360,9 @@ def test_addresses_of_others_are_checked(name, value, good):
         assert getattr(ServerConfig(**{name: value}), name) == value
     else:
         bad = value if isinstance(value, str) else value[-1]
-        with pytest.raises(ConfigError, match=rf"--{name.replace('_', '-')} is an? .* such as .*'{bad}'"):
+        with pytest.raises(
+            ConfigError, match=rf"--{name.replace('_', '-')} is an? .* such as .*'{bad}'"
+        ):
             ServerConfig(**{name: value})
 
 

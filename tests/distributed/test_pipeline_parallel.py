@@ -14,17 +14,18 @@ from tests import checkpoints
 from tests.checkpoints import VOCAB
 from tests.pooling.folders import bert, bert_tokenizer, save
 from toolkit import LLM, SamplingParams, StructuredOutputsParams
-from toolkit.bench.loop import RandomTokens
 from toolkit.config import EngineConfig
 from toolkit.distributed import SINGLE, Stage, parallel
 from toolkit.engine.core import EngineCore
 from toolkit.engine.messages import EngineRequest
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.executor import Pending
-from toolkit.models.loader import build_model, load_config, load_weights
+from toolkit.models.build import build_model, load_config
+from toolkit.models.pipeline_split import share_out
 from toolkit.models.registry import Model
-from toolkit.models.stages import share_out
 from toolkit.scheduler import ModelOutput, Request, Scheduler, SchedulerOutput
+from toolkit.weights.loader import load_weights
+from tools.bench.loop import RandomTokens
 
 SMALL = {"num_threads": 1, "num_gpu_blocks_override": 200, "block_size": 4, "max_num_seqs": 8}
 NEW_TOKENS = 12
@@ -77,8 +78,12 @@ def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(
         assert tokens == checkpoints.greedy(model, prompt, NEW_TOKENS)
         expected = checkpoints.logits(model, prompt + tokens).log_softmax(-1)
         found = [*result.prompt_logprobs[1:], *result.outputs[0].logprobs]
-        for position, (token, logprobs) in enumerate(zip((prompt + tokens)[1:], found, strict=True)):
-            assert logprobs[token].logprob == pytest.approx(float(expected[position, token]), abs=1e-4)
+        for position, (token, logprobs) in enumerate(
+            zip((prompt + tokens)[1:], found, strict=True)
+        ):
+            assert logprobs[token].logprob == pytest.approx(
+                float(expected[position, token]), abs=1e-4
+            )
 
 
 def test_sampling_grammars_penalties_preemption_siblings_and_embeddings_agree_with_one_process(
@@ -95,14 +100,23 @@ def test_sampling_grammars_penalties_preemption_siblings_and_embeddings_agree_wi
     monkeypatch.setattr(Scheduler, "_preempt", counted)
     kinds = [
         SamplingParams(temperature=0.9, seed=1, max_tokens=20, ignore_eos=True, n=2),
-        SamplingParams(temperature=0.8, seed=2, top_p=0.8, max_tokens=40, ignore_eos=True, logprobs=2),
+        SamplingParams(
+            temperature=0.8, seed=2, top_p=0.8, max_tokens=40, ignore_eos=True, logprobs=2
+        ),
         SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=40, ignore_eos=True),
-        SamplingParams(seed=3, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="[ab]{9}")),
+        SamplingParams(
+            seed=3, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="[ab]{9}")
+        ),
     ]
     prompts = [{"prompt_token_ids": p} for p in prompts_for("sampling") * 2]
     found, vectors = [], []
     for stages in (1, 2):
-        tight = {"num_gpu_blocks_override": 30, "max_model_len": 100, "swap_space": 0.001, "pooling": "mean"}
+        tight = {
+            "num_gpu_blocks_override": 30,
+            "max_model_len": 100,
+            "swap_space": 0.001,
+            "pooling": "mean",
+        }
         llm = load(checkpoint("qwen3"), pipeline_parallel_size=stages, **tight)
         results = llm.generate(prompts, kinds * 2, use_tqdm=False)
         found.append([[list(answer.token_ids) for answer in result.outputs] for result in results])
@@ -120,7 +134,9 @@ def test_a_tied_table_is_rounded_on_the_first_stage_as_in_one_process(
     found = []
     for stages in (1, 2):
         llm = load(checkpoint("qwen3-tied"), quantization="int8", pipeline_parallel_size=stages)
-        assert llm.info.model_parameters == checkpoints.make_reference("qwen3-tied").num_parameters()
+        assert (
+            llm.info.model_parameters == checkpoints.make_reference("qwen3-tied").num_parameters()
+        )
         results = llm.generate(prompts, params, use_tqdm=False)
         found.append([(one.outputs[0].token_ids, one.prompt_logprobs) for one in results])
     assert found[0] == found[1]
@@ -133,13 +149,22 @@ def whole_names(folder: Path) -> list[str]:
 def build(folder: Path, stage: Stage) -> Model:
     with parallel(SINGLE, stage):
         return build_model(
-            load_config(folder), folder, device=torch.device("cpu"), dtype=torch.float32, max_model_len=8
+            load_config(folder),
+            folder,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            max_model_len=8,
         )
 
 
 @pytest.mark.parametrize(
     ("name", "stages"),
-    [("gpt2", 2), ("gpt2-untied-inverse-scale", 3), ("llama3-gqa", 2), ("qwen2-tied-some-windows", 3)],
+    [
+        ("gpt2", 2),
+        ("gpt2-untied-inverse-scale", 3),
+        ("llama3-gqa", 2),
+        ("qwen2-tied-some-windows", 3),
+    ],
 )
 def test_the_stages_together_are_the_checkpoint_and_share_only_a_tied_table(
     checkpoint: Checkpoint, name: str, stages: int
@@ -153,7 +178,9 @@ def test_the_stages_together_are_the_checkpoint_and_share_only_a_tied_table(
             held.setdefault(tensor, []).append(index)
             for part in slot.parts:
                 region = tuple(slice(s.begin, s.begin + s.count) for s in part.region)
-                assert torch.equal(part.target.T if part.transpose else part.target, whole[tensor][region])
+                assert torch.equal(
+                    part.target.T if part.transpose else part.target, whole[tensor][region]
+                )
     tied = load_config(folder).tie_word_embeddings
     for tensor, where in held.items():
         is_table = tensor.endswith(("embed_tokens.weight", "wte.weight"))
@@ -161,20 +188,30 @@ def test_the_stages_together_are_the_checkpoint_and_share_only_a_tied_table(
     assert held.keys() == set(whole_names(folder))
 
 
-def test_a_tensor_that_no_stage_needs_is_refused_on_each(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_tensor_that_no_stage_needs_is_refused_on_each(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     folder = checkpoint("llama3-gqa")
     tensors = checkpoints.make_reference("llama3-gqa").state_dict()
-    torch.save(tensors | {"model.layers.7.odd.weight": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    torch.save(
+        tensors | {"model.layers.7.odd.weight": torch.zeros(1)}, tmp_path / "pytorch_model.bin"
+    )
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     for index in range(2):
-        with pytest.raises(CheckpointError, match=r"layers\.7\.odd\.weight that Llama has no place for"):
-            load_weights(build(tmp_path, Stage(index, 2)), tmp_path, "auto", elsewhere=whole_names(tmp_path))
+        with pytest.raises(
+            CheckpointError, match=r"layers\.7\.odd\.weight that Llama has no place for"
+        ):
+            load_weights(
+                build(tmp_path, Stage(index, 2)), tmp_path, "auto", elsewhere=whole_names(tmp_path)
+            )
 
 
 @pytest.mark.parametrize(("layer", "head"), [(1, 0), (10, 25), (7, 100), (5, 5)])
 @pytest.mark.parametrize("total", [4, 9, 12])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_no_other_shares_have_a_faster_slowest_stage(total: int, stages: int, layer: int, head: int) -> None:
+def test_no_other_shares_have_a_faster_slowest_stage(
+    total: int, stages: int, layer: int, head: int
+) -> None:
     def slowest(counts: list[int]) -> int:
         return max(n * layer + head * (i == stages - 1) for i, n in enumerate(counts))
 
@@ -194,7 +231,9 @@ def test_more_stages_than_layers_are_refused_with_what_can_be(checkpoint: Checkp
 
 
 def test_encoders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="pipeline-parallel-size 2: encoders run whole on one device"):
+    with pytest.raises(
+        ConfigError, match="pipeline-parallel-size 2: encoders run whole on one device"
+    ):
         LLM(str(save(bert(), bert_tokenizer(), tmp_path)), pipeline_parallel_size=2)
 
 
@@ -221,7 +260,9 @@ class Watched(RandomTokens):
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_the_engine_keeps_a_step_for_each_stage_under_way_and_no_request_in_two(stages: int) -> None:
+def test_the_engine_keeps_a_step_for_each_stage_under_way_and_no_request_in_two(
+    stages: int,
+) -> None:
     executor = Watched()
     core = EngineCore(EngineConfig.from_settings({"pipeline_parallel_size": stages}), executor)
     for number in range(6):

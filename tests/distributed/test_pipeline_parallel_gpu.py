@@ -29,8 +29,15 @@ def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(
     if "tensor_parallel_size" in settings and torch.cuda.device_count() < 4:
         pytest.skip("needs four GPUs")
     model, prompts = checkpoints.make_reference(name), prompts_for(name)
-    llm = LLM(str(checkpoint(name)), pipeline_parallel_size=2, max_num_batched_tokens=32, **SMALL | settings)
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0)
+    llm = LLM(
+        str(checkpoint(name)),
+        pipeline_parallel_size=2,
+        max_num_batched_tokens=32,
+        **SMALL | settings,
+    )
+    params = SamplingParams(
+        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0
+    )
     results = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     llm.shutdown()
     for prompt, result in zip(prompts, results, strict=True):

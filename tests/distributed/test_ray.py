@@ -16,11 +16,11 @@ from ray.cluster_utils import Cluster
 
 from tests import checkpoints
 from tests.api.conftest import CONTEXT, Reference
-from tests.api.serving import INSIDE, Server, gone, until
-from tests.api.test_api_ranks import PROMPTS, TOKENS, ask
+from tests.server import INSIDE, Server, gone, until
+from tests.serving.test_ranks import PROMPTS, TOKENS, ask
 from toolkit import LLM, SamplingParams, StructuredOutputsParams
 from toolkit.errors import ConfigError
-from toolkit.executor import ray_cluster
+from toolkit.executor.ray import cluster as ray_cluster
 
 RAY = {"distributed_executor_backend": "ray", "num_threads": 1}
 
@@ -60,7 +60,9 @@ def cluster(in_hand: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def server(cluster: Cluster, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    cluster: Cluster, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     served = Server(
         str(folder),
         "--distributed-executor-backend",
@@ -116,7 +118,8 @@ def test_more_devices_than_the_cluster_has_are_refused_with_what_it_has(
     monkeypatch.setattr(ray_cluster, "SOON", 0.2)
     monkeypatch.setattr(ray_cluster, "PATIENCE", 0.5)
     with pytest.raises(
-        ConfigError, match=r"needs 4 CPUs, and the Ray cluster has 0 free of 2 \(.* has 1, .* has 1\)"
+        ConfigError,
+        match=r"needs 4 CPUs, and the Ray cluster has 0 free of 2 \(.* has 1, .* has 1\)",
     ):
         LLM(str(folder), tensor_parallel_size=4, **RAY)
     assert len(actors()) == 2, "what runs there goes on"
@@ -133,7 +136,12 @@ def test_engines_on_two_nodes_answer_as_one_process_does_and_outlive_an_actor(
     cluster: Cluster, folder: Path, reference: Reference, in_hand: Path, tmp_path: Path
 ) -> None:
     served = Server(
-        str(folder), "--distributed-executor-backend", "ray", "--data-parallel-size", "2", cwd=tmp_path
+        str(folder),
+        "--distributed-executor-backend",
+        "ray",
+        "--data-parallel-size",
+        "2",
+        cwd=tmp_path,
     )
     try:
         before = actors()
@@ -162,7 +170,9 @@ def test_stages_on_two_nodes_give_what_one_process_gives(cluster: Cluster, folde
     """The last stage tells tokens, log-probabilities and what follows a grammar; nothing is left of the ranks at the end."""
     kinds = [
         SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2),
-        SamplingParams(seed=3, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[ab]{6}")),
+        SamplingParams(
+            seed=3, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[ab]{6}")
+        ),
         SamplingParams(temperature=0.9, seed=1, max_tokens=24, ignore_eos=True),
     ]
     prompts = [{"prompt_token_ids": list(range(5, 5 + length))} for length in (1, 30, 7)]
@@ -171,7 +181,9 @@ def test_stages_on_two_nodes_give_what_one_process_gives(cluster: Cluster, folde
         llm = LLM(str(folder), num_gpu_blocks_override=200, **settings)
         found.append([result.outputs[0] for result in llm.generate(prompts, kinds, use_tqdm=False)])
         ranks = actors()
-        assert len(ranks) == llm.info.world_size if "pipeline_parallel_size" in settings else not ranks
+        assert (
+            len(ranks) == llm.info.world_size if "pipeline_parallel_size" in settings else not ranks
+        )
         llm.shutdown()
     alone, staged = found
     assert [one.token_ids for one in staged] == [one.token_ids for one in alone]
@@ -182,11 +194,15 @@ def test_stages_on_two_nodes_give_what_one_process_gives(cluster: Cluster, folde
     until(lambda: all(gone(rank) for rank in ranks))
 
 
-def test_an_address_without_a_cluster_is_said_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_a_cluster_is_said_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(ConfigError, match=f"RAY_ADDRESS is {address}, and no Ray cluster answers there"):
+    with pytest.raises(
+        ConfigError, match=f"RAY_ADDRESS is {address}, and no Ray cluster answers there"
+    ):
         LLM(str(folder), **RAY)
 
 
@@ -195,17 +211,23 @@ def test_where_there_is_no_cluster_it_is_said_how_to_start_one(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", refused)
-    with pytest.raises(ConfigError, match=r"No Ray cluster runs here, .* ray start --head starts one"):
+    with pytest.raises(
+        ConfigError, match=r"No Ray cluster runs here, .* ray start --head starts one"
+    ):
         LLM(str(folder), **RAY)
 
 
 def refused(**options: object) -> None:
     """What Ray says where it finds nothing; this machine may have a cluster of somebody's."""
     assert options["address"] == "auto"
-    raise ConnectionError("Could not find any running Ray instance. Please specify the one to connect to.")
+    raise ConnectionError(
+        "Could not find any running Ray instance. Please specify the one to connect to."
+    )
 
 
-def test_without_ray_it_is_said_how_to_install_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_it_is_said_how_to_install_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'tk-llm\[ray\]'"):
         LLM(str(folder), **RAY)

@@ -27,7 +27,9 @@ CALLS = 2**31 - 12
 
 
 def x_of(rank: int, call: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * call + rank)).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * call + rank)).to(
+        dtype
+    )
 
 
 def run_rank(rank: int, folder: Path) -> None:
@@ -52,7 +54,9 @@ def run_rank(rank: int, folder: Path) -> None:
             for two_shot in (False, True):
                 call += 1
                 found.append(
-                    kernels.all_reduce(x_of(rank, call, size, dtype=dtype), peers, two_shot=two_shot)
+                    kernels.all_reduce(
+                        x_of(rank, call, size, dtype=dtype), peers, two_shot=two_shot
+                    )
                 )
         for shape in SHAPES:
             for centered in (False, True):
@@ -62,7 +66,9 @@ def run_rank(rank: int, folder: Path) -> None:
                     *x_of(8, call, 2, shape[1], dtype=dtype),
                 )
                 x = x_of(rank, call, *shape, dtype=dtype)
-                found += kernels.all_reduce_norm(x, residual, weight, bias if centered else None, 1e-5, peers)
+                found += kernels.all_reduce_norm(
+                    x, residual, weight, bias if centered else None, 1e-5, peers
+                )
                 residual = x_of(9, call, *shape, dtype=dtype)
                 ways = kernels.pushed_norm if kernels.fits_push(x) else kernels.all_reduce_norm
                 found += ways(x, residual, weight, bias if centered else None, 1e-5, peers)
@@ -87,27 +93,39 @@ def expected() -> list[torch.Tensor]:
         for size in SIZES:
             for _ in range(2):
                 call += 1
-                sums.append(sum(x_of(rank, call, size, dtype=dtype).double() for rank in range(RANKS)))
+                sums.append(
+                    sum(x_of(rank, call, size, dtype=dtype).double() for rank in range(RANKS))
+                )
         for shape in SHAPES:
             for centered in (False, True):
                 call += 1
-                x = sum(x_of(rank, call, *shape, dtype=dtype).double() for rank in range(RANKS)).to(dtype)
-                total = (x.double() + x_of(9, call, *shape, dtype=dtype).double()).to(dtype).double()
+                x = sum(x_of(rank, call, *shape, dtype=dtype).double() for rank in range(RANKS)).to(
+                    dtype
+                )
+                total = (
+                    (x.double() + x_of(9, call, *shape, dtype=dtype).double()).to(dtype).double()
+                )
                 weight, bias = x_of(8, call, 2, shape[1], dtype=dtype).double()
                 size = (shape[1],)
                 layer = torch.nn.functional.layer_norm(total, size, weight, bias)
-                norm = layer if centered else torch.nn.functional.rms_norm(total, size, weight, 1e-5)
+                norm = (
+                    layer if centered else torch.nn.functional.rms_norm(total, size, weight, 1e-5)
+                )
                 sums += [norm, total, norm, total]
         for shape in GATHERED:
             call += 1
             sums.append(
-                torch.cat([x_of(rank, call, *shape, dtype=dtype) for rank in range(RANKS)], 1).double()
+                torch.cat(
+                    [x_of(rank, call, *shape, dtype=dtype) for rank in range(RANKS)], 1
+                ).double()
             )
     return sums
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is there on Linux alone")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU"
+)
 def test_every_rank_gets_the_same_sums(tmp_path):
     from toolkit.kernels.triton import all_reduce as kernels
 
@@ -118,7 +136,10 @@ def test_every_rank_gets_the_same_sums(tmp_path):
         (tmp_path / f"buffer{rank}").write_bytes(buffer.numpy().tobytes())
         (tmp_path / f"room{rank}").write_bytes(bytes(ROOM))
     processes = multiprocessing.get_context("spawn")
-    ranks = [processes.Process(target=run_rank, args=(rank, tmp_path), daemon=True) for rank in range(RANKS)]
+    ranks = [
+        processes.Process(target=run_rank, args=(rank, tmp_path), daemon=True)
+        for rank in range(RANKS)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -141,11 +162,15 @@ def test_what_is_too_long_for_the_buffers_is_refused():
     with pytest.raises(ValueError, match="more than all_reduce sums up"):
         kernels.all_reduce(torch.empty(kernels.MOST_BYTES // 4 + 1), peers)
     with pytest.raises(ValueError, match="do not fill"):
-        kernels.all_gather(torch.empty(3, 8), torch.empty(3, 15), torch.zeros(2, dtype=torch.int64), peers)
+        kernels.all_gather(
+            torch.empty(3, 8), torch.empty(3, 15), torch.zeros(2, dtype=torch.int64), peers
+        )
     rows = kernels.PROGRAMS * kernels.PLACE // (4 * 1024)
     assert kernels.fits_norm(torch.empty(rows, 1024))
     assert not kernels.fits_norm(torch.empty(rows + 1, 1024))
-    assert kernels.fits_push(torch.empty(kernels.PUSHED_ROWS, kernels.PUSHED_WIDTH, dtype=torch.float16))
+    assert kernels.fits_push(
+        torch.empty(kernels.PUSHED_ROWS, kernels.PUSHED_WIDTH, dtype=torch.float16)
+    )
     assert not kernels.fits_push(torch.empty(kernels.PUSHED_ROWS + 1, 64, dtype=torch.float16))
     assert not kernels.fits_push(torch.empty(1, 64))
 

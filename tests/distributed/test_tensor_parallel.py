@@ -14,7 +14,8 @@ from tests.pooling.folders import bert, bert_tokenizer, save
 from toolkit import LLM, SamplingParams, StructuredOutputsParams
 from toolkit.distributed import Group, kv_heads, parallel, rounded_up
 from toolkit.errors import CheckpointError, ConfigError, EngineError, WorkersLostError
-from toolkit.models.loader import build_model, load_config, load_weights
+from toolkit.models.build import build_model, load_config
+from toolkit.weights.loader import load_weights
 from toolkit.worker import Report
 from toolkit.worker.info import WorkerInfo
 from toolkit.worker.worker import Worker
@@ -44,13 +45,22 @@ def prompts_for(name: str) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("gpt2", 2), ("gpt2", 4), ("llama3-gqa", 2), ("llama3-gqa", 4), ("llama-mqa-tied", 2), ("qwen3", 4)],
+    [
+        ("gpt2", 2),
+        ("gpt2", 4),
+        ("llama3-gqa", 2),
+        ("llama3-gqa", 4),
+        ("llama-mqa-tied", 2),
+        ("qwen3", 4),
+    ],
 )
 def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(shared_out, name, size):
     """With 4 ranks llama3-gqa and qwen3 have more ranks than KV heads, and a vocabulary that does not divide."""
     model, prompts = checkpoints.make_reference(name), prompts_for(name)
     llm = shared_out(name, size, max_num_batched_tokens=24)
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0
+    )
     results = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     for prompt, result in zip(prompts, results, strict=True):
         assert list(result.outputs[0].token_ids) == checkpoints.greedy(model, prompt, NEW_TOKENS)
@@ -64,15 +74,21 @@ def test_sampling_grammars_penalties_preemption_and_siblings_agree_with_one_proc
     """Every rank has to apply every message alike for that."""
     kinds = [
         SamplingParams(temperature=0.9, seed=1, max_tokens=16, ignore_eos=True, n=2),
-        SamplingParams(temperature=0.8, seed=2, top_p=0.8, max_tokens=16, ignore_eos=True, logprobs=2),
+        SamplingParams(
+            temperature=0.8, seed=2, top_p=0.8, max_tokens=16, ignore_eos=True, logprobs=2
+        ),
         SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=16, ignore_eos=True),
-        SamplingParams(seed=3, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[ab]{6}")),
+        SamplingParams(
+            seed=3, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[ab]{6}")
+        ),
     ]
     prompts = [{"prompt_token_ids": p} for p in prompts_for("sampling") + prompts_for("more")[:1]]
     found = []
     for size in (1, 2):
         tight = SMALL | {"num_gpu_blocks_override": 30, "max_model_len": 100, "swap_space": 0.001}
-        llm = LLM(str(checkpoint("qwen3")), tensor_parallel_size=size, async_scheduling=size == 2, **tight)
+        llm = LLM(
+            str(checkpoint("qwen3")), tensor_parallel_size=size, async_scheduling=size == 2, **tight
+        )
         results = llm.generate(prompts, kinds, use_tqdm=False)
         found.append([[list(answer.token_ids) for answer in result.outputs] for result in results])
         llm.shutdown()
@@ -93,7 +109,11 @@ def test_each_rank_holds_its_part_of_every_tensor(checkpoint, tmp_path, name, op
     for rank in range(2):
         with parallel(Group(rank, 2)):
             model = build_model(
-                load_config(folder), folder, device=torch.device("cpu"), dtype=torch.float32, max_model_len=8
+                load_config(folder),
+                folder,
+                device=torch.device("cpu"),
+                dtype=torch.float32,
+                max_model_len=8,
             )
         load_weights(model, folder, "auto")
         for tensor, slot in model.slots().items():
@@ -120,7 +140,9 @@ def test_kv_heads_are_shared_out_or_repeated():
         held(6, 4)
 
 
-@pytest.mark.parametrize(("total", "size", "multiple"), [(262, 4, 1), (262, 4, 64), (3, 4, 1), (128, 2, 64)])
+@pytest.mark.parametrize(
+    ("total", "size", "multiple"), [(262, 4, 1), (262, 4, 64), (3, 4, 1), (128, 2, 64)]
+)
 def test_a_vocabulary_is_shared_out_whole(total, size, multiple):
     tokens = []
     for rank in range(size):
@@ -134,7 +156,9 @@ def test_a_vocabulary_is_shared_out_whole(total, size, multiple):
 
 
 def test_a_size_that_cannot_be_is_refused_with_those_that_can(checkpoint):
-    with pytest.raises(ConfigError, match=r"size 3: the model's 4 attention heads .* can be: 1, 2, 4\."):
+    with pytest.raises(
+        ConfigError, match=r"size 3: the model's 4 attention heads .* can be: 1, 2, 4\."
+    ):
         LLM(str(checkpoint("llama2-mha")), tensor_parallel_size=3, **SMALL)
 
 
@@ -155,7 +179,9 @@ def test_what_is_wrong_with_the_checkpoint_is_said_once(checkpoint, tmp_path, ca
 
 def test_a_step_that_got_no_masks_does_not_put_the_ranks_out_of_step(shared_out, monkeypatch):
     """The next request bound to a grammar gets its own masks on every rank."""
-    bound = SamplingParams(seed=3, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[ab]{6}"))
+    bound = SamplingParams(
+        seed=3, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[ab]{6}")
+    )
     prompt = {"prompt_token_ids": [5, 6, 7]}
     llm = shared_out("qwen3")
     [expected] = llm.generate([prompt], bound, use_tqdm=False)
@@ -182,7 +208,9 @@ def test_a_step_that_got_no_masks_does_not_put_the_ranks_out_of_step(shared_out,
         (RuntimeError("out of luck"), "out of luck"),
     ],
 )
-def test_after_an_interrupt_or_an_error_in_a_step_no_other_is_run(shared_out, monkeypatch, error, said):
+def test_after_an_interrupt_or_an_error_in_a_step_no_other_is_run(
+    shared_out, monkeypatch, error, said
+):
     """The other ranks may be anywhere; their sums would be of different steps."""
     llm = shared_out("gpt2")
     worker = llm._core.executor._worker
@@ -252,7 +280,9 @@ def test_a_second_model_over_ranks_is_refused_in_words(shared_out):
 
 def test_a_rank_that_stops_is_named_and_ends_the_step_offline_too(shared_out):
     llm = shared_out("gpt2", worker_timeout=4.0)
-    [rank] = [child for child in psutil.Process().children() if "toolkit.executor.rank" in child.cmdline()]
+    [rank] = [
+        child for child in psutil.Process().children() if "toolkit.executor.rank" in child.cmdline()
+    ]
     rank.suspend()
     with pytest.raises(WorkersLostError, match="rank 1 has not finished step"):
         llm.generate([{"prompt_token_ids": [5] * 20}], SamplingParams(max_tokens=3), use_tqdm=False)

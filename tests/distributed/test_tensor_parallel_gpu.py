@@ -60,11 +60,15 @@ def generate(
         ("gpt2", {"async_scheduling": False}),
     ],
 )
-def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(checkpoint, name, settings, size):
+def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(
+    checkpoint, name, settings, size
+):
     if size > torch.cuda.device_count():
         pytest.skip("needs four GPUs")
     model, prompts = checkpoints.make_reference(name), prompts_for(name)
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0
+    )
     more = {"max_num_batched_tokens": 32} | settings
     results, log = in_a_process(generate, str(checkpoint(name)), size, more, prompts, params)
     assert f"all-reduce over {size} GPUs: 8 KiB" in log
@@ -79,9 +83,13 @@ def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(checkpoin
 def test_sampling_grammars_penalties_and_siblings_agree_with_one_gpu(checkpoint):
     kinds = [
         SamplingParams(temperature=0.9, seed=1, max_tokens=16, ignore_eos=True, n=2),
-        SamplingParams(temperature=0.8, seed=2, top_p=0.8, max_tokens=16, ignore_eos=True, logprobs=2),
+        SamplingParams(
+            temperature=0.8, seed=2, top_p=0.8, max_tokens=16, ignore_eos=True, logprobs=2
+        ),
         SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=16, ignore_eos=True),
-        SamplingParams(seed=3, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[ab]{6}")),
+        SamplingParams(
+            seed=3, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[ab]{6}")
+        ),
     ]
     prompts = prompts_for("sampling") + prompts_for("more")[:1]
     found = []
@@ -93,16 +101,26 @@ def test_sampling_grammars_penalties_and_siblings_agree_with_one_gpu(checkpoint)
 
 @pytest.mark.parametrize("settings", [{}, {"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}])
 def test_sixteen_and_eight_bits_are_as_far_from_transformers_as_on_one_gpu(checkpoint, settings):
-    prompt, params = prompts_for("fp8")[2], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    prompt, params = (
+        prompts_for("fp8")[2],
+        SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0),
+    )
     expected = checkpoints.logits(checkpoints.make_reference("llama3-gqa"), prompt).log_softmax(-1)
     errors = []
     for size in (1, 2):
         of_both = {"dtype": "bfloat16"} | settings
-        [result], _ = in_a_process(generate, str(checkpoint("llama3-gqa")), size, of_both, [prompt], params)
-        found = torch.tensor(
-            [of[token].logprob for of, token in zip(result.prompt_logprobs[1:], prompt[1:], strict=True)]
+        [result], _ = in_a_process(
+            generate, str(checkpoint("llama3-gqa")), size, of_both, [prompt], params
         )
-        errors.append(float((found - expected[range(len(prompt) - 1), prompt[1:]]).square().mean().sqrt()))
+        found = torch.tensor(
+            [
+                of[token].logprob
+                for of, token in zip(result.prompt_logprobs[1:], prompt[1:], strict=True)
+            ]
+        )
+        errors.append(
+            float((found - expected[range(len(prompt) - 1), prompt[1:]]).square().mean().sqrt())
+        )
     assert errors[1] < 1.5 * errors[0]
 
 
@@ -112,18 +130,26 @@ def test_an_engine_ends_when_one_of_its_ranks_is_dead(
     checkpoint, num_prompts, length, max_tokens, through_nccl
 ):
     """In steps of one token, and of many; with graphs that have NCCL's sums in them, which it waits for, too."""
-    in_a_process(end_with_a_dead_rank, str(checkpoint("gpt2")), num_prompts, length, max_tokens, through_nccl)
+    in_a_process(
+        end_with_a_dead_rank, str(checkpoint("gpt2")), num_prompts, length, max_tokens, through_nccl
+    )
 
 
 def end_with_a_dead_rank(
     folder: str, num_prompts: int, length: int, max_tokens: int, through_nccl: bool
 ) -> None:
     symmetric._opened = through_nccl
-    settings = SMALL | {"max_num_seqs": 64, "num_gpu_blocks_override": 1000, "enable_prefix_caching": False}
+    settings = SMALL | {
+        "max_num_seqs": 64,
+        "num_gpu_blocks_override": 1000,
+        "enable_prefix_caching": False,
+    }
     llm = LLM(folder, tensor_parallel_size=2, **settings)
     prompts = [{"prompt_token_ids": [1 + i] * length} for i in range(num_prompts)]
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    rank = next(child for child in psutil.Process().children() if "toolkit.executor.rank" in child.cmdline())
+    rank = next(
+        child for child in psutil.Process().children() if "toolkit.executor.rank" in child.cmdline()
+    )
     threading.Timer(0.05, rank.kill).start()
 
     def generate_for_ever() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.serving import until
+from tests.server import until
 from toolkit.cli.root import tree
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,9 @@ printf 'ran'; printf ' <%s>' "$@"
 """Stands for `tk`: values are tk's own, else it says how it was called."""
 
 
-def commands(command=None, path: tuple[str, ...] = ("tk",)) -> Iterator[tuple[tuple[str, ...], set[str]]]:
+def commands(
+    command=None, path: tuple[str, ...] = ("tk",)
+) -> Iterator[tuple[tuple[str, ...], set[str]]]:
     """(path, flags) of every command, from Typer's own objects."""
     command = command or tree()
     flags = {
@@ -85,12 +87,16 @@ def complete(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("path", "flags"), COMMANDS, ids=lambda value: "-".join(value) if isinstance(value, tuple) else ""
+    ("path", "flags"),
+    COMMANDS,
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
 def test_every_flag_of_every_command_is_offered_in_every_shell(complete, path, flags):
     assert set(complete(f"{' '.join(path)} -")) == flags
     zsh = re.search(
-        rf"^_{'_'.join(path)}\(\) {{$(.*?)^}}$", (FOLDER / "_tk").read_text(), re.MULTILINE | re.DOTALL
+        rf"^_{'_'.join(path)}\(\) {{$(.*?)^}}$",
+        (FOLDER / "_tk").read_text(),
+        re.MULTILINE | re.DOTALL,
     )
     assert {
         name.rstrip("=")
@@ -201,7 +207,9 @@ def test_readline_itself_completes_a_value_with_a_colon(complete):
         os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize(("shell", "name"), [("bash", "tk.bash"), ("zsh", "_tk"), ("fish", "tk.fish")])
+@pytest.mark.parametrize(
+    ("shell", "name"), [("bash", "tk.bash"), ("zsh", "_tk"), ("fish", "tk.fish")]
+)
 def test_the_shell_reads_its_script(shell: str, name: str):
     if shutil.which(shell) is None and shell != "bash":
         pytest.skip(f"{shell} is not installed")

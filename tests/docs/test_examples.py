@@ -18,16 +18,20 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
-from tests.api.serving import WAIT, Server
 from tests.checkpoints import edit_json
 from tests.hub import Hub
+from tests.server import WAIT, Server
 from toolkit.demo import MODEL_DIR
-from toolkit.docs.prose import PROSE
+from tools.docs.prose import PROSE
 
-LINES = [line for prose in PROSE.values() for _, lines in prose.examples for line in lines.split("\n")]
+LINES = [
+    line for prose in PROSE.values() for _, lines in prose.examples for line in lines.split("\n")
+]
 HUB = ("tk pull", "tk show", "tk rm", "--dry-run")
 """Examples with these find models here: gpt2 on a hub of this machine, and one in ./model."""
-SERVERS = [line for line in LINES if "tk serve" in line and "--dry-run" not in line and line != "tk serve"]
+SERVERS = [
+    line for line in LINES if "tk serve" in line and "--dry-run" not in line and line != "tk serve"
+]
 """`tk serve` alone is the server that others are run against."""
 ENGINES = [line for line in LINES if re.search("tk (run|bench (offline|latency|prefill))", line)]
 OTHERS = [line for line in LINES if line not in SERVERS + ENGINES and line != "tk serve"]
@@ -59,9 +63,7 @@ TRACE = [{"timestamp": 50 * i, "input_length": 16 + i, "output_length": 4} for i
 QUESTION = "What is a KV cache?"
 IN_VAIN = ("SATURATED", "none came in")
 """What a slow machine may end a measurement with."""
-CERTIFICATE = (
-    "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=localhost"
-)
+CERTIFICATE = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=localhost"
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +101,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def result(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a small run, closed so that no client can be too slow for it."""
     folder = tmp_path_factory.mktemp("results")
-    flags = (
-        f"--url {server.url} --num-prompts 8 --max-concurrency 2 --random-output-len 4 --result-dir {folder}"
-    )
-    command = [sys.executable, "-m", "toolkit", "bench", *flags.split(), "--result-filename", "measured.json"]
+    flags = f"--url {server.url} --num-prompts 8 --max-concurrency 2 --random-output-len 4 --result-dir {folder}"
+    command = [
+        sys.executable,
+        "-m",
+        "toolkit",
+        "bench",
+        *flags.split(),
+        "--result-filename",
+        "measured.json",
+    ]
     subprocess.run(command, capture_output=True, timeout=60, check=True)
     return folder / "measured.json"
 
@@ -133,7 +141,11 @@ def environment(server: Server, folder: Path) -> dict[str, str]:
 
 def directed(line: str, server: Server) -> str:
     """To the server that runs, and so that it takes no longer than it must."""
-    return shortened(line).replace("http://127.0.0.1:8000", server.url).replace("127.0.0.1:8000", server.url)
+    return (
+        shortened(line)
+        .replace("http://127.0.0.1:8000", server.url)
+        .replace("127.0.0.1:8000", server.url)
+    )
 
 
 def told_in_vain(done: subprocess.CompletedProcess[str]) -> bool:
@@ -141,10 +153,16 @@ def told_in_vain(done: subprocess.CompletedProcess[str]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "line", [line for line in OTHERS if not SHELL.search(line) and not any(part in line for part in HUB)]
+    "line",
+    [line for line in OTHERS if not SHELL.search(line) and not any(part in line for part in HUB)],
 )
 def test_it_runs(
-    line: str, server: Server, result: Path, folder: Path, environment: dict[str, str], tk_here: Callable
+    line: str,
+    server: Server,
+    result: Path,
+    folder: Path,
+    environment: dict[str, str],
+    tk_here: Callable,
 ):
     if "--find-max-rps" in line:
         environment |= SEARCH
@@ -160,7 +178,9 @@ def test_it_runs(
 @pytest.mark.parametrize(
     "line", [line for line in OTHERS if SHELL.search(line) or any(part in line for part in HUB)]
 )
-def test_it_runs_in_a_shell(line: str, server: Server, hub: Hub, folder: Path, environment: dict[str, str]):
+def test_it_runs_in_a_shell(
+    line: str, server: Server, hub: Hub, folder: Path, environment: dict[str, str]
+):
     """Examples with more than one command, and those of the hub, whose address is read when a process begins."""
     tk = folder / "bin" / "tk"
     tk.parent.mkdir()
@@ -169,7 +189,11 @@ def test_it_runs_in_a_shell(line: str, server: Server, hub: Hub, folder: Path, e
     environment |= {"PATH": f"{tk.parent}:{os.environ['PATH']}"}
     if any(part in line for part in HUB):
         (folder / "gpt2").unlink()
-        environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(folder / "hf")}
+        environment |= {
+            "HF_ENDPOINT": hub.url,
+            "HF_HUB_OFFLINE": "0",
+            "HF_HOME": str(folder / "hf"),
+        }
     command = f"tk pull gpt2 && {line}" if "tk rm" in line else directed(line, server)
     done = subprocess.run(
         ["bash", "-c", command], input=QUESTION, cwd=folder, env=os.environ | environment,

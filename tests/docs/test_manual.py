@@ -18,11 +18,11 @@ from toolkit.cli.man import page_name
 from toolkit.cli.roff import as_text
 from toolkit.cli.root import tree
 from toolkit.config.sources import FILE_VARIABLE
-from toolkit.docs import everything
-from toolkit.docs.prose import PROSE
 from toolkit.errors import ConfigError
 from toolkit.logs import DEBUG
 from toolkit.metrics import Metrics
+from tools.docs import everything
+from tools.docs.prose import PROSE
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "man").iterdir())
@@ -64,14 +64,18 @@ def test_what_is_committed_is_what_make_docs_makes():
 
 
 @pytest.mark.parametrize(
-    ("path", "flags"), COMMANDS, ids=lambda value: "-".join(value) if isinstance(value, tuple) else ""
+    ("path", "flags"),
+    COMMANDS,
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
 def test_every_command_has_a_page_with_its_flags_and_variables(path, flags):
     page = f"{'-'.join(path)}.1"
     titles = TITLE.findall((ROOT / "man" / page).read_text())
     assert [title for title in titles if title in SECTIONS] == list(SECTIONS)
     entries = re.findall(r"^ {7}(-.*)$", text_of(page), re.MULTILINE)
-    assert {flag for entry in entries for flag in re.findall(r"(?:^|, )(--?[\w-]+)", entry)} == flags
+    assert {
+        flag for entry in entries for flag in re.findall(r"(?:^|, )(--?[\w-]+)", entry)
+    } == flags
     command = tree()
     for name in path[1:]:
         command = command.commands[name]
@@ -95,12 +99,16 @@ def test_the_servers_page_lists_every_endpoint():
 
 def test_the_files_page_has_every_setting():
     keys = re.findall(r"^ {7}([a-z_]+) \(", text_of("tk.toml.5"), re.MULTILINE)
-    assert sorted(keys) == sorted({name for names in known_settings(tree()).values() for name in names})
+    assert sorted(keys) == sorted(
+        {name for names in known_settings(tree()).values() for name in names}
+    )
 
 
 def test_the_metrics_page_has_every_metric_with_its_type():
     page = section("tk-metrics.7", "METRICS")
-    exposed = re.findall(r"^# TYPE (\S+) (\w+)$", Metrics("tk", "m").expose().decode(), re.MULTILINE)
+    exposed = re.findall(
+        r"^# TYPE (\S+) (\w+)$", Metrics("tk", "m").expose().decode(), re.MULTILINE
+    )
     assert len(exposed) > 30
     for name, kind in exposed:
         if not name.endswith("_created"):
@@ -108,7 +116,8 @@ def test_the_metrics_page_has_every_metric_with_its_type():
 
 
 @pytest.mark.parametrize(
-    "line", [line for prose in PROSE.values() for _, lines in prose.examples for line in lines.split("\n")]
+    "line",
+    [line for prose in PROSE.values() for _, lines in prose.examples for line in lines.split("\n")],
 )
 def test_examples_are_command_lines_that_tk_takes(line: str):
     words = shlex.split(line.replace("<(", "").replace(")", ""))
@@ -117,7 +126,9 @@ def test_examples_are_command_lines_that_tk_takes(line: str):
     command = tree()
     context = command.make_context("tk", list(arguments))
     while context._protected_args:
-        name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        name, command, rest = command.resolve_command(
+            context, [*context._protected_args, *context.args]
+        )
         context = command.make_context(name, rest, parent=context)
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import toolkit
-from toolkit.cli.completion import FILES
-from toolkit.cores import Core, Cores
 from toolkit.doctor import installation, machine
 from toolkit.doctor.redact import redact
-from toolkit.inventory.device import Device
+from toolkit.doctor.shipped import COMPLETIONS
+from toolkit.hardware.cores import Core, Cores
+from toolkit.hardware.devices import Device
 
 GIB = 2**30
 GPU = Device("cuda", "NVIDIA H200", 140 * GIB, 139 * GIB)
@@ -36,7 +36,9 @@ def tk(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedPr
 
 
 class TestCommand:
-    def test_here_nothing_fails_and_what_is_only_to_be_looked_at_changes_no_exit_code(self, tmp_path):
+    def test_here_nothing_fails_and_what_is_only_to_be_looked_at_changes_no_exit_code(
+        self, tmp_path
+    ):
         """One port is taken, a variable is misspelled, and no completions are installed."""
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = str(taken.getsockname()[1])
@@ -83,7 +85,12 @@ class TestMachine:
             (FACTS | {"available": False, "cuda": None}, [GPU], "fail", "the machine has a GPU"),
             (FACTS | {"available": False}, [GPU], "fail", "cannot use the GPU"),
             (FACTS | {"product": "RuntimeError: CUDA error"}, [GPU], "fail", "CUDA error"),
-            ({"error": "Illegal instruction"}, [], "fail", "PyTorch does not run: Illegal instruction"),
+            (
+                {"error": "Illegal instruction"},
+                [],
+                "fail",
+                "PyTorch does not run: Illegal instruction",
+            ),
         ],
     )
     def test_torch(self, facts, gpus, status, says):
@@ -112,9 +119,13 @@ class TestMachine:
         monkeypatch.setattr(machine, "has_nvidia_card", lambda: False)
         assert machine._driver([]).status == "pass"
 
-    @pytest.mark.parametrize(("free", "status"), [(GIB // 2, "fail"), (5 * GIB, "warn"), (50 * GIB, "pass")])
+    @pytest.mark.parametrize(
+        ("free", "status"), [(GIB // 2, "fail"), (5 * GIB, "warn"), (50 * GIB, "pass")]
+    )
     def test_disk(self, monkeypatch, free, status):
-        monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
+        monkeypatch.setattr(
+            machine.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free})
+        )
         assert machine._disk().status == status
 
     @pytest.mark.parametrize(
@@ -150,7 +161,9 @@ class TestMachine:
         assert machine._cores(Cores((Core(0, 0, (0,)),), 0.5), None).status == "warn"
 
     def test_memory_within_a_control_group(self, monkeypatch):
-        monkeypatch.setattr(machine, "find_device", lambda wanted: Device("cpu", "cpu", 4 * GIB, GIB))
+        monkeypatch.setattr(
+            machine, "find_device", lambda wanted: Device("cpu", "cpu", 4 * GIB, GIB)
+        )
         assert machine._memory().status == "warn"
 
 
@@ -171,7 +184,7 @@ class TestInstallation:
         assert "torch" in finding.text
         assert "tested: 0.1" in finding.text
 
-    @pytest.mark.parametrize("shell", FILES)
+    @pytest.mark.parametrize("shell", COMPLETIONS)
     def test_completions_are_found_where_install_puts_them_and_old_ones_are_told(
         self, shell, tmp_path, monkeypatch
     ):

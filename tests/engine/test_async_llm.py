@@ -15,8 +15,15 @@ import pytest_asyncio
 
 from tests import checkpoints
 from toolkit import LLM, AsyncLLM, SamplingParams
-from toolkit.engine import replica, revival
-from toolkit.engine.messages import EngineOutput, EngineOutputs, EngineRequest, EngineStats, Ping, Pong
+from toolkit.engine.cores import replica, revival
+from toolkit.engine.messages import (
+    EngineOutput,
+    EngineOutputs,
+    EngineRequest,
+    EngineStats,
+    Ping,
+    Pong,
+)
 from toolkit.errors import EngineError, ServerUnavailableError
 
 PROMPT = [7, 3, 9, 12, 5]
@@ -55,7 +62,9 @@ class ScriptedCore:
 
 def request(id: str, prompt: list[int] = PROMPT, n: int = 1) -> EngineRequest:
     params = SamplingParams(n=n, temperature=0.0, ignore_eos=True, detokenize=False)
-    return EngineRequest(id=id, prompt_token_ids=prompt, params=params, max_tokens=20, eos_token_ids=[])
+    return EngineRequest(
+        id=id, prompt_token_ids=prompt, params=params, max_tokens=20, eos_token_ids=[]
+    )
 
 
 @pytest_asyncio.fixture
@@ -79,7 +88,9 @@ async def state_of(llm: AsyncLLM) -> str:
 
 
 STEPS = {
-    "a step's figures": EngineOutputs(stats=EngineStats(num_running=2, num_tokens=2, num_sampled=2)),
+    "a step's figures": EngineOutputs(
+        stats=EngineStats(num_running=2, num_tokens=2, num_sampled=2)
+    ),
     "tokens": EngineOutputs(numbers=np.int64([8]).tobytes(), token_ids=np.int32([1]).tobytes()),
     "a first token": EngineOutputs([EngineOutput(8, [5])]),
     "an embedding": EngineOutputs([EngineOutput(8, [], embedding=b"\0\0\0\0")]),
@@ -87,7 +98,9 @@ STEPS = {
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
-async def test_one_failed_canary_is_forgotten_when_a_step_brings_something(scripted, monkeypatch, step):
+async def test_one_failed_canary_is_forgotten_when_a_step_brings_something(
+    scripted, monkeypatch, step
+):
     llm, core = scripted
     monkeypatch.setattr(replica, "FRESH", 60.0)
     await core.say(Pong("the step failed"))
@@ -134,7 +147,9 @@ async def test_answers_to_one_prompt_share_it_after_the_engine_died_too(scripted
     llm.pause(0)
     core.told.clear()
     llm.resume(0, core, INFO)
-    assert [(rest.params.n, rest.output_token_ids) for rest in core.told] == [(1, [n + 5]) for n in range(4)]
+    assert [(rest.params.n, rest.output_token_ids) for rest in core.told] == [
+        (1, [n + 5]) for n in range(4)
+    ]
 
     settings = {"device": "cpu", "block_size": 16, "num_gpu_blocks_override": 100}
     second = LLM(str(checkpoint("llama3-gqa")), enable_prefix_caching=False, **settings)._core

@@ -64,21 +64,32 @@ def expected(
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.5, -1.0])
 @pytest.mark.parametrize("width", [2, 5])
 def test_the_beams_are_those_of_transformers(
-    llm: LLM, reference: torch.nn.Module, width: int, length_penalty: float, early_stopping: bool | str
+    llm: LLM,
+    reference: torch.nn.Module,
+    width: int,
+    length_penalty: float,
+    early_stopping: bool | str,
 ) -> None:
     params = BeamSearchParams(
-        beam_width=width, max_tokens=12, length_penalty=length_penalty, early_stopping=early_stopping
+        beam_width=width,
+        max_tokens=12,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
     )
     for prompt, output in zip(PROMPTS, llm.beam_search(PROMPTS, params), strict=True):
         beams = expected(reference, llm.tokenize(prompt), params)
         assert [one.token_ids for one in output.outputs] == [tokens for tokens, _ in beams]
         for one, (tokens, score) in zip(output.outputs, beams, strict=True):
-            assert one.cumulative_logprob / len(tokens) ** length_penalty == pytest.approx(score, abs=1e-3)
+            assert one.cumulative_logprob / len(tokens) ** length_penalty == pytest.approx(
+                score, abs=1e-3
+            )
 
 
 def test_some_of_these_beams_end_before_their_length(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=4, max_tokens=12, length_penalty=0.0)
-    reasons = {one.finish_reason for output in llm.beam_search(PROMPTS, params) for one in output.outputs}
+    reasons = {
+        one.finish_reason for output in llm.beam_search(PROMPTS, params) for one in output.outputs
+    }
     assert "stop" in reasons
 
 

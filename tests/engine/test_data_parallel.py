@@ -14,7 +14,7 @@ from tests import checkpoints
 from tests.checkpoints import VOCAB
 from tests.engine.test_async_llm import INFO, ScriptedCore, request
 from toolkit import AsyncLLM, SamplingParams
-from toolkit.engine import replica
+from toolkit.engine.cores import replica
 from toolkit.engine.messages import (
     Abort,
     EngineOutput,
@@ -39,14 +39,23 @@ async def test_greedy_tokens_and_log_probabilities_of_both_engines_are_those_of_
 ):
     model, rng = checkpoints.make_reference(name), random.Random(name)
     prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 17, 40, 23, 9, 30)]
-    settings = {"num_threads": 1, "num_gpu_blocks_override": 200, "block_size": 4, "max_num_seqs": 8}
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0)
+    settings = {
+        "num_threads": 1,
+        "num_gpu_blocks_override": 200,
+        "block_size": 4,
+        "max_num_seqs": 8,
+    }
+    params = SamplingParams(
+        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0
+    )
     async with AsyncLLM(
         str(checkpoint(name)), data_parallel_size=2, tensor_parallel_size=tensor, **settings
     ) as llm:
 
         async def answer(prompt: list[int]) -> Any:
-            return [output async for output in llm.generate({"prompt_token_ids": prompt}, params)][-1]
+            return [output async for output in llm.generate({"prompt_token_ids": prompt}, params)][
+                -1
+            ]
 
         results = await asyncio.gather(*(answer(prompt) for prompt in prompts))
         assert [info.world_size for info in (one.info for one in llm.replicas)] == [tensor] * 2
@@ -95,7 +104,9 @@ async def test_requests_of_a_core_that_died_go_on_with_the_other_at_once(scripte
     second.told.clear()
     llm.pause(0)
     rest = [message for message in second.told if isinstance(message, EngineRequest)]
-    assert [(one.number, one.output_token_ids) for one in rest if one.number in (number, number + 1)] == [
+    assert [
+        (one.number, one.output_token_ids) for one in rest if one.number in (number, number + 1)
+    ] == [
         (number, [5]),
         (number + 1, [6]),
     ]
@@ -187,7 +198,9 @@ async def test_what_a_core_has_forgotten_is_known_of_it_no_more(scripted: Pair) 
     assert len(numbers(other)) == 1
 
 
-async def test_requests_wait_when_no_core_runs_and_go_on_with_the_first_that_comes(scripted: Pair) -> None:
+async def test_requests_wait_when_no_core_runs_and_go_on_with_the_first_that_comes(
+    scripted: Pair,
+) -> None:
     llm, *before = scripted
     llm.begin(request("one"))
     for index, core in enumerate(before):
@@ -239,7 +252,9 @@ async def test_a_server_goes_on_without_an_engine_that_is_gone_and_says_so(
         llm.begin(request("two"))
 
 
-async def test_one_engine_whose_steps_fail_is_named(scripted: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_engine_whose_steps_fail_is_named(
+    scripted: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm, first, second = scripted
     monkeypatch.setattr(replica, "FRESH", 1e9)
     await first.say(Pong())

@@ -17,7 +17,9 @@ from toolkit.errors import EngineError, InvalidRequestError
 
 POISON = 200
 PROMPTS = [[random.Random(i).randrange(POISON) for _ in range(5 + 9 * i)] for i in range(4)]
-PARAMS = SamplingParams(temperature=0.0, max_tokens=15, ignore_eos=True, logit_bias={POISON: -100.0})
+PARAMS = SamplingParams(
+    temperature=0.0, max_tokens=15, ignore_eos=True, logit_bias={POISON: -100.0}
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,9 @@ def expected(checkpoint: Callable[[str], Path]) -> list[list[int]]:
 
 @pytest.fixture(params=[False, True], ids=["in step", "overlapped"])
 def llm(request, checkpoint: Callable[[str], Path]) -> LLM:
-    return LLM(str(checkpoint("llama3-gqa")), device="cpu", max_num_seqs=8, async_scheduling=request.param)
+    return LLM(
+        str(checkpoint("llama3-gqa")), device="cpu", max_num_seqs=8, async_scheduling=request.param
+    )
 
 
 def drive(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -> dict[int, tuple]:
@@ -45,7 +49,10 @@ def drive(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -
         if not llm._core.has_work:
             break
         message = llm._core.step()[0]
-        columns = np.frombuffer(message.numbers, np.int64), np.frombuffer(message.token_ids, np.int32)
+        columns = (
+            np.frombuffer(message.numbers, np.int64),
+            np.frombuffer(message.token_ids, np.int32),
+        )
         for number, token in zip(*columns, strict=True):
             tokens[int(number)].append(int(token))
         for output in message.outputs:
@@ -57,7 +64,9 @@ def drive(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -
     return {i: (tokens[i], *ends[i]) for i in range(len(prompts))}
 
 
-def fail_when(llm: LLM, monkeypatch: pytest.MonkeyPatch, reason: Callable[[torch.Tensor], Exception | None]):
+def fail_when(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, reason: Callable[[torch.Tensor], Exception | None]
+):
     """Makes the model raise what `reason` gives for a step's token ids."""
     runner = llm._core.executor._worker.runner
     forward = runner.model.forward
@@ -77,7 +86,9 @@ def fail_when(llm: LLM, monkeypatch: pytest.MonkeyPatch, reason: Callable[[torch
 @pytest.mark.parametrize("at", [0, 2, 4])
 def test_a_poisonous_request_fails_alone(llm, expected, monkeypatch, at):
     fail_when(
-        llm, monkeypatch, lambda ids: RuntimeError("a kernel met its end") if (ids == POISON).any() else None
+        llm,
+        monkeypatch,
+        lambda ids: RuntimeError("a kernel met its end") if (ids == POISON).any() else None,
     )
     prompts = [*PROMPTS]
     prompts.insert(at, [7, POISON, 9])
@@ -103,18 +114,24 @@ def test_generate_tells_which_request_failed_and_can_be_used_again(llm, expected
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError()]
 )
-def test_out_of_memory_once_makes_steps_smaller_and_all_finish_right(llm, expected, monkeypatch, error):
+def test_out_of_memory_once_makes_steps_smaller_and_all_finish_right(
+    llm, expected, monkeypatch, error
+):
     before = llm._core.scheduler.max_num_batched_tokens
     errors = iter([None, error])
     seen = fail_when(llm, monkeypatch, lambda ids: next(errors, None))
     results = drive(llm, [*PROMPTS])
-    assert [results[i] for i in range(len(PROMPTS))] == [(tokens, "length", None) for tokens in expected]
+    assert [results[i] for i in range(len(PROMPTS))] == [
+        (tokens, "length", None) for tokens in expected
+    ]
     after = llm._core.scheduler.max_num_batched_tokens
     assert after < before
     assert all(len(ids) <= after for ids in seen[3:])
 
 
-def drive_past_a_failure(llm: LLM, patch: pytest.MonkeyPatch) -> tuple[list[weakref.ref], weakref.ref]:
+def drive_past_a_failure(
+    llm: LLM, patch: pytest.MonkeyPatch
+) -> tuple[list[weakref.ref], weakref.ref]:
     """What each step had, and the model."""
     model = llm._core.executor._worker.runner.model
     forward = model.forward
@@ -181,7 +198,9 @@ def test_an_error_that_sticks_to_the_device_stops_the_engine(llm, monkeypatch):
         llm.generate("a", PARAMS)
 
 
-def test_what_failed_is_told_until_a_step_goes_well_and_a_request_s_own_fault_is_none(llm, monkeypatch):
+def test_what_failed_is_told_until_a_step_goes_well_and_a_request_s_own_fault_is_none(
+    llm, monkeypatch
+):
     core = llm._core
     with monkeypatch.context() as patch:
         fail_when(llm, patch, lambda ids: RuntimeError("a kernel met its end"))

@@ -41,7 +41,9 @@ def nothing_is_left(request):
 
 
 def greedy(max_tokens: int = 12, **params: object) -> SamplingParams:
-    return SamplingParams(temperature=0.0, **{"max_tokens": max_tokens, "ignore_eos": True} | params)
+    return SamplingParams(
+        temperature=0.0, **{"max_tokens": max_tokens, "ignore_eos": True} | params
+    )
 
 
 def tokens_of(outputs) -> list[list[int]]:
@@ -58,14 +60,18 @@ class TestPrompts:
         prompts = ragged(0)
         outputs = llm.generate(prompts, greedy())
         assert [output.prompt_token_ids for output in outputs] == prompts
-        assert tokens_of(outputs) == [checkpoints.greedy(reference, prompt, 12) for prompt in prompts]
+        assert tokens_of(outputs) == [
+            checkpoints.greedy(reference, prompt, 12) for prompt in prompts
+        ]
         assert all(output.finished for output in outputs)
 
     def test_text_is_tokenized_and_kept(self, llm):
         outputs = llm.generate(TEXTS, greedy())
         tokenizer = checkpoints.make_tokenizer()
         assert [output.prompt for output in outputs] == TEXTS
-        assert [output.prompt_token_ids for output in outputs] == [tokenizer.encode(text) for text in TEXTS]
+        assert [output.prompt_token_ids for output in outputs] == [
+            tokenizer.encode(text) for text in TEXTS
+        ]
         for output in outputs:
             assert output.outputs[0].text == tokenizer.decode(
                 output.outputs[0].token_ids, skip_special_tokens=True
@@ -82,8 +88,16 @@ class TestPrompts:
 
     def test_one_setting_for_all_or_one_each(self, llm):
         each = [greedy(max_tokens=n) for n in (1, 5, 3)]
-        assert [len(tokens) for tokens in tokens_of(llm.generate(["a", "b", "c"], each))] == [1, 5, 3]
-        assert [len(tokens) for tokens in tokens_of(llm.generate(["a", "b", "c"], each[1]))] == [5, 5, 5]
+        assert [len(tokens) for tokens in tokens_of(llm.generate(["a", "b", "c"], each))] == [
+            1,
+            5,
+            3,
+        ]
+        assert [len(tokens) for tokens in tokens_of(llm.generate(["a", "b", "c"], each[1]))] == [
+            5,
+            5,
+            5,
+        ]
         with pytest.raises(InvalidRequestError, match="3 prompts and 2 sampling parameters"):
             llm.generate(["a", "b", "c"], each[:2])
 
@@ -93,7 +107,9 @@ class TestPrompts:
     def test_a_chat_is_its_template(self, llm):
         messages = [{"role": "user", "content": "hi"}]
         tokenizer = checkpoints.make_tokenizer()
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rendered = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
         (output,) = llm.chat(messages, greedy())
         assert output.prompt_token_ids == tokenizer.encode(rendered, add_special_tokens=False)
         several = llm.chat([messages, messages], greedy())
@@ -131,7 +147,9 @@ class TestPrompts:
     def test_a_model_without_tokenizer_takes_token_ids_only(self, checkpoint, tmp_path, reference):
         folder = tmp_path / "bare"
         shutil.copytree(
-            checkpoint("llama3-gqa"), folder, ignore=shutil.ignore_patterns("*token*", "*.jinja", "special*")
+            checkpoint("llama3-gqa"),
+            folder,
+            ignore=shutil.ignore_patterns("*token*", "*.jinja", "special*"),
         )
         llm = LLM(str(folder), device="cpu", max_num_seqs=2)
         assert tokens_of(llm.generate([[1, 2, 3]], greedy())) == [
@@ -144,7 +162,9 @@ class TestPrompts:
             with pytest.raises(InvalidRequestError, match="no tokenizer"):
                 call()
 
-    def test_another_folders_tokenizer_leaves_the_models_end_token(self, checkpoint, tmp_path, reference):
+    def test_another_folders_tokenizer_leaves_the_models_end_token(
+        self, checkpoint, tmp_path, reference
+    ):
         """--tokenizer changes how text is read, not what ends an answer."""
         words = tmp_path / "tokenizer"
         tokenizer = checkpoints.make_tokenizer()
@@ -164,7 +184,10 @@ class TestSettings:
 
     def test_vllms_names_are_taken(self, checkpoint, reference):
         llm = LLM(
-            str(checkpoint("llama3-gqa")), device="cpu", max_num_batched_tokens=32, num_gpu_blocks_override=26
+            str(checkpoint("llama3-gqa")),
+            device="cpu",
+            max_num_batched_tokens=32,
+            num_gpu_blocks_override=26,
         )
         assert (llm.info.max_num_batched_tokens, llm.info.num_blocks) == (32, 26)
         prompts = ragged(1)
@@ -173,15 +196,21 @@ class TestSettings:
         ]
 
     def test_priorities_decide_who_is_first(self, checkpoint, monkeypatch):
-        llm = LLM(str(checkpoint("llama3-gqa")), device="cpu", scheduling_policy="priority", max_num_seqs=1)
+        llm = LLM(
+            str(checkpoint("llama3-gqa")),
+            device="cpu",
+            scheduling_policy="priority",
+            max_num_seqs=1,
+        )
         order: list[int] = []
         process = llm._outputs.process
         monkeypatch.setattr(
             llm._outputs,
             "process",
-            lambda message, now: (order.extend(out.number for out in message.outputs), process(message, now))[
-                1
-            ],
+            lambda message, now: (
+                order.extend(out.number for out in message.outputs),
+                process(message, now),
+            )[1],
         )
         llm.generate(["a", "b", "c"], greedy(max_tokens=2), priority=[5, -1, 0])
         assert list(dict.fromkeys(order)) == [1, 2, 0]
@@ -195,7 +224,11 @@ class TestEnds:
 
     def test_length(self, llm):
         (answer,) = llm.generate("a", greedy(max_tokens=7))[0].outputs
-        assert (len(answer.token_ids), answer.finish_reason, answer.stop_reason) == (7, "length", None)
+        assert (len(answer.token_ids), answer.finish_reason, answer.stop_reason) == (
+            7,
+            "length",
+            None,
+        )
 
     def test_the_context_ends_an_answer_without_max_tokens(self, llm):
         prompt = [5] * 100
@@ -245,7 +278,9 @@ class TestLogprobs:
             assert position[token].rank == 1
             for value, expected in zip(position.values(), top.values.tolist(), strict=True):
                 assert value.logprob == pytest.approx(expected, abs=1e-3)
-        assert answer.cumulative_logprob == pytest.approx(float(values.max(-1).values.sum()), abs=1e-2)
+        assert answer.cumulative_logprob == pytest.approx(
+            float(values.max(-1).values.sum()), abs=1e-2
+        )
 
     def test_they_are_of_the_raw_logits_whatever_the_sampler_does(self, llm, reference):
         prompt = [4, 8, 15]
@@ -288,7 +323,9 @@ class TestStream:
 
     def test_two_streams_and_a_batch_can_be_interleaved(self, llm):
         settings = greedy(max_tokens=10)
-        expected = [llm.generate(text, settings)[0].outputs[0].text for text in ("abc", "xyz", "mno")]
+        expected = [
+            llm.generate(text, settings)[0].outputs[0].text for text in ("abc", "xyz", "mno")
+        ]
         first, second = llm.stream("abc", settings), llm.stream("xyz", settings)
         pieces = [next(first).text, next(first).text], [next(second).text]
         middle = llm.generate("mno", settings)[0].outputs[0].text
@@ -313,9 +350,13 @@ class TestAfterAnException:
 
     @pytest.mark.parametrize("overlap", [False, True])
     @pytest.mark.parametrize("at", [0, 3])
-    def test_an_interrupted_step_leaves_nothing_wrong_in_the_cache(self, checkpoint, reference, overlap, at):
+    def test_an_interrupted_step_leaves_nothing_wrong_in_the_cache(
+        self, checkpoint, reference, overlap, at
+    ):
         """Ctrl-C while a prompt is computed, and the same prompts again; a stream that was open goes on."""
-        llm = LLM(str(checkpoint("llama3-gqa")), device="cpu", max_num_seqs=8, async_scheduling=overlap)
+        llm = LLM(
+            str(checkpoint("llama3-gqa")), device="cpu", max_num_seqs=8, async_scheduling=overlap
+        )
         stream = llm.stream([9, 9, 9], greedy(max_tokens=20))
         beginning = next(stream).token_ids
         model = llm._core.executor._worker.runner.model
@@ -373,4 +414,8 @@ def test_a_step_is_told_what_it_takes_at_least(checkpoint):
         info.weight_bytes + 3 * per_token,
         3 * per_token,
     )
-    assert token == (2 * info.num_parameters + 4 * width * 4, info.weight_bytes + 4 * per_token, per_token)
+    assert token == (
+        2 * info.num_parameters + 4 * width * 4,
+        info.weight_bytes + 4 * per_token,
+        per_token,
+    )

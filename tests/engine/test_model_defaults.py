@@ -17,7 +17,9 @@ def folder(tmp_path):
 
 
 def write_defaults(folder, **values):
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": checkpoints.EOS} | values))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": checkpoints.EOS} | values)
+    )
 
 
 def test_a_request_without_parameters_takes_the_models_own(folder):
@@ -26,7 +28,11 @@ def test_a_request_without_parameters_takes_the_models_own(folder):
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, top_k=7)
     prompt = {"prompt_token_ids": [1, 2, 3]}
     default = llm.generate(prompt, use_tqdm=False)[0].outputs[0].token_ids
-    greedy = llm.generate(prompt, SamplingParams(temperature=0.0), use_tqdm=False)[0].outputs[0].token_ids
+    greedy = (
+        llm.generate(prompt, SamplingParams(temperature=0.0), use_tqdm=False)[0]
+        .outputs[0]
+        .token_ids
+    )
     assert default == greedy
 
 
@@ -38,4 +44,6 @@ def test_defaults_out_of_range_are_refused_at_start_with_the_file_named(folder):
 
 def test_a_model_that_says_not_to_sample_is_greedy(folder):
     write_defaults(folder, do_sample=False)
-    assert LLM(str(folder), device="cpu").get_default_sampling_params() == SamplingParams(temperature=0.0)
+    assert LLM(str(folder), device="cpu").get_default_sampling_params() == SamplingParams(
+        temperature=0.0
+    )

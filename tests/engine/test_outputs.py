@@ -12,13 +12,13 @@ import pytest
 
 from tests import checkpoints
 from toolkit import LLM, SamplingParams
-from toolkit.bench.loop import RandomTokens
 from toolkit.config import EngineConfig
 from toolkit.engine.core import EngineCore
 from toolkit.engine.messages import Abort, EngineOutput, EngineOutputs, EngineRequest
 from toolkit.engine.output_processor import Collected, OutputProcessor
 from toolkit.engine.outputs import Delta
-from toolkit.engine.tokenizer import Tokenizer
+from toolkit.text.tokenizer import Tokenizer
+from tools.bench.loop import RandomTokens
 
 LETTERS = checkpoints.make_tokenizer()
 
@@ -30,7 +30,9 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
     return Tokenizer(folder)
 
 
-def request_of(number: int = 0, *, client: int = 0, whole: bool = False, **params: object) -> EngineRequest:
+def request_of(
+    number: int = 0, *, client: int = 0, whole: bool = False, **params: object
+) -> EngineRequest:
     settings = SamplingParams(**{"max_tokens": 12, "ignore_eos": True} | params)
     return EngineRequest(
         id=f"{client}-{number}",
@@ -71,7 +73,11 @@ def run(core: EngineCore) -> dict[int, dict[int, list[int]]]:
 class TestClients:
     def test_each_is_told_of_its_own_sequences_though_they_have_the_same_numbers(self):
         core = make_core()
-        for request in (request_of(0), request_of(0, client=3, max_tokens=9), request_of(1, client=3, n=2)):
+        for request in (
+            request_of(0),
+            request_of(0, client=3, max_tokens=9),
+            request_of(1, client=3, n=2),
+        ):
             core.add(request)
         requests = dict(core.scheduler._requests)
         told = run(core)
@@ -96,7 +102,12 @@ class TestClients:
 
     def test_one_that_leaves_takes_its_sequences_with_it_and_no_others(self):
         core = make_core()
-        for request in (request_of(0), request_of(0, client=3, n=2), request_of(2, client=3), request_of(5)):
+        for request in (
+            request_of(0),
+            request_of(0, client=3, n=2),
+            request_of(2, client=3),
+            request_of(5),
+        ):
             core.add(request)
         core.step()
         core.leave(3)
@@ -112,7 +123,10 @@ class TestClients:
         messages = core.step()
         assert messages[0].stats.num_running == 2
         assert messages[1].stats is None
-        assert {client: message.scheduled for client, message in messages.items()} == {0: [4], 1: [0]}
+        assert {client: message.scheduled for client, message in messages.items()} == {
+            0: [4],
+            1: [0],
+        }
 
 
 class TestWholeAnswers:
@@ -193,7 +207,9 @@ class TestDeltas:
     def test_a_stop_string_in_the_columns_ends_the_sequence_and_the_core_is_told(self, tokenizer):
         outputs = OutputProcessor(tokenizer)
         state = outputs.add(request_of(stop=["bc"]), None)
-        ended = [outputs.process(columns({0: LETTERS.encode(letter)[0]}), 0.0).ended for letter in "abcd"]
+        ended = [
+            outputs.process(columns({0: LETTERS.encode(letter)[0]}), 0.0).ended for letter in "abcd"
+        ]
         delta = state.take()
         assert ended == [[], [], [0], []]
         assert (delta.text, delta.finish_reason, delta.stop_reason) == ("a", "stop", "bc")

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from toolkit.engine.pooling import PoolingInput, num_at_once, pooled
+from toolkit.engine.pooled_prompts import PoolingInput, num_at_once, pooled
 from toolkit.errors import EngineError
 from toolkit.metrics import Metrics
-from toolkit.pooling import PoolingParams
+from toolkit.sampling.params import PoolingParams
 
 METRICS = Metrics("tk", "model")
 
@@ -72,6 +72,8 @@ def test_when_one_fails_nothing_counts_as_waiting_any_more():
     assert engine.num_waiting_tokens == 0
 
 
-@pytest.mark.parametrize(("sizes", "count"), [([4, 4, 8, 5], 3), ([20, 1], 1), ([16], 1), ([1] * 40, 16)])
+@pytest.mark.parametrize(
+    ("sizes", "count"), [([4, 4, 8, 5], 3), ([20, 1], 1), ([16], 1), ([1] * 40, 16)]
+)
 def test_so_many_are_begun_before_any_is_done(sizes: list[int], count: int):
     assert num_at_once(Engine(), inputs(*sizes)) == count

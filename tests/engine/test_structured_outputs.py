@@ -20,7 +20,7 @@ from toolkit import LLM, SamplingParams
 from toolkit.engine.core import EngineCore
 from toolkit.engine.messages import EngineRequest
 from toolkit.errors import EngineError, InvalidRequestError
-from toolkit.sampling.structured import MAX_RULES, MAX_SIZE, StructuredOutputsParams
+from toolkit.sampling.structured_outputs import MAX_RULES, MAX_SIZE, StructuredOutputsParams
 
 PROMPTS = ["Tell me", "{", "What is 2 + 2?", "x"]
 HARD = "(((a|b){1,50}c?){1,50}a?){1,50}"
@@ -41,7 +41,9 @@ def llm(model):
 
 
 def params(max_tokens: int = 100, **options: Any) -> SamplingParams:
-    form = {k: options.pop(k) for k in list(options) if k in StructuredOutputsParams.__struct_fields__}
+    form = {
+        k: options.pop(k) for k in list(options) if k in StructuredOutputsParams.__struct_fields__
+    }
     asked = StructuredOutputsParams(**form) if form else None
     return SamplingParams(max_tokens=max_tokens, structured_outputs=asked, **options)
 
@@ -49,7 +51,9 @@ def params(max_tokens: int = 100, **options: Any) -> SamplingParams:
 def texts(llm: LLM, *many: SamplingParams) -> list[list[tuple[str, str]]]:
     """Of each: the texts of its answers, and why they ended."""
     outputs = llm.generate([PROMPTS[i % 4] for i in range(len(many))], list(many), use_tqdm=False)
-    return [[(answer.text, answer.finish_reason) for answer in output.outputs] for output in outputs]
+    return [
+        [(answer.text, answer.finish_reason) for answer in output.outputs] for output in outputs
+    ]
 
 
 # ---- 200 schemas
@@ -63,16 +67,28 @@ def schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     kind = rng.choice(kinds) if depth else rng.choice(["object", "object", "array"])
     if kind == "string":
         low = rng.randint(0, 4)
-        made: dict[str, Any] = {"type": "string", "minLength": low, "maxLength": low + rng.randint(0, 8)}
+        made: dict[str, Any] = {
+            "type": "string",
+            "minLength": low,
+            "maxLength": low + rng.randint(0, 8),
+        }
         special = rng.choice(
-            [None, None, {"pattern": "^[a-f]{2,5}(-[0-9]+)?$"}, {"format": "date"}, {"format": "ipv4"}]
+            [
+                None,
+                None,
+                {"pattern": "^[a-f]{2,5}(-[0-9]+)?$"},
+                {"format": "date"},
+                {"format": "ipv4"},
+            ]
         )
         return made if special is None else {"type": "string", **special}
     if kind in ("integer", "number"):
         low = rng.randint(-1000, 1000)
         made = {"type": kind, "minimum": low, "maximum": low + rng.randint(1, 5000)}
         return made | (
-            {"multipleOf": rng.choice([2, 5, 7])} if kind == "integer" and rng.random() < 0.2 else {}
+            {"multipleOf": rng.choice([2, 5, 7])}
+            if kind == "integer" and rng.random() < 0.2
+            else {}
         )
     if kind in ("boolean", "null"):
         return {"type": kind}
@@ -101,13 +117,18 @@ def schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
         "type": "object",
         "properties": {name: schema(rng, depth + 1) for name in names},
         "required": [name for name in names if rng.random() < 0.6],
-        "additionalProperties": rng.choice([False, False, {"type": "integer", "minimum": 0, "maximum": 9}]),
+        "additionalProperties": rng.choice(
+            [False, False, {"type": "integer", "minimum": 0, "maximum": 9}]
+        ),
     }
 
 
 def whole_schema(seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
-    node = {"type": "object", "properties": {"v": {"type": "boolean"}, "next": {"$ref": "#/$defs/a"}}}
+    node = {
+        "type": "object",
+        "properties": {"v": {"type": "boolean"}, "next": {"$ref": "#/$defs/a"}},
+    }
     defs = {"a": node | {"required": ["v"], "additionalProperties": False}, "b": schema(rng, 3)}
     return schema(rng) | {"$defs": defs}
 
@@ -115,11 +136,15 @@ def whole_schema(seed: int) -> dict[str, Any]:
 def test_answers_to_200_random_schemas_parse_and_validate(llm):
     wanted = [whole_schema(seed) for seed in range(200)]
     # What ends things is made likelier, and what goes on without end less likely: random weights do not get to an end.
-    bias = {ord(c) - 33: v for c, v in {'"': 6.0, "}": 8.0, "]": 6.0, ",": 2.0, "\\": -100.0}.items()}
+    bias = {
+        ord(c) - 33: v for c, v in {'"': 6.0, "}": 8.0, "]": 6.0, ",": 2.0, "\\": -100.0}.items()
+    }
     space = dict.fromkeys((llm.tokenizer.encode(c)[0] for c in " \n\r\t"), -100.0)
     many = [params(400, json=one, seed=i, logit_bias=bias | space) for i, one in enumerate(wanted)]
     found = [answers[0] for answers in texts(llm, *many)]
-    ended = [(one, text) for one, (text, reason) in zip(wanted, found, strict=True) if reason == "stop"]
+    ended = [
+        (one, text) for one, (text, reason) in zip(wanted, found, strict=True) if reason == "stop"
+    ]
     assert len(ended) >= 180
     for one, text in ended:
         checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
@@ -160,7 +185,9 @@ def test_greedy_takes_the_likeliest_allowed_token(llm, model):
     while True:
         logits = checkpoints.logits(model[0], prompt + llm.tokenizer.encode(text))[-1]
         may = {c[len(text)] for c in choices if c.startswith(text) and c != text}
-        allowed = [llm.tokenizer.encode(c)[0] for c in sorted(may)] + [checkpoints.EOS] * (text in choices)
+        allowed = [llm.tokenizer.encode(c)[0] for c in sorted(may)] + [checkpoints.EOS] * (
+            text in choices
+        )
         best = allowed[int(torch.argmax(logits[allowed]))]
         if best == checkpoints.EOS:
             break
@@ -184,7 +211,10 @@ def test_min_tokens_waits_for_the_grammar_to_have_more(llm):
         llm, params(choice=["a", "aaaa"], min_tokens=4), params(choice=["b"], min_tokens=4)
     )
     assert text == "aaaa"
-    assert (short, reason) == ("b", "stop")  # nothing else is allowed, and an end is better than an error
+    assert (short, reason) == (
+        "b",
+        "stop",
+    )  # nothing else is allowed, and an end is better than an error
 
 
 def test_the_end_that_a_grammar_asks_for_before_min_tokens_comes_once(llm):
@@ -262,7 +292,9 @@ def test_overlap_preemption_and_swapping_change_no_answer(model, alone, settings
     other = LLM(str(model[1]), **{"num_gpu_blocks_override": 4096, "max_num_seqs": 8} | settings)
     scheduler, preempted = other._core.scheduler, []
     preempt = scheduler._preempt
-    monkeypatch.setattr(scheduler, "_preempt", lambda *a, **k: preempted.append(a) or preempt(*a, **k))
+    monkeypatch.setattr(
+        scheduler, "_preempt", lambda *a, **k: preempted.append(a) or preempt(*a, **k)
+    )
     assert texts(other, *mixed(12)) == alone
     assert bool(preempted) == ("num_gpu_blocks_override" in settings)
 
@@ -331,7 +363,10 @@ def test_one_that_passes_the_limits_of_work_ends_with_the_cause_and_the_others_g
             },
             "rules or references",
         ),
-        ({"json": '{"\\u0024ref": "#/$defs/a0"' + ', "\\u0024ref": "#/$defs/a0"' * 2000 + "}"}, "a0"),
+        (
+            {"json": '{"\\u0024ref": "#/$defs/a0"' + ', "\\u0024ref": "#/$defs/a0"' * 2000 + "}"},
+            "a0",
+        ),
         ({}, "none"),
         ({"regex": "a", "choice": ["b"]}, "regex, choice"),
         ({"choice": []}, "choose"),
@@ -339,12 +374,20 @@ def test_one_that_passes_the_limits_of_work_ends_with_the_cause_and_the_others_g
 )
 def test_what_cannot_be_held_is_refused_with_the_cause(llm, form, cause):
     with pytest.raises(InvalidRequestError, match=cause) as refused:
-        llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams(**form)), use_tqdm=False)
+        llm.generate(
+            "x", SamplingParams(structured_outputs=StructuredOutputsParams(**form)), use_tqdm=False
+        )
     assert refused.value.param == "structured_outputs"
 
 
 def test_lenient_passes_over_what_cannot_be_held(llm):
-    wanted = {"type": "array", "uniqueItems": True, "items": {"const": 1}, "minItems": 2, "maxItems": 2}
+    wanted = {
+        "type": "array",
+        "uniqueItems": True,
+        "items": {"const": 1},
+        "minItems": 2,
+        "maxItems": 2,
+    }
     [[(text, _)]] = texts(llm, params(json=wanted, lenient=True))
     assert json.loads(text) == [1, 1]
 
@@ -401,7 +444,9 @@ def test_a_step_costs_nothing_for_those_whose_grammars_are_being_compiled(llm, m
         patch.setattr(core._constraints._compiler, "compile", lambda *_: compiling)
         for number in range(1, count + 1):
             submit(llm, number, params(choice=["yes", "no"]))
-    assert num_calls(steps) < alone + count, "not even one call for each of them in all of these steps"
+    assert num_calls(steps) < alone + count, (
+        "not even one call for each of them in all of these steps"
+    )
     assert len(core.scheduler.running) == 1
     ready = core._constraints._compiler.compile('start: "yes" | "no"', [checkpoints.EOS])
     compiling.set_result(ready.result())
@@ -448,7 +493,9 @@ def thinker(tmp_path_factory):
 
 def test_the_form_holds_after_the_reasoning_and_an_answer_does_not_end_in_it(thinker):
     bias = {261: 5.0, checkpoints.EOS: 5.0}
-    many = [params(300, choice=["yes"], reasoning="begun", seed=i, logit_bias=bias) for i in range(6)]
+    many = [
+        params(300, choice=["yes"], reasoning="begun", seed=i, logit_bias=bias) for i in range(6)
+    ]
     for [(text, reason)] in texts(thinker, *many):
         assert reason == "stop"
         assert re.fullmatch("(?s:.*)</think>yes", text)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from tests import checkpoints
 from toolkit import LLM, SamplingParams
 from toolkit.engine.output_processor import AnswerText
-from toolkit.engine.tokenizer import TextStream, Tokenizer
+from toolkit.text.tokenizer import TextStream, Tokenizer
 
 quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 CORPUS = [
@@ -35,8 +35,12 @@ def byte_level(tmp_path_factory) -> tuple[PreTrainedTokenizerFast, Tokenizer]:
         vocab_size=340, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     backend.train_from_iterator(CORPUS, trainer)
-    backend.add_tokens([AddedToken("<tool>", special=False), AddedToken("<|reserved|>", special=True)])
-    return save(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIAL[0]), tmp_path_factory)
+    backend.add_tokens(
+        [AddedToken("<tool>", special=False), AddedToken("<|reserved|>", special=True)]
+    )
+    return save(
+        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIAL[0]), tmp_path_factory
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +59,18 @@ def sentence_piece(tmp_path_factory) -> tuple[PreTrainedTokenizerFast, Tokenizer
         ("▁", "▁"),
     ]
     backend = Backend(
-        models.BPE({p: i for i, p in enumerate(pieces)}, merges, byte_fallback=True, unk_token="<unk>")
+        models.BPE(
+            {p: i for i, p in enumerate(pieces)}, merges, byte_fallback=True, unk_token="<unk>"
+        )
     )
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     made = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
@@ -93,9 +104,13 @@ class TestStreams:
     @quick
     def test_how_many_tokens_come_at_once_makes_no_difference(self, byte_level, data, skip):
         theirs, ours = byte_level
-        groups = data.draw(st.lists(st.lists(st.integers(0, len(theirs) - 1), max_size=4), max_size=12))
+        groups = data.draw(
+            st.lists(st.lists(st.integers(0, len(theirs) - 1), max_size=4), max_size=12)
+        )
         stream = TextStream(ours, skip_special_tokens=skip)
-        pieces = [stream.add_one(group[0]) if len(group) == 1 else stream.add(group) for group in groups]
+        pieces = [
+            stream.add_one(group[0]) if len(group) == 1 else stream.add(group) for group in groups
+        ]
         ids = [id for group in groups for id in group]
         assert "".join(pieces) + stream.end() == ours.decode(ids, skip_special_tokens=skip)
 
@@ -128,7 +143,9 @@ class TestStreams:
     def test_sentence_pieces_differ_by_the_leading_space_alone(self, sentence_piece, data, skip):
         theirs, ours = sentence_piece
         word = st.integers(259, len(theirs) - 1).map(lambda id: [id])
-        character = st.characters(exclude_categories=["Cs"]).map(lambda c: [3 + byte for byte in c.encode()])
+        character = st.characters(exclude_categories=["Cs"]).map(
+            lambda c: [3 + byte for byte in c.encode()]
+        )
         special = st.sampled_from([[1], [2]])
         groups = data.draw(st.lists(st.one_of(word, word, character, special), max_size=20))
         ids = [id for group in groups for id in group]
@@ -200,7 +217,9 @@ class TestStopStrings:
         include=st.booleans(),
     )
     @quick
-    def test_they_are_found_across_tokens_and_never_shown(self, byte_tokenizer, pieces, stops, include):
+    def test_they_are_found_across_tokens_and_never_shown(
+        self, byte_tokenizer, pieces, stops, include
+    ):
         params = SamplingParams(stop=stops, include_stop_str_in_output=include)
         shown, stop = stream_until_stop(byte_tokenizer, pieces, params)
         found = search(pieces, stops)
@@ -236,7 +255,9 @@ class TestStopStrings:
             assert met is None
             assert "".join(shown) == text
 
-    def test_what_may_become_a_stop_string_is_held_back_and_given_when_it_does_not(self, byte_tokenizer):
+    def test_what_may_become_a_stop_string_is_held_back_and_given_when_it_does_not(
+        self, byte_tokenizer
+    ):
         params = SamplingParams(stop=["ababc"])
         shown, stop = stream_until_stop(byte_tokenizer, list("xababababz"), params)
         assert stop is None
@@ -250,9 +271,9 @@ class TestStopStrings:
         for start, size in ((0, 1), (5, 3), (20, 6)):
             stop = free.text[start : start + size]
             at = free.text.index(stop)
-            (answer,) = llm.generate("The sea", SamplingParams(stop=[stop, "never said"], **params))[
-                0
-            ].outputs
+            (answer,) = llm.generate(
+                "The sea", SamplingParams(stop=[stop, "never said"], **params)
+            )[0].outputs
             assert answer.text == free.text[:at]
             assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
             assert answer.token_ids == free.token_ids[: len(answer.token_ids)]

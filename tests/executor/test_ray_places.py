@@ -10,9 +10,9 @@ import pytest
 
 from toolkit.config.engine import ENGINE, ParallelConfig
 from toolkit.errors import ConfigError
-from toolkit.executor.ray_actor import Place
-from toolkit.executor.ray_cluster import Cluster
-from toolkit.executor.ray_ranks import order, require_alike, visible_gpus
+from toolkit.executor.ray.actor import Place
+from toolkit.executor.ray.cluster import Cluster
+from toolkit.executor.ray.ranks import order, require_alike, visible_gpus
 
 ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
 
@@ -51,7 +51,9 @@ def test_versions_that_differ_are_told() -> None:
         require_alike([place("a"), place("b", versions="tk 2")], ADDRESSES, Path("/models/x"))
 
 
-def test_engines_are_spread_over_the_machines_that_can_hold_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_spread_over_the_machines_that_can_hold_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def chosen(count: int) -> list[str | None]:
         found = []
         for engine in range(count):
@@ -62,7 +64,11 @@ def test_engines_are_spread_over_the_machines_that_can_hold_one(monkeypatch: pyt
 
     gpus = {"b": 8, "a": 4, "small": 2, "gone": 8, "none": 0}
     nodes = [
-        {"NodeID": name, "Alive": name != "gone", "Resources": {"CPU": 9.0} | ({"GPU": n} if n else {})}
+        {
+            "NodeID": name,
+            "Alive": name != "gone",
+            "Resources": {"CPU": 9.0} | ({"GPU": n} if n else {}),
+        }
         for name, n in gpus.items()
     ]
     cluster = Cluster.__new__(Cluster)

@@ -14,23 +14,23 @@ import pynvml
 import pytest
 import torch
 import transformers
-from toolkit.kernels import cpu
 
 from tests import checkpoints
-from toolkit.bench.models import CONFIGS
 from toolkit.config import EngineConfig
 from toolkit.demo import MODEL_DIR
 from toolkit.distributed import SINGLE, Group, Stage, parallel
 from toolkit.errors import CheckpointError, ConfigError, OutOfMemoryError
-from toolkit.inventory import device
+from toolkit.hardware import devices as device
+from toolkit.hardware.devices import Device, find_device
 from toolkit.inventory.checkpoint import RUNS, Checkpoint, read_folder
-from toolkit.inventory.device import Device, find_device
 from toolkit.inventory.estimate import CUDA_RUNTIME, estimate
-from toolkit.models.loader import build_model, load_config
+from toolkit.kernels import cpu
+from toolkit.models.build import build_model, load_config
 from toolkit.models.registry import SUPPORTED
-from toolkit.worker import memory
+from toolkit.worker import memory_budget
 from toolkit.worker.kv_cache import block_bytes
 from toolkit.worker.worker import Worker
+from tools.bench.models import CONFIGS
 
 GIB = 2**30
 H200 = Device("cuda", "NVIDIA H200", 140 * GIB, 140 * GIB)
@@ -119,7 +119,11 @@ def test_of_a_model_that_is_shared_out_it_says_what_each_rank_has(
     made = estimate(read_folder(folder, kind), settings(tensor_parallel_size=2), CPU)
     with parallel(Group(0, 2)):
         sketch = build_model(
-            load_config(folder), folder, device=torch.device("meta"), dtype=torch.float32, max_model_len=1
+            load_config(folder),
+            folder,
+            device=torch.device("meta"),
+            dtype=torch.float32,
+            max_model_len=1,
         )
     ranks = sum(parameter.nbytes for parameter in sketch.parameters())
     assert made.weights == pytest.approx(ranks, rel=0.02)  # what cannot be halved stands in both
@@ -135,14 +139,22 @@ def test_of_a_model_whose_layers_lie_in_a_row_it_says_what_the_tightest_stage_ha
     checkpoint: Callable[[str], Path], kind: str
 ):
     folder = checkpoint(kind)
-    made = estimate(read_folder(folder, kind), settings(pipeline_parallel_size=2, max_num_seqs=10**6), CPU)
+    made = estimate(
+        read_folder(folder, kind), settings(pipeline_parallel_size=2, max_num_seqs=10**6), CPU
+    )
     found = []
     for index in range(2):
         with parallel(SINGLE, Stage(index, 2)):
             sketch = build_model(
-                load_config(folder), folder, device=torch.device("meta"), dtype=torch.float32, max_model_len=1
+                load_config(folder),
+                folder,
+                device=torch.device("meta"),
+                dtype=torch.float32,
+                max_model_len=1,
             )
-        found.append((sum(p.nbytes for p in sketch.parameters()), block_bytes(sketch, 16, torch.float32)))
+        found.append(
+            (sum(p.nbytes for p in sketch.parameters()), block_bytes(sketch, 16, torch.float32))
+        )
     assert (made.weights, made.block_bytes) in found
     rooms = [(made.device.free - weights) // block for weights, block in found]
     assert rooms[found.index((made.weights, made.block_bytes))] == min(rooms)
@@ -189,7 +201,7 @@ def test_numbers_that_the_worker_has_are_the_workers():
     from toolkit.inventory import estimate as ours
     from toolkit.worker import warm_up
 
-    assert ours.CPU_SHARE == memory.CPU_SHARE
+    assert ours.CPU_SHARE == memory_budget.CPU_SHARE
     assert ours.SAMPLING_BYTES == warm_up.SAMPLING_BYTES
 
 
@@ -277,7 +289,8 @@ class TestWellKnownModels:
 
 class TestDevices:
     GPUS = tuple(
-        Device("cuda", f"GPU {number}", 80 * GIB, free * GIB) for number, free in enumerate((79, 40, 60))
+        Device("cuda", f"GPU {number}", 80 * GIB, free * GIB)
+        for number, free in enumerate((79, 40, 60))
     )
 
     def test_the_fullest_of_those_that_are_used_counts(self, monkeypatch):
@@ -296,7 +309,15 @@ class TestDevices:
 
     @pytest.mark.parametrize(
         ("visible", "names"),
-        [(None, "012"), ("2,0", "20"), ("1", "1"), ("", ""), ("-1", ""), ("0,9,1", "0"), ("UUID-of-2", "2")],
+        [
+            (None, "012"),
+            ("2,0", "20"),
+            ("1", "1"),
+            ("", ""),
+            ("-1", ""),
+            ("0,9,1", "0"),
+            ("UUID-of-2", "2"),
+        ],
     )
     def test_the_variable_of_cuda_chooses_among_them(self, monkeypatch, visible, names):
         """https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables"""
@@ -347,7 +368,9 @@ class TestMistakes:
     def test_a_model_that_tk_does_not_run(self, tmp_path, change, says):
         raw = json.loads((Path(MODEL_DIR) / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(raw | change))
-        (tmp_path / "model.safetensors").write_bytes((Path(MODEL_DIR) / "model.safetensors").read_bytes())
+        (tmp_path / "model.safetensors").write_bytes(
+            (Path(MODEL_DIR) / "model.safetensors").read_bytes()
+        )
         with pytest.raises(CheckpointError, match=says):
             estimate(read_folder(tmp_path, "changed"), settings(), CPU)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.serving import until
 from tests.hub import Hub, commit_of
+from tests.server import until
 from toolkit.demo import MODEL_DIR
 
 CARD = b"---\nlicense: apache-2.0\nlanguage: en\n---\n# A model"
@@ -25,7 +25,9 @@ CARD = b"---\nlicense: apache-2.0\nlanguage: en\n---\n# A model"
 def run(
     *arguments: str, cwd: Path, environment: dict[str, str], stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TK_"))}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TK_"))
+    }
     return subprocess.run(
         [sys.executable, "-m", "toolkit", *arguments], env=kept | environment, cwd=cwd,
         input=stdin, capture_output=True, text=True, timeout=200, check=False,
@@ -46,7 +48,9 @@ def pulled(
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """(HF_HOME with org/tiny in it, how it was pulled)."""
     home = tmp_path_factory.mktemp("hf")
-    done = run("pull", "org/tiny", cwd=home, environment={"HF_ENDPOINT": hub.url, "HF_HOME": str(home)})
+    done = run(
+        "pull", "org/tiny", cwd=home, environment={"HF_ENDPOINT": hub.url, "HF_HOME": str(home)}
+    )
     assert done.returncode == 0, done.stderr
     return home, done
 
@@ -59,7 +63,9 @@ def environment(hub: Hub, tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def tk(environment: dict[str, str], tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def tk(
+    environment: dict[str, str], tmp_path: Path
+) -> Callable[..., subprocess.CompletedProcess[str]]:
     """With an empty cache."""
     (tmp_path / "here").mkdir()
 
@@ -73,7 +79,9 @@ def tk(environment: dict[str, str], tmp_path: Path) -> Callable[..., subprocess.
 def folder(pulled: tuple[Path, object], tmp_path: Path) -> Path:
     """The folder of org/tiny in the cache, which has it."""
     shutil.copytree(pulled[0] / "hub", tmp_path / "hf" / "hub", symlinks=True)
-    return tmp_path / "hf" / "hub" / "models--org--tiny" / "snapshots" / commit_of("org/tiny", "main")
+    return (
+        tmp_path / "hf" / "hub" / "models--org--tiny" / "snapshots" / commit_of("org/tiny", "main")
+    )
 
 
 class TestPull:
@@ -85,7 +93,9 @@ class TestPull:
             assert (folder / path.name).read_bytes() == path.read_bytes()
         assert (folder / "README.md").read_bytes() == CARD
         size = sum(path.stat().st_size for path in Path(MODEL_DIR).iterdir())
-        assert done.stderr == f"org/tiny: {size / 2**20:.1f} MiB to fetch.\n"  # no bar through a pipe
+        assert (
+            done.stderr == f"org/tiny: {size / 2**20:.1f} MiB to fetch.\n"
+        )  # no bar through a pipe
 
     def test_it_runs_without_the_hub(self, tk, folder):
         ran = tk("run", "org/tiny", "who are you?", HF_HUB_OFFLINE="1")
@@ -95,12 +105,16 @@ class TestPull:
     def test_a_second_time_nothing_is_fetched(self, hub, tk, folder):
         again = tk("pull", "org/tiny")
         assert (again.stdout, again.stderr) == (f"{folder}\n", "")
-        assert not [request for request in hub.requests if request[0] == "GET" and "/resolve/" in request[1]]
+        assert not [
+            request for request in hub.requests if request[0] == "GET" and "/resolve/" in request[1]
+        ]
 
     def test_a_connection_that_breaks_is_gone_on_with(self, hub, tk, tmp_path):
         large = os.urandom(24 * 2**20)
         (tmp_path / "large").mkdir()
-        (tmp_path / "large" / "config.json").write_bytes((Path(MODEL_DIR) / "config.json").read_bytes())
+        (tmp_path / "large" / "config.json").write_bytes(
+            (Path(MODEL_DIR) / "config.json").read_bytes()
+        )
         (tmp_path / "large" / "model.safetensors").write_bytes(large)
         hub.add("org/large", tmp_path / "large")
         hub.cut = 14 * 2**20
@@ -139,7 +153,9 @@ class TestPull:
         try:
             until(
                 lambda: [
-                    path for kind, path, _ in hub.requests if kind == "GET" and "model.safetensors" in path
+                    path
+                    for kind, path, _ in hub.requests
+                    if kind == "GET" and "model.safetensors" in path
                 ]
             )
             process.send_signal(signal.SIGINT)
@@ -184,7 +200,9 @@ class TestPull:
         assert f"is in {folder}" in tk("pull", "org/tiny", **down).stderr
         assert "HF_HUB_OFFLINE is set" in tk("pull", "org/tiny", HF_HUB_OFFLINE="1").stderr
 
-    def test_a_disk_without_room_is_told_before_anything_is_fetched(self, hub, environment, tmp_path):
+    def test_a_disk_without_room_is_told_before_anything_is_fetched(
+        self, hub, environment, tmp_path
+    ):
         code = (
             "import shutil, sys; sys.argv = ['tk', 'pull', 'org/tiny']\n"
             "shutil.disk_usage = lambda path: type('Usage', (), {'free': 1000})\n"
@@ -208,25 +226,42 @@ class TestShow:
         assert shown["config"] == config
         assert shown["architecture"] == config["architectures"][0]
         assert (shown["context"], shown["license"], shown["path"]) == (512, "apache-2.0", None)
-        assert shown["files"]["model.safetensors"] == (Path(MODEL_DIR) / "model.safetensors").stat().st_size
+        assert (
+            shown["files"]["model.safetensors"]
+            == (Path(MODEL_DIR) / "model.safetensors").stat().st_size
+        )
         parts = [part for path, part in hub.ranges if path.endswith("model.safetensors")]
         assert parts
         assert not [
-            path for kind, path, _ in hub.requests if kind == "GET" and path.endswith("tokenizer.json")
+            path
+            for kind, path, _ in hub.requests
+            if kind == "GET" and path.endswith("tokenizer.json")
         ]
 
     def test_pulled_it_is_described_the_same_and_without_the_hub(self, tk, folder, tmp_path):
-        on_hub = json.loads(tk("show", "org/tiny", "--json", HF_HOME=str(tmp_path / "other")).stdout)
+        on_hub = json.loads(
+            tk("show", "org/tiny", "--json", HF_HOME=str(tmp_path / "other")).stdout
+        )
         here = json.loads(tk("show", "org/tiny", "--json", HF_HUB_OFFLINE="1").stdout)
         assert here["path"] == str(folder)
-        for name in ("parameters", "dtype", "context", "tokenizer", "chat_template", "license", "config"):
+        for name in (
+            "parameters",
+            "dtype",
+            "context",
+            "tokenizer",
+            "chat_template",
+            "license",
+            "config",
+        ):
             assert here[name] == on_hub[name], name
 
     def test_for_people_it_has_what_they_ask_about(self, tk):
         done = tk("show")
         assert (done.returncode, done.stderr) == (0, "")
         facts = dict(
-            line.strip().split(maxsplit=1) for line in done.stdout.splitlines()[1:] if "  " in line.strip()
+            line.strip().split(maxsplit=1)
+            for line in done.stdout.splitlines()[1:]
+            if "  " in line.strip()
         )
         assert facts["parameters"] == "3.81M, stored in float16"
         assert facts["context"] == "512 tokens"
@@ -270,11 +305,15 @@ class TestShow:
         assert "There is no model org/nothing" in done.stderr
 
 
-def test_a_dry_run_of_a_model_on_the_hub_fetches_no_weights_and_says_the_same_as_of_one_here(hub, tk):
+def test_a_dry_run_of_a_model_on_the_hub_fetches_no_weights_and_says_the_same_as_of_one_here(
+    hub, tk
+):
     settings = ("--max-num-seqs", "2", "--device", "cpu", "--json")
     on_hub = tk("serve", "org/tiny", "--dry-run", *settings)
     assert on_hub.returncode == 0, on_hub.stderr
-    assert not [path for kind, path, _ in hub.requests if kind == "GET" and path.endswith("tokenizer.json")]
+    assert not [
+        path for kind, path, _ in hub.requests if kind == "GET" and path.endswith("tokenizer.json")
+    ]
     here = tk("serve", str(MODEL_DIR), "--dry-run", *settings)
     drop = {"model", "memory_free_bytes"}
     said = [
@@ -316,9 +355,13 @@ class TestModels:
 
 
 class TestRemove:
-    def test_with_yes_it_is_gone_and_a_copy_of_it_with_the_same_commits_is_not(self, tk, tmp_path, folder):
+    def test_with_yes_it_is_gone_and_a_copy_of_it_with_the_same_commits_is_not(
+        self, tk, tmp_path, folder
+    ):
         shutil.copytree(
-            tmp_path / "hf/hub/models--org--tiny", tmp_path / "hf/hub/models--org--other", symlinks=True
+            tmp_path / "hf/hub/models--org--tiny",
+            tmp_path / "hf/hub/models--org--other",
+            symlinks=True,
         )
         before = {path for path in tmp_path.rglob("*") if "models--org--tiny" not in str(path)}
         done = tk("rm", "org/tiny", "--yes")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.serving import Server
+from tests.server import Server
 
 SETTINGS = (
     "--dtype",
@@ -28,7 +28,9 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory):
-    running = Server(str(checkpoint("llama3-gqa")), *SETTINGS, cwd=tmp_path_factory.mktemp("server"))
+    running = Server(
+        str(checkpoint("llama3-gqa")), *SETTINGS, cwd=tmp_path_factory.mktemp("server")
+    )
     yield running
     running.stop()
 
@@ -56,7 +58,9 @@ def test_its_numbers_are_the_servers(server: Server, checkpoint: Callable[[str],
     assert said["num_sequences"] == told["num_blocks"] * 8 / 128
 
 
-def test_for_people_it_has_the_numbers_of_the_ready_card(server: Server, checkpoint: Callable[[str], Path]):
+def test_for_people_it_has_the_numbers_of_the_ready_card(
+    server: Server, checkpoint: Callable[[str], Path]
+):
     done = dry_run(checkpoint("llama3-gqa"), *SETTINGS)
     assert (done.returncode, done.stderr) == (0, "It fits.\n")
     card = " ".join(server.stderr.split())
@@ -72,7 +76,9 @@ def test_what_does_not_fit_ends_with_1_and_the_largest_context(checkpoint: Calla
     said = json.loads(done.stdout)
     assert not said["fits"]
     assert said["largest_max_model_len"] == 10 * 8
-    fitting = dry_run(checkpoint("llama3-gqa"), *tight, "--max-model-len", str(said["largest_max_model_len"]))
+    fitting = dry_run(
+        checkpoint("llama3-gqa"), *tight, "--max-model-len", str(said["largest_max_model_len"])
+    )
     assert fitting.returncode == 0, fitting.stderr
 
 

@@ -5,13 +5,14 @@ A script, since Triton compiles nothing in a process that interprets.
 
 from __future__ import annotations
 
-from toolkit.kernels.triton.attention_hopper import SWIZZLED, hopper_prefill_kernel
-from toolkit.kernels.triton.attention_kernels import decode_kernel, merge_kernel
-from toolkit.kernels.triton.matmul import _tile_kernel
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+
+from toolkit.kernels.triton.attention_hopper import SWIZZLED, hopper_prefill_kernel
+from toolkit.kernels.triton.attention_kernels import decode_kernel, merge_kernel
+from toolkit.kernels.triton.matmul import _tile_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
 MOST_SHARED = 227 << 10
@@ -28,13 +29,17 @@ def check(
 ) -> None:
     names = kernel.arg_names
     signature = {
-        arg: "constexpr" if arg in constants else types.get(arg, "*bf16" if arg.endswith("_ptr") else "i32")
+        arg: "constexpr"
+        if arg in constants
+        else types.get(arg, "*bf16" if arg.endswith("_ptr") else "i32")
         for arg in names
     }
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, arg in enumerate(names)
-        if signature[arg].startswith("*") or "stride" in arg or arg in ("in_features", "share", "size")
+        if signature[arg].startswith("*")
+        or "stride" in arg
+        or arg in ("in_features", "share", "size")
     }
     values = {(names.index(arg),): value for arg, value in constants.items()}
     source = source_type(kernel, signature, values, aligned)
@@ -89,10 +94,19 @@ TILE = {
 }
 
 
-def tile(name: str, tokens: int, rows: int, stages: int, parts: int, splits: int, **changes: object) -> None:
+def tile(
+    name: str, tokens: int, rows: int, stages: int, parts: int, splits: int, **changes: object
+) -> None:
     shape = {"TOKENS": tokens, "ROWS": rows, "STAGES": stages, "PARTS": parts, "SPLITS": splits}
     plain = {"KIND": "", "GATED": False, "UNSCALED": False, "NORMED": False, "LATE": False}
-    check(name, _tile_kernel, TILE_TYPES, TILE | shape | plain | changes, 4 if parts == 1 else parts, 3)
+    check(
+        name,
+        _tile_kernel,
+        TILE_TYPES,
+        TILE | shape | plain | changes,
+        4 if parts == 1 else parts,
+        3,
+    )
 
 
 def hopper(name: str, block_size: int, group: int, dtype: str) -> None:
@@ -114,7 +128,18 @@ def main() -> None:
     hopper("prefill on Hopper", 16, 4, "bf16")
     hopper("prefill on Hopper, large blocks", 128, 7, "fp16")
     tile("product, norm before", 64, 64, 6, 1, 1, UNSCALED=True)
-    tile("product, norm before, gated", 64, 128, 4, 1, 1, UNSCALED=True, KIND="silu", GATED=True, LATE=True)
+    tile(
+        "product, norm before, gated",
+        64,
+        128,
+        4,
+        1,
+        1,
+        UNSCALED=True,
+        KIND="silu",
+        GATED=True,
+        LATE=True,
+    )
     tile("product, norm behind, warps", 8, 16, 5, 2, 1, NORMED=True, LATE=True)
     tile("product, norm behind, programs", 64, 64, 5, 1, 2, NORMED=True, LATE=True)
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+
 from toolkit.kernels.triton import norm
 from toolkit.kernels.triton.ahead import compiled_side_by_side
-from triton.backends.compiler import GPUTarget
 
 compilers: list[int] = []
 """The thread of each compilation."""

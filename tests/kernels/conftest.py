@@ -19,7 +19,9 @@ def device() -> torch.device:
 @pytest.fixture(scope="session")
 def triton_attention(triton_runs: bool) -> ModuleType:
     if not triton_runs:
-        pytest.skip("Triton was imported without its interpreter: these tests run in a process of their own")
+        pytest.skip(
+            "Triton was imported without its interpreter: these tests run in a process of their own"
+        )
     from toolkit.kernels.triton import attention
 
     return attention

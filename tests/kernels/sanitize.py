@@ -18,7 +18,9 @@ from toolkit import LLM, SamplingParams, StructuredOutputsParams
 KINDS = [
     SamplingParams(temperature=0.0, max_tokens=6, logprobs=2, prompt_logprobs=1),
     SamplingParams(temperature=0.9, max_tokens=6, seed=1, top_k=7, top_p=0.8, n=2),
-    SamplingParams(temperature=0.9, max_tokens=6, min_p=0.05, repetition_penalty=1.2, logit_bias={3: 2.0}),
+    SamplingParams(
+        temperature=0.9, max_tokens=6, min_p=0.05, repetition_penalty=1.2, logit_bias={3: 2.0}
+    ),
     SamplingParams(
         temperature=1.0, max_tokens=6, structured_outputs=StructuredOutputsParams(regex="[ab]{4}")
     ),
@@ -45,7 +47,9 @@ def main(names: list[str]) -> None:
             prompts = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (1, 3, 17, 40, 55)]
             for count in (1, 4, 20):  # one row, a few, more than one tile of rows
                 many = (prompts * 4)[:count]
-                found = llm.generate(many, [KINDS[i % len(KINDS)] for i in range(count)], use_tqdm=False)
+                found = llm.generate(
+                    many, [KINDS[i % len(KINDS)] for i in range(count)], use_tqdm=False
+                )
                 assert all(answer.token_ids for result in found for answer in result.outputs)
             llm.shutdown()
         print(f"{name}: done")

@@ -11,7 +11,9 @@ _load = ctypes.CDLL
 
 def _sanitized(name: Any, *args: Any, **kwargs: Any) -> ctypes.CDLL:
     return _load(
-        os.environ["SANITIZED_KERNELS"] if str(name).endswith("_kernels.so") else name, *args, **kwargs
+        os.environ["SANITIZED_KERNELS"] if str(name).endswith("_kernels.so") else name,
+        *args,
+        **kwargs,
     )
 
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from toolkit.kernels import reference
 
 KINDS = ["silu", "gelu", "gelu_tanh", "relu"]
@@ -14,7 +15,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 FORMULAS = {
     "silu": lambda x: x / (1 + math.exp(-x)),
     "gelu": lambda x: 0.5 * x * (1 + math.erf(x / math.sqrt(2))),
-    "gelu_tanh": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "gelu_tanh": lambda x: (
+        0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    ),
     "relu": lambda x: max(x, 0.0),
 }
 
@@ -22,7 +25,9 @@ FORMULAS = {
 @pytest.fixture(scope="session")
 def activations(triton_runs: bool):
     if not triton_runs:
-        pytest.skip("Triton was imported without its interpreter: these tests run in a process of their own")
+        pytest.skip(
+            "Triton was imported without its interpreter: these tests run in a process of their own"
+        )
     from toolkit.kernels.triton import activation
 
     return activation
@@ -47,7 +52,9 @@ def test_shapes_and_dtypes(activations, device, shape, dtype, kind):
     torch.manual_seed(0)
     tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     x = (3 * torch.randn(shape, device=device)).to(dtype)
-    torch.testing.assert_close(activations.activation(x, kind), reference.activation(x, kind), **tolerance)
+    torch.testing.assert_close(
+        activations.activation(x, kind), reference.activation(x, kind), **tolerance
+    )
     gate_up = (3 * torch.randn(shape[0], 2 * shape[1], device=device)).to(dtype)
     expected = reference.gated_activation(gate_up, kind)
     torch.testing.assert_close(activations.gated_activation(gate_up, kind), expected, **tolerance)
@@ -60,7 +67,9 @@ def test_shapes_and_dtypes(activations, device, shape, dtype, kind):
 def test_extreme_values_stay_finite_and_nan_passes(activations, device, kind):
     x = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4, float("nan")], device=device)
     y = activations.activation(x, kind)
-    torch.testing.assert_close(y[:5].cpu(), torch.tensor([0.0, 0.0, 0.0, 100.0, 1e4]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        y[:5].cpu(), torch.tensor([0.0, 0.0, 0.0, 100.0, 1e4]), rtol=0, atol=1e-6
+    )
     assert y[5].isnan()
 
 

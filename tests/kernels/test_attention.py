@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from toolkit.kernels import reference
 from torch import Tensor
 
 from tests.combinations import pairwise
+from toolkit.kernels import reference
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -67,7 +67,14 @@ class Inputs:
 
     @property
     def arguments(self) -> tuple[Tensor, ...]:
-        return (self.q, self.k_cache, self.v_cache, self.query_start_loc, self.seq_lens, self.block_table)
+        return (
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.query_start_loc,
+            self.seq_lens,
+            self.block_table,
+        )
 
 
 def make(case: Case) -> Inputs:
@@ -79,7 +86,9 @@ def make(case: Case) -> Inputs:
     blocks_of = [math.ceil(context / case.block_size) for _, context in case.lens]
     num_blocks = sum(blocks_of) + 1
     cached = case.cached or case.dtype
-    cache = torch.full((num_blocks, 2, case.block_size, case.kv_heads, case.head_size), NAN, dtype=cached)
+    cache = torch.full(
+        (num_blocks, 2, case.block_size, case.kv_heads, case.head_size), NAN, dtype=cached
+    )
     numbers = (1 + torch.randperm(num_blocks - 1)).split(blocks_of)  # block 0 belongs to nobody
     table = torch.zeros(len(case.lens), max(blocks_of) + 1, dtype=torch.int32)
     keys, values = [], []
@@ -101,7 +110,9 @@ def make(case: Case) -> Inputs:
         k_cache=cache[:, 0],
         v_cache=cache[:, 1],
         query_start_loc=counts.cumsum(0).to(torch.int32).to(case.device),
-        seq_lens=torch.tensor([context for _, context in case.lens], dtype=torch.int32, device=case.device),
+        seq_lens=torch.tensor(
+            [context for _, context in case.lens], dtype=torch.int32, device=case.device
+        ),
         block_table=table.to(case.device),
         keys=keys,
         values=values,
@@ -111,7 +122,9 @@ def make(case: Case) -> Inputs:
 def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
-    difference = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
+    difference = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(
+        min=1e-30
+    )
     assert difference < TOLERANCE[actual.dtype]  # NaN fails too
 
 
@@ -141,7 +154,8 @@ def test_reference_agrees_with_pytorch_on_unpaged_data(
             for query in range(context - queries, context)
         ]
         k, v = (
-            x.repeat_interleave(heads // kv_heads, 1) for x in (inputs.keys[request], inputs.values[request])
+            x.repeat_interleave(heads // kv_heads, 1)
+            for x in (inputs.keys[request], inputs.values[request])
         )
         output = F.scaled_dot_product_attention(
             *(x.transpose(0, 1) for x in (inputs.q[first:last], k, v)),
@@ -158,7 +172,9 @@ def test_reference_caps_logits_like_the_written_formula():
     q, keys, values = inputs.q[0, 0].tolist(), inputs.keys[0][:, 0].tolist(), inputs.values[0][:, 0]
     dots = [case.options["scale"] * sum(a * b for a, b in zip(q, key, strict=True)) for key in keys]
     weights = [math.exp(0.3 * math.tanh(dot / 0.3)) for dot in dots]
-    expected = sum(weight / sum(weights) * value for weight, value in zip(weights, values, strict=True))
+    expected = sum(
+        weight / sum(weights) * value for weight, value in zip(weights, values, strict=True)
+    )
     assert_close(reference.paged_attention(*inputs.arguments, **case.options)[0, 0], expected)
 
 
@@ -170,13 +186,20 @@ def check(triton_attention, case: Case, device: torch.device) -> None:
     inputs = make(case)
     expected = reference.paged_attention(*inputs.arguments, **case.options)
     out = torch.full(inputs.q.shape, NAN, dtype=case.dtype, device=device)
-    actual = triton_attention.paged_attention(*inputs.arguments, **case.bounds, **case.options, out=out)
+    actual = triton_attention.paged_attention(
+        *inputs.arguments, **case.bounds, **case.options, out=out
+    )
     assert actual is out
     assert_close(actual, expected)
 
 
 DECODE = ((1, 9), (1, 1), (1, 33))
-MIXED = ((1, 20), (5, 37), (6, 6), (1, 1))  # a decode, a chunk after a prefix, a whole prompt, a first token
+MIXED = (
+    (1, 20),
+    (5, 37),
+    (6, 6),
+    (1, 1),
+)  # a decode, a chunk after a prefix, a whole prompt, a first token
 
 
 @pytest.mark.parametrize(
@@ -194,7 +217,9 @@ def test_every_head_size_and_dtype(triton_attention, device, dtype, head_size, l
 def test_caches_in_fp8(triton_attention, device, dtype, head_size, lens):
     check(triton_attention, Case(lens, dtype=dtype, cached=FP8, head_size=head_size), device)
     check(
-        triton_attention, Case(lens, dtype=dtype, cached=FP8, head_size=head_size, window=5, cap=2.0), device
+        triton_attention,
+        Case(lens, dtype=dtype, cached=FP8, head_size=head_size, window=5, cap=2.0),
+        device,
     )
 
 
@@ -213,7 +238,9 @@ def test_every_block_size(triton_attention, device, block_size, lens):
 
 
 @pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (8, 2), (16, 2), (14, 2), (8, 1), (71, 1), (130, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(3, 3), (8, 2), (16, 2), (14, 2), (8, 1), (71, 1), (130, 1)]
+)
 def test_every_way_of_grouping_heads(triton_attention, device, heads, kv_heads, lens):
     check(triton_attention, Case(lens, heads=heads, kv_heads=kv_heads), device)
 
@@ -276,7 +303,9 @@ def test_splitting_the_keys_changes_nothing(triton_attention, device, splits, wi
     inputs = make(case)
     out = torch.full(inputs.q.shape, NAN, device=device)
     batch = triton_attention.Batch(*inputs.arguments, out)
-    triton_attention.decode(batch, triton_attention.Logits(case.options["scale"], window, 0.0), splits)
+    triton_attention.decode(
+        batch, triton_attention.Logits(case.options["scale"], window, 0.0), splits
+    )
     assert_close(out, reference.paged_attention(*inputs.arguments, **case.options))
 
 
@@ -314,7 +343,9 @@ def test_padding_requests_touch_nothing(triton_attention, device, max_query_len)
     expected = reference.paged_attention(*inputs.arguments, **case.options)
     tokens = len(inputs.q)
     pad = {
-        "query_start_loc": torch.cat((inputs.query_start_loc, inputs.query_start_loc[-1:].repeat(2))),
+        "query_start_loc": torch.cat(
+            (inputs.query_start_loc, inputs.query_start_loc[-1:].repeat(2))
+        ),
         "seq_lens": F.pad(inputs.seq_lens, (0, 2)),
         "block_table": F.pad(inputs.block_table, (0, 0, 0, 2), value=-(10**6)),
         "q": F.pad(inputs.q, (0, 0, 0, 0, 0, 3), value=NAN),
@@ -331,7 +362,9 @@ def test_a_padding_request_with_a_query_but_no_context_gives_zeros(triton_attent
     inputs = make(replace(Case(((1, 5),)), device=device))
     inputs.seq_lens.zero_()
     inputs.block_table.fill_(-(10**6))
-    out = triton_attention.paged_attention(*inputs.arguments, max_query_len=1, max_seq_len=8, scale=1.0)
+    out = triton_attention.paged_attention(
+        *inputs.arguments, max_query_len=1, max_seq_len=8, scale=1.0
+    )
     assert (out == 0).all()
 
 
@@ -367,7 +400,9 @@ def test_what_the_kernels_cannot_do_is_an_error(triton_attention):
     with pytest.raises(ValueError, match="evenly"):
         triton_attention.paged_attention(*replace(inputs, q=inputs.q[:, :3]).arguments, **call)
     with pytest.raises(ValueError, match="contiguous"):
-        triton_attention.paged_attention(*replace(inputs, q=inputs.q.mT.contiguous().mT).arguments, **call)
+        triton_attention.paged_attention(
+            *replace(inputs, q=inputs.q.mT.contiguous().mT).arguments, **call
+        )
     apart = replace(inputs, v_cache=inputs.v_cache.contiguous())
     with pytest.raises(ValueError, match="same strides"):
         triton_attention.paged_attention(*apart.arguments, **call)
@@ -378,7 +413,9 @@ def test_splits_fill_the_gpu_and_no_more(triton_attention, monkeypatch):
 
     def splits(num_reqs: int, max_seq_len: int) -> int:
         inputs = make(Case(((1, 1),) * num_reqs, heads=8, kv_heads=8))
-        return triton_attention.num_splits(triton_attention.Batch(*inputs.arguments, inputs.q), max_seq_len)
+        return triton_attention.num_splits(
+            triton_attention.Batch(*inputs.arguments, inputs.q), max_seq_len
+        )
 
     assert splits(256, 100_000) == 1
     assert splits(1, 64) == 1
@@ -396,24 +433,32 @@ def test_splits_fill_the_gpu_and_no_more(triton_attention, monkeypatch):
     ("block_size", "kv_heads", "head_size"), [(16, 2, 32), (7, 3, 80), (1, 1, 256), (4, 8, 160)]
 )
 @pytest.mark.parametrize("layout", ["slots first", "heads first"])
-def test_write_kv_fills_the_named_slots_alone(device, layout, block_size, kv_heads, head_size, dtype, cached):
+def test_write_kv_fills_the_named_slots_alone(
+    device, layout, block_size, kv_heads, head_size, dtype, cached
+):
     torch.manual_seed(0)
     tokens = 9
     qkv = torch.randn(tokens, 4, kv_heads, head_size, device=device).to(dtype)
     k, v = qkv[:, 1], qkv[:, 2]
-    cache = torch.full((2, 12, block_size, kv_heads, head_size), NAN, dtype=cached or dtype, device=device)
+    cache = torch.full(
+        (2, 12, block_size, kv_heads, head_size), NAN, dtype=cached or dtype, device=device
+    )
     if layout == "heads first":
         cache = cache.transpose(2, 3).contiguous().transpose(2, 3)
     slots = torch.randperm(12 * block_size, device=device)[:tokens]
     slots[[2, 5]] = -1
     reference.write_kv(k, v, cache[0], cache[1], slots)
 
-    expected = torch.full((2, 12 * block_size, kv_heads, head_size), NAN, dtype=dtype, device=device)
+    expected = torch.full(
+        (2, 12 * block_size, kv_heads, head_size), NAN, dtype=dtype, device=device
+    )
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
             expected[0, slot], expected[1, slot] = k[token], v[token]
     expected = expected.to(cache.dtype).float()
-    torch.testing.assert_close(cache.flatten(1, 2).float(), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        cache.flatten(1, 2).float(), expected, rtol=0, atol=0, equal_nan=True
+    )
 
 
 def test_triton_tests_run_in_a_process_of_their_own_when_they_cannot_here(triton_runs):
@@ -441,7 +486,9 @@ def test_triton_tests_run_in_a_process_of_their_own_when_they_cannot_here(triton
         Case(((1, 3000), (1, 100)), heads=32, kv_heads=8, head_size=128, window=1024),
         Case(((1000, 1000), (333, 333), (1, 900)), heads=12, kv_heads=12, head_size=64),
         Case(((700, 700), (513, 2000), (1, 1500), (2, 2)), heads=32, kv_heads=8, head_size=128),
-        Case(((700, 1500), (1, 1500)), heads=16, kv_heads=4, head_size=96, window=256, block_size=7),
+        Case(
+            ((700, 1500), (1, 1500)), heads=16, kv_heads=4, head_size=96, window=256, block_size=7
+        ),
         Case(((300, 900), (1, 700)), heads=8, kv_heads=4, head_size=256, cap=50.0),
         Case(((257, 600), (64, 64)), heads=71, kv_heads=1, head_size=64),
     ],

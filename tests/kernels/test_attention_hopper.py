@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from toolkit.kernels import reference
 from torch import Tensor
 
 from tests.combinations import pairwise
 from tests.kernels.test_attention import FP8, NAN, Case, assert_close, make
+from toolkit.kernels import reference
 
 gpu = pytest.mark.gpu
 needs_hopper = pytest.mark.skipif(
@@ -43,7 +43,9 @@ def calls(triton_attention, monkeypatch):
 def assert_rows_close(actual: Tensor, expected: Tensor) -> None:
     """Every head of every token, so that one row at the edge of a tile shows."""
     difference = (actual.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
-    assert difference.max() < {torch.float16: 4e-3, torch.bfloat16: 2e-2}[actual.dtype]  # NaN fails too
+    assert (
+        difference.max() < {torch.float16: 4e-3, torch.bfloat16: 2e-2}[actual.dtype]
+    )  # NaN fails too
 
 
 def check(triton_attention, case: Case, times: int = 1) -> None:
@@ -110,17 +112,27 @@ def test_which_layouts_it_takes(triton_attention, monkeypatch):
     )
     assert not suits(triton_attention, q, *both(lambda x: padded(x, 3, 16)), *rest)
     flat = [x.flatten(2) for x in (k, v)]
-    assert not suits(triton_attention, q, *(padded(x, 2, 8).unflatten(2, k.shape[2:]) for x in flat), *rest)
+    assert not suits(
+        triton_attention, q, *(padded(x, 2, 8).unflatten(2, k.shape[2:]) for x in flat), *rest
+    )
     blocks = [padded(x.flatten(1), 1, 16).unflatten(1, k.shape[1:]) for x in (k, v)]
     assert not suits(triton_attention, q, *blocks, *rest)
-    assert not suits(triton_attention, padded(q.flatten(1), 1, 8).unflatten(1, q.shape[1:]), k, v, *rest)
+    assert not suits(
+        triton_attention, padded(q.flatten(1), 1, 8).unflatten(1, q.shape[1:]), k, v, *rest
+    )
     odd = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
     assert not suits(triton_attention, odd, k, v, *rest)
 
 
 @pytest.mark.parametrize(
     ("version", "generation", "known"),
-    [("3.6.0", 9, True), ("3.7.1", 9, True), ("3.5.1", 9, False), ("3.8.0", 9, False), ("3.6.0", 10, False)],
+    [
+        ("3.6.0", 9, True),
+        ("3.7.1", 9, True),
+        ("3.5.1", 9, False),
+        ("3.8.0", 9, False),
+        ("3.6.0", 10, False),
+    ],
 )
 def test_which_machines_it_runs_on(triton_attention, monkeypatch, version, generation, known):
     monkeypatch.setattr(triton_attention.triton, "__version__", version)
@@ -159,7 +171,10 @@ def test_prompts_around_the_edges_of_tiles(triton_attention, calls, query_len, b
 def test_one_job_and_then_others(triton_attention, calls):
     """Whatever the number of programs, the next call begins with the first job again."""
     for queries in (3, 300, 1, 2):
-        check(triton_attention, replace(WIDE, lens=((queries, 400),), heads=4, kv_heads=1, seed=queries))
+        check(
+            triton_attention,
+            replace(WIDE, lens=((queries, 400),), heads=4, kv_heads=1, seed=queries),
+        )
     assert calls
 
 
@@ -196,15 +211,21 @@ def test_no_context_at_all_gives_zeros_for_any_number_of_queries(triton_attentio
 @gpu
 @needs_hopper
 def test_calls_on_two_streams_do_not_meet(triton_attention, calls):
-    case = replace(WIDE, lens=((900, 900), (700, 1500)), heads=16, kv_heads=8, device=torch.device("cuda", 0))
+    case = replace(
+        WIDE, lens=((900, 900), (700, 1500)), heads=16, kv_heads=8, device=torch.device("cuda", 0)
+    )
     inputs = make(case)
     expected = reference.paged_attention(*inputs.arguments, **case.options)
     streams = [torch.cuda.Stream() for _ in range(2)]
-    outs = [torch.full(inputs.q.shape, NAN, dtype=case.dtype, device=case.device) for _ in range(20)]
+    outs = [
+        torch.full(inputs.q.shape, NAN, dtype=case.dtype, device=case.device) for _ in range(20)
+    ]
     torch.cuda.synchronize()
     for i, out in enumerate(outs):
         with torch.cuda.stream(streams[i % 2]):
-            triton_attention.paged_attention(*inputs.arguments, **case.bounds, **case.options, out=out)
+            triton_attention.paged_attention(
+                *inputs.arguments, **case.bounds, **case.options, out=out
+            )
     torch.cuda.synchronize()
     for out in outs:
         assert_rows_close(out, expected)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toolkit.kernels import reference
 from torch import Tensor
 
+from toolkit.kernels import reference
 from toolkit.sampling import sampler
 
 SHAPES = [(1, 1, 31), (3, 2, 64), (5, 5, 100), (4, 1, 4099), (6, 3, 9000)]
@@ -15,13 +15,17 @@ SHAPES = [(1, 1, 31), (3, 2, 64), (5, 5, 100), (4, 1, 4099), (6, 3, 9000)]
 @pytest.fixture(scope="session")
 def mask_logits(triton_runs: bool):
     if not triton_runs:
-        pytest.skip("Triton was imported without its interpreter: these tests run in a process of their own")
+        pytest.skip(
+            "Triton was imported without its interpreter: these tests run in a process of their own"
+        )
     from toolkit.kernels.triton.bitmask import mask_logits
 
     return mask_logits
 
 
-def example(n: int, num_masked: int, vocab: int, missing_words: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def example(
+    n: int, num_masked: int, vocab: int, missing_words: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(n * vocab)
     words = -(-vocab // 32) - missing_words
     index = torch.randperm(n)[:num_masked]
@@ -41,7 +45,9 @@ def test_the_samplers_masks_are_the_references(shape, missing_words):
     if missing_words == -(-shape[2] // 32):
         pytest.skip("no word would be left")
     example_ = example(*shape, missing_words)
-    assert torch.equal(masked(sampler.mask_logits, *example_), masked(reference.mask_logits, *example_))
+    assert torch.equal(
+        masked(sampler.mask_logits, *example_), masked(reference.mask_logits, *example_)
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)

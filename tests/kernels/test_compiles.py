@@ -14,7 +14,12 @@ def run(name: str, cache: Path) -> str:
     environment["TRITON_CACHE_DIR"] = str(cache)
     script = Path(__file__).with_name(name)
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, env=environment, timeout=300, check=False
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

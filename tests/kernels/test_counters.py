@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from toolkit.kernels.triton import matmul
 from toolkit.kernels.triton.counters import counters
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from toolkit.kernels import cpu
 from toolkit.kernels.cpu.library import PATH
 
@@ -43,11 +44,15 @@ def test_arm_gives_the_numbers_that_this_machine_gives(tmp_path):
         return target
 
     with ThreadPoolExecutor(2) as threads:
-        objects = list(threads.map(compiled, [*sorted(SOURCES.glob("*.cpp")), HERE / "portable.cpp"]))
+        objects = list(
+            threads.map(compiled, [*sorted(SOURCES.glob("*.cpp")), HERE / "portable.cpp"])
+        )
     arm, here = str(tmp_path / "arm"), str(tmp_path / "here")
     subprocess.run([CROSS, *objects, "-pthread", "-o", arm], check=True)
     library = [str(PATH), f"-Wl,-rpath,{PATH.parent}", "-pthread"]
-    subprocess.run(["g++", "-std=c++17", str(HERE / "portable.cpp"), *library, "-o", here], check=True)
+    subprocess.run(
+        ["g++", "-std=c++17", str(HERE / "portable.cpp"), *library, "-o", here], check=True
+    )
 
     expected, found = results([here]), results([EMULATOR, "-L", LIBRARIES, arm])
     assert found.keys() == expected.keys()
@@ -55,5 +60,9 @@ def test_arm_gives_the_numbers_that_this_machine_gives(tmp_path):
     for name, numbers in expected.items():
         assert numbers.abs().max() > 0.01, name
         torch.testing.assert_close(
-            found[name], numbers, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            found[name],
+            numbers,
+            rtol=1e-4,
+            atol=1e-4,
+            msg=lambda text, name=name: f"{name}: {text}",
         )

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
+
 from toolkit.kernels import cpu, reference
 from toolkit.kernels.cpu.attention import Layer, Step
-from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.problem()))
 
@@ -20,9 +21,21 @@ LENS: dict[str, list[tuple[int, int]]] = {
     "one long request": [(1, 1000)],
     "next tokens": [(1, 5), (1, 300), (1, 1), (1, 64), (1, 33)],
     "prompts": [(40, 40), (7, 7), (1, 1), (129, 129)],
-    "prompts that go on, and next tokens": [(33, 170), (1, 100), (2, 50), (16, 16), (1, 9), (5, 400)],
+    "prompts that go on, and next tokens": [
+        (33, 170),
+        (1, 100),
+        (2, 50),
+        (16, 16),
+        (1, 9),
+        (5, 400),
+    ],
 }
-HEADS = {"own keys": (4, 4, 64), "groups": (12, 4, 128), "one key head": (20, 1, 32), "largest": (2, 1, 256)}
+HEADS = {
+    "own keys": (4, 4, 64),
+    "groups": (12, 4, 128),
+    "one key head": (20, 1, 32),
+    "largest": (2, 1, 256),
+}
 ODD_SIZES = (8, 12, 24, 40, 80, 96, 100)
 
 
@@ -41,7 +54,9 @@ class Case:
     @property
     def step(self) -> Step:
         unused = torch.zeros(len(self.q), dtype=torch.int64)
-        return Step(unused, unused, self.query_start_loc, self.seq_lens, self.rows, self.block_table)
+        return Step(
+            unused, unused, self.query_start_loc, self.seq_lens, self.rows, self.block_table
+        )
 
     def ours(self, **options: float) -> Tensor:
         layer = Layer(self.k_cache, self.v_cache, self.q.shape[1], **options)  # type: ignore[arg-type]  # ints and floats
@@ -71,7 +86,9 @@ def make_case(
     blocks = torch.randperm(num_blocks).int()
     table = torch.full((len(lens) + 2, max(counts) + 1), -(2**31), dtype=torch.int32)
     rows = torch.randperm(len(lens) + 2)[: len(lens)].int()
-    caches = torch.full((2, num_blocks, block_size, num_kv_heads, head_size), torch.nan, dtype=dtype)
+    caches = torch.full(
+        (2, num_blocks, block_size, num_kv_heads, head_size), torch.nan, dtype=dtype
+    )
     for row, count, (_, context) in zip(rows.tolist(), counts, lens, strict=True):
         table[row, :count], blocks = blocks[:count], blocks[count:]
         position = torch.arange(context)
@@ -129,7 +146,9 @@ def test_blocks_may_be_of_any_size(block_size: int, variant: str) -> None:
     torch.manual_seed(0)
     with cpu.using(variant):
         assert_same(
-            make_case(LENS["prompts that go on, and next tokens"], (4, 2, 32), torch.float32, block_size)
+            make_case(
+                LENS["prompts that go on, and next tokens"], (4, 2, 32), torch.float32, block_size
+            )
         )
 
 

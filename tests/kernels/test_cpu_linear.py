@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+
 from toolkit.kernels import cpu, reference
 
 if not cpu.available():
@@ -45,7 +46,11 @@ def num_threads(request):
 def make(rows: int, out: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """(x, weight, bias), of values whose products are near 1."""
     torch.manual_seed(rows + out + size)
-    return torch.randn(rows, size, dtype=dtype), torch.randn(out, size) * size**-0.5, torch.randn(out)
+    return (
+        torch.randn(rows, size, dtype=dtype),
+        torch.randn(out, size) * size**-0.5,
+        torch.randn(out),
+    )
 
 
 def exact(x, weight, bias, activation, gated) -> torch.Tensor:
@@ -64,7 +69,9 @@ def test_products_equal_the_reference(kind, gated):
         x, weight, bias = make(*shape, KINDS[kind])
         weight = weight.to(KINDS[kind])
         y = PackedLinear(weight, bias, activation=activation, gated=gated)(x, torch.float32)
-        torch.testing.assert_close(y, exact(x, weight, bias, activation, gated), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            y, exact(x, weight, bias, activation, gated), atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -82,7 +89,9 @@ def test_int8_rounds_weights_and_tokens_as_the_reference_does(dtype, gated):
 def test_activations_are_right_far_from_zero(activation):
     x = torch.cat((torch.linspace(-120, 120, 999), torch.tensor([0.0, 1e-8, -1e-8])))[:, None]
     y = PackedLinear(torch.ones(1, 1), activation=activation)(x)
-    torch.testing.assert_close(y, exact(x, torch.ones(1, 1), None, activation, False), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(
+        y, exact(x, torch.ones(1, 1), None, activation, False), atol=2e-6, rtol=2e-6
+    )
 
 
 def test_results_in_bf16_are_rounded_to_the_nearest():
@@ -100,7 +109,9 @@ def test_a_row_does_not_depend_on_the_others():
     ):
         together = linear(x)
         for row in (0, 7, 32):
-            torch.testing.assert_close(linear(x[row : row + 1])[0], together[row], atol=2e-6, rtol=2e-6)
+            torch.testing.assert_close(
+                linear(x[row : row + 1])[0], together[row], atol=2e-6, rtol=2e-6
+            )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

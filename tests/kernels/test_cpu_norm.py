@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from toolkit.kernels import cpu, reference
 from toolkit.kernels.cpu.norm import Norm
 
@@ -12,7 +13,9 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.problem()))
 
 @pytest.mark.parametrize("variant", cpu.variants())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 768), (3, 1), (5, 7), (16, 100), (2, 4099), (300, 768)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 768), (3, 1), (5, 7), (16, 100), (2, 4099), (300, 768)], ids=str
+)
 def test_norms_are_the_references(shape: tuple[int, int], dtype: torch.dtype, variant: str) -> None:
     torch.manual_seed(0)
     size = shape[1]
@@ -20,14 +23,19 @@ def test_norms_are_the_references(shape: tuple[int, int], dtype: torch.dtype, va
     for offset in (0.0, 30.0):  # far from 0 a variance from sums of squares alone would be lost
         x = (torch.randn(shape) + offset).to(dtype)
         for residual in (None, torch.randn(shape).to(dtype)):
-            for name, parameters in (("add_rms_norm", (weight, None)), ("add_layer_norm", (weight, bias))):
+            for name, parameters in (
+                ("add_rms_norm", (weight, None)),
+                ("add_layer_norm", (weight, bias)),
+            ):
                 own = None if residual is None else residual.clone()
                 with cpu.using(variant):
                     normed, total = Norm(*parameters, 1e-5)(x, own)
                 given = [part for part in parameters if part is not None]
                 expected, expected_total = getattr(reference, name)(x, residual, *given, 1e-5)
                 tolerance = 2e-5 if dtype == torch.float32 else 2e-2
-                torch.testing.assert_close(normed, expected, atol=tolerance * (1 + offset), rtol=tolerance)
+                torch.testing.assert_close(
+                    normed, expected, atol=tolerance * (1 + offset), rtol=tolerance
+                )
                 assert total.equal(expected_total)
                 assert own is None or total is own
 

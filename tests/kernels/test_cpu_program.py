@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+
 from toolkit.kernels import cpu
 
 if not cpu.available():
@@ -48,10 +49,14 @@ class Layers(NamedTuple):
 def layers() -> Layers:
     torch.manual_seed(0)
     up, down = torch.randn(INNER, HIDDEN), torch.randn(HIDDEN, INNER)
-    return Layers(up, down, PackedLinear(up), PackedLinear(down), Norm(torch.ones(HIDDEN), None, 1e-5))
+    return Layers(
+        up, down, PackedLinear(up), PackedLinear(down), Norm(torch.ones(HIDDEN), None, 1e-5)
+    )
 
 
-def recorded(recorder: Recorder, layers: Layers, rows: int) -> tuple[Program, torch.Tensor, torch.Tensor]:
+def recorded(
+    recorder: Recorder, layers: Layers, rows: int
+) -> tuple[Program, torch.Tensor, torch.Tensor]:
     """(the program, what it reads, what it writes)"""
     x = torch.randn(rows, HIDDEN)
     program, out = recorder.record(lambda: layers(x))
@@ -59,7 +64,9 @@ def recorded(recorder: Recorder, layers: Layers, rows: int) -> tuple[Program, to
 
 
 @pytest.mark.parametrize("variant", cpu.variants())
-def test_a_program_computes_from_what_its_tensors_hold_when_it_runs(layers: Layers, variant: str) -> None:
+def test_a_program_computes_from_what_its_tensors_hold_when_it_runs(
+    layers: Layers, variant: str
+) -> None:
     with cpu.using(variant):
         program, out, x = recorded(Recorder(), layers, 3)
         torch.testing.assert_close(out, layers.expected(x), atol=1e-4, rtol=1e-4)
@@ -146,7 +153,9 @@ def test_what_other_threads_call_is_not_recorded(layers: Layers) -> None:
 
     program, _ = Recorder().record(with_another)
     assert len(program) == 9
-    torch.testing.assert_close(others[0], layers.expected(torch.ones(2, HIDDEN)), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        others[0], layers.expected(torch.ones(2, HIDDEN)), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_recording_does_not_load_pytorchs_compiler() -> None:

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from toolkit.kernels import cpu, reference
 from toolkit.kernels.cpu.sampling import sample
-
 from toolkit.sampling.params import SamplingParams
 from toolkit.sampling.sampler import choose
-from toolkit.sampling.state import SamplingState
+from toolkit.sampling.sampling_state import SamplingState
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.problem()))
 
@@ -123,7 +123,11 @@ def test_logits_that_are_not_finite_give_no_token(temperature: float, variant: s
     state = make_state([SamplingParams(temperature=temperature)] * 6)
     with cpu.using(variant):
         found = sample(
-            torch.stack(rows), torch.arange(6, dtype=torch.int32), positions_of(6), state.floats, state.ints
+            torch.stack(rows),
+            torch.arange(6, dtype=torch.int32),
+            positions_of(6),
+            state.floats,
+            state.ints,
         )
     assert found.tolist() == [-1, -1, -1, -1, 777, vocab - 1]
 

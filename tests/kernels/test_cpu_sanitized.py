@@ -14,13 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
 from toolkit.kernels import cpu
 
 ROOT = Path(__file__).parents[2]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O1", "-g1"]
 
 if not cpu.available() or shutil.which("g++") is None or not sys.platform.startswith("linux"):
-    pytest.skip("needs g++ on Linux, and a machine that the kernels run on", allow_module_level=True)
+    pytest.skip(
+        "needs g++ on Linux, and a machine that the kernels run on", allow_module_level=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +33,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
     folder, variant = tmp_path_factory.mktemp("sanitized"), cpu.variants()[-1]
-    flags = [*build.FLAGS, *build.WARNINGS, *SANITIZERS, *build.VARIANTS[variant], f"-DTK_VARIANT={variant}"]
+    flags = [
+        *build.FLAGS,
+        *build.WARNINGS,
+        *SANITIZERS,
+        *build.VARIANTS[variant],
+        f"-DTK_VARIANT={variant}",
+    ]
 
     def compiled(source: Path) -> str:
         target = str(folder / f"{source.stem}.o")
@@ -40,9 +49,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     with ThreadPoolExecutor(2) as threads:
         objects = list(threads.map(compiled, sorted((ROOT / "kernels" / "cpu").glob("*.cpp"))))
     library = folder / "_kernels.so"
-    subprocess.run(["g++", "-shared", *SANITIZERS, "-pthread", *objects, "-o", str(library)], check=True)
+    subprocess.run(
+        ["g++", "-shared", *SANITIZERS, "-pthread", *objects, "-o", str(library)], check=True
+    )
     runtimes = [
-        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+        subprocess.run(
+            ["g++", f"-print-file-name={name}"], capture_output=True, text=True
+        ).stdout.strip()
         for name in ("libasan.so", "libubsan.so")
     ]
     return os.environ | {
@@ -54,7 +67,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def python(watched: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *args], cwd=ROOT, env=watched, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, *args], cwd=ROOT, env=watched, capture_output=True, text=True
+    )
 
 
 def test_the_kernels_stay_within_their_arrays(watched):
@@ -62,7 +77,15 @@ def test_the_kernels_stay_within_their_arrays(watched):
         str(path) for path in Path(__file__).parent.glob("test_cpu_*.py") if path != Path(__file__)
     )
     done = python(
-        watched, "-m", "pytest", "-x", "-p", "tests.kernels.sanitized", "-k", cpu.variants()[-1], *tests
+        watched,
+        "-m",
+        "pytest",
+        "-x",
+        "-p",
+        "tests.kernels.sanitized",
+        "-k",
+        cpu.variants()[-1],
+        *tests,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 

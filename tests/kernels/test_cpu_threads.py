@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+
 from toolkit.kernels import cpu
 
 if not cpu.available():
@@ -90,5 +91,7 @@ if child == 0:
     os._exit(0 if right else 1)
 raise SystemExit(os.waitpid(child, 0)[1])
 """
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=60
+    )
     assert done.returncode == 0

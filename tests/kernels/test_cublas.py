@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from toolkit.kernels import cublas
 
 SHAPES = [(4096, 512, 256), (8192, 1536, 1024), (5000, 384, 640)]
@@ -22,7 +23,12 @@ class Machine:
     """A GPU that has four algorithms, and what was asked of it."""
 
     def __init__(self, monkeypatch):
-        self.named, self.timed, self.ran, self.fails_with = [SLOW, WRONG, BROKEN, FAST], [], [], None
+        self.named, self.timed, self.ran, self.fails_with = (
+            [SLOW, WRONG, BROKEN, FAST],
+            [],
+            [],
+            None,
+        )
         self.monkeypatch = monkeypatch
         monkeypatch.setattr(cublas, "_can_choose", lambda x, weight: True)
         monkeypatch.setattr(cublas, "_aligned", lambda *tensors: True)
@@ -142,7 +148,9 @@ def test_where_nothing_can_be_kept_it_is_chosen_at_each_start(machine, tmp_path,
         assert machine.ran[-1] == FAST
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("status 1")])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("status 1")]
+)
 def test_where_nothing_can_be_tried_it_is_pytorch_s(machine, error):
     machine.fails_with = error
     with cublas.choosing():
@@ -156,7 +164,9 @@ def test_a_weight_that_tells_no_algorithm_from_another_chooses_none(machine, tmp
     with cublas.choosing():
         cublas.linear(rows(4, 16), torch.full((8, 16), value))
     assert not machine.timed
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "and keeps none for other weights"
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], (
+        "and keeps none for other weights"
+    )
 
 
 def test_among_those_that_are_near_more_than_one_look_decides(machine, monkeypatch):

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from toolkit.kernels import reference
 
 from tests.combinations import pairwise
 from tests.kernels.test_attention import DTYPES, FP8, NAN, TOLERANCE, Case, make
+from toolkit.kernels import reference
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,9 @@ def test_many_requests_of_many_lengths(triton_attention, device, monkeypatch, nu
 
 
 @pytest.mark.parametrize("splits", [1, 2])
-def test_single_tokens_of_padding_requests_touch_nothing(triton_attention, device, monkeypatch, splits):
+def test_single_tokens_of_padding_requests_touch_nothing(
+    triton_attention, device, monkeypatch, splits
+):
     monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: splits)
     case = Case(((1, 20), (1, 30)), device=device)
     inputs = make(case)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+
 from toolkit.kernels import reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -13,7 +14,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 @pytest.fixture(scope="session")
 def embedding(triton_runs: bool):
     if not triton_runs:
-        pytest.skip("Triton was imported without its interpreter: these tests run in a process of their own")
+        pytest.skip(
+            "Triton was imported without its interpreter: these tests run in a process of their own"
+        )
     from toolkit.kernels.triton import embedding
 
     return embedding
@@ -21,14 +24,19 @@ def embedding(triton_runs: bool):
 
 def test_the_shares_of_all_ranks_add_up_to_pytorchs_embedding():
     table, indices = torch.randn(10, 6), torch.tensor([9, 0, 4, 5, 4])
-    parts = [reference.embed_share(indices, table[b : b + 4], b, len(table[b : b + 4])) for b in (0, 4, 8)]
+    parts = [
+        reference.embed_share(indices, table[b : b + 4], b, len(table[b : b + 4]))
+        for b in (0, 4, 8)
+    ]
     assert torch.equal(sum(parts), F.embedding(indices, table))
 
 
 @pytest.mark.parametrize("size", [1, 48, 4096, 5000])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_any_size_and_zeros_for_those_of_others(embedding, device, size, index_dtype, dtype):
+def test_rows_of_any_size_and_zeros_for_those_of_others(
+    embedding, device, size, index_dtype, dtype
+):
     """Also where the table is longer than what of it counts, and what lies there is no number."""
     table = torch.randn(7, size, device=device).to(dtype)
     table[5:] = torch.nan

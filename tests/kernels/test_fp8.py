@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from toolkit.kernels import reference
 from torch import Tensor
 
 from tests.combinations import pairwise
+from toolkit.kernels import reference
 
 NAN = float("nan")
 INFINITY = float("inf")
@@ -23,7 +23,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 @pytest.fixture(scope="session")
 def fp8(triton_runs: bool):
     if not triton_runs:
-        pytest.skip("Triton was imported without its interpreter: these tests run in a process of their own")
+        pytest.skip(
+            "Triton was imported without its interpreter: these tests run in a process of their own"
+        )
     from toolkit.kernels.triton import fp8
 
     return fp8
@@ -57,7 +59,9 @@ def values(device: torch.device | str = "cpu") -> Tensor:
 
 def test_the_reference_rounds_to_the_nearest_number_and_saturates():
     x = values()
-    torch.testing.assert_close(reference.rounded(x, reference.FP8).double(), nearest(x), rtol=0, atol=0)
+    torch.testing.assert_close(
+        reference.rounded(x, reference.FP8).double(), nearest(x), rtol=0, atol=0
+    )
     ends = reference.rounded(torch.tensor([INFINITY, -INFINITY, NAN]), reference.FP8).float()
     torch.testing.assert_close(ends, torch.tensor([448.0, -448.0, NAN]), equal_nan=True)
 
@@ -143,10 +147,14 @@ class Case:
 def make(case: Case, device: torch.device) -> dict[str, object]:
     torch.manual_seed(0)
     rows = case.size * (2 if case.gated else 1)
-    spread = torch.exp2(torch.linspace(-3, 3, rows))[:, None]  # rows of all sizes: their scales matter
+    spread = torch.exp2(torch.linspace(-3, 3, rows))[
+        :, None
+    ]  # rows of all sizes: their scales matter
     weight, scale = reference.quantize_fp8(torch.randn(rows, case.in_features) * spread)
     return {
-        "x": (torch.randn(case.tokens, case.in_features) / case.in_features**0.5).to(case.dtype).to(device),
+        "x": (torch.randn(case.tokens, case.in_features) / case.in_features**0.5)
+        .to(case.dtype)
+        .to(device),
         "weight": weight.to(device),
         "scale": scale[:, 0].contiguous().to(device),
         "bias": torch.randn(rows).to(case.dtype).to(device) if case.biased else None,
@@ -158,7 +166,9 @@ def make(case: Case, device: torch.device) -> dict[str, object]:
 def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
-    difference = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
+    difference = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(
+        min=1e-30
+    )
     assert difference < TOLERANCE[actual.dtype]  # NaN fails too
 
 
@@ -176,7 +186,7 @@ def check(fp8, case: Case, device: torch.device) -> None:
 )
 def test_products_of_any_size_and_dtype(fp8, device, dtype, sizes, tokens):
     if device.type == "cuda" and dtype == torch.float32:
-        pytest.skip("on a GPU, weights in FP8 are for activations in 16 bits (toolkit.quantization.fp8)")
+        pytest.skip("on a GPU, weights in FP8 are for activations in 16 bits (toolkit.weights.fp8)")
     check(fp8, Case(tokens, *sizes, dtype=dtype), device)
 
 
@@ -236,7 +246,11 @@ def test_what_the_kernels_cannot_do_is_an_error(fp8):
     ],
 )
 def test_products_of_real_sizes(fp8, device, size, in_features, activation, gated, dtype, tokens):
-    check(fp8, Case(tokens, size, in_features, activation, gated, biased=not gated, dtype=dtype), device)
+    check(
+        fp8,
+        Case(tokens, size, in_features, activation, gated, biased=not gated, dtype=dtype),
+        device,
+    )
 
 
 @gpu

@@ -7,8 +7,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from toolkit.kernels import reference
 from torch import Tensor
+
+from toolkit.kernels import reference
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +31,11 @@ def test_the_reference_expands_a_step_as_by_hand():
     """The last three of the five tokens in row 2, a request without tokens, the only token in row 0, and two of padding."""
     token_ids = torch.tensor([[7, 0, 0, 0, 0], [1, 1, 1, 1, 1], [10, 11, 12, 13, 14]])
     block_table = torch.tensor([[8, 0, 0], [1, 1, 1], [5, 3, 9]])
-    rows, starts, lengths = torch.tensor([2, 1, 0]), torch.tensor([0, 3, 3, 4]), torch.tensor([5, 0, 1])
+    rows, starts, lengths = (
+        torch.tensor([2, 1, 0]),
+        torch.tensor([0, 3, 3, 4]),
+        torch.tensor([5, 0, 1]),
+    )
     out = unfilled(6)
     reference.expand_inputs(rows, starts, lengths, token_ids, block_table, 2, out)
     assert [x.tolist() for x in out] == [

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from toolkit.kernels import reference
 from torch import Tensor
 
 from tests.combinations import pairwise
+from toolkit.kernels import reference
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -33,7 +33,9 @@ class Case:
 @pytest.fixture(scope="session")
 def linears(triton_runs: bool):
     if not triton_runs:
-        pytest.skip("Triton was imported without its interpreter: these tests run in a process of their own")
+        pytest.skip(
+            "Triton was imported without its interpreter: these tests run in a process of their own"
+        )
     from toolkit.kernels.triton import linear
 
     return linear
@@ -55,7 +57,9 @@ def make(case: Case, device: torch.device) -> dict[str, object]:
 def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
-    difference = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
+    difference = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(
+        min=1e-30
+    )
     assert difference < TOLERANCE[actual.dtype]  # NaN fails too
 
 
@@ -71,7 +75,9 @@ def test_reference_agrees_with_pytorch():
     gate, up = F.linear(call["x"], call["weight"], call["bias"]).chunk(2, dim=1)
     assert_close(reference.linear(**call), F.silu(gate) * up)
     call = make(Case(3, 8, 32, "gelu", biased=True), torch.device("cpu"))
-    assert_close(reference.linear(**call), F.gelu(F.linear(call["x"], call["weight"], call["bias"])))
+    assert_close(
+        reference.linear(**call), F.gelu(F.linear(call["x"], call["weight"], call["bias"]))
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +112,9 @@ def test_programs_that_share_a_tile_add_up(linears, device, gated, rows, splits,
 @pytest.mark.parametrize(("tokens", "in_features"), [(2, 1024), (7, 600), (13, 640), (30, 80)])
 @pytest.mark.parametrize(("rows", "parts"), [(8, 4), (16, 2), (16, 4), (32, 2)])
 @pytest.mark.parametrize("gated", [True, False])
-def test_warps_that_share_the_columns_add_up(linears, device, gated, rows, parts, tokens, in_features):
+def test_warps_that_share_the_columns_add_up(
+    linears, device, gated, rows, parts, tokens, in_features
+):
     call = make(Case(tokens, 37, in_features, "silu", gated=gated, biased=True), device)
     out = torch.full((tokens, 37), NAN, device=device)
     tile = linears.matmul.Tile(rows, stages=2, parts=parts)
@@ -178,7 +186,9 @@ def test_norms_between_products(linears, device, dtype, hidden, in_features, tok
 
 @pytest.mark.parametrize("tokens", [5, 20, 50])
 @pytest.mark.parametrize(
-    "tile", [(16, 2, 1, 1), (64, 2, 1, 2), (32, 2, 1, 3), (8, 2, 4, 1), (16, 2, 2, 1), (16, 2, 2, 2)], ids=str
+    "tile",
+    [(16, 2, 1, 1), (64, 2, 1, 2), (32, 2, 1, 3), (8, 2, 4, 1), (16, 2, 2, 1), (16, 2, 2, 2)],
+    ids=str,
 )
 def test_norms_behind_every_kind_of_tile(linears, device, tile, tokens):
     for _ in range(2):  # the programs of a tile count themselves

@@ -28,7 +28,9 @@ TESTS = """
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_what_takes_the_device_is_a_test_of_the_gpu_where_there_is_one(pytester, monkeypatch, has_gpu):
+def test_what_takes_the_device_is_a_test_of_the_gpu_where_there_is_one(
+    pytester, monkeypatch, has_gpu
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
     pytester.makeini("[pytest]\nmarkers = gpu")

@@ -5,25 +5,34 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from toolkit.kernels import reference
 from torch import Tensor
+
+from toolkit.kernels import reference
 
 EPS = 1e-5
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 2e-2}  # an ulp or two, relative
+TOLERANCE = {
+    torch.float32: 1e-5,
+    torch.float16: 1e-3,
+    torch.bfloat16: 2e-2,
+}  # an ulp or two, relative
 NAN = float("nan")
 
 
 @pytest.fixture(scope="session")
 def norm(triton_runs: bool):
     if not triton_runs:
-        pytest.skip("Triton was imported without its interpreter: these tests run in a process of their own")
+        pytest.skip(
+            "Triton was imported without its interpreter: these tests run in a process of their own"
+        )
     from toolkit.kernels.triton import norm
 
     return norm
 
 
-def rows(num_tokens: int, size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+def rows(
+    num_tokens: int, size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
     """x, residual, weight, bias; far from zero mean and unit variance."""
     torch.manual_seed(num_tokens * size)
     x, residual = (3 * torch.randn(2, num_tokens, size) + 1).to(dtype).to(device)
@@ -31,7 +40,9 @@ def rows(num_tokens: int, size: int, dtype: torch.dtype, device: torch.device) -
     return x, residual, weight, bias
 
 
-def apply(module, kind: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, **options):
+def apply(
+    module, kind: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, **options
+):
     if kind == "rms":
         return module.add_rms_norm(x, residual, weight, EPS, **options)
     return module.add_layer_norm(x, residual, weight, bias, EPS, **options)
@@ -52,7 +63,9 @@ def test_reference_agrees_with_pytorch(dtype):
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("with_residual", [True, False])
-@pytest.mark.parametrize(("num_tokens", "size"), [(1, 1), (3, 7), (1, 768), (2, 1000), (1, 4096), (2, 16384)])
+@pytest.mark.parametrize(
+    ("num_tokens", "size"), [(1, 1), (3, 7), (1, 768), (2, 1000), (1, 4096), (2, 16384)]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_any_size(norm, device, dtype, num_tokens, size, with_residual, kind):
     x, residual, weight, bias = rows(num_tokens, size, dtype, device)

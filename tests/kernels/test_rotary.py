@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from toolkit.kernels import reference
 from torch import Tensor
 
 from tests.combinations import pairwise
+from toolkit.kernels import reference
 
 NAN = float("nan")
 EPS = 1e-6
@@ -66,10 +66,15 @@ def make(case: Case, device: torch.device) -> Inputs:
         cache = cache.transpose(2, 3).contiguous().transpose(2, 3)
     slots = torch.randperm(num_blocks * case.block_size)[: case.tokens]
     slots[case.tokens // 2 :: 3] = -1
-    weights = {"q_weight": torch.rand(case.head_size) + 0.5, "k_weight": torch.rand(case.head_size) - 1.5}
+    weights = {
+        "q_weight": torch.rand(case.head_size) + 0.5,
+        "k_weight": torch.rand(case.head_size) - 1.5,
+    }
     options: dict[str, object] = {"num_heads": case.heads, "num_kv_heads": case.kv_heads}
     if case.normed:
-        options |= {name: weight.to(case.dtype).to(device) for name, weight in weights.items()} | {"eps": EPS}
+        options |= {name: weight.to(case.dtype).to(device) for name, weight in weights.items()} | {
+            "eps": EPS
+        }
     return Inputs(
         qkv=(2 * torch.randn(case.tokens, width + 8)).to(case.dtype).to(device)[:, :width],
         positions=positions.to(device),
@@ -83,7 +88,9 @@ def make(case: Case, device: torch.device) -> Inputs:
 @pytest.fixture(scope="session")
 def rotary(triton_runs: bool):
     if not triton_runs:
-        pytest.skip("Triton was imported without its interpreter: these tests run in a process of their own")
+        pytest.skip(
+            "Triton was imported without its interpreter: these tests run in a process of their own"
+        )
     from toolkit.kernels.triton import rotary
 
     return rotary
@@ -135,21 +142,33 @@ def test_reference_agrees_with_transformers(rotary_size, normed):
 
 @pytest.mark.parametrize(
     ("dtype", "sizes", "normed"),
-    pairwise(DTYPES, [(32, 32), (64, 0), (80, 80), (80, 32), (96, 96), (128, 64), (256, 256)], [True, False]),
+    pairwise(
+        DTYPES,
+        [(32, 32), (64, 0), (80, 80), (80, 32), (96, 96), (128, 64), (256, 256)],
+        [True, False],
+    ),
     ids=str,
 )
 def test_heads_of_any_size_rotated_in_whole_or_part(rotary, device, dtype, sizes, normed):
     head_size, rotary_size = sizes
-    check(rotary, Case(head_size=head_size, rotary_size=rotary_size, normed=normed, dtype=dtype), device)
+    check(
+        rotary,
+        Case(head_size=head_size, rotary_size=rotary_size, normed=normed, dtype=dtype),
+        device,
+    )
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "rotary_size"), pairwise([1, 9], [(1, 1), (3, 3), (14, 2), (71, 1)], [32, 0]), ids=str
+    ("tokens", "heads", "rotary_size"),
+    pairwise([1, 9], [(1, 1), (3, 3), (14, 2), (71, 1)], [32, 0]),
+    ids=str,
 )
 def test_every_way_of_grouping_heads(rotary, device, tokens, heads, rotary_size):
     num_heads, num_kv_heads = heads
     check(
-        rotary, Case(heads=num_heads, kv_heads=num_kv_heads, rotary_size=rotary_size, tokens=tokens), device
+        rotary,
+        Case(heads=num_heads, kv_heads=num_kv_heads, rotary_size=rotary_size, tokens=tokens),
+        device,
     )
 
 
@@ -196,7 +215,9 @@ def test_many_tokens_share_a_program(rotary, device, monkeypatch):
 
 def test_no_tokens_are_no_work(rotary, device):
     inputs = make(Case(), device)
-    empty = replace(inputs, qkv=inputs.qkv[:0], positions=inputs.positions[:0], slots=inputs.slots[:0])
+    empty = replace(
+        inputs, qkv=inputs.qkv[:0], positions=inputs.positions[:0], slots=inputs.slots[:0]
+    )
     q, cache = empty.run(rotary)
     assert q.shape == (0, 4, 32)
     assert cache.isnan().all()

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from toolkit.kernels import reference
 from torch import Tensor
 
+from toolkit.kernels import reference
 from toolkit.sampling import sampler
 from toolkit.sampling.logprobs import gather_logprobs
 from toolkit.sampling.params import SamplingParams
@@ -42,7 +42,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 @pytest.fixture(scope="session")
 def sampling(triton_runs: bool):
     if not triton_runs:
-        pytest.skip("Triton was imported without its interpreter: these tests run in a process of their own")
+        pytest.skip(
+            "Triton was imported without its interpreter: these tests run in a process of their own"
+        )
     from toolkit.kernels.triton.logprobs import logprobs
     from toolkit.kernels.triton.penalties import penalize
     from toolkit.kernels.triton.sampling import sample
@@ -63,7 +65,9 @@ class Step:
 
     def run(self, module) -> Tensor:
         out = torch.full_like(self.rows, -99)
-        module.sample(self.logits, self.rows, self.positions, self.floats, self.ints, self.token_ids, out)
+        module.sample(
+            self.logits, self.rows, self.positions, self.floats, self.ints, self.token_ids, out
+        )
         return out
 
 
@@ -88,7 +92,9 @@ def step(logits: Tensor, parameters: list[dict], seed: int = 0) -> Step:
     )
 
 
-def random_logits(n: int, vocab: int, dtype: torch.dtype, device: torch.device, scale: float = 3.0) -> Tensor:
+def random_logits(
+    n: int, vocab: int, dtype: torch.dtype, device: torch.device, scale: float = 3.0
+) -> Tensor:
     torch.manual_seed(n * vocab)
     return (scale * torch.randn(n, vocab)).to(dtype).to(device)
 
@@ -140,14 +146,22 @@ def test_the_reference_draws_the_numbers_of_the_cpus_sampler():
     seeds = torch.randint(-(2**63), 2**63 - 1, (100,))
     positions = torch.randint(0, 10**6, (100,))
     expected = sampler.uniform_at(seeds, positions)
-    drawn = [reference.uniform(s, p, 0) for s, p in zip(seeds.tolist(), positions.tolist(), strict=True)]
+    drawn = [
+        reference.uniform(s, p, 0) for s, p in zip(seeds.tolist(), positions.tolist(), strict=True)
+    ]
     assert drawn == expected.tolist()
 
 
 @pytest.mark.parametrize(
     "neighbour",
     [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, -1)],
-    ids=["seeds", "positions", "draws", "seeds and positions", "a position's draw and the next position"],
+    ids=[
+        "seeds",
+        "positions",
+        "draws",
+        "seeds and positions",
+        "a position's draw and the next position",
+    ],
 )
 def test_numbers_of_neighbours_are_independent(neighbour):
     """All 64 pairs of eighths are as frequent."""
@@ -167,7 +181,9 @@ def test_the_reference_draws_what_sorting_keeps(parameters, ties):
         logits = (logits * 1.5).round() / 1.5
     p = SamplingParams(**parameters)
     drawn = [
-        reference.choose(logits, p.temperature, p.top_k, p.top_p, p.min_p, seed=5, position=position)
+        reference.choose(
+            logits, p.temperature, p.top_k, p.top_p, p.min_p, seed=5, position=position
+        )
         for position in range(1500)
     ]
     assert_drawn_from(probabilities_by_sorting(logits, **parameters), torch.tensor(drawn))
@@ -186,7 +202,12 @@ def test_plain_draws_from_vocabularies_of_any_size(sampling, device, dtype, voca
 @pytest.mark.parametrize("vocab", [7, 4500])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_filter_beside_rows_without_one(sampling, device, dtype, vocab):
-    parameters = [*FILTERS, {}, {"temperature": 0.0}, {"temperature": 0.0, "top_k": 3, "top_p": 0.5}]
+    parameters = [
+        *FILTERS,
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.0, "top_k": 3, "top_p": 0.5},
+    ]
     check(sampling, step(random_logits(len(parameters), vocab, dtype, device), parameters))
 
 
@@ -215,7 +236,9 @@ def test_temperature_0_takes_the_first_of_the_greatest(sampling, device):
     assert tokens.tolist() == [130, 0, 299, 0]
 
 
-@pytest.mark.parametrize("parameters", [{}, {"top_k": 20}, {"top_p": 0.99}, {"min_p": 0.001}], ids=str)
+@pytest.mark.parametrize(
+    "parameters", [{}, {"top_k": 20}, {"top_p": 0.99}, {"min_p": 0.001}], ids=str
+)
 def test_a_forbidden_token_is_never_drawn(sampling, device, parameters):
     logits = torch.full((6, 900), -INF, device=device)
     logits[:, [3, 127, 500, 899]] = 1.0
@@ -224,7 +247,9 @@ def test_a_forbidden_token_is_never_drawn(sampling, device, parameters):
     assert len(set(tokens.tolist())) > 1
 
 
-@pytest.mark.parametrize("parameters", [{}, {"temperature": 0.0}, {"top_k": 4, "top_p": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "parameters", [{}, {"temperature": 0.0}, {"top_k": 4, "top_p": 0.5}], ids=str
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logits_that_are_not_finite_give_no_token(sampling, device, dtype, parameters):
     logits = random_logits(7, 5000, dtype, device)
@@ -243,7 +268,8 @@ def test_logits_that_are_not_finite_give_no_token(sampling, device, dtype, param
 
 def test_an_entry_without_a_position_is_skipped(sampling, device):
     case = step(
-        random_logits(5, 300, torch.float32, device), [{}, {"top_k": 2}, {}, {}, {"temperature": 0.0}]
+        random_logits(5, 300, torch.float32, device),
+        [{}, {"top_k": 2}, {}, {}, {"temperature": 0.0}],
     )
     case.positions[[0, 1, 4]] = -1
     case.rows[[0, 1]] = 10**6  # a padding entry belongs to nobody
@@ -264,11 +290,15 @@ def test_a_token_depends_on_its_own_row_alone(sampling, device):
     tokens = together.run(sampling).tolist()
     for i in (3, 1, 0, 2):
         fields = (together.logits, together.rows, together.positions)
-        alone = Step(*(x[i : i + 1] for x in fields), together.floats, together.ints, together.token_ids)
+        alone = Step(
+            *(x[i : i + 1] for x in fields), together.floats, together.ints, together.token_ids
+        )
         assert alone.run(sampling).tolist() == [tokens[i]]
 
 
-@pytest.mark.parametrize(("vocab", "width"), [(1003, 1008), (1003, 1005), (1008, 1024), (5000, 5008)])
+@pytest.mark.parametrize(
+    ("vocab", "width"), [(1003, 1008), (1003, 1005), (1008, 1024), (5000, 5008)]
+)
 def test_padded_rows(sampling, device, vocab, width):
     buffer = torch.full((6, width), NAN, dtype=torch.bfloat16, device=device)
     logits = buffer[:, :vocab]
@@ -322,7 +352,9 @@ def test_a_chosen_tokens_logprob_is_its_entry_among_the_likeliest_to_the_last_bi
 
 def test_logprobs_of_no_rows(sampling, device):
     empty = torch.empty(0, 30, device=device)
-    tokens, values, rank = sampling.logprobs(empty, torch.empty(0, dtype=torch.int64, device=device), 3)
+    tokens, values, rank = sampling.logprobs(
+        empty, torch.empty(0, dtype=torch.int64, device=device), 3
+    )
     assert (tokens.shape, values.shape, rank.shape) == ((0, 4), (0, 4), (0,))
 
 
@@ -354,7 +386,9 @@ class Histories:
         return logits
 
 
-def histories(logits: Tensor, lengths: list[int], num_prompt_tokens: int, num_tokens: int) -> Histories:
+def histories(
+    logits: Tensor, lengths: list[int], num_prompt_tokens: int, num_tokens: int
+) -> Histories:
     """Random tokens below `num_tokens` for every row of logits; row r has the penalties of r."""
     n, device = len(logits), logits.device
     params = [SamplingParams(**PENALTIES[row % len(PENALTIES)]) for row in range(n)]
@@ -454,7 +488,9 @@ def test_a_captured_graph_follows_its_inputs_and_never_waits(sampling, device):
     out = torch.empty_like(case.rows)
 
     def run() -> None:
-        sampling.sample(case.logits, case.rows, case.positions, case.floats, case.ints, case.token_ids, out)
+        sampling.sample(
+            case.logits, case.rows, case.positions, case.floats, case.ints, case.token_ids, out
+        )
 
     run()
     torch.cuda.synchronize()
@@ -465,8 +501,14 @@ def test_a_captured_graph_follows_its_inputs_and_never_waits(sampling, device):
             run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for parameters in ([{"temperature": 0.0}] * 16, [*FILTERS, {}], [{"top_k": 20, "top_p": 0.9}] * 16):
-        other = step(random_logits(16, 50_257, torch.float16, device, scale=4.0), parameters, seed=1)
+    for parameters in (
+        [{"temperature": 0.0}] * 16,
+        [*FILTERS, {}],
+        [{"top_k": 20, "top_p": 0.9}] * 16,
+    ):
+        other = step(
+            random_logits(16, 50_257, torch.float16, device, scale=4.0), parameters, seed=1
+        )
         for name in ("logits", "rows", "positions", "floats", "ints"):
             getattr(case, name).copy_(getattr(other, name))
         graph.replay()

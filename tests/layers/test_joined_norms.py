@@ -88,7 +88,11 @@ def both(tokens, dtype=torch.bfloat16, squares=True, **changes):
     expected, total = norm(linear(x, out.weight, out.bias), residual.clone())
     room = torch.zeros(tokens + tokens % 2, dtype=torch.float64) if squares else None
     normed, found = norm.after(out, x, residual, up, room)
-    return (up(normed), found), (linear(expected, up.weight, gated=True), total), isinstance(normed, Unscaled)
+    return (
+        (up(normed), found),
+        (linear(expected, up.weight, gated=True), total),
+        isinstance(normed, Unscaled),
+    )
 
 
 @pytest.mark.parametrize("tokens", [2, 7, 64])

@@ -8,11 +8,11 @@ import random
 
 import pytest
 import torch
-from toolkit.kernels import cpu
-from toolkit.kernels.cpu.program import Program
 
 from tests.checkpoints import VOCAB
 from toolkit import LLM, SamplingParams
+from toolkit.kernels import cpu
+from toolkit.kernels.cpu.program import Program
 from toolkit.layers import replay
 
 if not cpu.available():
@@ -44,7 +44,9 @@ class Steps:
         """(tokens, logits of each step, how many steps were replayed)"""
         self.logits, self.num_runs = [], 0
         params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in LENGTHS]
-        results = self.llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+        results = self.llm.generate(
+            [{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False
+        )
         return [list(result.outputs[0].token_ids) for result in results], self.logits, self.num_runs
 
 
@@ -68,7 +70,9 @@ def test_a_replayed_step_computes_the_same(name, settings, checkpoint, monkeypat
         assert all(map(torch.equal, logits, expected_logits))
 
 
-@pytest.mark.parametrize("settings", [{"attention_backend": "torch"}, {"kv_cache_dtype": "fp8"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"attention_backend": "torch"}, {"kv_cache_dtype": "fp8"}], ids=str
+)
 def test_what_pytorch_computes_in_part_is_not_replayed(settings, checkpoint, monkeypatch):
     steps = Steps(LLM(str(checkpoint("gpt2")), device="cpu", **settings), monkeypatch)
     tokens, _, num_runs = steps.answers()

@@ -21,12 +21,18 @@ def test_it_says_what_prometheus_histogram_says_of_the_same_values():
     rng = random.Random(0)
     theirs, ours = CollectorRegistry(), CollectorRegistry()
     labels = {"model_name": "m", "engine": "0"}
-    histogram = Histogram("gap", "Text.", list(labels), buckets=SHORT_SECONDS, registry=theirs).labels(
-        *labels.values()
-    )
+    histogram = Histogram(
+        "gap", "Text.", list(labels), buckets=SHORT_SECONDS, registry=theirs
+    ).labels(*labels.values())
     family = CountedHistogram("gap", "Text.", list(labels), buckets=SHORT_SECONDS, registry=ours)
     counted = family.labels(*labels.values())
-    values = [SHORT_SECONDS[0], SHORT_SECONDS[3], 0.0, 99.0, *(2 ** -rng.randrange(12) for _ in range(20))]
+    values = [
+        SHORT_SECONDS[0],
+        SHORT_SECONDS[3],
+        0.0,
+        99.0,
+        *(2 ** -rng.randrange(12) for _ in range(20)),
+    ]
     for value in values:
         count = rng.randrange(1, 5)
         counted.observe(value, count)
@@ -34,6 +40,8 @@ def test_it_says_what_prometheus_histogram_says_of_the_same_values():
             histogram.observe(value)
     expected, got = lines(theirs), lines(ours)
     assert len(got) > len(SHORT_SECONDS)
-    assert [line.rpartition(" ")[0] for line in got] == [line.rpartition(" ")[0] for line in expected]
+    assert [line.rpartition(" ")[0] for line in got] == [
+        line.rpartition(" ")[0] for line in expected
+    ]
     for line, other in zip(got, expected, strict=True):
         assert abs(float(line.rpartition(" ")[2]) - float(other.rpartition(" ")[2])) < 1e-9

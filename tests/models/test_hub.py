@@ -30,7 +30,11 @@ def ask(hub: Hub, tmp_path: Path) -> Callable[..., str]:
     """Runs `expression` in a process whose hub is ours and whose cache is empty at first; the last line it prints."""
 
     def run(expression: str, **environment: str) -> str:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("HF_", "HUGGING"))
+        }
         settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HOME": str(tmp_path)}
         code = (
             "import pathlib, sys, types, toolkit\n"
@@ -75,7 +79,9 @@ def test_a_model_is_fetched_and_run_and_afterwards_needs_no_hub(hub, ask):
 def test_what_is_fetched_has_the_files_that_were_served(hub, ask, checkpoint):
     folder = Path(ask("locate('org/tiny')"))
     source = checkpoint("gpt2")
-    assert (folder / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert (folder / "model.safetensors").read_bytes() == (
+        source / "model.safetensors"
+    ).read_bytes()
     assert {path.name for path in folder.iterdir()} == {path.name for path in source.iterdir()}
     assert not hub.asked_for("onnx")
     assert folder.name == commit_of("org/tiny", "main")
@@ -85,7 +91,9 @@ def test_a_second_time_no_file_is_fetched_again(hub, ask):
     first = ask("locate('org/tiny')")
     hub.requests.clear()
     assert ask("locate('org/tiny')") == first
-    assert not [request for request in hub.requests if request[0] == "GET" and "/resolve/" in request[1]]
+    assert not [
+        request for request in hub.requests if request[0] == "GET" and "/resolve/" in request[1]
+    ]
 
 
 def test_another_revision(hub, ask, checkpoint):
@@ -146,7 +154,9 @@ def test_when_the_hub_is_down_the_cache_serves(hub, ask):
 
 
 def test_of_two_kinds_of_weights_only_safetensors_are_fetched(hub, ask, checkpoint):
-    hub.add("org/both", checkpoint("gpt2"), **{"pytorch_model.bin": b"x" * 1000, "tf_model.h5": b"x"})
+    hub.add(
+        "org/both", checkpoint("gpt2"), **{"pytorch_model.bin": b"x" * 1000, "tf_model.h5": b"x"}
+    )
     folder = Path(ask("locate('org/both')"))
     assert (folder / "model.safetensors").is_file()
     assert not hub.asked_for("pytorch_model.bin")
@@ -154,7 +164,9 @@ def test_of_two_kinds_of_weights_only_safetensors_are_fetched(hub, ask, checkpoi
     assert ask("locate('org/both')", HF_HUB_OFFLINE="1") == str(folder)
 
 
-def test_weights_of_the_old_kind_are_fetched_when_there_are_no_others(hub, ask, checkpoint, tmp_path):
+def test_weights_of_the_old_kind_are_fetched_when_there_are_no_others(
+    hub, ask, checkpoint, tmp_path
+):
     folder = tmp_path / "old"
     checkpoints.save(checkpoints.make_reference("gpt2"), folder)
     (folder / "model.safetensors").unlink()

@@ -28,16 +28,22 @@ def test_logits_equal_transformers(case, monkeypatch):
     runner = llm._core.executor._worker.runner
     seen: list[torch.Tensor] = []
     compute = runner.model.logits
-    monkeypatch.setattr(runner.model, "logits", lambda hidden: seen.append(compute(hidden)) or seen[-1])
+    monkeypatch.setattr(
+        runner.model, "logits", lambda hidden: seen.append(compute(hidden)) or seen[-1]
+    )
     for prompt in prompts:
         seen.clear()
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
         expected = checkpoints.logits(model, prompt)
-        ours = torch.cat(seen)  # the prompt's positions in order; the last is the one that is sampled
+        ours = torch.cat(
+            seen
+        )  # the prompt's positions in order; the last is the one that is sampled
         assert ours.shape == expected.shape
         assert (ours - expected).norm() / expected.norm() < 1e-4
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            ours, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())
+        )
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
@@ -103,7 +109,10 @@ def test_several_answers_share_the_prompt(case, caching):
     llm = LLM(str(folder), device="cpu", enable_prefix_caching=caching)
     hits: list[int] = []
     take = llm._core.scheduler.take_stats
-    llm._core.scheduler.take_stats = lambda: (stats := take(), hits.append(stats.prefix_cache_hits))[0]
+    llm._core.scheduler.take_stats = lambda: (
+        stats := take(),
+        hits.append(stats.prefix_cache_hits),
+    )[0]
     results = llm.generate(
         [{"prompt_token_ids": p} for p in prompts],
         SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, n=3),
@@ -150,7 +159,13 @@ def test_prompt_logprobs_survive_preemption(case):
         pytest.skip("the scheduler does not know the model; two are enough")
     rng = random.Random(1)
     prompts = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(4)]
-    llm = LLM(str(folder), device="cpu", num_gpu_blocks_override=41, block_size=4, max_num_batched_tokens=30)
+    llm = LLM(
+        str(folder),
+        device="cpu",
+        num_gpu_blocks_override=41,
+        block_size=4,
+        max_num_batched_tokens=30,
+    )
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, prompt_logprobs=0)
     for result in llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False):
         reference = checkpoints.logits(model, result.prompt_token_ids).log_softmax(-1)

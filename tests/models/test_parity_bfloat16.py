@@ -6,12 +6,12 @@ import random
 
 import pytest
 import torch
-from toolkit.kernels import cpu
 
 from tests import checkpoints
 from tests.checkpoints import VOCAB
 from toolkit import LLM, SamplingParams
-from toolkit.models.loader import choose_dtype, load_config
+from toolkit.kernels import cpu
+from toolkit.models.build import choose_dtype, load_config
 
 needs_kernels = pytest.mark.skipif(not cpu.available(), reason=f"the CPU kernels: {cpu.problem()}")
 CPU = torch.device("cpu")

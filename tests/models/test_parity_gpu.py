@@ -14,16 +14,16 @@ import threading
 
 import pytest
 import torch
-from toolkit.kernels import cublas
 
 from tests import checkpoints
 from tests.checkpoints import NEW_TOKENS, POSITIONS, VOCAB
 from tests.models.test_stress import random_request
 from toolkit import LLM, SamplingParams
-from toolkit.capture import captured, empty_cache
 from toolkit.errors import CheckpointError, OutOfMemoryError
-from toolkit.models import loader
-from toolkit.worker import memory
+from toolkit.hardware import memory
+from toolkit.hardware.graph_capture import captured, empty_cache
+from toolkit.kernels import cublas
+from toolkit.weights import loader
 from toolkit.worker.warm_up import WarmUp
 
 pytestmark = pytest.mark.gpu
@@ -90,7 +90,9 @@ def check(results, model, expected, dtype: str, noise: dict[str, float]) -> None
             reference = checkpoints.logits(model, result.prompt_token_ids + ours).log_softmax(-1)
             at = reference[len(result.prompt_token_ids) - 1 : -1]
             behind = at.max(-1).values - at.gather(-1, torch.tensor(ours)[:, None])[:, 0]
-            assert float(behind.max()) < 4 * noise[dtype]  # two tokens, each with twice Transformers' error
+            assert (
+                float(behind.max()) < 4 * noise[dtype]
+            )  # two tokens, each with twice Transformers' error
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -118,7 +120,9 @@ def test_prefix_cache_hits_several_answers_and_prompt_logprobs(case, noise, dtyp
     name, folder, model, prompts, expected = case
     if name not in FEW:
         pytest.skip("another architecture shows it")
-    llm = LLM(str(folder), dtype=dtype, kv_cache_memory=0.05, max_num_seqs=32, max_num_batched_tokens=40)
+    llm = LLM(
+        str(folder), dtype=dtype, kv_cache_memory=0.05, max_num_seqs=32, max_num_batched_tokens=40
+    )
     check(run(llm, prompts, n=2), model, expected, dtype, noise)
     again = run(llm, prompts)
     assert [r.num_cached_tokens for r in again] == [(len(p) - 1) // 16 * 16 for p in prompts]
@@ -151,7 +155,9 @@ def test_the_host_waits_for_nothing_where_it_starts_a_step(checkpoint, monkeypat
     rng = random.Random(3)
     requests = [random_request(rng, list(range(20))) for _ in range(60)]
     found = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt, _ in requests], [p for _, p in requests], use_tqdm=False
+        [{"prompt_token_ids": prompt} for prompt, _ in requests],
+        [p for _, p in requests],
+        use_tqdm=False,
     )
     assert all(answer.token_ids for result in found for answer in result.outputs)
     assert max(steps) == 16
@@ -220,7 +226,12 @@ def test_cuda_graphs_leave_nearly_all_memory_to_the_cache(checkpoint):
     """Their memory is counted once, however many there are."""
     sizes = []
     for eager in (True, False):
-        llm = LLM(str(checkpoint("gpt2")), gpu_memory_utilization=0.2, max_num_seqs=64, enforce_eager=eager)
+        llm = LLM(
+            str(checkpoint("gpt2")),
+            gpu_memory_utilization=0.2,
+            max_num_seqs=64,
+            enforce_eager=eager,
+        )
         sizes.append(llm.info.cache_bytes)
         llm.shutdown()
         del llm
@@ -306,9 +317,18 @@ def test_memory_is_given_back_while_another_thread_captures():
 def test_products_of_the_largest_step_choose_their_algorithm(checkpoint, monkeypatch):
     monkeypatch.setattr(cublas, "_chosen", {})
     folder, most = str(checkpoint("qwen3")), 5000 // POSITIONS + 1
-    cases = ((2048, most, set()), (4096, most, {4096}), (5000, most, {4096, 5000}), (6000, 8, {4096, 5000}))
+    cases = (
+        (2048, most, set()),
+        (4096, most, {4096}),
+        (5000, most, {4096, 5000}),
+        (6000, 8, {4096, 5000}),
+    )
     for tokens, num_seqs, chosen in cases:
-        sizes = {"max_num_batched_tokens": tokens, "max_num_seqs": num_seqs, "kv_cache_memory": 0.05}
+        sizes = {
+            "max_num_batched_tokens": tokens,
+            "max_num_seqs": num_seqs,
+            "kv_cache_memory": 0.05,
+        }
         LLM(folder, dtype="bfloat16", **sizes).shutdown()
         assert {key[2] for key in cublas._chosen} == chosen
 
@@ -336,8 +356,16 @@ def greatest_error(model, rounded, prompts: list[list[int]]) -> float:
     for prompt in prompts:
         sequence = prompt + checkpoints.greedy(model, prompt, NEW_TOKENS)
         with torch.no_grad():
-            theirs = rounded(torch.tensor([sequence], device="cuda")).logits[0].float().log_softmax(-1).cpu()
-        errors.append(float((theirs - checkpoints.logits(model, sequence).log_softmax(-1)).abs().max()))
+            theirs = (
+                rounded(torch.tensor([sequence], device="cuda"))
+                .logits[0]
+                .float()
+                .log_softmax(-1)
+                .cpu()
+            )
+        errors.append(
+            float((theirs - checkpoints.logits(model, sequence).log_softmax(-1)).abs().max())
+        )
     return max(errors)
 
 
@@ -349,17 +377,27 @@ def test_heads_of_128(tmp_path, monkeypatch, budget, dtype):
 
     steps = []
     prefill = attention._prefill_on_hopper
-    monkeypatch.setattr(attention, "_prefill_on_hopper", lambda *args: steps.append(1) or prefill(*args))
+    monkeypatch.setattr(
+        attention, "_prefill_on_hopper", lambda *args: steps.append(1) or prefill(*args)
+    )
     sizes = {"head_dim": 128, "max_position_embeddings": 512}
     settings = checkpoints.ARCHITECTURES["llama3-gqa"][1] | sizes
     monkeypatch.setitem(checkpoints.ARCHITECTURES, "wide", ("Qwen3", settings))
     model = checkpoints.make_reference("wide")
     folder = checkpoints.save(model, tmp_path / "wide")
     rng = random.Random(7)
-    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 15, 64, 65, 130, 260, 400)]
+    prompts = [
+        [rng.randrange(VOCAB) for _ in range(length)] for length in (1, 15, 64, 65, 130, 260, 400)
+    ]
     rounded = checkpoints.make_reference("wide").to("cuda", getattr(torch, dtype))
     noise = {dtype: greatest_error(model, rounded, prompts)}
-    llm = LLM(str(folder), dtype=dtype, kv_cache_memory=0.05, max_num_seqs=16, max_num_batched_tokens=budget)
+    llm = LLM(
+        str(folder),
+        dtype=dtype,
+        kv_cache_memory=0.05,
+        max_num_seqs=16,
+        max_num_batched_tokens=budget,
+    )
     expected = [[]] * len(prompts)
     check(run(llm, prompts), model, expected, dtype, noise)
     again = run(llm, [prompt + prompts[1] for prompt in prompts])
@@ -384,7 +422,9 @@ def test_steps_of_many_requests_share_norms_out_among_products(tmp_path, monkeyp
     error = greatest_error(model, rounded, prompts[::8])
     kernels, rows = fused(torch.device("cuda", 0)), []
     add_norm = kernels.add_norm
-    monkeypatch.setattr(kernels, "add_norm", lambda x, *rest: rows.append(len(x)) or add_norm(x, *rest))
+    monkeypatch.setattr(
+        kernels, "add_norm", lambda x, *rest: rows.append(len(x)) or add_norm(x, *rest)
+    )
     for count in (40, 21, 7):
         llm = LLM(str(folder), dtype="bfloat16", kv_cache_memory=0.05, max_num_seqs=48)
         check(run(llm, prompts[:count]), model, [[]] * count, "bfloat16", {"bfloat16": error})
@@ -411,4 +451,6 @@ def test_a_step_that_runs_out_of_memory_is_done_in_smaller_ones(checkpoint, monk
     monkeypatch.setattr(runner, "execute", failing)
     results = run(llm, prompts)
     assert failures[0] >= 1
-    check(results, model, [checkpoints.greedy(model, p, NEW_TOKENS) for p in prompts], "float32", {})
+    check(
+        results, model, [checkpoints.greedy(model, p, NEW_TOKENS) for p in prompts], "float32", {}
+    )

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from toolkit.errors import CheckpointError
 from toolkit.layers.rotary import SCALINGS, inverse_frequencies
-from toolkit.models.config import parse_config
+from toolkit.models.model_config import parse_config
 
 
 def every(**choices: list) -> list[dict]:
@@ -65,7 +65,9 @@ def test_the_frequencies_are_transformers(kind, parameters, trained, extended):
     ours = parse_config(raw | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
     theirs = LlamaConfig(**raw)
     for length in (64, trained, trained + 1, extended):
-        expected, expected_factor = ROPE_INIT_FUNCTIONS[kind](theirs, torch.device("cpu"), seq_len=length)
+        expected, expected_factor = ROPE_INIT_FUNCTIONS[kind](
+            theirs, torch.device("cpu"), seq_len=length
+        )
         inv_freq, factor = inverse_frequencies(ours, 64, length)
         torch.testing.assert_close(inv_freq, expected, rtol=1e-6, atol=0)
         assert inv_freq.dtype == torch.float32
@@ -73,7 +75,9 @@ def test_the_frequencies_are_transformers(kind, parameters, trained, extended):
 
 
 def test_without_a_scaling_they_are_the_papers():
-    inv_freq, factor = inverse_frequencies(SimpleNamespace(rope_parameters={"rope_theta": 1e4}), 8, 100)
+    inv_freq, factor = inverse_frequencies(
+        SimpleNamespace(rope_parameters={"rope_theta": 1e4}), 8, 100
+    )
     torch.testing.assert_close(inv_freq, torch.tensor([1.0, 0.1, 0.01, 0.001]))
     assert factor == 1.0
 
@@ -96,7 +100,9 @@ def test_every_scaling_is_tried():
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_them_is_told(parameters, words):
-    config = SimpleNamespace(rope_parameters={"rope_theta": 1e4} | parameters, max_position_embeddings=1000)
+    config = SimpleNamespace(
+        rope_parameters={"rope_theta": 1e4} | parameters, max_position_embeddings=1000
+    )
     with pytest.raises(CheckpointError) as caught:
         inverse_frequencies(config, 32, 1000)
     assert words in caught.value.message

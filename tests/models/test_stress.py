@@ -38,7 +38,9 @@ def random_request(rng: random.Random, shared: list[int]) -> tuple[list[int], Sa
     prompt = (shared if rng.random() < 0.4 else []) + [
         rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))
     ]
-    return prompt, SamplingParams(max_tokens=rng.randint(5, 24), ignore_eos=True, **rng.choice(KINDS))
+    return prompt, SamplingParams(
+        max_tokens=rng.randint(5, 24), ignore_eos=True, **rng.choice(KINDS)
+    )
 
 
 def together(llm: LLM, requests: list, rng: random.Random) -> list[dict[int, list]]:
@@ -105,9 +107,16 @@ def test_what_a_request_gives_does_not_depend_on_what_else_runs(checkpoint, name
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 def test_in_16_bits_log_probabilities_are_those_of_fp32(tmp_path, monkeypatch, name, setting):
     """Of whatever was chosen. Sizes that the kernels for heads of 128 and the products that share norms out take."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 128, "max_position_embeddings": 512}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "head_dim": 128,
+        "max_position_embeddings": 512,
+    }
     monkeypatch.setitem(
-        checkpoints.ARCHITECTURES, "wide", (name, checkpoints.ARCHITECTURES["llama3-gqa"][1] | sizes)
+        checkpoints.ARCHITECTURES,
+        "wide",
+        (name, checkpoints.ARCHITECTURES["llama3-gqa"][1] | sizes),
     )
     exact, rounded = checkpoints.make_reference("wide"), checkpoints.make_reference("wide")
     rounded.to("cuda", torch.bfloat16)
@@ -132,7 +141,11 @@ def test_in_16_bits_log_probabilities_are_those_of_fp32(tmp_path, monkeypatch, n
             wanted = checkpoints.logits(exact, sequence).log_softmax(-1)[at, torch.tensor(tokens)]
             with torch.no_grad():
                 theirs = (
-                    rounded(torch.tensor([sequence], device="cuda")).logits[0].float().log_softmax(-1).cpu()
+                    rounded(torch.tensor([sequence], device="cuda"))
+                    .logits[0]
+                    .float()
+                    .log_softmax(-1)
+                    .cpu()
                 )
             ours = torch.tensor([place[token].logprob for token, place in answer])
             noise = (theirs - checkpoints.logits(exact, sequence).log_softmax(-1)).abs().max()

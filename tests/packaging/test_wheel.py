@@ -36,9 +36,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("needs a git checkout, to tell the project's files from others")
     copy = tmp_path_factory.mktemp("tree")
-    for name in run("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", cwd=ROOT).split(
-        "\0"
-    ):
+    for name in run(
+        "git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", cwd=ROOT
+    ).split("\0"):
         if name and (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
@@ -110,7 +110,9 @@ def test_the_wheel_has_every_file_that_the_package_reads(tree: Path, names: set[
     assert data <= names
 
 
-def test_the_wheel_has_the_cpu_kernels_built_for_any_python(built: tuple[Path, Path], names: set[str]):
+def test_the_wheel_has_the_cpu_kernels_built_for_any_python(
+    built: tuple[Path, Path], names: set[str]
+):
     if shutil.which("g++") is None:
         pytest.skip("there is no C++ compiler")
     assert "toolkit/kernels/cpu/_kernels.so" in names
@@ -147,7 +149,11 @@ def test_the_wheel_has_a_licence_and_the_command_and_nothing_foreign(names: set[
         metadata = archive.read(f"{info}/METADATA").decode()
     assert "License-Expression: Apache-2.0" in metadata
     assert "Requires-Python: <3.14,>=3.11" in metadata
-    assert {name.split("/")[0] for name in names} == {"toolkit", info, info.replace(".dist-info", ".data")}
+    assert {name.split("/")[0] for name in names} == {
+        "toolkit",
+        info,
+        info.replace(".dist-info", ".data"),
+    }
     assert not [name for name in names if "test" in name or "__pycache__" in name]
 
 
@@ -155,7 +161,17 @@ def test_the_installed_package_finds_its_parts(built: tuple[Path, Path], tmp_pat
     """Without dependencies, so that only light modules can be imported; the others are found."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
-    run(*PIP, "--python", python, "install", "--quiet", "--no-deps", "--no-index", built[0], cwd=tmp_path)
+    run(
+        *PIP,
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        built[0],
+        cwd=tmp_path,
+    )
     code = """
 import importlib.util, pathlib, sys, toolkit
 import toolkit.errors
@@ -173,13 +189,25 @@ print(toolkit.__version__, toolkit.__file__, reference, MODEL_DIR, sep="\\n")
     assert (tmp_path / "venv" / "bin" / "tk").is_file()
 
 
-def test_an_editable_install_reads_the_checkout(tree: Path, tmp_path: Path, without_compiler: dict[str, str]):
+def test_an_editable_install_reads_the_checkout(
+    tree: Path, tmp_path: Path, without_compiler: dict[str, str]
+):
     build = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
     run(sys.executable, "-c", build, cwd=tree, **without_compiler)
     (wheel,) = tmp_path.glob("*.whl")
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
-    run(*PIP, "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    run(
+        *PIP,
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        wheel,
+        cwd=tmp_path,
+    )
     code = "import toolkit, toolkit.kernels; print(toolkit.__file__, toolkit.kernels.__file__, sep='\\n')"
     files = run(python, "-I", "-c", code, cwd=tmp_path).splitlines()
     assert files == [str(tree / "toolkit" / "__init__.py"), str(tree / "kernels" / "__init__.py")]

@@ -15,7 +15,12 @@ except ImportError:  # the GPU tests of this folder go without
 else:
     MINILM = Path(get_model_path())
 
-_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 POSITIONS = 64
 """Tokens that these models take."""
 
@@ -40,7 +45,9 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 
 
 def bert(head: str = "BertModel", **changes: object) -> torch.nn.Module:
-    config = transformers.BertConfig(vocab_size=30522, max_position_embeddings=POSITIONS, **_SIZES, **changes)
+    config = transformers.BertConfig(
+        vocab_size=30522, max_position_embeddings=POSITIONS, **_SIZES, **changes
+    )
     return randomize(getattr(transformers, head)(config))
 
 
@@ -66,7 +73,9 @@ def bert_tokenizer() -> transformers.PreTrainedTokenizerFast:
 def roberta_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """Bytes, `<s> a </s>` and `<s> a </s></s> b </s>`."""
     specials = ["<s>", "<pad>", "</s>", "<unk>"]
-    vocab = {token: id for id, token in enumerate(specials + sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocab = {
+        token: id for id, token in enumerate(specials + sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.post_processor = processors.TemplateProcessing(
@@ -87,7 +96,9 @@ def roberta_tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
 
 
-def save(model: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerFast, folder: Path) -> Path:
+def save(
+    model: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerFast, folder: Path
+) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -12,10 +12,10 @@ from toolkit import LLM, SamplingParams
 from toolkit.config import EngineConfig
 from toolkit.engine.core import EngineCore
 from toolkit.engine.messages import EngineRequest
-from toolkit.engine.pooling import as_vector
+from toolkit.engine.pooled_prompts import as_vector
 from toolkit.errors import CheckpointError, InvalidRequestError
 from toolkit.executor import UniprocExecutor
-from toolkit.pooling import PoolingParams
+from toolkit.sampling.params import PoolingParams
 
 PROMPTS = [[(7 * i + n) % 250 for i in range(n)] for n in (1, 5, 16, 33, 70, checkpoints.POSITIONS)]
 
@@ -87,7 +87,10 @@ def test_mixed_with_generation_in_a_cache_too_small_for_all(overlap, checkpoint)
                 assert output.token_ids == []
             else:
                 generated[output.number] += output.token_ids
-        numbers, tokens = np.frombuffer(message.numbers, np.int64), np.frombuffer(message.token_ids, np.int32)
+        numbers, tokens = (
+            np.frombuffer(message.numbers, np.int64),
+            np.frombuffer(message.token_ids, np.int32),
+        )
         for number, token in zip(numbers.tolist(), tokens.tolist(), strict=True):
             generated[number].append(token)
     assert num_preemptions > 0

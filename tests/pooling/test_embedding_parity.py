@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
+from sentence_transformers.sentence_transformer.modules import (
+    Dense,
+    Normalize,
+    Pooling,
+    Transformer,
+)
 
 from tests import checkpoints
 from tests.pooling.folders import (
@@ -67,7 +72,9 @@ def test_a_long_text_is_refused_with_both_numbers_and_cut_only_when_asked(minilm
 
 def test_pairs_are_scored_by_the_cosine_of_their_embeddings(minilm, minilm_reference):
     scores = [one.outputs.score for one in minilm.score("the sea", TEXTS)]
-    of_all = minilm_reference.similarity(minilm_reference.encode("the sea"), minilm_reference.encode(TEXTS))
+    of_all = minilm_reference.similarity(
+        minilm_reference.encode("the sea"), minilm_reference.encode(TEXTS)
+    )
     assert np.abs(scores - of_all[0].numpy()).max() < 1e-5
 
 
@@ -95,7 +102,9 @@ def test_every_way_of_pooling(modes, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "tokenizer"), [(bert, bert_tokenizer), (roberta, roberta_tokenizer)], ids=["bert", "roberta"]
+    ("make", "tokenizer"),
+    [(bert, bert_tokenizer), (roberta, roberta_tokenizer)],
+    ids=["bert", "roberta"],
 )
 def test_dense_layers_and_normalization_behind_the_pooling(make, tokenizer, tmp_path):
     save(make(), tokenizer(), tmp_path / "model")
@@ -131,7 +140,9 @@ def test_old_folders_say_it_in_other_words(minilm_reference, minilm, tmp_path):
     ],
     ids=["bert", "roberta"],
 )
-def test_cross_encoders_score_as_sentence_transformers_does(make, head, tokenizer, activation, tmp_path):
+def test_cross_encoders_score_as_sentence_transformers_does(
+    make, head, tokenizer, activation, tmp_path
+):
     save(make(head, num_labels=1), tokenizer(), tmp_path)
     name = f"torch.nn.modules.{'activation' if activation == 'Sigmoid' else 'linear'}.{activation}"
     checkpoints.edit_json(tmp_path / "config.json", sentence_transformers={"activation_fn": name})
@@ -147,19 +158,24 @@ def test_fewer_bits_give_nearly_the_same(minilm):
     assert (embed(load(MINILM, dtype="bfloat16"), TEXTS) * exact).sum(axis=1).min() > 0.99
 
 
-@pytest.mark.parametrize("settings", [{"kv_cache_dtype": "fp8"}, {"attention_backend": "torch"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"kv_cache_dtype": "fp8"}, {"attention_backend": "torch"}], ids=str
+)
 def test_settings_of_a_cache_are_refused(settings):
     with pytest.raises(ConfigError, match="this one is an encoder"):
         load(MINILM, **settings)
 
 
 def test_what_cannot_be_served_is_said_at_the_start(tmp_path):
-    folder = save(bert("BertForSequenceClassification", num_labels=3), bert_tokenizer(), tmp_path / "labels")
+    folder = save(
+        bert("BertForSequenceClassification", num_labels=3), bert_tokenizer(), tmp_path / "labels"
+    )
     with pytest.raises(CheckpointError, match="has 3 labels"):
         load(folder)
     save(bert(), bert_tokenizer(), tmp_path / "bert")
     SentenceTransformer(
-        modules=[Transformer(str(tmp_path / "bert")), Pooling(32, pooling_mode="weightedmean")], device="cpu"
+        modules=[Transformer(str(tmp_path / "bert")), Pooling(32, pooling_mode="weightedmean")],
+        device="cpu",
     ).save(str(tmp_path / "weighted"))
     with pytest.raises(CheckpointError, match="weightedmean"):
         load(tmp_path / "weighted")

@@ -11,7 +11,7 @@ import torch
 from tests.pooling.folders import bert, bert_tokenizer, save
 from toolkit import LLM
 from toolkit.engine.output_processor import Delta
-from toolkit.engine.pooling import _vector, as_vector
+from toolkit.engine.pooled_prompts import _vector, as_vector
 from toolkit.errors import EngineError
 
 POISON = 777

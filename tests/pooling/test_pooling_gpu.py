@@ -40,7 +40,9 @@ def embed(folder: Path, **settings: object) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize(("dtype", "least"), [("float32", 0.9999), ("bfloat16", 0.999), ("float16", 0.9999)])
+@pytest.mark.parametrize(
+    ("dtype", "least"), [("float32", 0.9999), ("bfloat16", 0.999), ("float16", 0.9999)]
+)
 def test_an_encoder(dtype: str, least: float, encoder: Path):
     expected = embed(encoder, device="cpu", dtype="float32")
     cosines = (embed(encoder, device="cuda", dtype=dtype) * expected).sum(axis=1)
@@ -49,7 +51,9 @@ def test_an_encoder(dtype: str, least: float, encoder: Path):
 
 def test_an_encoder_with_weights_in_fp8(encoder: Path):
     expected = embed(encoder, device="cpu", dtype="float32")
-    cosines = (embed(encoder, device="cuda", dtype="bfloat16", quantization="fp8") * expected).sum(axis=1)
+    cosines = (embed(encoder, device="cuda", dtype="bfloat16", quantization="fp8") * expected).sum(
+        axis=1
+    )
     assert cosines.min() > 0.99
 
 
@@ -57,5 +61,7 @@ def test_an_encoder_with_weights_in_fp8(encoder: Path):
 def test_a_decoder(pooling: str, checkpoint: Callable[[str], Path]):
     folder = checkpoint("llama3-gqa")
     expected = embed(folder, device="cpu", pooling=pooling)
-    cosines = (embed(folder, device="cuda", dtype="float32", pooling=pooling) * expected).sum(axis=1)
+    cosines = (embed(folder, device="cuda", dtype="float32", pooling=pooling) * expected).sum(
+        axis=1
+    )
     assert cosines.min() > 0.9999

@@ -11,7 +11,7 @@ from transformers import NoBadWordsLogitsProcessor
 
 from toolkit.sampling.params import SamplingParams
 from toolkit.sampling.sampler import add_biases, sample
-from toolkit.sampling.state import SamplingState
+from toolkit.sampling.sampling_state import SamplingState
 
 VOCAB = 12
 DEVICES = [
@@ -34,7 +34,10 @@ def biased(
         state.set(row, one, 0, num_prompt_tokens, [])
         history[row, : len(had)] = torch.tensor(had)
     changed = logits.to(device, copy=True)
-    rows, lengths = np.arange(len(params), dtype=np.int32), np.array([len(t) for t in tokens], np.int32)
+    rows, lengths = (
+        np.arange(len(params), dtype=np.int32),
+        np.array([len(t) for t in tokens], np.int32),
+    )
     add_biases(changed, state, history.to(device), rows, lengths)
     return changed.cpu()
 
@@ -44,7 +47,10 @@ def test_the_ends_of_bad_words_are_those_that_transformers_takes_out(device: str
     rng = random.Random(5)
     num_forbidden = 0
     for seed in range(60):
-        words = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))] for _ in range(rng.randint(1, 5))]
+        words = [
+            [rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))]
+            for _ in range(rng.randint(1, 5))
+        ]
         tokens = [[rng.randrange(VOCAB) for _ in range(rng.randint(0, 9))] for _ in range(4)]
         for had in tokens:  # often one is about to be completed
             if rng.random() < 0.7:
@@ -53,7 +59,9 @@ def test_the_ends_of_bad_words_are_those_that_transformers_takes_out(device: str
         ours = biased(logits, [SamplingParams(bad_words_token_ids=words)] * 4, tokens, 0, device)
         theirs = NoBadWordsLogitsProcessor(words, eos_token_id=None)
         for row, had in enumerate(tokens):
-            expected = theirs(torch.tensor([had], dtype=torch.int64), logits[row : row + 1].clone())[0]
+            expected = theirs(
+                torch.tensor([had], dtype=torch.int64), logits[row : row + 1].clone()
+            )[0]
             assert torch.equal(ours[row], expected)
             num_forbidden += int(expected.isinf().sum())
     assert num_forbidden > 100
@@ -94,8 +102,14 @@ def test_other_requests_of_a_batch_are_left_alone() -> None:
         state.set(row, params, 0, 1, [])
     state.load([0, 1, 2])
     rows = np.arange(3, dtype=np.int32)
-    tokens = sample(logits.clone(), state, torch.zeros(3, 4, dtype=torch.int32), rows, np.ones(3, np.int32))
+    tokens = sample(
+        logits.clone(), state, torch.zeros(3, 4, dtype=torch.int32), rows, np.ones(3, np.int32)
+    )
     assert tokens.tolist() == [int(logits[0].argmax()), 4, int(logits[2].argmax())]
-    state.set(1, SamplingParams(temperature=0), 0, 1, [])  # whoever gets the row next may choose all
-    tokens = sample(logits.clone(), state, torch.zeros(3, 4, dtype=torch.int32), rows, np.ones(3, np.int32))
+    state.set(
+        1, SamplingParams(temperature=0), 0, 1, []
+    )  # whoever gets the row next may choose all
+    tokens = sample(
+        logits.clone(), state, torch.zeros(3, 4, dtype=torch.int32), rows, np.ones(3, np.int32)
+    )
     assert tokens.tolist() == logits.argmax(-1).tolist()

@@ -26,11 +26,16 @@ WRONG = [
     ("prompt_logprobs", [-1, 101, "1"]),
     ("stop", [[""], ["x" * 1025], ["x"] * 65, [3]]),
     ("stop_token_ids", [["a"], [1.0]]),
-    ("logit_bias", [{3: 101.0}, {3: -100.5}, {3: math.nan}, {3: math.inf}, {"3": 1.0}, {3: "much"}]),
+    (
+        "logit_bias",
+        [{3: 101.0}, {3: -100.5}, {3: math.nan}, {3: math.inf}, {"3": 1.0}, {3: "much"}],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in WRONG for value in values]
+)
 def test_a_value_out_of_range_is_refused_by_name(name, value):
     with pytest.raises(InvalidRequestError, match=name) as caught:
         SamplingParams(**{name: value})
@@ -71,7 +76,13 @@ def test_minus_one_and_zero_mean_every_token():
 
 def test_parameters_survive_the_way_to_the_core():
     params = SamplingParams(
-        n=3, temperature=0.5, top_k=4, logit_bias={5: -1.0}, stop=["a", "b"], seed=-9, max_tokens=None
+        n=3,
+        temperature=0.5,
+        top_k=4,
+        logit_bias={5: -1.0},
+        stop=["a", "b"],
+        seed=-9,
+        max_tokens=None,
     )
     wire = msgspec.msgpack.encode(params)
     assert msgspec.msgpack.decode(wire, type=SamplingParams) == params

@@ -17,7 +17,7 @@ from transformers import (
 
 from toolkit.sampling.params import SamplingParams
 from toolkit.sampling.sampler import draw, sample, uniform_at
-from toolkit.sampling.state import SamplingState
+from toolkit.sampling.sampling_state import SamplingState
 
 VOCAB = 60
 EOS = 7
@@ -36,7 +36,9 @@ def random_logits(seed: int, rows: int = 1) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2.5
 
 
-def draw_many(logits: torch.Tensor, params: SamplingParams, count: int, first: int = 0) -> torch.Tensor:
+def draw_many(
+    logits: torch.Tensor, params: SamplingParams, count: int, first: int = 0
+) -> torch.Tensor:
     """How often each token comes at `count` positions that all have the same logits [1, VOCAB]."""
     state = make_state(params)
     tokens = sample(
@@ -117,7 +119,11 @@ def test_tokens_are_drawn_right_over_seeds_too():
     state.ints[:, 1] = torch.arange(count)
     rows = np.arange(count, dtype=np.int32)
     tokens = sample(
-        logits.repeat(count, 1), state, torch.zeros(count, 1, dtype=torch.int32), rows, np.full_like(rows, 17)
+        logits.repeat(count, 1),
+        state,
+        torch.zeros(count, 1, dtype=torch.int32),
+        rows,
+        np.full_like(rows, 17),
     )
     assert chi_square_fits(tokens.bincount(minlength=VOCAB), logits.softmax(-1)[0])
 
@@ -160,7 +166,9 @@ def test_repetition_penalty_is_transformers(penalty):
     history = random_history(np.random.default_rng(0), 25)
     logits = random_logits(4)
     expected = RepetitionPenaltyLogitsProcessor(penalty)(history.long(), logits.clone())
-    state = make_state(SamplingParams(temperature=0.0, repetition_penalty=penalty), num_prompt_tokens=10)
+    state = make_state(
+        SamplingParams(temperature=0.0, repetition_penalty=penalty), num_prompt_tokens=10
+    )
     ours = logits.clone()
     token = sample(ours, state, history, np.array([0], np.int32), np.array([25], np.int32))
     torch.testing.assert_close(ours, expected)
@@ -168,7 +176,9 @@ def test_repetition_penalty_is_transformers(penalty):
     assert not torch.equal(ours, logits)
 
 
-@pytest.mark.parametrize(("presence", "frequency"), [(1.5, 0.0), (0.0, 0.7), (-2.0, 2.0), (0.3, -0.4)])
+@pytest.mark.parametrize(
+    ("presence", "frequency"), [(1.5, 0.0), (0.0, 0.7), (-2.0, 2.0), (0.3, -0.4)]
+)
 def test_presence_and_frequency_penalties_count_the_output_alone(presence, frequency):
     history = random_history(np.random.default_rng(1), 30)
     prompt, length = 12, 26  # what lies beyond `length` is of another request
@@ -192,7 +202,10 @@ def test_presence_and_frequency_penalties_count_the_output_alone(presence, frequ
 def test_penalties_touch_only_the_rows_that_ask_for_them():
     history = random_history(np.random.default_rng(2), 9).repeat(3, 1)
     logits = random_logits(6, 3)
-    params = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, repetition_penalty=2.0)]
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, repetition_penalty=2.0),
+    ]
     ours = logits.clone()
     sample(
         ours,
@@ -215,7 +228,11 @@ def test_logit_bias_is_added(bias):
     ours = logits.clone()
     state = make_state(SamplingParams(temperature=0.0, logit_bias=bias))
     token = sample(
-        ours, state, torch.zeros(1, 1, dtype=torch.int32), np.zeros(1, np.int32), np.zeros(1, np.int32)
+        ours,
+        state,
+        torch.zeros(1, 1, dtype=torch.int32),
+        np.zeros(1, np.int32),
+        np.zeros(1, np.int32),
     )
     torch.testing.assert_close(ours, expected)
     assert token.item() == expected.argmax().item()
@@ -239,11 +256,15 @@ def test_min_tokens_forbids_every_end_until_there_are_enough():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_are_marked_and_the_neighbours_are_drawn_as_ever(bad, temperature):
+def test_logits_that_are_not_finite_are_marked_and_the_neighbours_are_drawn_as_ever(
+    bad, temperature
+):
     logits = random_logits(8, 3)
     spoiled = logits.clone()
     spoiled[1, 30] = bad
-    state = make_state(*[SamplingParams(temperature=temperature, top_p=0.9, repetition_penalty=1.1)] * 3)
+    state = make_state(
+        *[SamplingParams(temperature=temperature, top_p=0.9, repetition_penalty=1.1)] * 3
+    )
     history = random_history(np.random.default_rng(3), 4).repeat(3, 1)
     rows, lengths = np.arange(3, dtype=np.int32), np.full(3, 4, np.int32)
     good = sample(logits, state, history, rows, lengths).tolist()

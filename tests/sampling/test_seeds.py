@@ -15,7 +15,12 @@ KINDS = {
     "plain": {"temperature": 1.5},
     "top-k": {"temperature": 2.0, "top_k": 7},
     "top-p": {"temperature": 2.0, "top_p": 0.8},
-    "penalties": {"temperature": 1.5, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_p": 0.02},
+    "penalties": {
+        "temperature": 1.5,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.5,
+        "min_p": 0.02,
+    },
 }
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -30,7 +35,9 @@ def strangers(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
     for _ in range(rng.randrange(1, 7)):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 50))]
         settings = dict(rng.choice([*KINDS.values(), {"temperature": 0.0}]))
-        made.append((prompt, SamplingParams(max_tokens=rng.randrange(1, 40), ignore_eos=True, **settings)))
+        made.append(
+            (prompt, SamplingParams(max_tokens=rng.randrange(1, 40), ignore_eos=True, **settings))
+        )
     return made
 
 

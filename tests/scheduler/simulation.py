@@ -47,7 +47,10 @@ def expected_answer(request: Request) -> tuple[list[int], FinishReason, int | No
                 return tokens, FinishReason.STOP, tokens[-1]
             if tokens[-1] == EOS and not request.params.ignore_eos:
                 return tokens, FinishReason.STOP, None
-        if len(tokens) == request.max_tokens or len(request.prompt_token_ids) + len(tokens) == MAX_MODEL_LEN:
+        if (
+            len(tokens) == request.max_tokens
+            or len(request.prompt_token_ids) + len(tokens) == MAX_MODEL_LEN
+        ):
             return tokens, FinishReason.LENGTH, None
 
 
@@ -112,9 +115,12 @@ class Device:
             seen = computed + count
             if not self.broken:
                 held = [
-                    self.cache[row.blocks[p // self.block_size], p % self.block_size] for p in range(seen)
+                    self.cache[row.blocks[p // self.block_size], p % self.block_size]
+                    for p in range(seen)
                 ]
-                assert held == prefixes[number][:seen], f"row {number} reads another request's cache"
+                assert held == prefixes[number][:seen], (
+                    f"row {number} reads another request's cache"
+                )
             if samples:
                 assert seen == len(row.tokens), "the next token comes after all the others"
                 sampled.append(next_token(tuple(row.tokens), row.seed))
@@ -310,9 +316,13 @@ def check_ownership(scheduler: Scheduler) -> None:
         assert request.status is RequestStatus.RUNNING
         assert len(set(request.blocks)) == len(request.blocks)
     on_host = [block for request in scheduler._requests.values() for block in request.host_blocks]
-    assert sorted(on_host + scheduler.host_pool._free) == list(range(scheduler.host_pool.num_blocks))
+    assert sorted(on_host + scheduler.host_pool._free) == list(
+        range(scheduler.host_pool.num_blocks)
+    )
     taken = [request.row for request in scheduler.running]
-    assert sorted(taken + scheduler._free_rows) == list(range(len(taken) + len(scheduler._free_rows)))
+    assert sorted(taken + scheduler._free_rows) == list(
+        range(len(taken) + len(scheduler._free_rows))
+    )
     for request in scheduler._requests.values():
         if request not in scheduler.running:
             assert not request.blocks

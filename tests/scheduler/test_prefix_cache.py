@@ -142,7 +142,9 @@ def longest_cached_prefix(tokens: list[int], seen: list[list[int]], block_size: 
     """Whole blocks at the beginning of `tokens` that one of the computed sequences begins with, less what must be computed."""
     best = 0
     for other in seen:
-        common = next((i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), None)
+        common = next(
+            (i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), None
+        )
         best = max(best, min(len(tokens), len(other)) if common is None else common)
     return min(best, len(tokens) - 1) // block_size * block_size
 
@@ -162,7 +164,9 @@ def test_hits_are_the_longest_common_beginning_of_the_same_salt(turns, block_siz
         for i, (prompt, salt) in enumerate(turns)
     ]
     plan = Plan(
-        block_size=block_size, num_blocks=400, arrivals=[(i * 100, [r]) for i, r in enumerate(requests)]
+        block_size=block_size,
+        num_blocks=400,
+        arrivals=[(i * 100, [r]) for i, r in enumerate(requests)],
     )
     run(plan)
     seen: dict[str, list[list[int]]] = {}
@@ -214,7 +218,8 @@ def test_an_evicted_block_is_not_found_again():
     """Two prompts that cannot both stay in the pool: the first has to be computed anew."""
     first, second = [2] * 16, [3] * 16
     requests = [
-        make_request(f"{i}", prompt, max_tokens=1) for i, prompt in enumerate((first, second, first, first))
+        make_request(f"{i}", prompt, max_tokens=1)
+        for i, prompt in enumerate((first, second, first, first))
     ]
     run(Plan(num_blocks=6, arrivals=[(i * 50, [r]) for i, r in enumerate(requests)]))
     assert requests[2].num_cached_tokens < 12
@@ -227,7 +232,9 @@ def test_a_preempted_request_finds_what_it_had_generated():
 
     scheduler = make_scheduler(Plan(num_blocks=14, budget=100))
     device = Device(scheduler)
-    first, second = (make_request(f"{i}", [i] * 5, max_tokens=30, ignore_eos=True, seed=i) for i in (2, 3))
+    first, second = (
+        make_request(f"{i}", [i] * 5, max_tokens=30, ignore_eos=True, seed=i) for i in (2, 3)
+    )
     for request in (first, second):
         scheduler.add(request)
     resumed_at = []
@@ -245,13 +252,18 @@ def test_a_preempted_request_finds_what_it_had_generated():
 def test_what_resumed_requests_have_in_common_is_computed_once(budget: int, depth: int):
     """As after the engine died: fifty come at once, with one long prompt and each with some tokens of its own."""
     requests = [
-        make_request(f"{i}", [*[2, 3] * 12], max_tokens=8, ignore_eos=True, seed=i) for i in range(50)
+        make_request(f"{i}", [*[2, 3] * 12], max_tokens=8, ignore_eos=True, seed=i)
+        for i in range(50)
     ]
     answers = [expected_answer(request)[0] for request in requests]
     for request, answer in zip(requests, answers, strict=True):
         request.resume(answer[:5])
-    plan = Plan(num_blocks=600, max_num_seqs=50, budget=budget, depth=depth, arrivals=[(0, requests)])
+    plan = Plan(
+        num_blocks=600, max_num_seqs=50, budget=budget, depth=depth, arrivals=[(0, requests)]
+    )
     outcome = run(plan)
     assert [request.output_token_ids for request in requests] == answers
     computed = sum(sum(num_tokens) for _, num_tokens, *_ in outcome.trace)
-    assert computed == 24 + 50 * (5 + 3 - 1), "the prompt once, and of each its own tokens but for the last"
+    assert computed == 24 + 50 * (5 + 3 - 1), (
+        "the prompt once, and of each its own tokens but for the last"
+    )

@@ -53,7 +53,8 @@ def groups(draw, index: int, caching: bool):
     shape["min_tokens"] = draw(st.integers(0, min(3, shape["max_tokens"])))
     leader = make_request(f"{index}/0", prompt, seed=seed, **shape)
     siblings = [
-        make_request(f"{index}/{i}", prompt, seed=seed + i, leader=leader, **shape) for i in range(1, n)
+        make_request(f"{index}/{i}", prompt, seed=seed + i, leader=leader, **shape)
+        for i in range(1, n)
     ]
     return [leader, *siblings]
 
@@ -79,7 +80,9 @@ def plans(draw, *, failing: bool = False, aborting: bool = True):
     )
     names = [request.id for request in plan.requests]
     if aborting:
-        plan.aborts = draw(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(names)), max_size=3))
+        plan.aborts = draw(
+            st.lists(st.tuples(st.integers(0, 40), st.sampled_from(names)), max_size=3)
+        )
     if failing:
         plan.failures = draw(
             st.dictionaries(st.integers(0, 40), st.sampled_from(["error", "memory"]), max_size=4)
@@ -165,7 +168,9 @@ def test_an_answer_can_be_read_at_any_time_and_only_at_the_end(block_size):
         max_num_batched_tokens=64,
         max_model_len=1000,
     )
-    watched, unwatched = (make_request(name, [2] * 5, max_tokens=900) for name in ("watched", "unwatched"))
+    watched, unwatched = (
+        make_request(name, [2] * 5, max_tokens=900) for name in ("watched", "unwatched")
+    )
     expected: list[int] = []
     for request in (watched, unwatched):
         request.eos_token_ids = frozenset()
@@ -196,7 +201,9 @@ def test_a_tiny_pool_preempts_and_all_finish_right(depth, num_host_blocks):
             (
                 0,
                 [
-                    make_request(f"{i}", [2 + i] * 8, max_tokens=30, ignore_eos=True, seed=i, cacheable=False)
+                    make_request(
+                        f"{i}", [2 + i] * 8, max_tokens=30, ignore_eos=True, seed=i, cacheable=False
+                    )
                     for i in range(4)
                 ],
             )
@@ -220,7 +227,9 @@ def test_first_tokens_come_in_order_of_rank(plan):
         ((turn, group[:1]) for turn, group in plan.arrivals), key=lambda arrival: arrival[0]
     )
     outcome = run(plan)
-    rank = (lambda r: (r.priority, r.arrival)) if plan.policy == "priority" else (lambda r: r.arrival)
+    rank = (
+        (lambda r: (r.priority, r.arrival)) if plan.policy == "priority" else (lambda r: r.arrival)
+    )
     turns = [outcome.first_token[request.id] for request in sorted(plan.requests, key=rank)]
     assert turns == sorted(turns)
 
@@ -230,7 +239,11 @@ def test_under_priority_a_later_more_urgent_request_keeps_its_blocks():
     patient = make_request("patient", [2] * 12, max_tokens=28, ignore_eos=True, priority=5)
     urgent = make_request("urgent", [3] * 12, max_tokens=28, ignore_eos=True, priority=1)
     plan = Plan(
-        num_blocks=12, policy="priority", arrivals=[(0, [patient]), (3, [urgent])], caching=False, depth=2
+        num_blocks=12,
+        policy="priority",
+        arrivals=[(0, [patient]), (3, [urgent])],
+        caching=False,
+        depth=2,
     )
     run(plan)
     assert patient.num_preemptions > 0
@@ -244,7 +257,8 @@ def test_under_priority_a_later_more_urgent_request_keeps_its_blocks():
 def test_a_poisonous_request_fails_alone(depth, budget, since):
     """Also when its prompt takes several steps, of which only the last one fails."""
     requests = [
-        make_request(f"{i}", [2 + i] * (5 + 3 * i), max_tokens=20, ignore_eos=True, seed=i) for i in range(5)
+        make_request(f"{i}", [2 + i] * (5 + 3 * i), max_tokens=20, ignore_eos=True, seed=i)
+        for i in range(5)
     ]
     plan = Plan(
         depth=depth,
@@ -289,16 +303,24 @@ def test_out_of_memory_halves_the_step_and_all_finish_right():
 
 def test_memory_that_is_never_enough_ends_every_request_with_an_error():
     requests = [make_request(f"{i}", [2 + i] * 9, max_tokens=9, seed=i) for i in range(4)]
-    plan = Plan(num_blocks=40, arrivals=[(0, requests)], failures=dict.fromkeys(range(1000), "memory"))
+    plan = Plan(
+        num_blocks=40, arrivals=[(0, requests)], failures=dict.fromkeys(range(1000), "memory")
+    )
     run(plan)
     assert {request.finish_reason for request in requests} == {FinishReason.ERROR}
 
 
 def test_a_request_larger_than_the_whole_cache_is_refused_at_once():
     scheduler = Scheduler(
-        num_blocks=3, block_size=4, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=MAX_MODEL_LEN
+        num_blocks=3,
+        block_size=4,
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        max_model_len=MAX_MODEL_LEN,
     )
-    with pytest.raises(ValueError, match="needs up to 13 tokens of KV cache and all of it holds 12"):
+    with pytest.raises(
+        ValueError, match="needs up to 13 tokens of KV cache and all of it holds 12"
+    ):
         scheduler.add(make_request("0", [2] * 7, max_tokens=6))
     assert scheduler.num_unfinished == 0
 
@@ -306,7 +328,8 @@ def test_a_request_larger_than_the_whole_cache_is_refused_at_once():
 def test_siblings_wait_for_their_leader_and_then_share_its_prompt():
     leader = make_request("0/0", [2] * 17, max_tokens=8, ignore_eos=True)
     others = [
-        make_request(f"0/{i}", [2] * 17, max_tokens=8, ignore_eos=True, leader=leader, seed=i) for i in (1, 2)
+        make_request(f"0/{i}", [2] * 17, max_tokens=8, ignore_eos=True, leader=leader, seed=i)
+        for i in (1, 2)
     ]
     plan = Plan(budget=6, num_blocks=40, arrivals=[(0, [leader, *others])])
     outcome = run(plan)

@@ -35,7 +35,9 @@ def token_of(row: int, position: int) -> int:
 
 def answer(step: SchedulerOutput) -> ModelOutput:
     ends = (step.num_computed + step.num_tokens)[step.samples]
-    tokens = [token_of(*at) for at in zip(step.rows[step.samples].tolist(), ends.tolist(), strict=True)]
+    tokens = [
+        token_of(*at) for at in zip(step.rows[step.samples].tolist(), ends.tolist(), strict=True)
+    ]
     return ModelOutput(step.step, np.array(tokens, np.int32))
 
 
@@ -69,7 +71,8 @@ def test_a_step_brings_the_tokens_that_were_sampled_since() -> None:
             ends = (step.num_computed + step.num_tokens)[step.samples].tolist()
             rows = step.rows[step.samples].tolist()
             newest = [
-                token_of(row, end - 1) if end > 5 else 2 + row for row, end in zip(rows, ends, strict=True)
+                token_of(row, end - 1) if end > 5 else 2 + row
+                for row, end in zip(rows, ends, strict=True)
             ]
             assert sorted(step.last_tokens.tolist()) == sorted(newest)
             flying.append(step)

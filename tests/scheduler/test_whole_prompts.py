@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from toolkit.pooling import PoolingParams
-from toolkit.sampling.params import SamplingParams
+from toolkit.sampling.params import PoolingParams, SamplingParams
 from toolkit.scheduler import ModelOutput, Request, Scheduler
 
 

@@ -56,7 +56,9 @@ LIVE = {
 def metrics():
     """A function from an amount of finished work, in requests, to the server's metrics then."""
 
-    def write(requests: float, running: float = 12.0, waiting: float = 3.0, start: float = 1.7e9) -> str:
+    def write(
+        requests: float, running: float = 12.0, waiting: float = 3.0, start: float = 1.7e9
+    ) -> str:
         return TEXT.format(
             start=start,
             running=running,
@@ -77,7 +79,9 @@ class Canned:
     `key` is what /tk/requests and /server_info want, `asked` what was asked for.
     """
 
-    def __init__(self, readings: list[str | None], *, is_tk: bool = True, key: str | None = None) -> None:
+    def __init__(
+        self, readings: list[str | None], *, is_tk: bool = True, key: str | None = None
+    ) -> None:
         self.readings = readings
         self.is_tk = is_tk
         self.key = key
@@ -109,13 +113,17 @@ class Canned:
             return httpx.Response(401, json={"error": {"message": "This wants the admin key."}})
         if request.url.path == "/server_info":
             scheduler = {"max_num_seqs": 99, "scheduling_policy": "fcfs"}
-            return httpx.Response(200, json={"version": "9.8.7", "engine": {"scheduler": scheduler}})
+            return httpx.Response(
+                200, json={"version": "9.8.7", "engine": {"scheduler": scheduler}}
+            )
         if request.method == "DELETE":
             id = request.url.path.rpartition("/")[2]
             before = len(self.live)
             self.live = [one for one in self.live if one["id"] != id]
             if len(self.live) == before:
-                return httpx.Response(404, json={"error": {"message": f"There is no live request '{id}'."}})
+                return httpx.Response(
+                    404, json={"error": {"message": f"There is no live request '{id}'."}}
+                )
             return httpx.Response(200, json={"id": id, "num_requests": 1, "deleted": True})
         return httpx.Response(200, json={"requests": self.live, "object": "list"})
 

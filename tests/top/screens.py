@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from toolkit.top.app import TopApp
-from toolkit.top.demo import demo_sources
+from toolkit.top.readings.demo import demo_sources
 from toolkit.top.run import show_past
 from toolkit.top.state import State
 

@@ -75,7 +75,10 @@ def main():
             return 1
         now, share = process.memory_info().rss, (used() - cpu) / (time.monotonic() - since)
         most = max(most, now)
-        print(f"{time.monotonic() - begun:5.0f} s  {now / 2**20:6.1f} MiB  {share:.2%} of a core", flush=True)
+        print(
+            f"{time.monotonic() - begun:5.0f} s  {now / 2**20:6.1f} MiB  {share:.2%} of a core",
+            flush=True,
+        )
         if until >= begun + seconds:
             break
     os.write(terminal, b"q")

@@ -8,11 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.top.arithmetic import increase, latency, observed, quantiles, restarted, tightened, together
-from toolkit.top.bands import NUM_BANDS, band_of, lower_bound, spread
-from toolkit.top.parse import Parser
-from toolkit.top.reading import Histogram, Reading
-from toolkit.top.server import HISTORY, KEPT, Server
+from toolkit.top.drawing.bands import NUM_BANDS, band_of, lower_bound, spread
+from toolkit.top.readings.arithmetic import (
+    increase,
+    latency,
+    observed,
+    quantiles,
+    restarted,
+    tightened,
+    together,
+)
+from toolkit.top.readings.parse import Parser
+from toolkit.top.readings.reading import Histogram, Reading
+from toolkit.top.readings.server import HISTORY, KEPT, Server
 from toolkit.top.view import charted, view_of
 
 
@@ -58,11 +66,15 @@ def pieces_of(buckets):
     ],
 )
 def test_quantiles_interpolate_within_a_bucket(buckets, q, expected):
-    assert quantiles(pieces_of(buckets), (q,)) == [None if expected is None else pytest.approx(expected)]
+    assert quantiles(pieces_of(buckets), (q,)) == [
+        None if expected is None else pytest.approx(expected)
+    ]
 
 
 @settings(max_examples=200, deadline=None)
-@given(counts=st.lists(st.integers(0, 50), min_size=2, max_size=12).filter(any), q=st.floats(0.01, 1.0))
+@given(
+    counts=st.lists(st.integers(0, 50), min_size=2, max_size=12).filter(any), q=st.floats(0.01, 1.0)
+)
 def test_quantiles_of_one_histogram_are_prometheus_s(counts, q):
     bounds = [0.001 * 1.5**i for i in range(len(counts) - 1)] + [math.inf]
     cumulative = dict(zip(bounds, np.cumsum(counts).tolist(), strict=True))
@@ -165,14 +177,19 @@ def test_a_server_that_began_anew_is_known_by_its_start_even_when_it_is_ahead(me
 
 
 @settings(max_examples=60, deadline=None)
-@given(work=st.lists(st.integers(0, 1000), min_size=2, max_size=12), away=st.sets(st.integers(0, 11)))
+@given(
+    work=st.lists(st.integers(0, 1000), min_size=2, max_size=12), away=st.sets(st.integers(0, 11))
+)
 def test_no_rate_is_ever_negative_whatever_the_counters_do(work, away):
     server = Server("http://a", 3.0)
     for second, requests in enumerate(work):
         if second in away:
             server.add(Reading("http://a", float(second), 0.0, error="away"))
             continue
-        counters = {"generation_tokens_total": float(requests), "prompt_tokens_total": 2.0 * requests}
+        counters = {
+            "generation_tokens_total": float(requests),
+            "prompt_tokens_total": 2.0 * requests,
+        }
         seen = {
             "time_to_first_token_seconds": Histogram(
                 requests, requests, [(0.0, 1.0, requests)] * (requests > 0)
@@ -189,7 +206,9 @@ def test_no_rate_is_ever_negative_whatever_the_counters_do(work, away):
     assert all(rate >= 0 for rate in rates if rate is not None)
     highest = max((b - a for a, b in pairwise(work)), default=0)
     assert all(
-        point <= max(highest, 0) * len(work) for point in server.points["generation"] if point is not None
+        point <= max(highest, 0) * len(work)
+        for point in server.points["generation"]
+        if point is not None
     )
     assert all(0 <= found.count <= 1000 for found in view.latencies.values())
 
@@ -208,7 +227,11 @@ def test_memory_is_bounded_by_the_window_and_the_width_of_a_screen(metrics):
     server = Server("http://a", 3600.0)
     first = reading(metrics(0), 0.0)
     for index in range(20_000):
-        server.add(Reading("http://a", 0.1 * index, 0.0, numbers=first.numbers, histograms=first.histograms))
+        server.add(
+            Reading(
+                "http://a", 0.1 * index, 0.0, numbers=first.numbers, histograms=first.histograms
+            )
+        )
     assert len(server._kept) <= KEPT + 2
     assert max(len(points) for points in server.points.values()) == HISTORY
 

@@ -9,10 +9,10 @@ from toolkit.config.engine import PARTS
 from toolkit.config.fields import options
 from toolkit.config.server import ServerConfig
 from toolkit.top import diagnosis
-from toolkit.top.arithmetic import Latency
 from toolkit.top.diagnosis import diagnose, setting, worst
-from toolkit.top.reading import Reading
-from toolkit.top.server import Server
+from toolkit.top.readings.arithmetic import Latency
+from toolkit.top.readings.reading import Reading
+from toolkit.top.readings.server import Server
 from toolkit.top.view import View
 
 SETTINGS = {
@@ -72,13 +72,18 @@ def test_each_bottleneck_is_named_with_its_evidence_and_its_flag(numbers, kind, 
 
 def test_on_a_cpu_the_flag_is_that_of_its_memory():
     server = a_server(SETTINGS | {"device": {"device": "cpu"}})
-    assert "--kv-cache-memory" in diagnose(server, View(**(BUSY | {"recent_preemptions": 3.0}))).advice
+    assert (
+        "--kv-cache-memory" in diagnose(server, View(**(BUSY | {"recent_preemptions": 3.0}))).advice
+    )
 
 
 @pytest.mark.parametrize(
     ("labels", "advice"),
     [
-        ({"gpu_memory_utilization": "0.92"}, "raise --gpu-memory-utilization, or --kv-cache-dtype fp8"),
+        (
+            {"gpu_memory_utilization": "0.92"},
+            "raise --gpu-memory-utilization, or --kv-cache-dtype fp8",
+        ),
         (
             {"gpu_memory_utilization": "0.92", "kv_cache_memory_bytes": "1073741824"},
             "raise --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE (1.0 GiB now)",
@@ -105,7 +110,10 @@ def test_without_the_prefix_cache_prompts_are_its_fault():
 
 def test_vllm_gets_its_own_flags():
     server = a_server(None, (("cache_dtype", "auto"),))
-    assert diagnose(server, View(**(BUSY | {"cpu_cores": {"server": 0.97}}))).advice == "--api-server-count 2"
+    assert (
+        diagnose(server, View(**(BUSY | {"cpu_cores": {"server": 0.97}}))).advice
+        == "--api-server-count 2"
+    )
 
 
 def test_without_numbers_nothing_is_claimed():
@@ -116,7 +124,9 @@ def test_of_several_servers_the_worst_is_told():
     servers = [a_server(), a_server()]
     assert worst(servers).kind == "unknown"
     servers[1].add(
-        Reading("http://b", 2.0, 2.0, numbers={"num_requests_running": 3.0, "num_requests_waiting": 0.0})
+        Reading(
+            "http://b", 2.0, 2.0, numbers={"num_requests_running": 3.0, "num_requests_waiting": 0.0}
+        )
     )
     found = worst(servers)
     assert found.text.startswith("a:1: 3 of 64 places taken")

@@ -7,10 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from toolkit.top.bands import NUM_BANDS, band_of, lower_bound, spread
-from toolkit.top.draw import EIGHTHS, LABEL, bar, chart, heatmap, nice_top, spark, time_axis
-from toolkit.top.listing import Column, Listing
-from toolkit.top.paint import beside, cut, ends, fit, plain, rule, share_out, squeeze, width_of, wrap
+from toolkit.top.drawing.bands import NUM_BANDS, band_of, lower_bound, spread
+from toolkit.top.drawing.draw import EIGHTHS, LABEL, bar, chart, heatmap, nice_top, spark, time_axis
+from toolkit.top.drawing.listing import Column, Listing
+from toolkit.top.drawing.paint import (
+    beside,
+    cut,
+    ends,
+    fit,
+    plain,
+    rule,
+    share_out,
+    squeeze,
+    width_of,
+    wrap,
+)
 
 points = st.lists(st.one_of(st.none(), st.floats(0, 1e6)), max_size=40)
 lines = st.lists(st.tuples(st.text("ab 中文─é", max_size=12), st.just("")), max_size=5)
@@ -46,7 +57,8 @@ def test_a_spark_leaves_gaps_where_nothing_is_known():
 
 
 @pytest.mark.parametrize(
-    ("share", "text"), [(0.5, "━━━━━─────"), (None, "──────────"), (1.7, "━━━━━━━━━━"), (-1, "──────────")]
+    ("share", "text"),
+    [(0.5, "━━━━━─────"), (None, "──────────"), (1.7, "━━━━━━━━━━"), (-1, "──────────")],
 )
 def test_bars_end_at_their_share(share, text):
     assert plain([bar(share, 10)]) == text
@@ -70,7 +82,11 @@ def test_a_heatmap_shows_a_time_at_its_height(colors, seconds):
     drawn = heatmap(history, 30, 12, colors=colors)
     assert len(drawn) == 12
     assert all(width_of(line) == 30 for line in drawn)
-    hot = [y for y, line in enumerate(drawn) if line[-1] != ("  ", "") and line[-1][1] not in ("", "heat0/0")]
+    hot = [
+        y
+        for y, line in enumerate(drawn)
+        if line[-1] != ("  ", "") and line[-1][1] not in ("", "heat0/0")
+    ]
     if not colors:
         hot = [y for y, line in enumerate(drawn) if "█" in line[-1][0]]
     labels = {y: line[0][0].strip() for y, line in enumerate(drawn) if line[0][0].strip()}
@@ -96,7 +112,9 @@ def test_lines_are_filled_or_cut_to_their_width(line, other, width):
     assert width_of(ends(line, fit(other, min(width, 5)), width + 6)) == width + 6
     assert cell_len(cut("".join(text for text, _ in line), width)) <= width
     left, right = share_out(width + 4, 2)
-    assert [width_of(row) for row in beside(([line], left), ([other, line], right))] == [width + 4] * 2
+    assert [width_of(row) for row in beside(([line], left), ([other, line], right))] == [
+        width + 4
+    ] * 2
 
 
 def test_servers_keep_both_ends_of_their_names():
@@ -143,7 +161,14 @@ def test_a_table_scrolls_with_its_cursor():
     listing = a_listing()
     listing.show([f"{index:03}" for index in range(100)])
     listing.draw(40, 11)
-    for step, expected in ((1, "001"), (8, "009"), (1, "010"), (-3, "007"), (1000, "099"), (-1000, "000")):
+    for step, expected in (
+        (1, "001"),
+        (8, "009"),
+        (1, "010"),
+        (-3, "007"),
+        (1000, "099"),
+        (-1000, "000"),
+    ):
         listing.move(step)
         text = plain(listing.draw(40, 11))
         assert listing.current == expected

@@ -9,17 +9,19 @@ import pytest
 
 from tests.top.screens import demo_app, shown
 from toolkit.top.app import TopApp
-from toolkit.top.demo import demo_sources
 from toolkit.top.dialogs import Dialog, RequestDialog
-from toolkit.top.recording import Recorder, replays
-from toolkit.top.source import HTTPSource
+from toolkit.top.readings.demo import demo_sources
+from toolkit.top.readings.recording import Recorder, replays
+from toolkit.top.readings.source import HTTPSource
 from toolkit.top.state import State
 
 URL = "http://127.0.0.1:8000"
 
 
 def app_over(*servers, interval=0.1, keys=(None, None), recorder=None):
-    sources = [HTTPSource(f"{URL}{index or ''}", *keys, one.transport) for index, one in enumerate(servers)]
+    sources = [
+        HTTPSource(f"{URL}{index or ''}", *keys, one.transport) for index, one in enumerate(servers)
+    ]
     return TopApp(State(sources, interval=interval, window=30.0), recorder=recorder)
 
 
@@ -80,7 +82,11 @@ async def test_pause_stops_the_reading_and_q_quits(metrics, canned):
 async def test_plus_and_minus_change_the_interval(metrics, canned):
     app = app_over(canned([metrics(10)]), interval=1.0)
     async with app.run_test(size=(80, 24)) as pilot:
-        for key, expected in (("plus", "every 2 s"), ("minus", "every 1 s"), ("minus", "every 0.5 s")):
+        for key, expected in (
+            ("plus", "every 2 s"),
+            ("minus", "every 1 s"),
+            ("minus", "every 0.5 s"),
+        ):
             await pilot.press(key)
             await until(app, pilot, expected)
 
@@ -92,8 +98,12 @@ async def test_live_requests_are_asked_for_only_when_they_are_looked_at(metrics,
         await until(app, pilot, r"running\s+12")
         assert "GET /tk/requests" not in server.asked
         await pilot.press("2")
-        await until(app, pilot, r"old\s+9\.00 s running\s+100\s+80\s+40\s+20\.5\s+9\s+1\s+0\s+10\.0\.0\.1")
-        assert re.search(r"new\s+500 ms waiting\s+12\s+0\s+0\s+0\s+0\s+0\s+3\s+10\.0\.0\.2", shown(app))
+        await until(
+            app, pilot, r"old\s+9\.00 s running\s+100\s+80\s+40\s+20\.5\s+9\s+1\s+0\s+10\.0\.0\.1"
+        )
+        assert re.search(
+            r"new\s+500 ms waiting\s+12\s+0\s+0\s+0\s+0\s+0\s+3\s+10\.0\.0\.2", shown(app)
+        )
 
 
 async def test_rows_are_sorted_reversed_and_filtered(metrics, canned):
@@ -243,7 +253,9 @@ async def test_pages_turn_by_number_by_tab_and_by_click():
         assert app.page is app.pages[2]
         await pilot.press("2")
         await until(app, pilot, "only tk servers have")
-        await pilot.click("#body", offset=(5, 4))  # below a line of remark and the header: the third row
+        await pilot.click(
+            "#body", offset=(5, 4)
+        )  # below a line of remark and the header: the third row
         assert app.page.listing.cursor == 2
         await pilot.press("3")
         first = app.page.first

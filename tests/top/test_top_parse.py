@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from toolkit.bench.wire import ServerError
+from toolkit.client.wire import ServerError
 from toolkit.metrics import Metrics
-from toolkit.top.parse import HISTOGRAMS, RENAMED, Parser
+from toolkit.top.readings.parse import HISTOGRAMS, RENAMED, Parser
 
 
 def reference(text, prefix):
@@ -72,7 +72,10 @@ def test_a_server_s_metrics_are_read_as_prometheus_reads_them(prefix):
 @settings(max_examples=60, deadline=None)
 @given(
     values=st.lists(
-        st.tuples(st.text(max_size=8), st.floats(0, 1e12)), min_size=1, max_size=4, unique_by=lambda v: v[0]
+        st.tuples(st.text(max_size=8), st.floats(0, 1e12)),
+        min_size=1,
+        max_size=4,
+        unique_by=lambda v: v[0],
     )
 )
 def test_labels_of_any_text_are_told_apart(values):
@@ -105,7 +108,9 @@ def test_what_lies_above_the_last_bound_stands_at_it():
     seen = Histogram("tk:time_to_first_token_seconds", "", buckets=(1.0, 2.0), registry=registry)
     for value in (0.5, 1.5, 1.6, 99.0):
         seen.observe(value)
-    found = Parser().parse(generate_latest(registry).decode()).histograms["time_to_first_token_seconds"]
+    found = (
+        Parser().parse(generate_latest(registry).decode()).histograms["time_to_first_token_seconds"]
+    )
     assert found.pieces == [(0.0, 1.0, 1.0), (1.0, 2.0, 2.0), (2.0, 2.0, 1.0)]
     assert found.count == 4
     assert found.sum == pytest.approx(102.6)
@@ -116,9 +121,7 @@ def test_older_vllm_s_names_are_known():
     assert Parser().parse(text).numbers["kv_cache_usage_perc"] == 0.25
     text += "vllm:kv_cache_usage_perc 0.5\n"  # a version with both
     assert Parser().parse(text).numbers["kv_cache_usage_perc"] == 0.5
-    text += (
-        'vllm:time_per_output_token_seconds_bucket{le="0.1"} 3\nvllm:time_per_output_token_seconds_count 3\n'
-    )
+    text += 'vllm:time_per_output_token_seconds_bucket{le="0.1"} 3\nvllm:time_per_output_token_seconds_count 3\n'
     assert Parser().parse(text).histograms["inter_token_latency_seconds"].count == 3
 
 
@@ -141,7 +144,13 @@ process_cpu_seconds_total 12.5
 
 @pytest.mark.parametrize(
     "text",
-    ["<html>hello</html>", "", "# TYPE other gauge\nother 1\n", 'a{b="c} 1', "tk:num_requests_running one\n"],
+    [
+        "<html>hello</html>",
+        "",
+        "# TYPE other gauge\nother 1\n",
+        'a{b="c} 1',
+        "tk:num_requests_running one\n",
+    ],
 )
 def test_metrics_of_something_else_are_a_readable_error(text):
     with pytest.raises(ServerError, match="/metrics"):
@@ -151,8 +160,11 @@ def test_metrics_of_something_else_are_a_readable_error(text):
 def test_what_vllm_writes_is_read_as_prometheus_reads_it(vllm_text):
     found, expected = Parser().parse(vllm_text), reference(vllm_text, "vllm:")
     means = {"cache_config_info", "kv_cache_usage_perc"}
-    assert {name: found.numbers[name] for name in expected.keys() & found.numbers.keys() - means} == {
-        name: pytest.approx(expected[name]) for name in expected.keys() & found.numbers.keys() - means
+    assert {
+        name: found.numbers[name] for name in expected.keys() & found.numbers.keys() - means
+    } == {
+        name: pytest.approx(expected[name])
+        for name in expected.keys() & found.numbers.keys() - means
     }
     assert {"prompt_tokens_total", "num_requests_running"} < found.numbers.keys()
     for name, histogram in found.histograms.items():
@@ -160,4 +172,6 @@ def test_what_vllm_writes_is_read_as_prometheus_reads_it(vllm_text):
         assert sum(count for _, _, count in histogram.pieces) == histogram.count
     assert found.model == "demo"
     assert found.labels["num_gpu_blocks"] == "1024"
-    assert found.parts["process_cpu_seconds_total"] == {"server": found.numbers["process_cpu_seconds_total"]}
+    assert found.parts["process_cpu_seconds_total"] == {
+        "server": found.numbers["process_cpu_seconds_total"]
+    }

@@ -13,12 +13,12 @@ import pytest
 
 from toolkit.config.clients import TopConfig
 from toolkit.errors import ConfigError, ToolkitError
-from toolkit.top import background, words
+from toolkit.top import background, wording
 from toolkit.top.background import is_light
 from toolkit.top.plain import as_json, snapshot
-from toolkit.top.recording import Recorder, replays
+from toolkit.top.readings.recording import Recorder, replays
+from toolkit.top.readings.source import HTTPSource
 from toolkit.top.run import look, run, sources_of
-from toolkit.top.source import HTTPSource
 from toolkit.top.state import State
 
 URL = "http://127.0.0.1:8000"
@@ -77,7 +77,9 @@ async def test_a_snapshot_of_a_recording_is_that_of_its_end(metrics, canned, tmp
     seen = state_over(canned([metrics(10), metrics(12)]), canned([metrics(5), metrics(6)]))
     await look(seen, Recorder(path, [source.url for source in seen.sources]))
     with open(path, "a") as file:
-        file.write('{"url": "http://127.0.0.1:8000", "time"')  # the disk was full, or the power was gone
+        file.write(
+            '{"url": "http://127.0.0.1:8000", "time"'
+        )  # the disk was full, or the power was gone
     again = State(replays(path), interval=0.1, window=30.0)
     await look(again, None)
     assert snapshot(again) == snapshot(seen)
@@ -90,7 +92,10 @@ async def test_a_snapshot_of_a_recording_is_that_of_its_end(metrics, canned, tmp
     [
         (b"", "no recording of tk top"),
         (b"root:x:0:0\n", "no recording of tk top"),
-        (b'{"format": "tk-top", "version": 99, "urls": []}\n', "version 99; this tk reads version 1"),
+        (
+            b'{"format": "tk-top", "version": 99, "urls": []}\n',
+            "version 99; this tk reads version 1",
+        ),
         (None, "cannot read"),
     ],
 )
@@ -135,7 +140,11 @@ def test_a_server_named_twice_is_watched_once():
 
 
 async def test_the_key_is_sent_and_the_operators_rather_than_the_users(metrics, canned):
-    for keys, sent in ((("user", None), "user"), (("user", "boss"), "boss"), ((None, "boss"), "boss")):
+    for keys, sent in (
+        (("user", None), "user"),
+        (("user", "boss"), "boss"),
+        ((None, "boss"), "boss"),
+    ):
         server = canned([metrics(1)], key=sent)
         reading = await HTTPSource(URL, *keys, server.transport).read(requests=True)
         assert [one.id for one in reading.requests] == ["cmpl-old", "cmpl-new"]
@@ -152,7 +161,9 @@ async def test_an_id_is_escaped_in_the_request_that_ends_it():
     assert paths == [b"/tk/requests/a%2F..%2Fb%3Fc"]
 
 
-async def test_a_server_that_is_slow_to_say_who_it_is_is_asked_again_when_it_comes_back(metrics, canned):
+async def test_a_server_that_is_slow_to_say_who_it_is_is_asked_again_when_it_comes_back(
+    metrics, canned
+):
     server = canned([metrics(1), None, metrics(1)])
     source = HTTPSource(URL, transport=server.transport)
     told = [await source.read(requests=False) for _ in range(4)]
@@ -167,7 +178,7 @@ async def test_a_server_that_is_slow_to_say_who_it_is_is_asked_again_when_it_com
      (5.123, "5.12 s"), (9.996, "10.0 s"), (512.3, "512 s")],
 )  # fmt: skip
 def test_times_have_three_digits(value, text):
-    assert words.seconds(value) == text
+    assert wording.seconds(value) == text
 
 
 @pytest.mark.parametrize(
@@ -176,11 +187,18 @@ def test_times_have_three_digits(value, text):
      (999_500, "1.0M"), (4.5e6, "4.5M"), (7.2e9, "7.2G")],
 )  # fmt: skip
 def test_counts_fit_five_columns(value, text):
-    assert words.short(value) == text
+    assert wording.short(value) == text
 
 
 def test_help_and_a_mistake_cost_no_screen():
-    command = [sys.executable, "-X", "importtime", "-c", "from toolkit.cli import main; main()", "top"]
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-c",
+        "from toolkit.cli import main; main()",
+        "top",
+    ]
     done = subprocess.run(
         [*command, "--replay", "/no/such/file"], capture_output=True, text=True, timeout=200
     )
@@ -188,7 +206,8 @@ def test_help_and_a_mistake_cost_no_screen():
     imported = re.findall(r"\|\s+([\w.]+)$", done.stderr, re.M)
     assert not {"textual", "torch", "transformers"} & set(imported)
     assert (
-        done.stderr.splitlines()[-1] == "tk: --replay cannot read /no/such/file: No such file or directory."
+        done.stderr.splitlines()[-1]
+        == "tk: --replay cannot read /no/such/file: No such file or directory."
     )
 
 

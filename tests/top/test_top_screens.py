@@ -9,10 +9,10 @@ import pytest
 from rich.cells import cell_len
 
 from tests.top.screens import MOMENT, SCREENS, SIZES, demo_app, file_of, screen
-from toolkit.top import chrome
-from toolkit.top.demo import demo_sources
-from toolkit.top.paint import width_of
-from toolkit.top.palette import DARK, LIGHT, Palette
+from toolkit.top.drawing import chrome
+from toolkit.top.drawing.paint import width_of
+from toolkit.top.drawing.palette import DARK, LIGHT, Palette
+from toolkit.top.readings.demo import demo_sources
 from toolkit.top.run import show_past
 from toolkit.top.state import State
 
@@ -55,7 +55,11 @@ def test_every_style_that_is_drawn_exists(colors):
         server.add(asyncio.run(source.read(requests=True)))
     state.colors = colors is not None
     state.refresh()
-    drawn = [chrome.title(state, 80), chrome.tabs(app.pages, app.page, 80), *chrome.why(state, 80, 2)]
+    drawn = [
+        chrome.title(state, 80),
+        chrome.tabs(app.pages, app.page, 80),
+        *chrome.why(state, 80, 2),
+    ]
     for page in app.pages:
         page.show(state)
         drawn += [chrome.keys(page, state, 80), *page.draw(state, 198, 55)]
@@ -74,8 +78,16 @@ async def test_no_color_is_sent_when_none_is_wanted(monkeypatch):
             await pilot.press(number)
             await pilot.pause(0.1)
             body = app.query_one("#body")
-            segments = [segment for strip in body.render_lines(body.size.region) for segment in strip]
-            colors = [c for one in segments if one.style for c in (one.style.color, one.style.bgcolor) if c]
+            segments = [
+                segment for strip in body.render_lines(body.size.region) for segment in strip
+            ]
+            colors = [
+                c
+                for one in segments
+                if one.style
+                for c in (one.style.color, one.style.bgcolor)
+                if c
+            ]
             assert all(color.is_default for color in colors)
             if number == "3":
                 assert "▓" in "".join(segment.text for segment in segments)  # shades instead

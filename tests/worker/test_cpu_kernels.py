@@ -6,10 +6,11 @@ import random
 
 import pytest
 import torch
-from toolkit.kernels import cpu
 
 from tests.checkpoints import VOCAB
-from toolkit import LLM, SamplingParams, parent
+from toolkit import LLM, SamplingParams
+from toolkit.hardware import parent
+from toolkit.kernels import cpu
 from toolkit.models.decoder import Decoder
 from toolkit.worker.model_runner import ModelRunner
 
@@ -18,8 +19,12 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"the CPU kernels: {
 
 def greedy(folder, **settings) -> list[list[int]]:
     rng = random.Random(0)
-    prompts = [{"prompt_token_ids": [rng.randrange(VOCAB) for _ in range(n)]} for n in (5, 40, 17, 60)]
-    llm = LLM(str(folder), device="cpu", dtype="float32", kv_cache_memory=0.05, max_num_seqs=4, **settings)
+    prompts = [
+        {"prompt_token_ids": [rng.randrange(VOCAB) for _ in range(n)]} for n in (5, 40, 17, 60)
+    ]
+    llm = LLM(
+        str(folder), device="cpu", dtype="float32", kv_cache_memory=0.05, max_num_seqs=4, **settings
+    )
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     results = llm.generate(prompts, params, use_tqdm=False)
     llm.shutdown()
@@ -43,7 +48,8 @@ def test_every_variant_gives_the_same_tokens_on_any_number_of_threads(checkpoint
 
 
 @pytest.mark.parametrize(
-    ("own_process", "dtype", "inside"), [(True, "float32", 1), (True, "float16", 2), (False, "float32", 2)]
+    ("own_process", "dtype", "inside"),
+    [(True, "float32", 1), (True, "float16", 2), (False, "float32", 2)],
 )
 def test_where_kernels_compute_pytorch_has_one_thread_within_the_model(
     checkpoint, own_process, dtype, inside, monkeypatch
@@ -64,8 +70,12 @@ def test_where_kernels_compute_pytorch_has_one_thread_within_the_model(
 
     monkeypatch.setattr(Decoder, "forward", looking)
     monkeypatch.setattr(ModelRunner, "_choose", choosing)
-    llm = LLM(str(checkpoint("gpt2")), device="cpu", dtype=dtype, kv_cache_memory=0.05, num_threads=2)
-    llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+    llm = LLM(
+        str(checkpoint("gpt2")), device="cpu", dtype=dtype, kv_cache_memory=0.05, num_threads=2
+    )
+    llm.generate(
+        {"prompt_token_ids": [1, 2, 3]}, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False
+    )
     after = torch.get_num_threads()
     llm.shutdown()
     assert set(seen) == {inside}

@@ -65,7 +65,10 @@ def test_two_stages_sample_what_one_plain_runner_does(
     if not triton_runs:
         pytest.skip("Triton was imported without its interpreter")
     rng = random.Random(0)
-    prompts = [{"prompt_token_ids": [rng.randrange(90) for _ in range(n)]} for n in (3, 17, 30, 1, 8, 21, 12)]
+    prompts = [
+        {"prompt_token_ids": [rng.randrange(90) for _ in range(n)]}
+        for n in (3, 17, 30, 1, 8, 21, 12)
+    ]
     params = [SamplingParams(max_tokens=4, ignore_eos=True, **p) for p in PARAMS.values()]
     params[0] = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, prompt_logprobs=1)
     settings = {

@@ -79,7 +79,8 @@ def random_steps(rng: random.Random, count: int) -> list[SchedulerOutput]:
                 new_rows=new_rows,
                 new_blocks=np.array(new_blocks, np.int32).reshape(-1, 3),
                 last_tokens=np.array(
-                    [rng.randrange(1000) for _ in range(brings_tokens * int(samples.sum()))], np.int32
+                    [rng.randrange(1000) for _ in range(brings_tokens * int(samples.sum()))],
+                    np.int32,
                 ),
             )
         )
@@ -137,7 +138,9 @@ PARAMS = {
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
-def test_the_gpu_runner_samples_what_the_plain_runner_does(checkpoint, triton_runs, monkeypatch, name):
+def test_the_gpu_runner_samples_what_the_plain_runner_does(
+    checkpoint, triton_runs, monkeypatch, name
+):
     """Model and attention are the plain ones in both; inputs, sampling and state are the kernels' in one of them."""
     if not triton_runs:
         pytest.skip("Triton was imported without its interpreter")
@@ -164,7 +167,9 @@ def test_the_gpu_runner_samples_what_the_plain_runner_does(checkpoint, triton_ru
     for a, b in zip(theirs, mine, strict=True):
         assert list(a) == list(b)
         assert next(iter(a.values())).rank == next(iter(b.values())).rank
-        assert [x.logprob for x in a.values()] == pytest.approx([x.logprob for x in b.values()], abs=1e-4)
+        assert [x.logprob for x in a.values()] == pytest.approx(
+            [x.logprob for x in b.values()], abs=1e-4
+        )
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
@@ -177,7 +182,12 @@ def test_start_up_goes_through_all_kinds_of_steps(checkpoint, triton_runs, monke
     monkeypatch.setitem(sys.modules, "toolkit.kernels.triton.ahead", ahead)
     monkeypatch.setattr("toolkit.worker.worker.fused", lambda device: True)
     monkeypatch.setattr(TritonBackend, "unfit", classmethod(lambda cls, *fit: None))
-    settings = {"max_num_seqs": 3, "block_size": 4, "max_num_batched_tokens": 64, "max_model_len": 24}
+    settings = {
+        "max_num_seqs": 3,
+        "block_size": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 24,
+    }
     settings["enforce_eager"] = True
     llm = LLM(str(checkpoint("qwen3")), device="cpu", attention_backend=backend, **settings)
     worker = llm._core.executor._worker
@@ -235,7 +245,9 @@ def test_a_step_takes_the_smallest_graph_that_serves_it():
     assert chosen([1] * 97, [9] * 97) == (100, 1)
     assert chosen([2], [9]) == (64, 64)
     assert chosen([300, 1, 1], [0, 8000, 4]) == (512, 512)
-    assert chosen([300, 1], [0, 8192]) is None, "a long context that the captured step would not split"
+    assert chosen([300, 1], [0, 8192]) is None, (
+        "a long context that the captured step would not split"
+    )
     assert chosen([300, 20], [20_000, 9]) == (512, 512), "long prompts are no trouble"
     assert chosen([1100], [0]) is None, "padding to 1536 would cost more than it gives"
     assert chosen([1153], [0]) == (1536, 1536)

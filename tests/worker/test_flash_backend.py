@@ -39,7 +39,18 @@ def attend_by_pages(q, k, v, starts, lengths, table, *, scale, window, cap):
 
 
 def flash_4(
-    q, k, v, *, cu_seqlens_q, seqused_k, page_table, softmax_scale, causal, window_size, softcap, **bounds
+    q,
+    k,
+    v,
+    *,
+    cu_seqlens_q,
+    seqused_k,
+    page_table,
+    softmax_scale,
+    causal,
+    window_size,
+    softcap,
+    **bounds,
 ):
     assert causal
     assert set(bounds) == {"max_seqlen_q", "max_seqlen_k"}
@@ -58,7 +69,18 @@ def flash_4(
 
 
 def flash_2(
-    q, k, v, *, cu_seqlens_q, cu_seqlens_k, block_table, softmax_scale, causal, window_size, softcap, **bounds
+    q,
+    k,
+    v,
+    *,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    block_table,
+    softmax_scale,
+    causal,
+    window_size,
+    softcap,
+    **bounds,
 ):
     assert causal
     assert set(bounds) == {"max_seqlen_q", "max_seqlen_k"}
@@ -106,7 +128,9 @@ def test_prompts_go_to_flash_attn_with_their_pages(monkeypatch, cute, shape_opti
     q, k, v, batch = a_step()
     shape = AttentionShape(HEADS, KV_HEADS, SIZE, SIZE**-0.5, **shape_options)
     expected = TorchBackend().attend(q, k, v, batch, shape)
-    torch.testing.assert_close(FlashBackend().attend(q, k, v, batch, shape), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        FlashBackend().attend(q, k, v, batch, shape), expected, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_without_a_gpu_it_is_passed_over_and_says_why_when_asked_for():
@@ -131,5 +155,7 @@ def test_the_real_one_agrees_with_the_reference(shape_options):
     for name in ("query_start_loc", "seq_lens", "rows", "block_table"):
         setattr(batch, name, getattr(batch, name).to(device))
     shape = AttentionShape(HEADS, KV_HEADS, SIZE, SIZE**-0.5, **shape_options)
-    ours, expected = (backend.attend(q, k, v, batch, shape) for backend in (FlashBackend(), TorchBackend()))
+    ours, expected = (
+        backend.attend(q, k, v, batch, shape) for backend in (FlashBackend(), TorchBackend())
+    )
     torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 
 from toolkit.config import EngineConfig
 from toolkit.errors import CheckpointError
-from toolkit.layers import Slot
-from toolkit.models.loader import build_model, find_weights, load_config
-from toolkit.models.safetensors import read_buffered, read_header, read_mapped
+from toolkit.models.build import build_model, load_config
+from toolkit.weights.loader import find_weights
+from toolkit.weights.safetensors import read_buffered, read_header, read_mapped
+from toolkit.weights.slots import Slot
 from toolkit.worker import worker as worker_module
 from toolkit.worker.loading import Loading
 from toolkit.worker.worker import Worker, _Phases
@@ -96,7 +97,9 @@ def test_a_start_that_fails_meanwhile_ends_it(checkpoint, monkeypatch, failure):
 def test_reading_pickled_tensors_ends_where_it_is_stopped(checkpoint, tmp_path, monkeypatch):
     shutil.copy(checkpoint("gpt2") / "config.json", tmp_path)
     torch.save(load_file(checkpoint("gpt2") / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    model = build_model(load_config(tmp_path), tmp_path, device=CPU, dtype=torch.float32, max_model_len=8)
+    model = build_model(
+        load_config(tmp_path), tmp_path, device=CPU, dtype=torch.float32, max_model_len=8
+    )
     stop, filled = threading.Event(), []
     monkeypatch.setattr(Slot, "fill", lambda slot, tensor: filled.append(slot) or stop.set())
     find_weights(model, tmp_path, "auto")(stop)
@@ -133,7 +136,9 @@ def test_on_a_cpu_weights_are_told_of_when_they_are_loaded(checkpoint, monkeypat
     told = []
     choose = worker_module.choose_backend
     monkeypatch.setattr(
-        worker_module, "choose_backend", lambda *fit, **more: told.append("backend") or choose(*fit, **more)
+        worker_module,
+        "choose_backend",
+        lambda *fit, **more: told.append("backend") or choose(*fit, **more),
     )
     config = EngineConfig.from_settings(
         {"model": str(checkpoint("gpt2")), "device": "cpu", "max_num_seqs": 2}

@@ -11,12 +11,13 @@ import torch
 
 from toolkit import LLM
 from toolkit.errors import OutOfMemoryError
-from toolkit.models.loader import build_model
-from toolkit.worker.memory import require_one_request_fits, require_weights_fit, room_for
+from toolkit.hardware.memory import room_for
+from toolkit.models.build import build_model
+from toolkit.worker.memory_budget import require_one_request_fits, require_weights_fit
 
 PROGRAM = """
 import psutil
-from toolkit.worker.memory import give_back
+from toolkit.hardware.memory import give_back
 process = psutil.Process()
 bytearray(30 * 2**20)  # from then on blocks up to this size are of the heap
 blocks = [bytearray(8 * 2**20) for _ in range(20)]
@@ -29,21 +30,26 @@ print((held - process.memory_info().rss) // 2**20)
 
 
 @pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc", reason="other C libraries keep nothing, or have no way to say so"
+    platform.libc_ver()[0] != "glibc",
+    reason="other C libraries keep nothing, or have no way to say so",
 )
 def test_what_was_freed_is_given_back():
     """20 blocks of 8 MiB."""
-    found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
     assert int(found.stdout) > 100
 
 
 @pytest.mark.parametrize(
-    "full", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")]
+    "full",
+    [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")],
 )
 def test_what_there_was_no_room_for_is_named_with_what_to_do(full):
     with (
         pytest.raises(
-            OutOfMemoryError, match=r"^There is no room for x \(.+ of cpu memory are free\); do y\.$"
+            OutOfMemoryError,
+            match=r"^There is no room for x \(.+ of cpu memory are free\); do y\.$",
         ),
         room_for("x", torch.device("cpu"), "do y"),
     ):
@@ -59,7 +65,9 @@ def test_what_there_was_no_room_for_is_named_even_where_nothing_is_given_back_an
     monkeypatch.setattr(torch.cuda, "empty_cache", refuse)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**30, 2**40))
     with (
-        pytest.raises(OutOfMemoryError, match=r"^There is no room for x \(3\.00 GiB of cuda memory are free"),
+        pytest.raises(
+            OutOfMemoryError, match=r"^There is no room for x \(3\.00 GiB of cuda memory are free"
+        ),
         room_for("x", torch.device("cuda", 0), "do y"),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -112,8 +120,12 @@ def test_the_end_gives_a_gpus_memory_back_and_survives_one_that_has_failed(
     llm.shutdown()
     llm.shutdown()
     assert calls == [1]
-    said = ["the GPU's memory could not be given back: CUDA error: an illegal memory access was encountered"]
-    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == said * fails
+    said = [
+        "the GPU's memory could not be given back: CUDA error: an illegal memory access was encountered"
+    ]
+    assert [
+        record.getMessage() for record in caplog.records if record.levelname == "WARNING"
+    ] == said * fails
 
 
 def test_a_cache_that_there_is_no_room_for(checkpoint, monkeypatch):
@@ -121,7 +133,9 @@ def test_a_cache_that_there_is_no_room_for(checkpoint, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr("toolkit.worker.worker.KVCache", full)
-    with pytest.raises(OutOfMemoryError, match=r"no room for a KV cache of .* and 0\.0 MiB of swap space"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"no room for a KV cache of .* and 0\.0 MiB of swap space"
+    ):
         LLM(str(checkpoint("gpt2")), device="cpu", kv_cache_memory=0.05)
 
 

@@ -52,7 +52,10 @@ def test_forms_hold_and_the_others_in_the_batch_get_what_they_would_get_alone(ch
     for answer in outputs[2].outputs:
         assert re.fullmatch("[a-f]{5,20}", answer.text)
     for answer in outputs[4].outputs:
-        assert answer.finish_reason == "length" or json.loads(answer.text)["kind"] in ("sea", "land")
+        assert answer.finish_reason == "length" or json.loads(answer.text)["kind"] in (
+            "sea",
+            "land",
+        )
     for answer in outputs[5].outputs:
         assert re.fullmatch("[0-9]{3}", answer.text)
         assert len(answer.logprobs) == len(answer.token_ids)

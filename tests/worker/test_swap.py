@@ -8,15 +8,19 @@ import pytest
 import torch
 
 from toolkit import LLM
+from toolkit.hardware.memory import is_fatal, is_out_of_memory
 from toolkit.worker import kv_cache
-from toolkit.worker.memory import is_fatal, is_out_of_memory
 
 
 @pytest.mark.parametrize("piece", [1, 10_000, 2**26])
 def test_swapped_blocks_come_back_unchanged(checkpoint, monkeypatch, piece):
     monkeypatch.setattr(kv_cache, "SWAP_PIECE", piece)
     llm = LLM(
-        str(checkpoint("gpt2")), device="cpu", num_gpu_blocks_override=60, block_size=4, swap_space=0.01
+        str(checkpoint("gpt2")),
+        device="cpu",
+        num_gpu_blocks_override=60,
+        block_size=4,
+        swap_space=0.01,
     )
     cache = llm._core.executor._worker.runner.cache
     cache.blocks.copy_(torch.randn_like(cache.blocks))

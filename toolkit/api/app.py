@@ -8,26 +8,18 @@ from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from toolkit import __version__
-from toolkit.api import (
-    chat,
-    completions,
-    embeddings,
-    health,
-    messages,
-    models,
-    operation,
-    responses,
-    score,
-    tokens,
-)
-from toolkit.api.docs import DOCS_FILES, describe
-from toolkit.api.errors import error_response, unreadable, validation_error
-from toolkit.api.gate import Gate
-from toolkit.api.service import Service
-from toolkit.api.streaming import ClientDisconnectedError
-from toolkit.api.tracing import Tracer
+from toolkit.api.admin import health, metrics, operation
+from toolkit.api.anthropic import messages
+from toolkit.api.http.error_bodies import error_response, unreadable, validation_error
+from toolkit.api.http.gate import Gate
+from toolkit.api.http.openapi import DOCS_FILES, describe
+from toolkit.api.http.service import Service
+from toolkit.api.http.streaming import ClientDisconnectedError
+from toolkit.api.http.tracing import Tracer
+from toolkit.api.openai import chat, completions, models, responses, tokenize
+from toolkit.api.pooling import embeddings, score
 from toolkit.errors import ToolkitError
+from toolkit.version import __version__
 
 
 class RouteError(ToolkitError):
@@ -47,7 +39,8 @@ def make_app(service: Service, tracer: Tracer | None = None) -> Gate:
     )
     app.state.service = service
     for module in (
-        completions, chat, responses, messages, embeddings, score, tokens, models, health, operation,
+        completions, chat, responses, messages, embeddings, score, tokenize, models, metrics, health,
+        operation,
     ):  # fmt: skip
         app.include_router(module.router)
     describe(app)
@@ -80,7 +73,9 @@ def make_app(service: Service, tracer: Tracer | None = None) -> Gate:
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        return error_response(error, request.scope)  # and Starlette raises it again, for the gate to log
+        return error_response(
+            error, request.scope
+        )  # and Starlette raises it again, for the gate to log
 
     gate = app.state.gate = Gate(app, service, tracer)
     return gate

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import uvicorn
 
 from toolkit.api.app import make_app
-from toolkit.api.connection import Connection
-from toolkit.api.listener import tls
-from toolkit.api.service import Service
-from toolkit.api.tracing import Tracer
+from toolkit.api.http.connection import Connection
+from toolkit.api.http.listener import tls
+from toolkit.api.http.service import Service
+from toolkit.api.http.tracing import Tracer
 
 CLOSE_TIMEOUT = 10.0
 """Seconds that open connections get to take in the end of their answers."""
@@ -68,7 +68,10 @@ class HTTPServer:
 
         def protocol() -> asyncio.Protocol:
             made: asyncio.Protocol = self._config.http_protocol_class(  # type: ignore[call-arg]  # of one of several classes
-                config=self._config, server_state=self._server.server_state, app_state={}, _loop=loop
+                config=self._config,
+                server_state=self._server.server_state,
+                app_state={},
+                _loop=loop,
             )
             return made
 

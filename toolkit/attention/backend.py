@@ -88,7 +88,9 @@ class AttentionBackend(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def unfit(cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
+    def unfit(
+        cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
+    ) -> str | None:
         """Why it cannot run there; None when it can."""
 
     def forward(
@@ -163,5 +165,6 @@ def choose_backend(
             return backend(), "; ".join([why, *reasons])
         reasons.append(f"{name}: {problem}")
     raise ConfigError(
-        f"The attention backend {wanted} cannot run here: {'; '.join(reasons)}.", param="attention_backend"
+        f"The attention backend {wanted} cannot run here: {'; '.join(reasons)}.",
+        param="attention_backend",
     )

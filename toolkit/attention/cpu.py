@@ -13,7 +13,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionShape, HeadTransform
+from toolkit.attention.backend import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionShape,
+    HeadTransform,
+)
 from toolkit.attention.heads import split_heads
 from toolkit.kernels import cpu, reference
 from toolkit.kernels.cpu.attention import DTYPES, MOST_HEAD_SIZE, Layer, Step
@@ -48,7 +53,9 @@ class CPUBackend(AttentionBackend):
         """By their keys' address."""
 
     @classmethod
-    def unfit(cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
+    def unfit(
+        cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
+    ) -> str | None:
         return None if device.type == "cpu" else "needs a CPU"
 
     def write(
@@ -84,7 +91,9 @@ class CPUBackend(AttentionBackend):
     ) -> torch.Tensor:
         layer = self._layers.get(k_cache.data_ptr())
         return (
-            layer.attend(query, _step(batch)) if layer else _gathered(query, k_cache, v_cache, batch, shape)
+            layer.attend(query, _step(batch))
+            if layer
+            else _gathered(query, k_cache, v_cache, batch, shape)
         )
 
 
@@ -136,13 +145,19 @@ def _gathered(
         raise NotImplementedError("PyTorch's fused attention has no soft cap")
     plan = batch.plan.get(shape.sliding_window)
     if plan is None:
-        plan = batch.plan[shape.sliding_window] = _plan(batch, k_cache.shape[1], shape.sliding_window)
+        plan = batch.plan[shape.sliding_window] = _plan(
+            batch, k_cache.shape[1], shape.sliding_window
+        )
     keys = k_cache.flatten(0, 1).index_select(0, plan.slots).to(query.dtype)
     values = v_cache.flatten(0, 1).index_select(0, plan.slots).to(query.dtype)
     out = torch.empty(query.shape, dtype=query.dtype)
     group = shape.num_heads // shape.num_kv_heads
     for part in plan.parts:
-        q, k, v = query[part.queries], keys[part.keys].transpose(0, 1), values[part.keys].transpose(0, 1)
+        q, k, v = (
+            query[part.queries],
+            keys[part.keys].transpose(0, 1),
+            values[part.keys].transpose(0, 1),
+        )
         if len(q) == 1:
             # One query token: the heads that share a key are its rows.
             rows = q.view(1, shape.num_kv_heads, group, shape.head_size)
@@ -174,7 +189,8 @@ def _plan(batch: AttentionBatch, block_size: int, window: int) -> _Plan:
         first_seen = max(0, context_len - query_len - window + 1) if window else 0
         positions = np.arange(first_seen, context_len)
         slots.append(
-            table[row, positions // block_size].astype(np.int64) * block_size + positions % block_size
+            table[row, positions // block_size].astype(np.int64) * block_size
+            + positions % block_size
         )
         key_len = context_len - first_seen
         masked = query_len > 1 and (query_len < key_len or 0 < window < key_len)

@@ -33,14 +33,18 @@ class FlashBackend(TritonBackend):
         self._flash = flash_attn_varlen_func
 
     @classmethod
-    def unfit(cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
+    def unfit(
+        cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
+    ) -> str | None:
         problem = super().unfit(device, dtype, head_size, block_size)
         if problem is not None:
             return problem
         if find_spec("flash_attn") is None:
             return "flash-attn is not installed"
         if dtype not in (torch.float16, torch.bfloat16):
-            return f"takes float16 and bfloat16, and the model is {str(dtype).removeprefix('torch.')}"
+            return (
+                f"takes float16 and bfloat16, and the model is {str(dtype).removeprefix('torch.')}"
+            )
         if head_size % 8:
             return f"takes head sizes that are multiples of 8, and the model's is {head_size}"
         if _prefers_cute(device):
@@ -66,7 +70,9 @@ class FlashBackend(TritonBackend):
         options = {
             "softmax_scale": shape.scale,
             "causal": True,
-            "window_size": (shape.sliding_window - 1, 0) if shape.sliding_window else self._no_window,
+            "window_size": (shape.sliding_window - 1, 0)
+            if shape.sliding_window
+            else self._no_window,
             "softcap": shape.soft_cap,
             "max_seqlen_q": batch.max_query_len,
             "max_seqlen_k": batch.max_seq_len,
@@ -74,11 +80,15 @@ class FlashBackend(TritonBackend):
         }
         table = self._table(batch, k_cache.shape[1])
         if self._cute:
-            both = self._flash(query, k_cache, v_cache, seqused_k=batch.seq_lens, page_table=table, **options)
+            both = self._flash(
+                query, k_cache, v_cache, seqused_k=batch.seq_lens, page_table=table, **options
+            )
             out: torch.Tensor = both[0] if isinstance(both, tuple) else both
         else:
             ends = self._ends(batch)
-            out = self._flash(query, k_cache, v_cache, cu_seqlens_k=ends, block_table=table, **options)
+            out = self._flash(
+                query, k_cache, v_cache, cu_seqlens_k=ends, block_table=table, **options
+            )
         return out
 
     @property
@@ -104,4 +114,6 @@ class FlashBackend(TritonBackend):
 
 def _prefers_cute(device: torch.device) -> bool:
     """Whether FlashAttention-4 is there and made for this GPU."""
-    return find_spec("flash_attn.cute") is not None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return find_spec("flash_attn.cute") is not None and torch.cuda.get_device_capability(device)[
+        0
+    ] in (9, 10)

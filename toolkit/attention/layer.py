@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionShape, HeadTransform
+from toolkit.attention.backend import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionShape,
+    HeadTransform,
+)
 
 
 class Attention(nn.Module):
@@ -29,5 +34,7 @@ class Attention(nn.Module):
 
         Returns [num_tokens, num_heads · head_size].
         """
-        out = self.backend.forward(qkv, self.k_cache, self.v_cache, batch, self.shape, self.transform)
+        out = self.backend.forward(
+            qkv, self.k_cache, self.v_cache, batch, self.shape, self.transform
+        )
         return out.flatten(1)

@@ -98,7 +98,12 @@ def _groups(lengths: IntArray, starts: IntArray, device: torch.device) -> list[G
         index = starts[which, None] + np.minimum(place, lengths[which, None] - 1)
         mask = None if is_real.all() else _to(device, is_real[:, None, None, :])
         groups.append(
-            Group(_to(device, index), mask, _to(device, np.flatnonzero(is_real)), _to(device, index[is_real]))
+            Group(
+                _to(device, index),
+                mask,
+                _to(device, np.flatnonzero(is_real)),
+                _to(device, index[is_real]),
+            )
         )
     return groups
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionShape, HeadTransform
+from toolkit.attention.backend import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionShape,
+    HeadTransform,
+)
 from toolkit.attention.heads import split_heads
 from toolkit.kernels import reference
 
@@ -13,7 +18,9 @@ class TorchBackend(AttentionBackend):
     name = "torch"
 
     @classmethod
-    def unfit(cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
+    def unfit(
+        cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
+    ) -> str | None:
         return None
 
     def write(

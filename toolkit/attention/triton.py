@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionShape, HeadTransform
+from toolkit.attention.backend import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionShape,
+    HeadTransform,
+)
 
 
 class TritonBackend(AttentionBackend):
@@ -15,10 +20,16 @@ class TritonBackend(AttentionBackend):
         from toolkit.kernels.triton.attention import decode_attention, paged_attention
         from toolkit.kernels.triton.rotary import qk_norm_rope_write
 
-        self._write, self._attend, self._decode = qk_norm_rope_write, paged_attention, decode_attention
+        self._write, self._attend, self._decode = (
+            qk_norm_rope_write,
+            paged_attention,
+            decode_attention,
+        )
 
     @classmethod
-    def unfit(cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
+    def unfit(
+        cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
+    ) -> str | None:
         if device.type != "cuda":
             return "needs an NVIDIA GPU"
         try:

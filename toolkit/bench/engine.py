@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from toolkit.bench import workloads
-from toolkit.bench.files import check_writable
+from toolkit.bench.report.files import check_writable
 from toolkit.bench.workloads import Work
 from toolkit.config import EngineConfig
 from toolkit.config.bench import EngineBenchConfig, LatencyConfig, OfflineConfig, PrefillConfig
@@ -58,12 +58,18 @@ def run_prefill(engine: EngineConfig, config: PrefillConfig) -> None:
     """Prompt tokens per second."""
 
     def works(context: int, vocab_size: int) -> list[Work]:
-        return [workloads.prefill(context, vocab_size, count=config.num_prompts, input_len=config.input_len)]
+        return [
+            workloads.prefill(
+                context, vocab_size, count=config.num_prompts, input_len=config.input_len
+            )
+        ]
 
     _run(engine, config, works)
 
 
-def _run(engine: EngineConfig, config: EngineBenchConfig, works: Callable[[int, int], list[Work]]) -> None:
+def _run(
+    engine: EngineConfig, config: EngineBenchConfig, works: Callable[[int, int], list[Work]]
+) -> None:
     """Starts the engine, measures each work and prints its rows as they come."""
     say = _print_json if config.json else _print_line
     bench = EngineBench(engine, config)
@@ -98,7 +104,8 @@ class EngineBench:
         self.startup = self.phases["imports"] + time.perf_counter() - start
         if config.profile is not None and self.llm.info.device == "cpu":
             raise ConfigError(
-                f"--profile needs a GPU; this engine runs on {self.llm.info.device}.", param="profile"
+                f"--profile needs a GPU; this engine runs on {self.llm.info.device}.",
+                param="profile",
             )
         self._setup = self._describe(engine)
 
@@ -109,7 +116,7 @@ class EngineBench:
         """What every row says of the engine."""
         import torch
 
-        from toolkit import __version__
+        from toolkit.version import __version__
 
         info = self.llm.info
         return {
@@ -128,7 +135,12 @@ class EngineBench:
     def startup_row(self) -> Row:
         """Seconds from the process's start to an engine that can take requests, and its parts."""
         phases = {name: round(seconds, 3) for name, seconds in self.phases.items()}
-        return {"bench": "startup", **self._setup, "seconds": round(self.startup, 3), "phases_s": phases}
+        return {
+            "bench": "startup",
+            **self._setup,
+            "seconds": round(self.startup, 3),
+            "phases_s": phases,
+        }
 
     def check(self, work: Work) -> None:
         """Raises ConfigError when a sequence of this work does not fit into the context."""

@@ -68,14 +68,18 @@ class _Window:
             self.closed = True
 
 
-def profile_window(llm: ProfiledLLM, run: Callable[[], object], seconds: float, path: Path) -> dict[str, Any]:
+def profile_window(
+    llm: ProfiledLLM, run: Callable[[], object], seconds: float, path: Path
+) -> dict[str, Any]:
     """Profiles a part of `run`, which takes about `seconds`, and writes its trace to `path`.
 
     The part lies in the middle of a long run and is all of a short one. The result has the window's seconds, the
     share of them for which at least one kernel ran, and the kernels that took longest. Raises EngineError when
     nothing was recorded.
     """
-    with profile(activities=[ProfilerActivity.CUDA]):  # the first use of the profiler takes a second
+    with profile(
+        activities=[ProfilerActivity.CUDA]
+    ):  # the first use of the profiler takes a second
         torch.zeros(1, device="cuda")
         torch.cuda.synchronize()
     window = _Window(0.4 * seconds if seconds > 2 * WINDOW else 0.0)
@@ -90,7 +94,9 @@ def profile_window(llm: ProfiledLLM, run: Callable[[], object], seconds: float, 
     window.profiler.export_chrome_trace(str(path))
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in ON_THE_GPU]
     if not events:
-        raise EngineError("The profiler recorded no kernel: is another profiler attached to the GPU?")
+        raise EngineError(
+            "The profiler recorded no kernel: is another profiler attached to the GPU?"
+        )
     spans = [(e["ts"], e["ts"] + e["dur"]) for e in events]
     length = max(end for _, end in spans) - min(start for start, _ in spans)
     return {

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from copy import copy
 from typing import TYPE_CHECKING
 
-from toolkit.bench.answer import Counts
+from toolkit.bench.load.answer_stream import Counts
 from toolkit.config.load import BenchConfig
 
 if TYPE_CHECKING:
@@ -53,9 +53,12 @@ class Progress:
         now, counts = self._looks[-1]
         of = f"/{self.config.count:,}" if self.config.count is not None else ""
         until = f"/{self.config.duration:g}" if self.config.duration is not None else ""
-        first = Text(f"{max(0.0, now):6.1f}{until} s  ", style="bold", no_wrap=True, overflow="ellipsis")
+        first = Text(
+            f"{max(0.0, now):6.1f}{until} s  ", style="bold", no_wrap=True, overflow="ellipsis"
+        )
         first.append(
-            f"sent {counts.sent:,}{of}, running {counts.running:,}, done {counts.done:,}", "not bold"
+            f"sent {counts.sent:,}{of}, running {counts.running:,}, done {counts.done:,}",
+            "not bold",
         )
         if counts.failed:
             first.append(f", {counts.failed:,} failed ({counts.error})", "red not bold")
@@ -97,7 +100,9 @@ async def showing_progress(
         await asyncio.gather(drawing, return_exceptions=True)
 
 
-async def _draw(progress: Progress, counts: Callable[[], Counts], clock: Callable[[], float]) -> None:
+async def _draw(
+    progress: Progress, counts: Callable[[], Counts], clock: Callable[[], float]
+) -> None:
     from rich.console import Console
     from rich.live import Live
 

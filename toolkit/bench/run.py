@@ -14,21 +14,22 @@ from typing import Any, TypeVar
 
 import orjson
 
-from toolkit.bench.client import Client, Clock, first_model, wait_until_ready
-from toolkit.bench.dataset import WARMUP, Dataset, RandomDataset, open_dataset, request
-from toolkit.bench.document import as_json, request_lines
-from toolkit.bench.event_loop import event_loop_factory, raise_file_limit
-from toolkit.bench.files import ResultFiles
-from toolkit.bench.http import Http
-from toolkit.bench.load import closed_loop
-from toolkit.bench.outcome import Outcome
-from toolkit.bench.processes import ClientProcesses
+from toolkit.bench.load.client import Client, Clock, first_model, wait_until_ready
+from toolkit.bench.load.dataset import WARMUP, Dataset, RandomDataset, request
+from toolkit.bench.load.drivers import closed_loop
+from toolkit.bench.load.event_loop import event_loop_factory, raise_file_limit
+from toolkit.bench.load.http_client import Http
+from toolkit.bench.load.processes import ClientProcesses
+from toolkit.bench.load.record import RequestRecord, Share
+from toolkit.bench.load.recorded_datasets import open_dataset
+from toolkit.bench.load.share import Job, LoadShare, number_of_clients
 from toolkit.bench.progress import showing_progress
-from toolkit.bench.record import RequestRecord, Share
+from toolkit.bench.report.document import as_json, request_lines
+from toolkit.bench.report.files import ResultFiles
+from toolkit.bench.report.outcome import Outcome
+from toolkit.bench.report.stats import evaluate
 from toolkit.bench.server_metrics import ServerChange, read_metrics
-from toolkit.bench.share import Job, LoadShare, number_of_clients
-from toolkit.bench.stats import evaluate
-from toolkit.bench.wire import RequestFailedError, ServerError
+from toolkit.client.wire import RequestFailedError, ServerError
 from toolkit.config.load import BenchConfig
 from toolkit.errors import ConfigError
 
@@ -39,10 +40,6 @@ WARMUP_CONCURRENCY = 16
 
 def run(config: BenchConfig) -> int:
     """Measures and reports; the exit code of the command."""
-    if config.find_max_rps:
-        from toolkit.bench.search import run_search
-
-        return run_search(config)
     files: list[ResultFiles] = []
 
     def prepare(model: str, began: datetime.datetime) -> None:
@@ -70,7 +67,7 @@ def report(outcome: Outcome, document: dict[str, Any]) -> None:
     else:
         from rich.console import Console
 
-        from toolkit.bench.table import print_table
+        from toolkit.bench.report.table import print_table
 
         print_table(Console(highlight=False), outcome)
 
@@ -89,14 +86,16 @@ def to_text(document: object) -> str:
 
 def save(files: ResultFiles, outcome: Outcome, document: dict[str, Any]) -> None:
     """Writes the result, the requests and the report with plots."""
-    from toolkit.bench.html import html_report
+    from toolkit.bench.report.html import html_report
 
     try:
         files.json.write_text(to_text(document))
         files.jsonl.write_bytes(b"".join(request_lines(outcome)))
         files.html.write_text(html_report(outcome))
     except OSError as error:
-        raise ConfigError(f"The result cannot be saved in {files.json.parent}: {error.strerror}.") from None
+        raise ConfigError(
+            f"The result cannot be saved in {files.json.parent}: {error.strerror}."
+        ) from None
 
 
 def seed_of_run(seed: int | None, number: int) -> int | None:
@@ -118,7 +117,8 @@ def save_numbered(outcome: Outcome, number: int) -> None:
 
 
 async def measure(
-    config: BenchConfig, prepare: Callable[[str, datetime.datetime], None] = lambda model, began: None
+    config: BenchConfig,
+    prepare: Callable[[str, datetime.datetime], None] = lambda model, began: None,
 ) -> Outcome:
     """Loads the server as configured. Ctrl-C ends the load, not the measurement. `prepare` is called before it with the
     model's name and the time.
@@ -141,7 +141,9 @@ async def measure(
                 shares = [await load_from_here(http, config, model, stop)]
             else:
                 shares = await load_from_processes(config, model, clients, stop)
-            after = await read_metrics(http) if before is not None else None  # a second Ctrl-C loses nothing
+            after = (
+                await read_metrics(http) if before is not None else None
+            )  # a second Ctrl-C loses nothing
     return Outcome(
         config=config,
         model=model,

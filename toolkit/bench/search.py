@@ -8,13 +8,13 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from toolkit.bench.document import SCHEMA, as_json
-from toolkit.bench.outcome import Outcome
-from toolkit.bench.record import RequestRecord
+from toolkit.bench.load.record import RequestRecord
+from toolkit.bench.report.document import SCHEMA, as_json
+from toolkit.bench.report.outcome import Outcome
+from toolkit.bench.report.saturation import REMEDY
+from toolkit.bench.report.stats import is_good
 from toolkit.bench.run import measure, run_loop, save_numbered, seed_of_run, to_text
-from toolkit.bench.saturation import REMEDY
-from toolkit.bench.stats import is_good
-from toolkit.bench.wire import ServerError
+from toolkit.client.wire import ServerError
 from toolkit.config.load import BenchConfig
 
 SECONDS = 20.0
@@ -78,10 +78,14 @@ def judge(outcome: Outcome) -> bool | None:
     def may_be_good(record: RequestRecord) -> bool:
         late = (record.woken or record.scheduled) - record.scheduled + delay
         added = {"ttft": late, "e2el": late, "tpot": delay / max(record.output_tokens - 1, 1)}
-        return is_good(record, {name: most + added[name] for name, most in config.objectives.items()})
+        return is_good(
+            record, {name: most + added[name] for name, most in config.objectives.items()}
+        )
 
     good = sum(may_be_good(record) for record in outcome.records if record.ok)
-    return None if good >= config.goodput_ratio * (result.num_succeeded + result.num_failed) else False
+    return (
+        None if good >= config.goodput_ratio * (result.num_succeeded + result.num_failed) else False
+    )
 
 
 class SearchEndedError(Exception):
@@ -104,7 +108,9 @@ def run_search(config: BenchConfig) -> int:
             request_rate=rate,
             seed=seed_of_run(config.seed, len(tried)),
             find_max_rps=False,
-            duration=SECONDS if config.num_prompts is None and config.duration is None else config.duration,
+            duration=SECONDS
+            if config.num_prompts is None and config.duration is None
+            else config.duration,
         )
         try:
             outcome = await measure(probe)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.bench.http import Http
-from toolkit.bench.wire import RequestFailedError
+from toolkit.bench.load.http_client import Http
+from toolkit.client.wire import RequestFailedError
 
 GAUGES = ("num_requests_running", "num_requests_waiting")
 COUNTERS = (
@@ -58,7 +58,11 @@ class ServerChange:
     def counted(self, name: str) -> float | None:
         """How much a counter grew; None when it is not there, or began anew with another process."""
         name = f"{name}_total"
-        if name not in self.before or name not in self.after or self.after[name] < self.before[name]:
+        if (
+            name not in self.before
+            or name not in self.after
+            or self.after[name] < self.before[name]
+        ):
             return None
         return self.after[name] - self.before[name]
 

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from toolkit.bench.document import SCHEMA, as_json
-from toolkit.bench.outcome import Outcome
+from toolkit.bench.report.document import SCHEMA, as_json
+from toolkit.bench.report.outcome import Outcome
+from toolkit.bench.report.summary import Summary
 from toolkit.bench.run import measure, run_loop, save_numbered, seed_of_run, to_text
-from toolkit.bench.summary import Summary
 from toolkit.config.fields import Option, build, options
 from toolkit.config.load import BenchConfig, SweepConfig
 from toolkit.errors import ConfigError, did_you_mean
@@ -29,7 +29,9 @@ def points(config: SweepConfig) -> list[Point]:
     take.
     """
     if config.find_max_rps:
-        raise ConfigError("A sweep does not search: leave --find-max-rps out.", param="find_max_rps")
+        raise ConfigError(
+            "A sweep does not search: leave --find-max-rps out.", param="find_max_rps"
+        )
     rows: dict[str, Option] = {}
     for row in options(BenchConfig):
         rows |= {flag.removeprefix("--"): row for flag in (row.flag, *row.aliases)}
@@ -44,7 +46,9 @@ def points(config: SweepConfig) -> list[Point]:
             )
         row = rows[flag]
         varied[row.name] = [row.parse(value, f"--vary {flag}") for value in values.split(",")]
-    return [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
+    return [
+        dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())
+    ]
 
 
 def config_at(config: SweepConfig, point: Point, number: int = 0) -> BenchConfig:
@@ -81,7 +85,10 @@ def run_sweep(config: SweepConfig) -> int:
 def _report(config: SweepConfig, where: list[Point], outcomes: list[Outcome]) -> None:
     if config.json:
         runs = [as_json(outcome) for outcome in outcomes]
-        print(to_text({"schema": f"{SCHEMA}-sweep", "varied": where[: len(runs)], "runs": runs}), end="")
+        print(
+            to_text({"schema": f"{SCHEMA}-sweep", "varied": where[: len(runs)], "runs": runs}),
+            end="",
+        )
     else:
         from rich.console import Console
         from rich.text import Text
@@ -91,9 +98,13 @@ def _report(config: SweepConfig, where: list[Point], outcomes: list[Outcome]) ->
         for outcome in outcomes:
             if outcome.result.saturated is not None:
                 console.print(f"CLIENT SATURATED: {outcome.result.saturated}.", style="bold red")
-        errors = {group.cause: group.example for outcome in outcomes for group in outcome.result.errors}
+        errors = {
+            group.cause: group.example for outcome in outcomes for group in outcome.result.errors
+        }
         for cause, example in errors.items():
-            console.print(Text(f"{cause}: {example}", style="red"), soft_wrap=not console.is_terminal)
+            console.print(
+                Text(f"{cause}: {example}", style="red"), soft_wrap=not console.is_terminal
+            )
 
 
 def _table(where: list[Point], outcomes: list[Outcome]) -> Table:
@@ -106,7 +117,16 @@ def _table(where: list[Point], outcomes: list[Outcome]) -> Table:
     percentiles = outcomes[0].config.percentiles
     first, last = f"p{percentiles[0]:g}", f"p{percentiles[-1]:g}"
     good = ["good"] * any(outcome.config.goodput for outcome in outcomes)
-    for name in ("req/s", "out tok/s", f"TTFT {first}", last, f"ITL {first}", last, "failed", *good):
+    for name in (
+        "req/s",
+        "out tok/s",
+        f"TTFT {first}",
+        last,
+        f"ITL {first}",
+        last,
+        "failed",
+        *good,
+    ):
         table.add_column(name, justify="right")
     for point, outcome in zip(where, outcomes, strict=False):
         table.add_row(*(_short(value) for value in point.values()), *_cells(outcome))
@@ -131,7 +151,10 @@ def _ends(summary: Summary | None) -> tuple[str, str]:
     """The lowest and the highest percentile, in milliseconds."""
     if summary is None:
         return "-", "-"
-    return f"{summary.percentiles[0][1].value * 1e3:,.2f}", f"{summary.percentiles[-1][1].value * 1e3:,.2f}"
+    return (
+        f"{summary.percentiles[0][1].value * 1e3:,.2f}",
+        f"{summary.percentiles[-1][1].value * 1e3:,.2f}",
+    )
 
 
 def _short(value: object) -> str:

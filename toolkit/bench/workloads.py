@@ -53,14 +53,18 @@ def offline(
     return Work("offline", prompts, [rng.randint(low, high) for _ in range(count)])
 
 
-def latency(batch_size: int, vocab_size: int, *, input_len: int = 128, output_len: int = 256) -> Work:
+def latency(
+    batch_size: int, vocab_size: int, *, input_len: int = 128, output_len: int = 256
+) -> Work:
     """A batch of equal lengths."""
     rng = random.Random(1)
     prompts = [_ids(rng, input_len, vocab_size) for _ in range(batch_size)]
     return Work("latency", prompts, [output_len] * batch_size)
 
 
-def prefill(context: int, vocab_size: int, *, count: int = 32, input_len: int | None = None) -> Work:
+def prefill(
+    context: int, vocab_size: int, *, count: int = 32, input_len: int | None = None
+) -> Work:
     """Prompts of 2048 tokens, 1000 in a short context, and answers of one token."""
     if input_len is None:
         input_len = 1000 if context <= SHORT_CONTEXT else 2048

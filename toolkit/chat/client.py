@@ -8,10 +8,12 @@ from typing import Any
 
 import httpx
 
-from toolkit.bench.wire import DONE, EventBuffer, ServerError, error_message, goes_through_proxy
 from toolkit.chat.delta import Delta, read_delta
+from toolkit.client.wire import DONE, EventBuffer, ServerError, error_message, goes_through_proxy
 
-TIMEOUT = httpx.Timeout(10.0, read=None)  # a long queue or a long thought is no failure; Ctrl-C ends the wait
+TIMEOUT = httpx.Timeout(
+    10.0, read=None
+)  # a long queue or a long thought is no failure; Ctrl-C ends the wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,12 @@ class Address:
         """Arguments of an httpx client."""
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key is not None else {}
         trust_env = goes_through_proxy(self.url)
-        return {"base_url": self.url, "headers": headers, "timeout": TIMEOUT, "trust_env": trust_env}
+        return {
+            "base_url": self.url,
+            "headers": headers,
+            "timeout": TIMEOUT,
+            "trust_env": trust_env,
+        }
 
     def models(self) -> list[ModelCard]:
         """Every model that the server lists, in its order. Raises ServerError, also when there is none."""
@@ -59,7 +66,9 @@ class Address:
     def refused(self, status: int, body: bytes) -> ServerError:
         reason = error_message(body)
         if status in (401, 403):
-            return ServerError(f"The server at {self.url} wants another API key (--api-key): {reason}")
+            return ServerError(
+                f"The server at {self.url} wants another API key (--api-key): {reason}"
+            )
         return ServerError(f"The server at {self.url} refused (HTTP {status}): {reason}")
 
 
@@ -92,7 +101,9 @@ class ChatClient:
             raise self.address.unreachable(error) from None
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
-            raise ServerError(f"The connection to {self.address.url} broke off ({reason}).") from None
+            raise ServerError(
+                f"The connection to {self.address.url} broke off ({reason})."
+            ) from None
 
     async def _pieces(self, response: httpx.Response) -> AsyncGenerator[Delta]:
         events = EventBuffer()
@@ -111,9 +122,13 @@ class ChatClient:
 def _card(model: dict[str, Any]) -> ModelCard:
     """Of what servers write: vLLM and tk, OpenRouter, llama.cpp, Mistral."""
     context = (
-        model.get("max_model_len") or model.get("context_length") or (model.get("meta") or {}).get("n_ctx")
+        model.get("max_model_len")
+        or model.get("context_length")
+        or (model.get("meta") or {}).get("n_ctx")
     )
-    modalities = model.get("input_modalities") or (model.get("architecture") or {}).get("input_modalities")
+    modalities = model.get("input_modalities") or (model.get("architecture") or {}).get(
+        "input_modalities"
+    )
     capabilities = model.get("capabilities")
     takes_images = None
     if isinstance(modalities, list):

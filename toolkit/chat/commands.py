@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,14 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.chat import store
-from toolkit.chat.clipboard import copy
-from toolkit.chat.conversation import Conversation, short, text_of
+from toolkit.chat.history import Conversation, short, text_of
 from toolkit.chat.images import as_data_url, takes_images
 from toolkit.chat.request import SAMPLING
+from toolkit.chat.screen.clipboard import copy
 from toolkit.chat.session import Session
 from toolkit.config.clients import ChatConfig
 from toolkit.config.fields import Option, options
-from toolkit.errors import ConfigError, InvalidRequestError, did_you_mean
+from toolkit.errors import ConfigError, InvalidRequestError, ToolkitError, did_you_mean
 
 SETTABLE = (*SAMPLING, "schema", "tools", "stream", "reasoning")
 LISTED = 10  # saved conversations that /load shows
@@ -40,6 +41,23 @@ class Command:
     help: str
 
 
+COMMAND = re.compile(r"(/[a-z]*)(?:\s+(.*))?", re.DOTALL)
+"""A line that is a command; a path like /etc/hosts is not. `//` begins a question with a slash."""
+
+
+async def handle_line(session: Session, line: str) -> bool:
+    """Run a command, or ask a question. Return False when the user leaves."""
+    if not line.strip():
+        return True
+    try:
+        if found := COMMAND.fullmatch(line.strip()):
+            return await run_command(session, found[1], (found[2] or "").strip())
+        await session.say(line.strip().replace("//", "/", 1) if line.startswith("//") else line)
+    except ToolkitError as error:
+        session.terminal.error(error.message)
+    return True
+
+
 async def run_command(session: Session, name: str, argument: str) -> bool:
     """Does a command, which may be cut short where that is clear; False for the one that leaves.
 
@@ -48,7 +66,11 @@ async def run_command(session: Session, name: str, argument: str) -> bool:
     near = [known for known in COMMANDS if known.startswith(name)]
     known = name if name in COMMANDS else near[0] if len(near) == 1 else None
     if known is None:
-        hint = f" Did you mean {' or '.join(near)}?" if 1 < len(near) < 7 else did_you_mean(name, COMMANDS)
+        hint = (
+            f" Did you mean {' or '.join(near)}?"
+            if 1 < len(near) < 7
+            else did_you_mean(name, COMMANDS)
+        )
         raise InvalidRequestError(f"There is no command {name}.{hint or ' /help lists them.'}")
     if known == "/exit":
         return False
@@ -57,7 +79,9 @@ async def run_command(session: Session, name: str, argument: str) -> bool:
 
 
 async def show_help(session: Session, argument: str) -> None:
-    rows = [(f"{name} {command.argument}".strip(), command.help) for name, command in COMMANDS.items()]
+    rows = [
+        (f"{name} {command.argument}".strip(), command.help) for name, command in COMMANDS.items()
+    ]
     _table(session, [*rows, *KEYS])
 
 
@@ -103,7 +127,9 @@ async def show(session: Session, argument: str) -> None:
                 ("model", session.card.name),
                 (
                     "context",
-                    f"{session.card.max_context:,} tokens" if session.card.max_context else "unknown",
+                    f"{session.card.max_context:,} tokens"
+                    if session.card.max_context
+                    else "unknown",
                 ),
                 ("system", conversation.system or "none"),
                 ("questions", str(conversation.num_questions)),
@@ -119,7 +145,10 @@ async def model(session: Session, argument: str) -> None:
         _table(
             session,
             [
-                (f"{'*' if card.name == session.card.name else ' '} {card.name}", _context(card.max_context))
+                (
+                    f"{'*' if card.name == session.card.name else ' '} {card.name}",
+                    _context(card.max_context),
+                )
                 for card in cards.values()
             ],
         )
@@ -142,7 +171,9 @@ async def edit(session: Session, argument: str) -> None:
     questions = [m for m in waiting or session.conversation.messages if m["role"] == "user"]
     session.draft = text_of(questions[-1]) if questions else ""
     session.is_edit = True
-    session.terminal.note("Enter asks it in the place of the last question; Ctrl-C leaves all as it is.")
+    session.terminal.note(
+        "Enter asks it in the place of the last question; Ctrl-C leaves all as it is."
+    )
 
 
 async def undo(session: Session, argument: str) -> None:
@@ -203,7 +234,9 @@ async def stats(session: Session, argument: str) -> None:
     if not answers:
         session.terminal.note("Nothing has been answered yet.")
         return
-    speeds = [answer.tokens_per_second for answer in answers if answer.tokens_per_second is not None]
+    speeds = [
+        answer.tokens_per_second for answer in answers if answer.tokens_per_second is not None
+    ]
     cached = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
     _table(
         session,
@@ -224,7 +257,7 @@ async def copy_answer(session: Session, argument: str) -> None:
         raise InvalidRequestError("There is no answer to copy.")
     text = answers[-1]
     if argument == "code":
-        from toolkit.chat.markdown import code_blocks
+        from toolkit.chat.screen.markdown import code_blocks
 
         text = "\n".join(code_blocks(text))
         if not text:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from toolkit.bench.wire import ServerError, error_message
+from toolkit.client.wire import ServerError, error_message
 
 MOST_CALLS = 256  # of tools in one answer
 
@@ -82,7 +82,9 @@ def read_delta(data: bytes) -> Delta:
     try:
         event = _decoder.decode(data)
     except msgspec.DecodeError as error:
-        raise ServerError(f"The server sent something unreadable ({error}): {data[:200]!r}") from None
+        raise ServerError(
+            f"The server sent something unreadable ({error}): {data[:200]!r}"
+        ) from None
     if event.error:
         raise ServerError(f"The server gave up on the answer: {error_message(data)}")
     choice = event.choices[0] if event.choices else _Choice()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from toolkit.bench.wire import ServerError
-from toolkit.chat.answer import Answer
+from toolkit.chat.answer_view import Answer
 from toolkit.chat.client import ChatClient
-from toolkit.chat.display import Display
-from toolkit.chat.signals import Signals
+from toolkit.chat.screen.display import Display
+from toolkit.chat.screen.signals import Signals
 from toolkit.chat.thinking import ThinkTags
+from toolkit.client.wire import ServerError
 
 
-async def exchange(client: ChatClient, body: dict[str, Any], display: Display, signals: Signals) -> Answer:
+async def exchange(
+    client: ChatClient, body: dict[str, Any], display: Display, signals: Signals
+) -> Answer:
     """Asks, and shows what comes. The answer says whether Ctrl-C stopped it, and what else broke it off."""
     answer = Answer()
     reader = asyncio.create_task(_read(client, body, answer, display))

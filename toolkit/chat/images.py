@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
-from toolkit.bench.wire import ServerError
 from toolkit.chat.client import ChatClient, ModelCard
+from toolkit.client.wire import ServerError
 from toolkit.errors import InvalidRequestError
 
 MOST_BYTES = 20 << 20

@@ -7,6 +7,7 @@ import ctypes
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,9 +18,8 @@ from pathlib import Path
 
 import httpx
 
-from toolkit.bench.serving import free_port
-from toolkit.bench.wire import ServerError
 from toolkit.chat.state import private_file, state_folder
+from toolkit.client.wire import ServerError
 
 POLL = 0.1  # seconds
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
@@ -49,7 +49,9 @@ def local_server(
     if command is None:
         command = [sys.executable, "-m", "toolkit", "serve", *([model] if model else [])]
     log = private_file(state_folder() / f"chat-server-{os.getpid()}.log")
-    process = start([*command, "--host", "127.0.0.1", "--port", str(port)], log, {"TK_API_KEY": key})
+    process = start(
+        [*command, "--host", "127.0.0.1", "--port", str(port)], log, {"TK_API_KEY": key}
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_ready(url, process, log, tick)
@@ -128,3 +130,10 @@ def turned_into_exit(*signals: signal.Signals) -> Iterator[None]:
 def last_lines(log: Path) -> str:
     lines = log.read_text(errors="replace").rstrip().splitlines()
     return "\n".join(lines[-LAST_LINES:]) or "(empty)"
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

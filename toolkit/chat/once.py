@@ -6,12 +6,12 @@ from typing import Any
 
 import orjson
 
-from toolkit.bench.wire import ServerError
-from toolkit.chat.answer import Answer
-from toolkit.chat.display import Display, NoDisplay, display_for
+from toolkit.chat.answer_view import Answer
 from toolkit.chat.exchange import exchange
 from toolkit.chat.request import request_body
+from toolkit.chat.screen.display import Display, NoDisplay, display_for
 from toolkit.chat.session import Session
+from toolkit.client.wire import ServerError
 from toolkit.config.clients import ChatConfig
 
 BROKEN_OFF = 1
@@ -38,14 +38,18 @@ async def answer_once(session: Session, question: str, *, is_continued: bool) ->
 def _display(session: Session) -> Display:
     if session.config.json:
         return NoDisplay()
-    return display_for(session.terminal, session.config.reasoning, "json" if session.config.schema else None)
+    return display_for(
+        session.terminal, session.config.reasoning, "json" if session.config.schema else None
+    )
 
 
 def _write_rest(session: Session, answer: Answer) -> None:
     """What is not shown while it comes."""
     terminal = session.terminal
     if session.config.json:
-        terminal.write(orjson.dumps(as_json(session, answer), option=orjson.OPT_INDENT_2).decode() + "\n")
+        terminal.write(
+            orjson.dumps(as_json(session, answer), option=orjson.OPT_INDENT_2).decode() + "\n"
+        )
     elif terminal.is_live:
         terminal.note(answer.stats(session.card.max_context))
 

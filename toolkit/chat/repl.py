@@ -25,10 +25,10 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 from prompt_toolkit.styles import Style
 
-from toolkit.chat.commands import COMMANDS, SETTABLE, show
+from toolkit.chat.commands import COMMANDS, SETTABLE, handle_line, show
+from toolkit.chat.screen.terminal import printable
 from toolkit.chat.session import Session
 from toolkit.chat.state import private_file, state_folder
-from toolkit.chat.terminal import printable
 
 if TYPE_CHECKING:
     from prompt_toolkit.input import Input
@@ -70,7 +70,7 @@ async def converse(session: Session, prompt: PromptSession[str] | None = None) -
         finally:
             session.signals.listen()
             session.terminal.keyboard.hush()
-        if not await session.handle(printable(line)):
+        if not await handle_line(session, printable(line)):
             return 0
     return 130
 
@@ -131,7 +131,9 @@ def _label(session: Session) -> StyleAndTextTuples:
     if session.open_call is not None:
         return [("class:prompt", f"result of {session.open_call['function']['name']}> ")]
     images = (
-        f"[{len(session.images)} image{'s' if len(session.images) > 1 else ''}] " if session.images else ""
+        f"[{len(session.images)} image{'s' if len(session.images) > 1 else ''}] "
+        if session.images
+        else ""
     )
     return [("", images), ("class:prompt", "> ")]
 

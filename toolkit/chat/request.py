@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from toolkit.chat.answer import Message
+from toolkit.chat.answer_view import Message
 from toolkit.config.clients import ChatConfig
 from toolkit.errors import ConfigError
 
@@ -33,7 +33,9 @@ def _read_json(name: str, setting: str, kind: type[dict[str, Any]] | type[list[A
     try:
         content = orjson.loads(Path(name).expanduser().read_bytes())
     except OSError as error:
-        raise ConfigError(f"--{setting}: cannot read {name}: {error.strerror}.", param=setting) from None
+        raise ConfigError(
+            f"--{setting}: cannot read {name}: {error.strerror}.", param=setting
+        ) from None
     except orjson.JSONDecodeError as error:
         raise ConfigError(f"--{setting}: {name} is not JSON: {error}.", param=setting) from None
     if not isinstance(content, kind):

@@ -11,26 +11,34 @@ from contextlib import contextmanager
 
 import httpx
 
-from toolkit.bench.wire import ServerError
 from toolkit.chat import store
 from toolkit.chat.client import Address, ChatClient, ModelCard
 from toolkit.chat.local import local_server, turned_into_exit
+from toolkit.chat.screen.terminal import Terminal, printable
 from toolkit.chat.session import Session
-from toolkit.chat.terminal import Terminal, printable
+from toolkit.client.wire import ServerError
 from toolkit.config.clients import DEFAULT_URL, ChatConfig
 from toolkit.errors import ConfigError
 
 
 def run(config: ChatConfig) -> int:
     """Talks until the user leaves, or answers one question; the exit code of the command."""
-    for name in ("COLUMNS", "LINES"):  # a shell may have exported them, and the window changes its size
+    for name in (
+        "COLUMNS",
+        "LINES",
+    ):  # a shell may have exported them, and the window changes its size
         os.environ.pop(name, None)
     terminal = Terminal()
     question = _question(config)
     if config.json and question is None:
-        raise ConfigError('--json needs a question: tk chat --json "What is a KV cache?"', param="json")
+        raise ConfigError(
+            '--json needs a question: tk chat --json "What is a KV cache?"', param="json"
+        )
     saved = _newest() if config.resume else None
-    with turned_into_exit(signal.SIGTERM, signal.SIGHUP), serving(config, terminal) as (address, card):
+    with (
+        turned_into_exit(signal.SIGTERM, signal.SIGHUP),
+        serving(config, terminal) as (address, card),
+    ):
         try:
             return asyncio.run(_talk(config, terminal, address, card, question, saved))
         except BrokenPipeError:
@@ -93,7 +101,9 @@ def _question(config: ChatConfig) -> str | None:
 def _newest() -> store.Saved:
     found = store.newest(1)
     if not found:
-        raise ConfigError("No conversation is saved yet: there is nothing to continue.", param="resume")
+        raise ConfigError(
+            "No conversation is saved yet: there is nothing to continue.", param="resume"
+        )
     return found[0]
 
 
@@ -111,9 +121,14 @@ def serving(config: ChatConfig, terminal: Terminal) -> Iterator[tuple[Address, M
         yield here
         return
     what = config.model or "the demo model"
-    with waiting(terminal, f"Starting {what}") as tick, local_server(config.model, tick=tick) as server:
+    with (
+        waiting(terminal, f"Starting {what}") as tick,
+        local_server(config.model, tick=tick) as server,
+    ):
         tick(-1.0)
-        terminal.hint("This server is private and ends with the chat; 'tk serve' starts one that stays.")
+        terminal.hint(
+            "This server is private and ends with the chat; 'tk serve' starts one that stays."
+        )
         address = Address(server.url, server.api_key)
         yield address, address.models()[0]
 

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.chat import store
-from toolkit.chat.answer import Answer, Message
+from toolkit.chat.answer_view import Answer, Message
 from toolkit.chat.client import ChatClient, ModelCard
-from toolkit.chat.conversation import Conversation, short, text_of
-from toolkit.chat.display import display_for
 from toolkit.chat.exchange import exchange
+from toolkit.chat.history import Conversation, short, text_of
 from toolkit.chat.request import request_body
-from toolkit.chat.signals import Signals
-from toolkit.chat.terminal import Terminal
+from toolkit.chat.screen.display import display_for
+from toolkit.chat.screen.signals import Signals
+from toolkit.chat.screen.terminal import Terminal
 from toolkit.config.clients import ChatConfig
 from toolkit.errors import ToolkitError
-
-COMMAND = re.compile(r"(/[a-z]*)(?:\s+(.*))?", re.DOTALL)
-"""A line that is a command; a path like /etc/hosts is not. `//` begins a question with a slash."""
 
 
 class Session:
     """One conversation with one server."""
 
-    def __init__(self, client: ChatClient, card: ModelCard, config: ChatConfig, terminal: Terminal) -> None:
+    def __init__(
+        self, client: ChatClient, card: ModelCard, config: ChatConfig, terminal: Terminal
+    ) -> None:
         self.client = client
         self.card = card
         self.config = config
@@ -39,20 +37,6 @@ class Session:
         self.draft = ""  # what the next question begins as
         self.is_edit = False  # the next question takes the place of the last one
         self.answers: list[Answer] = []
-
-    async def handle(self, line: str) -> bool:
-        """Does what one entered line asks for; False when it asks to leave."""
-        if not line.strip():
-            return True
-        try:
-            if found := COMMAND.fullmatch(line.strip()):
-                from toolkit.chat.commands import run_command
-
-                return await run_command(self, found[1], (found[2] or "").strip())
-            await self.say(line.strip().replace("//", "/", 1) if line.startswith("//") else line)
-        except ToolkitError as error:
-            self.terminal.error(error.message)
-        return True
 
     async def say(self, text: str) -> None:
         """A question; or the result of the tool that the model has called."""
@@ -147,7 +131,9 @@ class Session:
             f"{self.conversation.title}"
         )
         if self.terminal.is_live and self.conversation.messages:
-            questions = [message for message in self.conversation.messages if message["role"] == "user"]
+            questions = [
+                message for message in self.conversation.messages if message["role"] == "user"
+            ]
             self.terminal.note(f"> {short(text_of(questions[-1]))}" if questions else "")
             display = display_for(self.terminal, "hidden")
             display.update(Answer(content=text_of(self.conversation.messages[-1])))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import orjson
 
-from toolkit.chat.conversation import Conversation
+from toolkit.chat.history import Conversation
 from toolkit.chat.state import data_folder
 from toolkit.errors import ConfigError
 
@@ -58,9 +58,13 @@ def read(path: Path) -> Saved:
     try:
         content = orjson.loads(path.read_bytes())
         if content["version"] != VERSION:
-            raise ConfigError(f"{path} was written by another version of tk (format {content['version']!r}).")
+            raise ConfigError(
+                f"{path} was written by another version of tk (format {content['version']!r})."
+            )
         messages = content["messages"]
-        if not all(isinstance(message, dict) and isinstance(message["role"], str) for message in messages):
+        if not all(
+            isinstance(message, dict) and isinstance(message["role"], str) for message in messages
+        ):
             raise TypeError
         conversation = Conversation(content["system"], messages)
         return Saved(path, content["model"], conversation, time.time() - path.stat().st_mtime)
@@ -72,7 +76,9 @@ def read(path: Path) -> Saved:
 
 def newest(count: int) -> list[Saved]:
     """The conversations that went on last, the newest first. Files that cannot be read are passed over."""
-    paths = sorted(data_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    paths = sorted(
+        data_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True
+    )
     found: list[Saved] = []
     for path in paths:
         if len(found) == count:

@@ -47,4 +47,6 @@ class ThinkTags:
     def _sure(self) -> int:
         """How many characters cannot belong to the tag that ends the reasoning."""
         sizes = range(len(END) - 1, 0, -1)
-        return len(self._held) - next((size for size in sizes if self._held.endswith(END[:size])), 0)
+        return len(self._held) - next(
+            (size for size in sizes if self._held.endswith(END[:size])), 0
+        )

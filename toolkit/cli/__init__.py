@@ -6,20 +6,10 @@ import os
 import sys
 import time
 
+from toolkit.cli.names import VALUES
+
 BEGAN = time.perf_counter()
 """When the command began."""
-
-SUBJECTS = {
-    "Serve": ("serve", "chat", "run"),
-    "Measure": ("bench", "top"),
-    "Models": ("models", "pull", "show", "rm"),
-    "This machine": ("config", "doctor", "collect-env", "man", "completion"),
-}
-"""The commands, as the help groups them."""
-COMMANDS = tuple(name for names in SUBJECTS.values() for name in names)
-
-VALUES = "__values"
-"""The command that completion scripts call for values that only the machine or a server knows."""
 
 
 def _open_closed_streams() -> None:
@@ -27,7 +17,9 @@ def _open_closed_streams() -> None:
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(opened, opened == number)  # if it is not, something else has its number
+            os.set_inheritable(
+                opened, opened == number
+            )  # if it is not, something else has its number
             setattr(sys, name, open(opened, mode, encoding="utf-8"))  # noqa: SIM115  # for as long as this runs
 
 
@@ -36,7 +28,7 @@ def main() -> None:
     _open_closed_streams()
     arguments = sys.argv[1:]
     if arguments == ["--version"]:
-        from toolkit import __version__
+        from toolkit.version import __version__
 
         print(f"tk {__version__}")
     elif arguments[:1] == [VALUES]:

@@ -32,6 +32,10 @@ def serve(config: BenchConfig) -> None:
 
 
 def _load(config: BenchConfig) -> None:
+    if config.find_max_rps:
+        from toolkit.bench.search import run_search
+
+        raise typer.Exit(run_search(config))
     from toolkit.bench.run import run
 
     raise typer.Exit(run(config))
@@ -55,7 +59,7 @@ def compare(config: CompareConfig) -> None:
     A change is one when chance would make it once in a hundred times, by the results' own intervals of confidence. These
     know that requests of one time resemble each other, but not that a machine is slower on some days: repeat close calls.
     """
-    from toolkit.bench.compare import run_compare
+    from toolkit.bench.report.compare import run_compare
 
     raise typer.Exit(run_compare(config))
 
@@ -76,7 +80,10 @@ def offline(
     from toolkit.bench.engine import run_offline
 
     run_offline(
-        EngineConfig(model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel), config
+        EngineConfig(
+            model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel
+        ),
+        config,
     )
 
 
@@ -93,7 +100,10 @@ def latency(
     from toolkit.bench.engine import run_latency
 
     run_latency(
-        EngineConfig(model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel), config
+        EngineConfig(
+            model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel
+        ),
+        config,
     )
 
 
@@ -110,5 +120,8 @@ def prefill(
     from toolkit.bench.engine import run_prefill
 
     run_prefill(
-        EngineConfig(model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel), config
+        EngineConfig(
+            model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel
+        ),
+        config,
     )

@@ -36,7 +36,12 @@ def command_with_subcommands(
         run = _runner(function, configs)
 
         def root(ctx: typer.Context, **flags: Any) -> None:
-            given = [row.flag for config in configs for row in options(config) if flags[row.name] is not None]
+            given = [
+                row.flag
+                for config in configs
+                for row in options(config)
+                if flags[row.name] is not None
+            ]
             given += ["--config"] * (flags["config"] is not None)
             if ctx.invoked_subcommand is not None and given:
                 raise ConfigError(
@@ -102,7 +107,9 @@ def _wear(
     run.__annotations__ = {p.name: p.annotation for p in parameters}
 
 
-_CONTEXT = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+_CONTEXT = inspect.Parameter(
+    "ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
+)
 _SETTINGS_FILE = inspect.Parameter(
     "config",
     inspect.Parameter.KEYWORD_ONLY,
@@ -110,7 +117,9 @@ _SETTINGS_FILE = inspect.Parameter(
     annotation=Annotated[
         str | None,
         typer.Option(
-            "--config", metavar="FILE", help="Settings, instead of ./tk.toml and the user's own tk.toml."
+            "--config",
+            metavar="FILE",
+            help="Settings, instead of ./tk.toml and the user's own tk.toml.",
         ),
     ],
 )
@@ -136,7 +145,9 @@ def _parameters(row: Option) -> list[inspect.Parameter]:
     kind_of_value: Any = list[str] if row.type is tuple else row.type
     hint: Any = Annotated[
         kind_of_value | None,
-        typer.Option(*flags, help=row.help + row.shown_default, show_default=False, metavar=metavar),
+        typer.Option(
+            *flags, help=row.help + row.shown_default, show_default=False, metavar=metavar
+        ),
     ]
     made = [inspect.Parameter(row.name, kind, default=None, annotation=hint)]
     if row.argument:

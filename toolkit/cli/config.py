@@ -49,11 +49,15 @@ def show(
     ] = None,
     origin: Annotated[
         bool,
-        typer.Option("--origin", help="Say of each value where it comes from: a flag, a variable, a file."),
+        typer.Option(
+            "--origin", help="Say of each value where it comes from: a flag, a variable, a file."
+        ),
     ] = False,
     file: Annotated[
         str | None,
-        typer.Option("--config", metavar="FILE", help="The file of settings, instead of ./tk.toml."),
+        typer.Option(
+            "--config", metavar="FILE", help="The file of settings, instead of ./tk.toml."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the origins.")] = False,
 ) -> None:
@@ -66,7 +70,9 @@ def show(
         path = tuple(re.split(r"[ .]", command.strip()))
         if path not in commands:
             known = [" ".join(each) for each in commands]
-            raise ConfigError(f"--command: {command!r} has no settings.{did_you_mean(command, known)}")
+            raise ConfigError(
+                f"--command: {command!r} has no settings.{did_you_mean(command, known)}"
+            )
         commands = {path: commands[path]}
     elif ctx.args:
         raise ConfigError(
@@ -81,7 +87,9 @@ def show(
     flags["config"] = file
     shown = {path: _settings(path, one, flags) for path, one in commands.items()}
     if as_json:
-        print(json.dumps({" ".join(path): _as_json(rows) for path, rows in shown.items()}, indent=2))
+        print(
+            json.dumps({" ".join(path): _as_json(rows) for path, rows in shown.items()}, indent=2)
+        )
         return
     print(f"# {settings_file(file, os.environ) or 'no tk.toml'}")
     for path, rows in shown.items():

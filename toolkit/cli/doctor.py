@@ -43,7 +43,9 @@ def findings(probe: Probe) -> Iterator[Finding]:
     server, found = _settings()
     yield found
     names = {name for those in known_settings(tree()).values() for name in those}
-    yield from check_installation([f"TK_{name.upper()}" for name in names], server.host, server.port)
+    yield from check_installation(
+        [f"TK_{name.upper()}" for name in names], server.host, server.port
+    )
     yield from check_torch(probe.facts())
 
 
@@ -61,6 +63,10 @@ def _settings() -> tuple[ServerConfig, Finding]:
         names = {row.name for row in options(ServerConfig)}
         server = ServerConfig(**{name: one.value for name, one in given.items() if name in names})
     except ConfigError as error:
-        return ServerConfig(), Finding("settings", "fail", error.message, "tk man tk.toml describes them.")
+        return ServerConfig(), Finding(
+            "settings", "fail", error.message, "tk man tk.toml describes them."
+        )
     told = ", ".join(f"{name} ({one.origin})" for name, one in given.items())
-    return server, Finding("settings", "pass", f"of the server: {told}" if told else "the server's defaults")
+    return server, Finding(
+        "settings", "pass", f"of the server: {told}" if told else "the server's defaults"
+    )

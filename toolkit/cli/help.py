@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from toolkit.cli import SUBJECTS
+from toolkit.cli.names import SUBJECTS
 from toolkit.config.fields import Option
 from toolkit.errors import ConfigError, did_you_mean
 
@@ -58,7 +58,9 @@ def spread(args: list[str], rows: dict[str, Option]) -> list[str]:
     `--goodput ttft:200 tpot:50`. Its kind is the sign in the flag's metavar.
     """
     signs = {
-        row.flag: "=" if "=" in (row.metavar or "") else ":" for row in rows.values() if _takes_words(row)
+        row.flag: "=" if "=" in (row.metavar or "") else ":"
+        for row in rows.values()
+        if _takes_words(row)
     }
     spread_out: list[str] = []
     flag = None
@@ -74,7 +76,9 @@ def spread(args: list[str], rows: dict[str, Option]) -> list[str]:
 
 
 def _takes_words(row: Option) -> bool:
-    return row.type is tuple and row.metavar is not None and ("=" in row.metavar or ":" in row.metavar)
+    return (
+        row.type is tuple and row.metavar is not None and ("=" in row.metavar or ":" in row.metavar)
+    )
 
 
 class _Readable:
@@ -104,7 +108,11 @@ class _Readable:
             if not hasattr(error, "possibilities"):  # what only an unknown flag has
                 raise
             flag = error.option_name  # type: ignore[attr-defined]  # Typer has no public name for this error
-            known = [name for param in ctx.command.params for name in (*param.opts, *param.secondary_opts)]
+            known = [
+                name
+                for param in ctx.command.params
+                for name in (*param.opts, *param.secondary_opts)
+            ]
             raise ConfigError(
                 f"{flag} is no flag of '{ctx.command_path}'.{did_you_mean(flag, known)} "
                 f"'{ctx.command_path} {ALL if ALL in known else '--help'}' lists them.",
@@ -141,7 +149,9 @@ class _Readable:
                 if row.type is bool
                 else record[0]
             )
-            sections.setdefault(_subject(param, rows), []).append((flag, row.summary + row.shown_default))
+            sections.setdefault(_subject(param, rows), []).append(
+                (flag, row.summary + row.shown_default)
+            )
         flags = [flag for records in sections.values() for flag, _ in records]
         width = max(len(flag) for flag in flags if len(flag) <= WIDEST)
         formatter.write_paragraph()

@@ -11,7 +11,7 @@ import typer
 
 from toolkit.cli.help import Command
 from toolkit.cli.root import app
-from toolkit.cli.shipped import shipped
+from toolkit.doctor.shipped import shipped
 from toolkit.errors import ConfigError, did_you_mean
 
 OTHERS = {"tk.toml": "5", "tk-metrics": "7"}
@@ -22,7 +22,9 @@ OTHERS = {"tk.toml": "5", "tk-metrics": "7"}
 def man(
     page: Annotated[
         list[str] | None,
-        typer.Argument(metavar="COMMAND", help="A command, such as bench offline; or tk.toml, or metrics."),
+        typer.Argument(
+            metavar="COMMAND", help="A command, such as bench offline; or tk.toml, or metrics."
+        ),
     ] = None,
 ) -> None:
     """Show the manual of tk or of a command.

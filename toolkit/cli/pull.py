@@ -12,7 +12,9 @@ from toolkit.cli.root import app
 
 @app.command("pull", cls=Command)
 def pull(
-    name: Annotated[str, typer.Argument(metavar="HUB_NAME", help="The model, such as Qwen/Qwen3-0.6B.")],
+    name: Annotated[
+        str, typer.Argument(metavar="HUB_NAME", help="The model, such as Qwen/Qwen3-0.6B.")
+    ],
     revision: Annotated[
         str | None, typer.Option(metavar="REVISION", help="Branch, tag or commit on the hub.")
     ] = None,

@@ -12,8 +12,8 @@ from importlib import import_module
 
 import typer
 
-from toolkit.cli import COMMANDS
 from toolkit.cli.help import HELP_FLAGS, Group, Program
+from toolkit.cli.names import COMMANDS
 from toolkit.errors import ToolkitError
 from toolkit.logs import harmless, keep_traceback, shows_tracebacks
 
@@ -44,7 +44,7 @@ def root(
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
     if version:  # with other flags; alone, `main` has answered it
-        from toolkit import __version__
+        from toolkit.version import __version__
 
         print(f"tk {__version__}")
         raise typer.Exit

@@ -18,7 +18,9 @@ from toolkit.config import (
 from toolkit.errors import InvalidRequestError
 
 
-@command(app, "run", ModelConfig, RunConfig, DeviceConfig, CacheConfig, SchedulerConfig, ParallelConfig)
+@command(
+    app, "run", ModelConfig, RunConfig, DeviceConfig, CacheConfig, SchedulerConfig, ParallelConfig
+)
 def run(
     model: ModelConfig,
     config: RunConfig,
@@ -55,7 +57,10 @@ def run(
         system = [{"role": "system", "content": config.system}] if config.system is not None else []
         tokens = llm.chat_prompt([*system, {"role": "user", "content": prompt}])
     params = SamplingParams(
-        temperature=config.temperature, top_p=config.top_p, max_tokens=config.max_tokens, seed=model.seed
+        temperature=config.temperature,
+        top_p=config.top_p,
+        max_tokens=config.max_tokens,
+        seed=model.seed,
     )
     try:
         for delta in llm.stream(tokens, params):

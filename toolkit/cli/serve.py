@@ -40,13 +40,15 @@ def serve(
     dry: DryRunConfig,
 ) -> None:
     """Serve a model with an OpenAI-compatible API."""
-    engine = EngineConfig(model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel)
+    engine = EngineConfig(
+        model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel
+    )
     if dry.dry_run:
         from toolkit.inventory.dry_run import dry_run
 
         raise typer.Exit(dry_run(engine, as_json=dry.json))
     import uvloop
 
-    from toolkit.api.lifecycle import serve as run
+    from toolkit.serving.lifecycle import serve as run
 
     raise typer.Exit(uvloop.run(run(engine, server, BEGAN)))

@@ -14,7 +14,9 @@ from toolkit.cli.root import app
 def show(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="A folder or a hub name. Without one: the demo model."),
+        typer.Argument(
+            metavar="MODEL", help="A folder or a hub name. Without one: the demo model."
+        ),
     ] = None,
     revision: Annotated[
         str | None, typer.Option(metavar="REVISION", help="Branch, tag or commit on the hub.")

@@ -21,9 +21,14 @@ class EngineBenchConfig:
     """What the three have in common."""
 
     temperature: float = option(
-        0.6, "Of all requests; 0 always takes the likeliest token.", minimum=0.0, subject="Measurement"
+        0.6,
+        "Of all requests; 0 always takes the likeliest token.",
+        minimum=0.0,
+        subject="Measurement",
     )
-    repeats: int = option(3, "Measured runs after a warm-up; the best counts.", minimum=1, common=True)
+    repeats: int = option(
+        3, "Measured runs after a warm-up; the best counts.", minimum=1, common=True
+    )
     profile: str | None = option(
         None,
         "Run once more, write a Chrome trace of a third of a second of it to this file, and say for what "
@@ -59,7 +64,9 @@ class OfflineConfig(EngineBenchConfig):
 class LatencyConfig(EngineBenchConfig):
     """A few requests of one length."""
 
-    batch_sizes: str = option("1,8,64", "Requests at once, one row for each.", metavar="N,N,...", common=True)
+    batch_sizes: str = option(
+        "1,8,64", "Requests at once, one row for each.", metavar="N,N,...", common=True
+    )
     input_len: int = option(128, "Length of a prompt, in tokens.", minimum=1, common=True)
     output_len: int = option(256, "Length of an answer, in tokens.", minimum=1, common=True)
 
@@ -67,7 +74,8 @@ class LatencyConfig(EngineBenchConfig):
         check_all(self)
         if not self.sizes:
             raise ConfigError(
-                f"--batch-sizes is a list such as 1,8,64; it got {self.batch_sizes!r}.", param="batch_sizes"
+                f"--batch-sizes is a list such as 1,8,64; it got {self.batch_sizes!r}.",
+                param="batch_sizes",
             )
 
     @property

@@ -69,11 +69,15 @@ class TopConfig:
         check_all(self)
         urls = dict.fromkeys(server_url(one) for one in self.url)
         if not urls:
-            raise ConfigError("--url is the address of a server, or several; it got none.", param="url")
+            raise ConfigError(
+                "--url is the address of a server, or several; it got none.", param="url"
+            )
         object.__setattr__(self, "url", tuple(urls))
         if self.replay is not None and (self.demo or self.record is not None):
             other = "--demo" if self.demo else "--record"
-            raise ConfigError(f"--replay shows a recording, and does not go with {other}.", param="replay")
+            raise ConfigError(
+                f"--replay shows a recording, and does not go with {other}.", param="replay"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +140,14 @@ class ChatConfig:
         None, "JSON schema that answers have to fit.", metavar="FILE", subject="Output", common=True
     )
     json: bool = option(
-        False, "Print the answer to PROMPT as JSON, with its tokens, times and reasoning.", common=True
+        False,
+        "Print the answer to PROMPT as JSON, with its tokens, times and reasoning.",
+        common=True,
     )
     stream: bool = option(True, "Show an answer while it comes.")
     reasoning: Literal["short", "full", "hidden"] = option(
-        "short", "How a model's reasoning is shown: folded once it has ended, in full, or not at all."
+        "short",
+        "How a model's reasoning is shown: folded once it has ended, in full, or not at all.",
     )
 
     def __post_init__(self) -> None:
@@ -165,5 +172,7 @@ def server_url(text: str) -> str:
     except ValueError as error:
         raise ConfigError(f"--url is not an address: {text!r} ({error}).", param="url") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ConfigError(f"--url is an address such as {DEFAULT_URL}; it got {text!r}.", param="url")
+        raise ConfigError(
+            f"--url is an address such as {DEFAULT_URL}; it got {text!r}.", param="url"
+        )
     return url

@@ -68,7 +68,10 @@ class ModelConfig:
         "model that generates answer /v1/embeddings, too. Default: what the model's folder says.",
     )
     seed: int = option(
-        0, "Seeds every random choice for which a request names no seed.", minimum=0, maximum=MAX_SEED
+        0,
+        "Seeds every random choice for which a request names no seed.",
+        minimum=0,
+        maximum=MAX_SEED,
     )
 
     def __post_init__(self) -> None:
@@ -83,7 +86,8 @@ class DeviceConfig:
         "auto", "auto: the first GPU, else the CPU.", subject="Device"
     )
     attention_backend: Literal["auto", "torch", "cpu", "triton", "flash"] = option(
-        "auto", "Which attention runs; auto chooses for the device, and a log line says which and why."
+        "auto",
+        "Which attention runs; auto chooses for the device, and a log line says which and why.",
     )
     enforce_eager: bool = option(False, "Run every step kernel by kernel, without CUDA graphs.")
     num_threads: int | None = option(
@@ -98,7 +102,9 @@ class DeviceConfig:
 class CacheConfig:
     """The KV cache."""
 
-    block_size: int = option(16, "Tokens in one KV cache block.", minimum=1, maximum=256, subject="KV cache")
+    block_size: int = option(
+        16, "Tokens in one KV cache block.", minimum=1, maximum=256, subject="KV cache"
+    )
     gpu_memory_utilization: float = option(
         0.9,
         "Share of the GPU's memory to use. It holds weights, activations and KV cache together.",
@@ -113,7 +119,8 @@ class CacheConfig:
         maximum=MOST_GIB,
     )
     kv_cache_dtype: Literal["auto", "fp8"] = option(
-        "auto", "Type of the KV cache. auto: the activations'. fp8: half of 16 bits, so twice the tokens."
+        "auto",
+        "Type of the KV cache. auto: the activations'. fp8: half of 16 bits, so twice the tokens.",
     )
     num_gpu_blocks_override: int | None = option(
         None, "KV cache size in blocks, whatever memory there is (for tests).", minimum=1
@@ -228,9 +235,13 @@ class EngineConfig:
         known = {row.name for part in PARTS.values() for row in options(part)}
         for name in settings:
             if name not in known:
-                raise ConfigError(f"There is no setting {name!r}.{did_you_mean(name, known)}", param=name)
+                raise ConfigError(
+                    f"There is no setting {name!r}.{did_you_mean(name, known)}", param=name
+                )
         parts = {
-            key: part(**{row.name: settings[row.name] for row in options(part) if row.name in settings})
+            key: part(
+                **{row.name: settings[row.name] for row in options(part) if row.name in settings}
+            )
             for key, part in PARTS.items()
         }
         return cls(**parts)

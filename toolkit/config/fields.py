@@ -77,7 +77,9 @@ class Option:
     @property
     def is_secret(self) -> bool:
         """Whether its value is nobody else's business: keys, and headers, which may hold them."""
-        return self.name in ("header", "headers") or self.name.endswith(("_key", "_token", "password"))
+        return self.name in ("header", "headers") or self.name.endswith(
+            ("_key", "_token", "password")
+        )
 
     def shown(self, value: Any) -> Any:
         """The value as it may be seen by others: masked when it is secret, and without the password in a URL."""
@@ -114,24 +116,36 @@ class Option:
         if self.type is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, self.type) or (isinstance(value, bool) and self.type is not bool):
-            raise ConfigError(f"{source} takes {_article(self.type)}, and got {value!r}.", param=self.name)
+            raise ConfigError(
+                f"{source} takes {_article(self.type)}, and got {value!r}.", param=self.name
+            )
         if self.choices and value not in self.choices:
             listed = ", ".join(str(choice) for choice in self.choices)
             raise ConfigError(f"{source} is one of {listed}; it got {value!r}.", param=self.name)
         number: Any = value
         if number != number:
-            raise ConfigError(f"{source} takes {_article(self.type)}, and got {value!r}.", param=self.name)
+            raise ConfigError(
+                f"{source} takes {_article(self.type)}, and got {value!r}.", param=self.name
+            )
         if self.minimum is not None and number < self.minimum:
-            raise ConfigError(f"{source} is at least {self.minimum}; it got {value!r}.", param=self.name)
+            raise ConfigError(
+                f"{source} is at least {self.minimum}; it got {value!r}.", param=self.name
+            )
         if self.maximum is not None and number > self.maximum:
-            raise ConfigError(f"{source} is at most {self.maximum}; it got {value!r}.", param=self.name)
+            raise ConfigError(
+                f"{source} is at most {self.maximum}; it got {value!r}.", param=self.name
+            )
         return value
 
     def _check_several(self, value: Any, source: str) -> tuple[str, ...]:
         """One text, or a list of them."""
         several = (value,) if isinstance(value, str) else value
-        if not isinstance(several, list | tuple) or not all(isinstance(one, str) and one for one in several):
-            raise ConfigError(f"{source} takes text, or several; it got {value!r}.", param=self.name)
+        if not isinstance(several, list | tuple) or not all(
+            isinstance(one, str) and one for one in several
+        ):
+            raise ConfigError(
+                f"{source} takes text, or several; it got {value!r}.", param=self.name
+            )
         return tuple(several)
 
     def parse(self, text: str, source: str) -> Any:
@@ -189,7 +203,9 @@ def build(config: type[T], settings: Mapping[str, Any]) -> T:
     names = [row.name for row in options(config)]
     for name in settings:
         if name not in names:
-            raise ConfigError(f"There is no setting {name!r}.{did_you_mean(name, names)}", param=name)
+            raise ConfigError(
+                f"There is no setting {name!r}.{did_you_mean(name, names)}", param=name
+            )
     return config(**settings)
 
 

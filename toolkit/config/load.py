@@ -50,13 +50,17 @@ class BenchConfig:
         "Poisson, less comes in clusters, more is more even, inf is constant.",
         minimum=0.0,
     )
-    burst_size: int = option(1, "Requests that arrive together; the rate counts requests.", minimum=1)
+    burst_size: int = option(
+        1, "Requests that arrive together; the rate counts requests.", minimum=1
+    )
     ramp_up_strategy: Literal["linear", "exponential"] | None = option(
         None,
         "Let the rate change from --ramp-up-start-rps to --ramp-up-end-rps from the first request to the last, "
         "as in vLLM; with --duration alone, from its beginning to its end.",
     )
-    ramp_up_start_rps: float | None = option(None, "Rate at the beginning of the ramp.", minimum=0.0)
+    ramp_up_start_rps: float | None = option(
+        None, "Rate at the beginning of the ramp.", minimum=0.0
+    )
     ramp_up_end_rps: float | None = option(None, "Rate at its end.", minimum=0.0)
     num_prompts: int | None = option(
         None,
@@ -65,7 +69,10 @@ class BenchConfig:
         common=True,
     )
     duration: float | None = option(
-        None, "Seconds to send for; requests that run then are waited for.", minimum=0.0, common=True
+        None,
+        "Seconds to send for; requests that run then are waited for.",
+        minimum=0.0,
+        common=True,
     )
     max_concurrency: int | None = option(
         None,
@@ -108,12 +115,16 @@ class BenchConfig:
         maximum=1.0,
     )
     random_vocab_size: int = option(1000, "Prompts are drawn from token ids below this.", minimum=1)
-    prefix_len: int = option(256, "Tokens that prompts of the dataset prefix have in common.", minimum=1)
+    prefix_len: int = option(
+        256, "Tokens that prompts of the dataset prefix have in common.", minimum=1
+    )
     num_prefixes: int = option(10, "How many such beginnings there are.", minimum=1)
     output_len: int | None = option(
         None, "Tokens asked for in every answer, whatever the dataset says.", minimum=1
     )
-    ignore_eos: bool = option(True, "Ask for answers of full length, past the end-of-sequence token.")
+    ignore_eos: bool = option(
+        True, "Ask for answers of full length, past the end-of-sequence token."
+    )
     seed: int | None = option(
         None,
         "Seeds the arrivals, lengths and prompts; each further run of a sweep or a search adds one. Default: another "
@@ -132,7 +143,9 @@ class BenchConfig:
     goodput_ratio: float = option(
         0.99, "Share of requests that must be good for --find-max-rps.", minimum=0.0, maximum=1.0
     )
-    percentile_metrics: str = option(",".join(METRICS), "Latencies to report.", metavar="NAME,NAME,...")
+    percentile_metrics: str = option(
+        ",".join(METRICS), "Latencies to report.", metavar="NAME,NAME,..."
+    )
     metric_percentiles: str = option("50,90,99", "Percentiles to report.", metavar="P,P,...")
     json: bool = option(False, "Print the result as JSON instead of a table.", subject="Result")
     save_result: bool = option(
@@ -140,14 +153,18 @@ class BenchConfig:
         "Save the result as NAME.json, each request as a line of NAME.jsonl, and a report with plots as NAME.html.",
     )
     result_dir: str | None = option(
-        None, "Folder to save in (implies --save-result). Default: the current one.", metavar="FOLDER"
+        None,
+        "Folder to save in (implies --save-result). Default: the current one.",
+        metavar="FOLDER",
     )
     result_filename: str | None = option(
         None,
         "Name to save under (implies --save-result). Default: made of model, load and time.",
         metavar="NAME",
     )
-    metadata: tuple[str, ...] = option((), "What else the result says of itself.", metavar="KEY=VALUE")
+    metadata: tuple[str, ...] = option(
+        (), "What else the result says of itself.", metavar="KEY=VALUE"
+    )
 
     def __post_init__(self) -> None:
         check_all(self)
@@ -157,14 +174,17 @@ class BenchConfig:
         self._check_lists()
         if self.find_max_rps and not self.goodput:
             raise ConfigError(
-                "--find-max-rps needs to know what to hold: --goodput ttft:200 tpot:50.", param="goodput"
+                "--find-max-rps needs to know what to hold: --goodput ttft:200 tpot:50.",
+                param="goodput",
             )
 
     def _check_load(self) -> None:
         for name in ("request_rate", "burstiness", "ramp_up_start_rps", "ramp_up_end_rps"):
             value = getattr(self, name)
             if value is not None and not value > 0:  # NaN too
-                raise ConfigError(f"--{name.replace('_', '-')} is above 0; it got {value!r}.", param=name)
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is above 0; it got {value!r}.", param=name
+                )
         ramp = (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps)
         if any(part is not None for part in ramp):
             if None in ramp:
@@ -173,7 +193,9 @@ class BenchConfig:
                     param="ramp_up_strategy",
                 )
             if math.isfinite(self.request_rate):
-                raise ConfigError("A ramp has its own rates; leave --request-rate out.", param="request_rate")
+                raise ConfigError(
+                    "A ramp has its own rates; leave --request-rate out.", param="request_rate"
+                )
         if (
             self.duration is not None
             and not self.paced
@@ -237,7 +259,9 @@ class BenchConfig:
     @property
     def paced(self) -> bool:
         """Whether requests arrive by a clock."""
-        return math.isfinite(self.request_rate) or self.ramp_up_strategy is not None or self.replayed
+        return (
+            math.isfinite(self.request_rate) or self.ramp_up_strategy is not None or self.replayed
+        )
 
     @property
     def replayed(self) -> bool:
@@ -261,14 +285,19 @@ class BenchConfig:
     def percentiles(self) -> tuple[float, ...]:
         """The percentiles to report, ascending; empty when the list cannot be read."""
         try:
-            return tuple(sorted({float(part) for part in self.metric_percentiles.split(",") if part.strip()}))
+            return tuple(
+                sorted({float(part) for part in self.metric_percentiles.split(",") if part.strip()})
+            )
         except ValueError:
             return ()
 
     @property
     def objectives(self) -> dict[str, float]:
         """Most seconds of a good request, by metric."""
-        return {name: float(most) / 1e3 for name, _, most in (text.partition(":") for text in self.goodput)}
+        return {
+            name: float(most) / 1e3
+            for name, _, most in (text.partition(":") for text in self.goodput)
+        }
 
     @property
     def saves(self) -> bool:
@@ -296,7 +325,9 @@ class SweepConfig(BenchConfig):
 class CompareConfig:
     """Two results, side by side."""
 
-    before: str | None = option(None, "Result to compare with.", argument=True, metavar="A", common=True)
+    before: str | None = option(
+        None, "Result to compare with.", argument=True, metavar="A", common=True
+    )
     after: str | None = option(None, "Result to judge.", argument=True, metavar="B", common=True)
     threshold: float = option(
         5.0,
@@ -310,4 +341,6 @@ class CompareConfig:
     def __post_init__(self) -> None:
         check_all(self)
         if self.before is None or self.after is None:
-            raise ConfigError("Two results are compared: tk bench compare A.json B.json.", param="before")
+            raise ConfigError(
+                "Two results are compared: tk bench compare A.json B.json.", param="before"
+            )

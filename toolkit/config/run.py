@@ -27,7 +27,9 @@ class RunConfig:
         0.0, "0 always takes the likeliest token.", minimum=0.0, maximum=2.0, common=True
     )
     top_p: float = option(1.0, "Share of the probability to draw from.", minimum=0.0, maximum=1.0)
-    raw: bool = option(False, "Continue the prompt as it stands, without the model's chat template.")
+    raw: bool = option(
+        False, "Continue the prompt as it stands, without the model's chat template."
+    )
 
     def __post_init__(self) -> None:
         check_all(self)

@@ -21,14 +21,20 @@ class ServerConfig:
         subject="Listening",
         common=True,
     )
-    port: int = option(8000, "Port to listen on; 0 takes a free one.", minimum=0, maximum=65535, common=True)
+    port: int = option(
+        8000, "Port to listen on; 0 takes a free one.", minimum=0, maximum=65535, common=True
+    )
     uds: str | None = option(
-        None, "Path of a Unix socket to listen on, instead of an address and a port.", metavar="FILE"
+        None,
+        "Path of a Unix socket to listen on, instead of an address and a port.",
+        metavar="FILE",
     )
     root_path: str = option(
         "", "Path under which a proxy offers the server, such as /llm, and which it strips."
     )
-    served_model_name: str | None = option(None, "Name of the model in the API. Default: MODEL as given.")
+    served_model_name: str | None = option(
+        None, "Name of the model in the API. Default: MODEL as given."
+    )
 
     api_key: tuple[str, ...] = option(
         (),
@@ -37,9 +43,12 @@ class ServerConfig:
         subject="Keys, TLS and browsers",
         common=True,
     )
-    api_key_file: str | None = option(None, "File with more API keys, one on each line.", metavar="FILE")
+    api_key_file: str | None = option(
+        None, "File with more API keys, one on each line.", metavar="FILE"
+    )
     admin_key: str | None = option(
-        None, "Key of the operator's endpoints, which API keys then do not open; it opens all others too."
+        None,
+        "Key of the operator's endpoints, which API keys then do not open; it opens all others too.",
     )
     ssl_keyfile: str | None = option(None, "Private key for TLS, in PEM.", metavar="FILE")
     ssl_certfile: str | None = option(
@@ -49,11 +58,14 @@ class ServerConfig:
         None, "Certificates, in PEM, one of which must have signed a client's.", metavar="FILE"
     )
     allowed_origins: tuple[str, ...] = option(
-        (), "Origin whose pages may use the server from a browser (CORS), * for all; may be repeated."
+        (),
+        "Origin whose pages may use the server from a browser (CORS), * for all; may be repeated.",
     )
     allowed_methods: tuple[str, ...] = option(("*",), "HTTP methods that those pages may use.")
     allowed_headers: tuple[str, ...] = option(("*",), "Headers that those pages may send.")
-    allow_credentials: bool = option(False, "Whether those pages may send cookies and certificates.")
+    allow_credentials: bool = option(
+        False, "Whether those pages may send cookies and certificates."
+    )
     forwarded_allow_ips: tuple[str, ...] = option(
         (),
         "Address or network of a proxy that is believed about who its clients are, * for all; may be repeated.",
@@ -126,16 +138,21 @@ class ServerConfig:
         "First part of every metric's name; vllm fits existing dashboards.",
         subject="Metrics, log and traces",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = option("info", "What the log tells of.")
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info", "What the log tells of."
+    )
     log_format: Literal["auto", "text", "json"] = option(
         "auto", "One line of text or of JSON for each event. auto: text on a terminal, else JSON."
     )
-    disable_log_requests: bool = option(False, "Leave the line for each finished request out of the log.")
+    disable_log_requests: bool = option(
+        False, "Leave the line for each finished request out of the log."
+    )
     disable_log_stats: bool = option(
         False, "Leave the line on throughput, every ten seconds of work, out of the log."
     )
     uvicorn_log_level: Literal["debug", "info", "warning", "error"] = option(
-        "warning", "What the log tells of connections; info has a line for every HTTP request, probes too."
+        "warning",
+        "What the log tells of connections; info has a line for every HTTP request, probes too.",
     )
     disable_uvicorn_access_log: bool = option(False, "Leave those lines out whatever the level.")
     otlp_traces_endpoint: str | None = option(

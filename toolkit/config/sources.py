@@ -55,7 +55,9 @@ def resolve(
         if flags.get(row.name) is not None:
             settings[row.name] = Given(flags[row.name], row.flag)
         elif row.variable in environment:
-            settings[row.name] = Given(row.parse(environment[row.variable], row.variable), row.variable)
+            settings[row.name] = Given(
+                row.parse(environment[row.variable], row.variable), row.variable
+            )
         elif row.name in from_file:
             settings[row.name] = from_file[row.name]
     return settings
@@ -106,7 +108,12 @@ def _entries(
 ) -> Iterator[tuple[Command, str, Any]]:
     """(section, setting, value) of a table and those in it, outer ones first. Raises ConfigError for what nobody knows."""
     here = f" in [{'.'.join(section)}]" if section else ""
-    names = {name for command, those in known.items() if command[: len(section)] == section for name in those}
+    names = {
+        name
+        for command, those in known.items()
+        if command[: len(section)] == section
+        for name in those
+    }
     sections = {command[len(section)] for command in known if command[:-1] == section and command}
     inner = []
     for key, value in table.items():
@@ -122,7 +129,8 @@ def _entries(
             )
         elif name not in names:
             raise ConfigError(
-                f"{path}: there is no setting {name!r}{here}.{did_you_mean(name, names)}", param=name
+                f"{path}: there is no setting {name!r}{here}.{did_you_mean(name, names)}",
+                param=name,
             )
         else:
             yield section, name, value

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import torch
@@ -14,9 +14,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from toolkit.errors import ConfigError
-
-if TYPE_CHECKING:
-    from toolkit.distributed.symmetric import Symmetric
 
 # The newer name where there is one, since the older then warns at each call.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,6 +23,37 @@ _abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_pro
 PATIENCE = 1800.0
 """Seconds that a rank waits for another: while weights are loaded, that is long. That one has ended, or hangs in a step, is for the
 executor to notice."""
+
+
+class PeerMemory(Protocol):
+    """Collectives of small tensors through memory that the ranks have of each other."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the sum of all ranks' x, or None where NCCL is faster."""
+        ...
+
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> bool:
+        """Fill all ranks' `out`. Return False where that is not possible."""
+        ...
+
+    def all_reduce_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return (norm(total), total), or None where two steps are faster."""
+        ...
+
+    def room(self, group: Group, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a buffer for `all_gather`."""
+        ...
+
+    def release(self) -> None:
+        """End the kernels that wait for a lost rank."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +66,8 @@ class Group:
     """For what is on the device; None in a group of one."""
     numbers: dist.ProcessGroup | None = None
     """For what is on the host."""
-    symmetric: Symmetric | None = None
-    """What adds small tensors up and gathers into rooms, on GPUs of one machine."""
+    symmetric: PeerMemory | None = None
+    """On GPUs of one machine."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, which may be written over."""
@@ -59,11 +87,17 @@ class Group:
         n, width = x.shape
         parts = torch.empty((self.size, n, width), dtype=x.dtype, device=x.device)
         _gather(parts.view(-1, width), x.contiguous(), group=self.tensors)
-        out = torch.empty((n, self.size * width), dtype=x.dtype, device=x.device) if out is None else out
+        out = (
+            torch.empty((n, self.size * width), dtype=x.dtype, device=x.device)
+            if out is None
+            else out
+        )
         out.view(n, self.size, width).copy_(parts.transpose(0, 1))
         return out
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def room(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """A tensor, not filled, whose first rows all_gather fills fastest."""
         if self.symmetric is not None:
             return self.symmetric.room(self, shape, dtype)

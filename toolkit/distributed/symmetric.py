@@ -13,14 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
-from toolkit.capture import captured
-
-if TYPE_CHECKING:
-    from toolkit.distributed.group import Group
+from toolkit.distributed.group import Group
+from toolkit.hardware.graph_capture import captured
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +122,9 @@ class Symmetric:
             met, pushed = self.peers.calls.cpu()
             flags = self.buffer[kernels.FLAGS_AT :][: 4 * size * kernels.PROGRAMS].view(torch.int32)
             flags.copy_((2 * met + 2**30)[:, None].expand(-1, size).reshape(-1))
-            words = self.buffer[kernels.PUSHED_AT :].view(torch.int64).view(2, kernels.PUSHED_ROWS, -1)
+            words = (
+                self.buffer[kernels.PUSHED_AT :].view(torch.int64).view(2, kernels.PUSHED_ROWS, -1)
+            )
             told = (pushed[: kernels.PUSHED_ROWS] + 2**30).long() << 32
             words.copy_(told[None, :, None].expand_as(words))
 
@@ -137,14 +137,14 @@ def opened(group: Group, device: torch.device) -> Group:
     if group.size == 1 or group.size > 8 or device.type != "cuda" or not _on_one_machine(group):
         return group
     if group.least(int(not _opened)) == 0:
-        logger.info("all-reduce through NCCL alone: this process has been a rank of another engine before")
+        logger.info(
+            "all-reduce through NCCL alone: this process has been a rank of another engine before"
+        )
         return group
     _opened, why, symmetric = True, "another rank cannot", None
     try:
         kernels, buffer = _allocate(group, device)
-    except (
-        Exception
-    ) as error:  # no Triton; the driver's, torch's and the machine's reasons: none is the user's mistake
+    except Exception as error:  # no Triton; the driver's, torch's and the machine's reasons: none is the user's mistake
         why, buffer = str(error).splitlines()[0], None
     if (
         group.least(int(buffer is not None)) and buffer is not None
@@ -157,14 +157,16 @@ def opened(group: Group, device: torch.device) -> Group:
         if not group.least(int(symmetric is not None)):
             symmetric = None
     if symmetric is None:
-        logger.warning("all-reduce through NCCL alone: the GPUs cannot read each other's memory (%s)", why)
+        logger.warning(
+            "all-reduce through NCCL alone: the GPUs cannot read each other's memory (%s)", why
+        )
         return group
     return replace(group, symmetric=symmetric)
 
 
 def timed(group: Group, device: torch.device) -> Group:
     """The group with the fastest way for each size, which the log tells."""
-    if group.symmetric is None:
+    if not isinstance(group.symmetric, Symmetric):
         return group
     times = _times(group, group.symmetric, device)
     ways = tuple((size, min(found, key=lambda way: found[way])) for size, found in times.items())
@@ -205,7 +207,9 @@ def _meet(group: Group, kernels: ModuleType, buffer: torch.Tensor) -> Symmetric:
     addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=buffer.device)
     calls = torch.zeros(2, kernels.PROGRAMS, dtype=torch.int32, device=buffer.device)
     torch.cuda.synchronize(buffer.device)
-    return Symmetric(kernels.Peers(group.rank, group.size, addresses, calls), kernels, buffer, handle)
+    return Symmetric(
+        kernels.Peers(group.rank, group.size, addresses, calls), kernels, buffer, handle
+    )
 
 
 def _times(group: Group, symmetric: Symmetric, device: torch.device) -> dict[int, dict[Way, float]]:
@@ -228,7 +232,9 @@ def _times(group: Group, symmetric: Symmetric, device: torch.device) -> dict[int
         if group.size > 2 and kernels.fits(x, group.size, two_shot=True):
             two_shot = partial(kernels.all_reduce, peers=peers, two_shot=True)
             ways["two-shot"] = partial(_sum_and_norm, two_shot, add_rms_norm, x, rest[0], weight)
-        found[x.nbytes] = {way: -group.least(-round(1000 * _time(call))) / 1000 for way, call in ways.items()}
+        found[x.nbytes] = {
+            way: -group.least(-round(1000 * _time(call))) / 1000 for way, call in ways.items()
+        }
     return found
 
 

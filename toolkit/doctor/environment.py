@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit import __version__
-from toolkit.cli.shipped import CHECKOUT
 from toolkit.doctor.finding import Finding
 from toolkit.doctor.installation import requirements, version_of
 from toolkit.doctor.machine import driver_version
 from toolkit.doctor.redact import redact, value_of
-from toolkit.inventory.device import find_device, find_gpus
-from toolkit.inventory.words import size
+from toolkit.doctor.shipped import CHECKOUT
+from toolkit.hardware.devices import find_device, find_gpus
+from toolkit.units import size
+from toolkit.version import __version__
 
 VARIABLES = (
     "TK_",
@@ -41,7 +41,9 @@ Given = tuple[str, str, str, str]
 def markdown(facts: dict[str, Any], findings: Iterable[Finding], given: Iterable[Given]) -> str:
     """`facts`: the probe's; `findings`: of which those that did not pass are told; `given`: settings that are no defaults."""
     troubles = [
-        (str(one.status), f"{one.name}: {redact(one.text)}") for one in findings if one.status != "pass"
+        (str(one.status), f"{one.name}: {redact(one.text)}")
+        for one in findings
+        if one.status != "pass"
     ]
     settings: dict[tuple[str, str], list[str]] = {}
     for command, name, value, origin in given:
@@ -50,7 +52,10 @@ def markdown(facts: dict[str, Any], findings: Iterable[Finding], given: Iterable
         ("System", list(_system())),
         ("Device", list(_device(facts))),
         ("Packages", list(_packages())),
-        ("Settings", [(name, f"{text} ({', '.join(those)})") for (name, text), those in settings.items()]),
+        (
+            "Settings",
+            [(name, f"{text} ({', '.join(those)})") for (name, text), those in settings.items()],
+        ),
         ("Variables", list(_variables())),
         ("tk doctor", troubles),
     ]
@@ -65,7 +70,10 @@ def _table(title: str, rows: list[tuple[str, str]]) -> str:
 def _system() -> Iterator[tuple[str, str]]:
     yield "tk", f"{__version__}{_commit()}"
     yield "Python", f"{platform.python_version()} ({platform.python_implementation()})"
-    yield "OS", redact(f"{_distribution()}, {platform.system()} {platform.release()} {platform.machine()}")
+    yield (
+        "OS",
+        redact(f"{_distribution()}, {platform.system()} {platform.release()} {platform.machine()}"),
+    )
     yield "CPU", f"{_cpu()}, {os.cpu_count()} cores"
     memory = find_device("cpu")
     yield "Memory", f"{size(memory.free)} free of {size(memory.total)}"

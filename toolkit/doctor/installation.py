@@ -11,13 +11,12 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from toolkit.cli.completion import FILES, install_path
-from toolkit.cli.shipped import CHECKOUT, shipped
 from toolkit.config.sources import FILE_VARIABLE
 from toolkit.doctor.finding import Finding
+from toolkit.doctor.shipped import CHECKOUT, COMPLETIONS, completion_path, shipped
 from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.inventory.words import size
 from toolkit.logs import DEBUG
+from toolkit.units import size
 
 DISTRIBUTION = "tk-llm"
 
@@ -74,7 +73,9 @@ def _pins(constraints: Path) -> Finding:
     ]
     if others:
         text = f"versions other than the tested ones: {', '.join(others)}"
-        return Finding("versions", "warn", text, "pip install --constraint constraints.txt --editable .")
+        return Finding(
+            "versions", "warn", text, "pip install --constraint constraints.txt --editable ."
+        )
     return Finding("versions", "pass", "those of constraints.txt")
 
 
@@ -85,7 +86,10 @@ def _variables(environment: Mapping[str, str], known: list[str]) -> Finding:
     if unknown:
         fix = " ".join(did_you_mean(name, known).strip() for name in unknown).strip()
         return Finding(
-            "variables", "warn", f"nothing reads {', '.join(unknown)}", fix or "tk man tk.toml lists them."
+            "variables",
+            "warn",
+            f"nothing reads {', '.join(unknown)}",
+            fix or "tk man tk.toml lists them.",
         )
     return Finding("variables", "pass", f"{', '.join(given) or 'no TK_* variable'}")
 
@@ -101,7 +105,9 @@ def _port(host: str, port: int) -> Finding:
             if serves(host, port):
                 return Finding("port", "pass", f"{name}: a server runs there, and is well")
             fix = "Another port: tk serve --port 8001."
-            return Finding("port", "warn", f"{name} cannot be had: {error.strerror}{_holder(port)}", fix)
+            return Finding(
+                "port", "warn", f"{name} cannot be had: {error.strerror}{_holder(port)}", fix
+            )
     return Finding("port", "pass", f"{name} is free")
 
 
@@ -109,9 +115,13 @@ def serves(host: str, port: int) -> bool:
     """Whether a server there says that it is well."""
     from urllib.request import ProxyHandler, build_opener
 
-    reached = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    reached = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
+        host, f"[{host}]" if ":" in host else host
+    )
     try:
-        with build_opener(ProxyHandler({})).open(f"http://{reached}:{port}/livez", timeout=2.0) as answer:
+        with build_opener(ProxyHandler({})).open(
+            f"http://{reached}:{port}/livez", timeout=2.0
+        ) as answer:
             return bool(answer.status == 200)
     except (OSError, ValueError):
         return False
@@ -123,7 +133,12 @@ def _holder(port: int) -> str:
 
     try:
         for one in psutil.net_connections("tcp"):
-            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid:
+            if (
+                one.status == psutil.CONN_LISTEN
+                and one.laddr
+                and one.laddr.port == port
+                and one.pid
+            ):
                 return f" ({psutil.Process(one.pid).name()}, process {one.pid})"
     except (psutil.Error, OSError):
         pass
@@ -155,15 +170,17 @@ def _manual() -> Finding:
 
 
 def _completions(shell: str) -> Finding:
-    if shell not in FILES:
+    if shell not in COMPLETIONS:
         return Finding(
-            "completions", "pass", f"none for {shell or 'an unknown shell'}: bash, zsh and fish have them"
+            "completions",
+            "pass",
+            f"none for {shell or 'an unknown shell'}: bash, zsh and fish have them",
         )
-    path = install_path(shell)  # type: ignore[arg-type]  # one of FILES
+    path = completion_path(shell)  # type: ignore[arg-type]  # one of FILES
     install = f"tk completion {shell} --install"
     if not path.is_file():
         return Finding("completions", "warn", f"not installed for {shell}", install)
-    if _text(path) != _text(shipped("completions", FILES[shell])):
+    if _text(path) != _text(shipped("completions", COMPLETIONS[shell])):
         return Finding("completions", "warn", f"{path} is another version's", install)
     return Finding("completions", "pass", str(path))
 

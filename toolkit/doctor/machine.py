@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.cores import Cores, asked_for, find_cores, plan_threads
 from toolkit.doctor.finding import Finding
-from toolkit.inventory.device import Device, find_device, find_gpus
-from toolkit.inventory.words import size
+from toolkit.hardware.cores import Cores, asked_for, find_cores, plan_threads
+from toolkit.hardware.devices import Device, find_device, find_gpus
+from toolkit.units import size
 
 PYTHONS = ((3, 11), (3, 13))
 GIB = 2**30
@@ -56,7 +56,9 @@ def _python() -> Finding:
 
 def _driver(gpus: list[Device]) -> Finding:
     if gpus:
-        listed = ", ".join(f"{gpu.name} ({size(gpu.free)} free of {size(gpu.total)})" for gpu in gpus)
+        listed = ", ".join(
+            f"{gpu.name} ({size(gpu.free)} free of {size(gpu.total)})" for gpu in gpus
+        )
         return Finding("driver", "pass", f"NVIDIA {driver_version()}: {listed}")
     if os.environ.get("CUDA_VISIBLE_DEVICES") is not None and driver_version():
         return Finding(
@@ -67,7 +69,9 @@ def _driver(gpus: list[Device]) -> Finding:
         )
     if has_nvidia_card():
         fix = "Install NVIDIA's driver; in a container, start it with the GPUs (--gpus all)."
-        return Finding("driver", "fail", "there is an NVIDIA GPU, and no driver that answers for it", fix)
+        return Finding(
+            "driver", "fail", "there is an NVIDIA GPU, and no driver that answers for it", fix
+        )
     return Finding("driver", "pass", "no NVIDIA GPU: tk runs on the CPU")
 
 
@@ -86,7 +90,10 @@ def has_nvidia_card() -> bool:
     """Whether one is on the PCI bus, driver or not."""
     for device in Path("/sys/bus/pci/devices").glob("*"):
         try:
-            maker, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+            maker, kind = (
+                (device / "vendor").read_text().strip(),
+                (device / "class").read_text().strip(),
+            )
         except OSError:
             continue
         if maker == NVIDIA and kind.startswith("0x03"):
@@ -102,7 +109,10 @@ def _torch(facts: dict[str, Any], gpus: list[Device]) -> Finding:
     text = f"{facts['torch']} ({built})"
     if facts["product"]:
         return Finding(
-            "torch", "fail", f"{text}: {facts['product']}", "Update the driver, or install torch again."
+            "torch",
+            "fail",
+            f"{text}: {facts['product']}",
+            "Update the driver, or install torch again.",
         )
     if gpus and not facts["cuda"]:
         fix = "Install the build for CUDA: pip install torch, without an index for CPUs."
@@ -111,10 +121,14 @@ def _torch(facts: dict[str, Any], gpus: list[Device]) -> Finding:
         fix = f"Update the driver ({driver_version()}), or install a torch for an older CUDA."
         return Finding("torch", "fail", f"{text} cannot use the GPU", fix)
     if facts["available"]:
-        return Finding("torch", "pass", f"{text} on {facts['gpu']}, compute capability {facts['capability']}")
+        return Finding(
+            "torch", "pass", f"{text} on {facts['gpu']}, compute capability {facts['capability']}"
+        )
     packed = "packed products" if facts["mkldnn"] else "no oneDNN, so products are slow"
     return Finding(
-        "torch", "pass", f"{text}, {facts['cpu_capability']}, {packed}, {facts['num_threads']} threads"
+        "torch",
+        "pass",
+        f"{text}, {facts['cpu_capability']}, {packed}, {facts['num_threads']} threads",
     )
 
 
@@ -128,25 +142,42 @@ def _kernels(facts: dict[str, Any], gpus: list[Device]) -> Finding:
     if failed is None:
         return Finding("kernels", "pass", "a Triton kernel was compiled, and its numbers are right")
     return Finding(
-        "kernels", "fail", failed, "Triton needs a C compiler and the package triton that came with torch."
+        "kernels",
+        "fail",
+        failed,
+        "Triton needs a C compiler and the package triton that came with torch.",
     )
 
 
 def _compiler(gpus: list[Device]) -> Finding:
-    names = (os.environ.get("CXX"), "c++", "g++", "clang++", os.environ.get("CC"), "cc", "gcc", "clang")
+    names = (
+        os.environ.get("CXX"),
+        "c++",
+        "g++",
+        "clang++",
+        os.environ.get("CC"),
+        "cc",
+        "gcc",
+        "clang",
+    )
     found = next((path for name in names if name and (path := shutil.which(name))), None)
     if found is not None:
         return Finding("compiler", "pass", found)
     fix = "Install one: apt-get install g++, dnf install gcc-c++, xcode-select --install."
     if gpus:
         return Finding("compiler", "fail", "no C or C++ compiler, which Triton needs", fix)
-    return Finding("compiler", "warn", "no C or C++ compiler: kernels for the CPU cannot be built", fix)
+    return Finding(
+        "compiler", "warn", "no C or C++ compiler: kernels for the CPU cannot be built", fix
+    )
 
 
 def _cores(cores: Cores, asked: int | None) -> Finding:
     """What an engine on the CPU computes with, and why."""
     plan = plan_threads(cores, asked)
-    num_cpus, packages = sum(len(core.cpus) for core in cores.all), {core.package for core in cores.all}
+    num_cpus, packages = (
+        sum(len(core.cpus) for core in cores.all),
+        {core.package for core in cores.all},
+    )
     found = _counted(len(cores.all), "core")
     if num_cpus > len(cores.all):
         found += f" ({num_cpus} hardware threads)"
@@ -160,7 +191,10 @@ def _cores(cores: Cores, asked: int | None) -> Finding:
         return Finding("cores", "pass", f"{text} (OMP_NUM_THREADS)")
     if cores.quota is not None and cores.quota < 1:
         return Finding(
-            "cores", "warn", text, "Less than one core's time makes every answer stall: grant at least one."
+            "cores",
+            "warn",
+            text,
+            "Less than one core's time makes every answer stall: grant at least one.",
         )
     return Finding("cores", "pass", text)
 
@@ -173,7 +207,9 @@ def _memory() -> Finding:
     device = find_device("cpu")
     text = f"{size(device.free)} free of {size(device.total)}"
     if device.free < 2 * GIB:
-        return Finding("memory", "warn", text, "Few models fit: end what you can, or take --dtype bfloat16.")
+        return Finding(
+            "memory", "warn", text, "Few models fit: end what you can, or take --dtype bfloat16."
+        )
     return Finding("memory", "pass", text)
 
 
@@ -186,7 +222,10 @@ def _disk() -> Finding:
     text = f"{size(free)} free for models in {cache}"
     if not os.access(there, os.W_OK):
         return Finding(
-            "disk", "fail", f"{there} cannot be written to", "HF_HOME names another place for models."
+            "disk",
+            "fail",
+            f"{there} cannot be written to",
+            "HF_HOME names another place for models.",
         )
     if free < 10 * GIB:
         fix = "tk models lists what takes the room, tk rm removes it, and HF_HOME names another place."
@@ -201,7 +240,10 @@ def _temporary_files() -> Finding:
             return Finding("sockets", "pass", f"in {Path(folder).parent}")
     except OSError as error:
         return Finding(
-            "sockets", "fail", f"no place for the engine's sockets: {error}", "TMPDIR names another place."
+            "sockets",
+            "fail",
+            f"no place for the engine's sockets: {error}",
+            "TMPDIR names another place.",
         )
 
 

@@ -21,7 +21,10 @@ class Probe:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", __name__],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     def facts(self) -> dict[str, Any]:
@@ -40,7 +43,11 @@ class Probe:
             facts: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
         except (ValueError, IndexError):
             lines = err.strip().splitlines()
-            return {"error": lines[-1] if lines else f"the process ended with {self._process.returncode}"}
+            return {
+                "error": lines[-1]
+                if lines
+                else f"the process ended with {self._process.returncode}"
+            }
         return facts
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 
 from toolkit.doctor.finding import Finding
-from toolkit.inventory.terminal import answer, talk, write
+from toolkit.inventory.console import answer, talk, write
 from toolkit.logs import harmless
 
 COLORS = {"pass": "green", "warn": "yellow", "fail": "red"}

@@ -13,9 +13,12 @@ from typing import Any, Self
 import msgspec
 
 from toolkit.config import EngineConfig, ModelConfig
-from toolkit.engine.core_client import CoreClient, CoreLink, all_ready
+from toolkit.engine.cores.core_client import CoreClient, CoreLink, all_ready
+from toolkit.engine.cores.launch import least, name_of, plan
+from toolkit.engine.cores.replica import Question, Replica, without_it
+from toolkit.engine.cores.revival import Reviver
+from toolkit.engine.cores.router import Router
 from toolkit.engine.input_processor import InputProcessor, Prompt
-from toolkit.engine.launch import least, name_of, plan
 from toolkit.engine.messages import (
     Abort,
     EndRequests,
@@ -27,15 +30,11 @@ from toolkit.engine.messages import (
     RequestList,
     ResetPrefixCache,
 )
-from toolkit.engine.observation import observe_begin, observe_end, observe_step, total
+from toolkit.engine.observation import observe_step, total
 from toolkit.engine.output_processor import Collected, OutputProcessor, SequenceState
 from toolkit.engine.outputs import RequestOutput
-from toolkit.engine.record import current_record
-from toolkit.engine.replica import Question, Replica, without_it
-from toolkit.engine.revival import Reviver
-from toolkit.engine.router import Router
+from toolkit.engine.request_stats import current_record, observe_begin, observe_end
 from toolkit.engine.stream import RequestStream
-from toolkit.engine.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import (
     EngineDeadError,
     EngineError,
@@ -48,6 +47,7 @@ from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
 from toolkit.models.hub import locate, locate_tokenizer
 from toolkit.sampling.params import SamplingParams
+from toolkit.text.tokenizer import Tokenizer, load_tokenizer
 from toolkit.worker import Report, WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,9 @@ class AsyncLLM:
         try:
             # What the core says of a broken folder comes first; then nobody asks what the tokenizer says.
             loading = asyncio.gather(
-                asyncio.to_thread(load_tokenizer, tokenizer_folder, self.config.model.chat_template),
+                asyncio.to_thread(
+                    load_tokenizer, tokenizer_folder, self.config.model.chat_template
+                ),
                 return_exceptions=True,
             )
             infos = await all_ready(cores, report or (lambda name, seconds: None))
@@ -123,12 +125,16 @@ class AsyncLLM:
             for core in cores:
                 core.kill()
             raise
-        self.attach(list(zip(cores, infos, strict=True)), InputProcessor(folder, loaded, least(infos)))
+        self.attach(
+            list(zip(cores, infos, strict=True)), InputProcessor(folder, loaded, least(infos))
+        )
         for replica, launch, core, info in zip(self.replicas, launches, cores, infos, strict=True):
             replica.reviver = Reviver(launch.like(info), core)
             self.read(replica.index)
 
-    def attach(self, cores: Sequence[tuple[CoreLink, WorkerInfo] | None], inputs: InputProcessor) -> None:
+    def attach(
+        self, cores: Sequence[tuple[CoreLink, WorkerInfo] | None], inputs: InputProcessor
+    ) -> None:
         """Makes cores that are ready its own; None: one that will come later (`resume`), or never (`lose`)."""
         count = len(cores)
         if count > 1:
@@ -161,7 +167,12 @@ class AsyncLLM:
         return replica.reader
 
     async def submit(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> RequestStream:
         """Takes a request in. Raises InvalidRequestError when it cannot be run, EngineDeadError when nothing
         can.
@@ -170,7 +181,12 @@ class AsyncLLM:
         return self.begin(request, text)
 
     async def prepare(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> tuple[str | None, EngineRequest]:
         """What `begin` takes: a request's prompt, where it is text, and the request. Raises InvalidRequestError."""
         long = isinstance(prompt, str) and len(prompt) > LONG_TEXT
@@ -185,7 +201,9 @@ class AsyncLLM:
         if self.dead is not None:
             raise self.dead
         if request.id in self._streams:
-            raise InvalidRequestError(f"There is a request {request.id!r} already.", param="request_id")
+            raise InvalidRequestError(
+                f"There is a request {request.id!r} already.", param="request_id"
+            )
         request.client = self._client
         record = current_record.get()
         request.arrival = time.monotonic()
@@ -194,7 +212,7 @@ class AsyncLLM:
             # Cores that choose seeds by themselves all choose the same.
             seed = self._random.getrandbits(63)
             request.params = msgspec.structs.replace(request.params, seed=seed)
-        stream = RequestStream(self, self._outputs.add(request, text), request)
+        stream = RequestStream(self.abort, self._outputs.add(request, text), request)
         replica = self._place(stream)
         if replica is not None:
             replica.link.send(request)
@@ -320,7 +338,9 @@ class AsyncLLM:
         failures = [error for error in found if isinstance(error, BaseException)]
         if failures and not any(answer.requests for answer in told):
             raise failures[0]
-        requests = sorted((one for answer in told for one in answer.requests), key=lambda one: -one.age)
+        requests = sorted(
+            (one for answer in told for one in answer.requests), key=lambda one: -one.age
+        )
         return RequestList(0, requests, sum(answer.kv_cache_usage for answer in told) / len(told))
 
     def reset_prefix_cache(self) -> None:
@@ -378,7 +398,11 @@ class AsyncLLM:
             except Exception as cause:
                 if replica.reviver is None:
                     raise
-                gone = [one.index for one in self.replicas if one.runs and (one is replica or one.link.ended)]
+                gone = [
+                    one.index
+                    for one in self.replicas
+                    if one.runs and (one is replica or one.link.ended)
+                ]
                 self.pause(*gone)
                 num_waiting = sum(stream.replica is None for stream in self._streams.values())
                 try:
@@ -452,7 +476,9 @@ class AsyncLLM:
         """
         if self.dead is not None:
             raise self.dead
-        found = await asyncio.gather(*(one.check() for one in self.replicas), return_exceptions=True)
+        found = await asyncio.gather(
+            *(one.check() for one in self.replicas), return_exceptions=True
+        )
         missed = [
             error
             for replica, error in zip(self.replicas, found, strict=True)
@@ -557,7 +583,9 @@ def _rest(request: EngineRequest, sequence: SequenceState, client: int) -> Engin
     """What is left to do of one sequence, as a request of its own."""
     seed = request.params.seed
     if seed is not None:
-        seed = (seed + sequence.index + 2**63) % 2**64 - 2**63  # past the largest number comes the smallest
+        seed = (
+            seed + sequence.index + 2**63
+        ) % 2**64 - 2**63  # past the largest number comes the smallest
     reported = sequence.request.num_prompt_logprobs
     return msgspec.structs.replace(
         request,

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from toolkit.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
-from toolkit.engine.tokenizer import Tokenizer
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
+from toolkit.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,11 @@ class BeamSearch:
                 f"Beams and tokens that end an answer are {MAX_LOGPROBS} at most together; there are {num_candidates}."
             )
         self.step_params = SamplingParams(
-            max_tokens=1, temperature=0.0, logprobs=num_candidates, detokenize=False, ignore_eos=True
+            max_tokens=1,
+            temperature=0.0,
+            logprobs=num_candidates,
+            detokenize=False,
+            ignore_eos=True,
         )
         self._open = [Beam([], 0.0)]
         self._done: list[tuple[float, Beam]] = []
@@ -88,7 +92,9 @@ class BeamSearch:
         found = []
         for index, (_, beam) in enumerate(self._done[:count]):
             visible = beam.token_ids[:-1] if beam.ended else beam.token_ids
-            output = CompletionOutput(index, tokenizer.decode(visible) if tokenizer is not None else "")
+            output = CompletionOutput(
+                index, tokenizer.decode(visible) if tokenizer is not None else ""
+            )
             output.token_ids = beam.token_ids
             output.cumulative_logprob = beam.logprob
             output.finish_reason = "stop" if beam.ended else "length"

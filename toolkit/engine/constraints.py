@@ -6,9 +6,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from toolkit.engine.tokenizer import Tokenizer
 from toolkit.sampling.grammar import GrammarCompiler, GrammarState, MaskFiller, Masks, TokenTable
 from toolkit.scheduler import Request
+from toolkit.text.tokenizer import Tokenizer
 
 SHORT = 0.002
 """Seconds that an engine with nothing else to do waits for a compilation before it looks for news."""
@@ -21,7 +21,9 @@ class Constraints:
     """
 
     def __init__(self, read_tokenizer: Callable[[], Tokenizer | None], vocab_size: int) -> None:
-        self._compiler = GrammarCompiler(lambda end_ids: token_table(read_tokenizer(), vocab_size, end_ids))
+        self._compiler = GrammarCompiler(
+            lambda end_ids: token_table(read_tokenizer(), vocab_size, end_ids)
+        )
         self._filler = MaskFiller(vocab_size)
         self._num_compiling = 0
         """Requests that wait for a compilation, or for somebody to hear of its end."""
@@ -77,7 +79,9 @@ class Constraints:
     def take_failed(self) -> list[tuple[Request, str]]:
         """Requests whose grammar cannot be followed, or not any further, and why: those that are new."""
         failed, self._failed = self._failed, {}
-        return [(request, failure) for request, failure in failed.items() if not request.is_finished]
+        return [
+            (request, failure) for request, failure in failed.items() if not request.is_finished
+        ]
 
     def wait(self) -> None:
         """Waits a little, when there is nothing but compilations to wait for."""
@@ -100,5 +104,12 @@ def token_table(tokenizer: Tokenizer | None, vocab_size: int, end_ids: Sequence[
 
 MARKS = frozenset(
     text.encode()
-    for text in ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+    for text in (
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "<|python_tag|>",
+    )
 )

@@ -22,9 +22,9 @@ from toolkit.engine.messages import (
     RequestInfo,
 )
 from toolkit.engine.request_list import describe, has_id
-from toolkit.engine.tokenizer import Tokenizer
 from toolkit.errors import WorkersLostError
 from toolkit.executor import Executor, Pending
+from toolkit.hardware.memory import is_fatal, is_out_of_memory
 from toolkit.sampling.grammar import Masks
 from toolkit.scheduler import (
     FinishReason,
@@ -36,7 +36,7 @@ from toolkit.scheduler import (
     StepResults,
     TokenLogprobs,
 )
-from toolkit.worker.memory import is_fatal, is_out_of_memory
+from toolkit.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +221,9 @@ class EngineCore:
         )
         request.num_prompt_logprobs = new.num_prompt_logprobs
         if leader is not None:
-            request.num_prompt_logprobs = request.num_prompt_tokens  # the first sequence reports them
+            request.num_prompt_logprobs = (
+                request.num_prompt_tokens
+            )  # the first sequence reports them
         if new.output_token_ids:
             request.resume(new.output_token_ids)
         return request
@@ -250,7 +252,9 @@ class EngineCore:
         outputs: dict[int, list[EngineOutput]] = {}
         for request, failure in self._constraints.take_failed():
             self.scheduler.abort(request.id)
-            failed = EngineOutput(request.number, [], finish_reason=FinishReason.ERROR.value, error=failure)
+            failed = EngineOutput(
+                request.number, [], finish_reason=FinishReason.ERROR.value, error=failure
+            )
             outputs.setdefault(request.client, []).append(failed)
         return outputs
 
@@ -287,7 +291,9 @@ class EngineCore:
         )
         outputs: dict[int, list[EngineOutput]] = {}
         for request in given_up:
-            failed = EngineOutput(request.number, [], finish_reason=FinishReason.ERROR.value, error=message)
+            failed = EngineOutput(
+                request.number, [], finish_reason=FinishReason.ERROR.value, error=message
+            )
             outputs.setdefault(request.client, []).append(failed)
         return outputs
 
@@ -391,7 +397,11 @@ def _to_output(news: StepResult, result: ModelOutput) -> EngineOutput:
         output.num_preemptions = request.num_preemptions
         output.error = news.error
     output.num_cached_tokens = request.num_cached_tokens
-    if result.logprobs is not None and news.token_id is not None and request.params.logprobs is not None:
+    if (
+        result.logprobs is not None
+        and news.token_id is not None
+        and request.params.logprobs is not None
+    ):
         output.logprobs = _entry(result.logprobs, news.sample, request.params.logprobs)
     if news.prompt_logprobs is not None and request.params.prompt_logprobs is not None:
         values = news.prompt_logprobs.values
@@ -403,7 +413,9 @@ def _to_output(news: StepResult, result: ModelOutput) -> EngineOutput:
 
 def _entry(values: TokenLogprobs, i: int, k: int) -> LogprobEntry:
     return LogprobEntry(
-        values.token_ids[i, : k + 1].tolist(), values.logprobs[i, : k + 1].tolist(), int(values.ranks[i])
+        values.token_ids[i, : k + 1].tolist(),
+        values.logprobs[i, : k + 1].tolist(),
+        int(values.ranks[i]),
     )
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from toolkit.engine.messages import EngineRequest
-from toolkit.engine.tokenizer import Tokenizer, eos_token_ids
 from toolkit.errors import CheckpointError, InvalidRequestError
 from toolkit.sampling.params import SamplingParams
+from toolkit.text.tokenizer import Tokenizer, eos_token_ids
 from toolkit.worker import WorkerInfo
 
 Prompt = str | list[int] | Mapping[str, object]
@@ -31,7 +31,12 @@ class InputProcessor:
         self._eos = [id for id in eos_token_ids(folder, tokenizer) if id < info.vocab_size]
 
     def process(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> tuple[str | None, EngineRequest]:
         """(the prompt's text when it was text, the request).
 
@@ -44,7 +49,9 @@ class InputProcessor:
         kept = self._num_kept(params)
         if len(token_ids) > kept:
             text, token_ids = None, token_ids[-kept:]
-        wrong = next((t for t in (min(token_ids), max(token_ids)) if not 0 <= t < self.info.vocab_size), None)
+        wrong = next(
+            (t for t in (min(token_ids), max(token_ids)) if not 0 <= t < self.info.vocab_size), None
+        )
         if wrong is not None:
             raise InvalidRequestError(
                 f"The prompt has the token {wrong}, and the model's tokens are 0 to {self.info.vocab_size - 1}.",
@@ -96,7 +103,9 @@ class InputProcessor:
         """With bad words in tokens, so that it is not done again for each prompt that shares them."""
         if not params.bad_words:
             return params
-        return msgspec.structs.replace(params, bad_words=None, bad_words_token_ids=self._bad_words(params))
+        return msgspec.structs.replace(
+            params, bad_words=None, bad_words_token_ids=self._bad_words(params)
+        )
 
     def _check_tokens(self, name: str, token_ids: Collection[int]) -> None:
         for token in (min(token_ids), max(token_ids)) if token_ids else ():
@@ -140,7 +149,11 @@ class InputProcessor:
             some = params.allowed_token_ids is not None
             raise InvalidRequestError(
                 f"All of {'allowed_token_ids' if some else 'the tokens'} are forbidden by bad_words or min_tokens.",
-                param="allowed_token_ids" if some else "min_tokens" if params.min_tokens else "bad_words",
+                param="allowed_token_ids"
+                if some
+                else "min_tokens"
+                if params.min_tokens
+                else "bad_words",
             )
 
     def require_generation(self) -> None:
@@ -236,5 +249,7 @@ _FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 def _as_ids(ids: object) -> list[int]:
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
-        raise InvalidRequestError("A prompt of token ids is a list of whole numbers.", param="prompt")
+        raise InvalidRequestError(
+            "A prompt of token ids is a list of whole numbers.", param="prompt"
+        )
     return ids

@@ -13,11 +13,12 @@ from typing import Any, cast
 from toolkit.config import EngineConfig
 from toolkit.engine.beam_search import BeamSearch, first_logprobs
 from toolkit.engine.core import EngineCore
+from toolkit.engine.cores.several_cores import SeveralCores
 from toolkit.engine.input_processor import InputProcessor, Prompt
 from toolkit.engine.messages import Abort, EngineOutputs, EngineRequest
 from toolkit.engine.output_processor import Collected, OutputProcessor, RequestState
 from toolkit.engine.outputs import Delta, RequestOutput
-from toolkit.engine.pooling import (
+from toolkit.engine.pooled_prompts import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingInput,
@@ -27,12 +28,11 @@ from toolkit.engine.pooling import (
     Vector,
     as_vector,
 )
-from toolkit.engine.several_cores import SeveralCores
-from toolkit.engine.tokenizer import load_tokenizer
 from toolkit.errors import EngineDeadError, EngineError, InvalidRequestError
 from toolkit.executor import Executor, start_executor
 from toolkit.models.hub import locate, locate_tokenizer
 from toolkit.sampling.params import BeamSearchParams, SamplingParams
+from toolkit.text.tokenizer import load_tokenizer
 from toolkit.worker import Report
 
 Messages = list[dict[str, Any]]
@@ -45,7 +45,9 @@ class LLM:
     >>> llm.generate(["The sea is"], SamplingParams(max_tokens=8))[0].outputs[0].text
     """
 
-    def __init__(self, model: str | None = None, *, report: Report | None = None, **settings: Any) -> None:
+    def __init__(
+        self, model: str | None = None, *, report: Report | None = None, **settings: Any
+    ) -> None:
         """`model`: a folder or a hub name; None: the demo model. `settings`: the flags of `tk serve`, with
         underscores.
 
@@ -71,12 +73,16 @@ class LLM:
     def _load(self, config: EngineConfig, report: Report | None) -> None:
         folder = locate(config.model.model, config.model.revision)
         if config.model.tokenizer is not None:
-            locate_tokenizer(config.model.tokenizer)  # what is missing is said before the model is loaded
+            locate_tokenizer(
+                config.model.tokenizer
+            )  # what is missing is said before the model is loaded
         report = report or (lambda name, seconds: None)
         if config.parallel.data_parallel_size > 1:
             self._attach(config, SeveralCores(config, folder, report), folder)
         else:
-            self._attach(config, self._core_over(config, start_executor(config, folder, report)), folder)
+            self._attach(
+                config, self._core_over(config, start_executor(config, folder, report)), folder
+            )
 
     def _core_over(self, config: EngineConfig, executor: Executor) -> EngineCore:
         return EngineCore(config, executor, lambda: self.tokenizer)
@@ -112,13 +118,19 @@ class LLM:
         """
         many = _as_list(prompts)
         params = _one_each(
-            self.get_default_sampling_params() if sampling_params is None else sampling_params, len(many)
+            self.get_default_sampling_params() if sampling_params is None else sampling_params,
+            len(many),
         )
         if priority is not None and len(priority) != len(many):
-            raise InvalidRequestError(f"There are {len(many)} prompts and {len(priority)} priorities.")
+            raise InvalidRequestError(
+                f"There are {len(many)} prompts and {len(priority)} priorities."
+            )
         requests = [
             self._inputs.process(
-                prompt, one, request_id=str(next(self._ids)), priority=priority[i] if priority else 0
+                prompt,
+                one,
+                request_id=str(next(self._ids)),
+                priority=priority[i] if priority else 0,
             )
             for i, (prompt, one) in enumerate(zip(many, params, strict=True))
         ]
@@ -130,7 +142,9 @@ class LLM:
         progress = _Progress(len(requests)) if use_tqdm else None
         failures = []
         try:
-            for id, delta in self._run(states, woken, progress.add_step if progress is not None else None):
+            for id, delta in self._run(
+                states, woken, progress.add_step if progress is not None else None
+            ):
                 collected[id].add(delta)
                 if delta.error is not None:
                     failures.append(f"request {id}: {delta.error}")
@@ -141,7 +155,9 @@ class LLM:
             if progress is not None:
                 progress.close()
         if failures:
-            raise EngineError(f"{len(failures)} of {len(requests)} requests failed. The first: {failures[0]}")
+            raise EngineError(
+                f"{len(failures)} of {len(requests)} requests failed. The first: {failures[0]}"
+            )
         return [one.output for one in collected.values()]
 
     def chat(
@@ -157,7 +173,9 @@ class LLM:
         """
         several = bool(messages) and isinstance(messages[0], list)
         conversations = cast(list[Messages], messages if several else [messages])
-        prompts: list[Prompt] = [self._inputs.chat_prompt(one, **template_options) for one in conversations]
+        prompts: list[Prompt] = [
+            self._inputs.chat_prompt(one, **template_options) for one in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def beam_search(
@@ -169,7 +187,8 @@ class LLM:
         alike = SamplingParams(max_tokens=params.max_tokens, stop_token_ids=params.stop_token_ids)
         checked = [self._inputs.process(prompt, alike) for prompt in _as_list(prompts)]
         searches = [
-            BeamSearch(request.prompt_token_ids, params, request.eos_token_ids) for _, request in checked
+            BeamSearch(request.prompt_token_ids, params, request.eos_token_ids)
+            for _, request in checked
         ]
         while running := [search for search in searches if not search.finished]:
             beams: list[Prompt] = [beam for search in running for beam in search.prompts]
@@ -200,10 +219,14 @@ class LLM:
         Raises InvalidRequestError when the model has no embeddings, for a text that is empty or too long.
         """
         size = self._pooling.size(dimensions)
-        inputs = self._pooling.texts(cast(list[str | list[int]], _as_list(prompts)), truncate_prompt_tokens)
+        inputs = self._pooling.texts(
+            cast(list[str | list[int]], _as_list(prompts)), truncate_prompt_tokens
+        )
         return [
             EmbeddingRequestOutput(
-                str(i), one.token_ids.tolist(), EmbeddingOutput(self._pooling.cut(vector, size).tolist())
+                str(i),
+                one.token_ids.tolist(),
+                EmbeddingOutput(self._pooling.cut(vector, size).tolist()),
             )
             for i, (one, vector) in enumerate(zip(inputs, self._pool(inputs), strict=True))
         ]
@@ -220,9 +243,13 @@ class LLM:
         """
         firsts = [queries] if isinstance(queries, str) else list(queries)
         seconds = [documents] if isinstance(documents, str) else list(documents)
-        job = self._pooling.comparison(firsts, seconds, truncate_prompt_tokens, ("queries", "documents"))
+        job = self._pooling.comparison(
+            firsts, seconds, truncate_prompt_tokens, ("queries", "documents")
+        )
         scores = job.scores(self._pool(job.inputs))
-        return [ScoringRequestOutput(str(i), ScoringOutput(score)) for i, score in enumerate(scores)]
+        return [
+            ScoringRequestOutput(str(i), ScoringOutput(score)) for i, score in enumerate(scores)
+        ]
 
     def _pool(self, inputs: Sequence[PoolingInput]) -> list[Vector]:
         """The vectors of prompts, in their order."""
@@ -238,10 +265,14 @@ class LLM:
             self._abandon([state.id for state in states])
         return [vectors[state.id] for state in states]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[Delta]:
         """Completes one prompt, piece by piece. Leaving the loop early ends the request."""
         text, request = self._inputs.process(
-            prompt, sampling_params or self.get_default_sampling_params(), request_id=str(next(self._ids))
+            prompt,
+            sampling_params or self.get_default_sampling_params(),
+            request_id=str(next(self._ids)),
         )
         woken: deque[RequestState] = deque()
         state = self._submit(request, text, woken)
@@ -278,7 +309,9 @@ class LLM:
         if self._over:
             raise EngineDeadError("The engine was shut down.")
 
-    def _submit(self, request: EngineRequest, text: str | None, woken: deque[RequestState]) -> RequestState:
+    def _submit(
+        self, request: EngineRequest, text: str | None, woken: deque[RequestState]
+    ) -> RequestState:
         """Takes a request in; it goes into `woken` when there is news of it."""
         self._require_running()
         state = self._outputs.add(request, text)
@@ -313,7 +346,9 @@ class LLM:
         self._require_running()
         try:
             message = self._core.step()[0]
-        except BaseException:  # Ctrl-C, say: a step may have run in part, and the cache must not be trusted
+        except (
+            BaseException
+        ):  # Ctrl-C, say: a step may have run in part, and the cache must not be trusted
             self._core.drop_steps()
             raise
         done = self._outputs.process(message, time.monotonic())
@@ -338,7 +373,13 @@ class _Progress:
         self._num_tokens = 0
         if sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+            )
 
             self._bar = Progress(
                 TextColumn("{task.description}"),
@@ -378,9 +419,13 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return many
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+def _one_each(
+    params: SamplingParams | Sequence[SamplingParams], count: int
+) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:
-        raise InvalidRequestError(f"There are {count} prompts and {len(params)} sampling parameters.")
+        raise InvalidRequestError(
+            f"There are {count} prompts and {len(params)} sampling parameters."
+        )
     return list(params)

@@ -6,8 +6,7 @@ import msgspec
 
 from toolkit.config import EngineConfig
 from toolkit.logs import LogStyle
-from toolkit.pooling import PoolingParams
-from toolkit.sampling.params import SamplingParams
+from toolkit.sampling.params import PoolingParams, SamplingParams
 from toolkit.worker import WorkerInfo
 
 
@@ -224,5 +223,15 @@ class Start(msgspec.Struct):
     log: LogStyle
 
 
-ToCore = EngineRequest | Abort | Leave | ResetPrefixCache | ListRequests | EndRequests | Ping | Knock | Stop
+ToCore = (
+    EngineRequest
+    | Abort
+    | Leave
+    | ResetPrefixCache
+    | ListRequests
+    | EndRequests
+    | Ping
+    | Knock
+    | Stop
+)
 FromCore = EngineOutputs | RequestList | Forgotten | Phase | Ready | Pong | Alive | Failed

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from toolkit.engine.messages import EngineStats
-from toolkit.engine.output_processor import SequenceState
 from toolkit.metrics import Metrics
-
-if TYPE_CHECKING:
-    from toolkit.engine.stream import RequestStream
 
 
 def observe_gauges(metrics: Metrics, stats: EngineStats) -> None:
@@ -34,36 +28,6 @@ def observe_step(metrics: Metrics, stats: EngineStats) -> None:
         metrics.observe_work(stats.work)
     if stats.block_times:
         metrics.observe_blocks(stats.block_times)
-
-
-def observe_begin(metrics: Metrics, stream: RequestStream, now: float) -> None:
-    """A request's first token has come."""
-    metrics.time_to_first_token.observe(now - stream.arrival)
-    metrics.observe_prompt(len(stream.state.prompt_token_ids), stream.state.num_cached_tokens)
-
-
-def observe_end(
-    metrics: Metrics, sequence: SequenceState, stream: RequestStream | None, reason: str, now: float
-) -> None:
-    """A sequence has ended, and its request if it was the last one."""
-    metrics.finished(reason)
-    metrics.request_generation_tokens.observe(sequence.num_tokens)
-    metrics.request_num_preemptions.observe(sequence.num_preemptions)
-    if sequence.num_tokens > 1:
-        seconds = sequence.last_token - sequence.first_token
-        metrics.time_per_output_token.observe(seconds / (sequence.num_tokens - 1))
-    if stream is None or not stream.state.finished:
-        return
-    metrics.e2e_request_latency.observe(now - stream.arrival)
-    metrics.request_prompt_tokens.observe(len(stream.state.prompt_token_ids))
-    metrics.request_params_n.observe(len(stream.state.sequences))
-    longest = max(sequence.num_tokens for sequence in stream.state.sequences)
-    metrics.request_max_num_generation_tokens.observe(longest)
-    metrics.request_params_max_tokens.observe(stream.request.max_tokens)
-    if stream.scheduled and sequence.first_token:
-        metrics.inference_time.observe(now - stream.scheduled)
-        metrics.prefill_time.observe(sequence.first_token - stream.scheduled)
-        metrics.decode_time.observe(now - sequence.first_token)
 
 
 def total(several: list[EngineStats]) -> EngineStats:

@@ -10,8 +10,8 @@ import numpy as np
 
 from toolkit.engine.messages import EngineOutput, EngineOutputs, EngineRequest, LogprobEntry
 from toolkit.engine.outputs import CompletionOutput, Delta, Logprob, PositionLogprobs, RequestOutput
-from toolkit.engine.tokenizer import SpacedTextStream, TextStream, Tokenizer
 from toolkit.sampling.params import SamplingParams
+from toolkit.text.tokenizer import SpacedTextStream, TextStream, Tokenizer
 
 
 class AnswerText:
@@ -34,7 +34,9 @@ class AnswerText:
     def add(self, token_ids: list[int], ended: bool) -> tuple[str, str | None]:
         """(text that is certain, the stop string that was met). `ended`: these are the last tokens."""
         self._num_tokens += len(token_ids)
-        text = self.stream.add_one(token_ids[0]) if len(token_ids) == 1 else self.stream.add(token_ids)
+        text = (
+            self.stream.add_one(token_ids[0]) if len(token_ids) == 1 else self.stream.add(token_ids)
+        )
         text = self._held + text
         if ended:
             text += self.stream.end()
@@ -56,7 +58,9 @@ class AnswerText:
     def _first_stop(self, text: str) -> tuple[str | None, int]:
         """(the stop string that begins first, where) among those that end after what is immune."""
         ends_after = self._num_immune
-        found = [(text.find(stop, max(0, ends_after - len(stop) + 1)), stop) for stop in self._stops]
+        found = [
+            (text.find(stop, max(0, ends_after - len(stop) + 1)), stop) for stop in self._stops
+        ]
         at, stop = min(((at, stop) for at, stop in found if at >= 0), default=(-1, None))
         return stop, at
 
@@ -167,7 +171,9 @@ class OutputProcessor:
         request.number = self._next_number
         self._next_number += params.n
         for index in range(params.n):
-            text = AnswerText(self.tokenizer, params) if self.tokenizer and params.detokenize else None
+            text = (
+                AnswerText(self.tokenizer, params) if self.tokenizer and params.detokenize else None
+            )
             stream = text.stream if text is not None and not params.stop_strings else None
             sequence = SequenceState(state, index, request.number + index, text, stream)
             state.sequences.append(sequence)
@@ -251,7 +257,9 @@ class OutputProcessor:
         if sequence.text is not None:
             visible = self._visible(output, state.params)
             text, stop = sequence.text.add(visible, output.finish_reason is not None)
-        delta = Delta(sequence.index, text, output.token_ids, num_cached_tokens=state.num_cached_tokens)
+        delta = Delta(
+            sequence.index, text, output.token_ids, num_cached_tokens=state.num_cached_tokens
+        )
         delta.error, delta.embedding = output.error, output.embedding
         if output.logprobs is not None:
             delta.logprobs = [self._position(output.logprobs)]
@@ -260,7 +268,10 @@ class OutputProcessor:
             delta.prompt_logprobs = [self._position(entry) for entry in output.prompt_logprobs]
         if state.params.prompt_logprobs is not None and not state.prompt_logprobs_begun:
             state.prompt_logprobs_begun = True
-            delta.prompt_logprobs = [None, *(delta.prompt_logprobs or [])]  # nothing comes before the first
+            delta.prompt_logprobs = [
+                None,
+                *(delta.prompt_logprobs or []),
+            ]  # nothing comes before the first
         if stop is not None:
             self._stop(sequence, delta, stop, done, in_core=output.finish_reason is None)
         elif output.finish_reason is not None:
@@ -269,7 +280,13 @@ class OutputProcessor:
             sequence.put(delta)
 
     def _stop(
-        self, sequence: SequenceState, delta: Delta, stop: str, done: Processed, *, in_core: bool = True
+        self,
+        sequence: SequenceState,
+        delta: Delta,
+        stop: str,
+        done: Processed,
+        *,
+        in_core: bool = True,
     ) -> None:
         if in_core:
             done.ended.append(sequence.number)
@@ -331,7 +348,9 @@ class Collected:
             chosen = (next(iter(position.values())).logprob for position in delta.logprobs)
             one.cumulative_logprob = (one.cumulative_logprob or 0.0) + sum(chosen)
         if delta.prompt_logprobs is not None:
-            self.output.prompt_logprobs = (self.output.prompt_logprobs or []) + delta.prompt_logprobs
+            self.output.prompt_logprobs = (
+                self.output.prompt_logprobs or []
+            ) + delta.prompt_logprobs
         if delta.finish_reason is not None:
             one.finish_reason, one.stop_reason = delta.finish_reason, delta.stop_reason
             self.output.finished = all(o.finished for o in self.states)

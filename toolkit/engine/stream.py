@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable
+from typing import Self
 
+from toolkit.engine.cores.replica import Replica
+from toolkit.engine.cores.router import Share
 from toolkit.engine.messages import EngineRequest
 from toolkit.engine.output_processor import RequestState
 from toolkit.engine.outputs import Delta
-from toolkit.engine.replica import Replica
-from toolkit.engine.router import Share
 from toolkit.errors import EngineError
-
-if TYPE_CHECKING:
-    from toolkit.engine.async_llm import AsyncLLM
 
 
 class RequestStream:
@@ -22,7 +20,10 @@ class RequestStream:
     `close` it, which ends the request.
     """
 
-    def __init__(self, engine: AsyncLLM, state: RequestState, request: EngineRequest) -> None:
+    def __init__(
+        self, abort: Callable[[str], None], state: RequestState, request: EngineRequest
+    ) -> None:
+        """`abort`: ends a request by its id."""
         self.state = state
         self.arrival = time.monotonic()
         self.scheduled = 0.0
@@ -33,7 +34,7 @@ class RequestStream:
         """Who has it; None while no core runs."""
         self.share: Share | None = None
         """What it is to that core, where there are several."""
-        self._engine = engine
+        self._abort = abort
         self._waiter: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
         self._num_unfinished = len(state.sequences)
@@ -66,7 +67,7 @@ class RequestStream:
     def close(self) -> None:
         """Ends the request if it is still running."""
         self._num_unfinished = 0
-        self._engine.abort(self.state.id)
+        self._abort(self.state.id)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

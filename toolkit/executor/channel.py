@@ -7,7 +7,7 @@ import struct
 import threading
 from contextlib import suppress
 
-from toolkit.executor.messages import FromRank, ToRank, encode
+from toolkit.executor.rank_messages import FromRank, ToRank, encode
 
 _LENGTH = struct.Struct("<Q")
 LINGER = 2.0

@@ -29,17 +29,17 @@ def start_executor(
     if config.parallel.world_size == 1 and backend == "mp":
         return UniprocExecutor(config, folder, report)
     from toolkit.executor.multiproc import MultiprocExecutor
+    from toolkit.executor.rank_counts import require_size
     from toolkit.executor.ranks import Ranks
-    from toolkit.executor.sizes import require_size
 
     require_size(config, folder)
     ranks: Ranks
     if backend == "ray":
-        from toolkit.executor.ray_ranks import Actors
+        from toolkit.executor.ray.ranks import Actors
 
         ranks = Actors(config, folder, log or LogStyle())
     else:
-        from toolkit.executor.processes import Processes
+        from toolkit.executor.local_ranks import Processes
 
         ranks = Processes(config, folder, log or LogStyle(), parent)
     return MultiprocExecutor(config, folder, report, ranks, on_failure)

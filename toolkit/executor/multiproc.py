@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 from toolkit.config import EngineConfig
 from toolkit.errors import ToolkitError, WorkersLostError
-from toolkit.executor import devices, losses
+from toolkit.executor import rank_devices as devices
+from toolkit.executor import rank_failures as losses
 from toolkit.executor.base import Executor, Pending
-from toolkit.executor.messages import (
+from toolkit.executor.rank_messages import (
     Answer,
     Beat,
     Broken,
@@ -30,7 +31,7 @@ from toolkit.executor.messages import (
     decode_from_rank,
     encode,
 )
-from toolkit.executor.progress import Progress
+from toolkit.executor.rank_progress import Progress
 from toolkit.executor.ranks import Rank, Ranks
 from toolkit.sampling.grammar import Masks
 from toolkit.scheduler import ModelOutput, SchedulerOutput
@@ -88,7 +89,9 @@ class MultiprocExecutor(Executor):
         self._worker: Worker | None = None
         """The first rank's, when that is in this process."""
         self._listeners = [
-            threading.Thread(target=self._listen, args=(rank,), daemon=True, name=f"rank-{rank.rank}")
+            threading.Thread(
+                target=self._listen, args=(rank,), daemon=True, name=f"rank-{rank.rank}"
+            )
             for rank in self._ranks
         ]
         for listener in self._listeners:
@@ -119,7 +122,9 @@ class MultiprocExecutor(Executor):
         self.check_health()
         worker = self._worker
         self._steps += 1
-        pending = self._guarded(lambda: worker.execute(step) if worker else None, encode(Step(step)))
+        pending = self._guarded(
+            lambda: worker.execute(step) if worker else None, encode(Step(step))
+        )
         return _Guarded(self, step.step, pending)
 
     def collective(self, method: str, *args: Any) -> list[Any]:
@@ -158,7 +163,8 @@ class MultiprocExecutor(Executor):
     def constrain(self, step: int, pending: Pending | None, masks: Masks) -> None:
         """Lets a step sample, wherever it does."""
         self._guarded(
-            lambda: None if pending is None else pending.constrain(masks), encode(Constrain(step, masks))
+            lambda: None if pending is None else pending.constrain(masks),
+            encode(Constrain(step, masks)),
         )
 
     def result(self, step: int, pending: Pending | None) -> ModelOutput:
@@ -200,7 +206,9 @@ class MultiprocExecutor(Executor):
         for rank in self._ranks:
             rank.channel.send_bytes(message)
 
-    def _await(self, kind: type[Answer | Here | Running], report: Report | None = None) -> list[Any]:
+    def _await(
+        self, kind: type[Answer | Here | Running], report: Report | None = None
+    ) -> list[Any]:
         """A message of this kind from each rank, in rank order. `report` is told of the first rank's start-up.
 
         Raises WorkersLostError when one ends first.
@@ -235,7 +243,9 @@ class MultiprocExecutor(Executor):
                 case Beat():
                     self._progress.note(message)
                 case Log():
-                    logging.getLogger(message.logger).log(message.level, "%s: %s", rank.name, message.text)
+                    logging.getLogger(message.logger).log(
+                        message.level, "%s: %s", rank.name, message.text
+                    )
                 case Broken():
                     self._broke(message)
                     return

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.errors import ToolkitError
 from toolkit.executor.channel import Channel
-from toolkit.executor.messages import (
+from toolkit.executor.rank_messages import (
     Answer,
     Beat,
     Begin,
@@ -34,8 +34,8 @@ from toolkit.executor.messages import (
     ToRank,
     decode_to_rank,
 )
-from toolkit.executor.progress import BEAT
-from toolkit.parent import end_with_parent
+from toolkit.executor.rank_progress import BEAT
+from toolkit.hardware.parent import end_with_parent
 
 if TYPE_CHECKING:
     from toolkit.worker.model_runner import PendingOutput
@@ -101,7 +101,7 @@ class RankProcess:
             begin.log.apply()
         threading.Thread(target=self._beat, daemon=True, name="beat").start()
 
-        from toolkit.executor.devices import report
+        from toolkit.executor.rank_devices import report
         from toolkit.worker.worker import Worker
 
         self._channel.send(Here(begin.rank, report(begin.config.device.device, begin.rank)))

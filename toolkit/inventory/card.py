@@ -8,12 +8,12 @@ from typing import Any
 
 from toolkit.config import EngineConfig
 from toolkit.errors import ToolkitError
+from toolkit.hardware.devices import find_device
 from toolkit.inventory.checkpoint import Checkpoint
-from toolkit.inventory.device import find_device
+from toolkit.inventory.console import answer, print_facts
 from toolkit.inventory.estimate import Estimate, estimate
 from toolkit.inventory.find import look_up
-from toolkit.inventory.terminal import answer, print_facts
-from toolkit.inventory.words import count, size
+from toolkit.units import count, size
 
 MOST_FILES = 8
 """Files that are named, the largest first."""
@@ -73,7 +73,9 @@ def tokenizer(checkpoint: Checkpoint) -> str | None:
 def license_of(checkpoint: Checkpoint) -> str | None:
     """As the head of its README.md says (https://huggingface.co/docs/hub/model-cards), else the first line of its LICENSE."""
     head = re.match(r"---\n(.*?)\n---", checkpoint.read("README.md"), re.DOTALL)
-    said = re.search(r"^license(?:_name)?: *[\"']?([^\s\"']+)", head[1] if head else "", re.MULTILINE)
+    said = re.search(
+        r"^license(?:_name)?: *[\"']?([^\s\"']+)", head[1] if head else "", re.MULTILINE
+    )
     if said:
         return said[1]
     lines = (checkpoint.read("LICENSE") or checkpoint.read("LICENSE.txt")).split("\n")

@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import CheckpointError
-from toolkit.models.config import BertConfig, GPT2Config, LlamaConfig, XLMRobertaConfig, parse_config
-from toolkit.pooling import has_pooling, read_pooling
+from toolkit.models.model_config import (
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    XLMRobertaConfig,
+    parse_config,
+)
+from toolkit.pooling.settings import has_pooling, read_pooling
 
 RUNS = (
     "GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
@@ -89,7 +95,9 @@ class Checkpoint:
     @property
     def architecture(self) -> str:
         """As config.json names it, else its kind."""
-        return str(next(iter(self.raw.get("architectures") or []), self.raw.get("model_type", "unknown")))
+        return str(
+            next(iter(self.raw.get("architectures") or []), self.raw.get("model_type", "unknown"))
+        )
 
     @property
     def kind(self) -> str:
@@ -100,7 +108,9 @@ class Checkpoint:
         """Why tk does not run it."""
         quantization = self.raw.get("quantization_config")
         if quantization:
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            method = (
+                quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            )
             return f"its weights are quantized ({method})"
         if self.architecture not in RUNS:
             return f"tk does not run {self.architecture}"
@@ -158,7 +168,9 @@ class Checkpoint:
         for tensor in self.tensors:
             if tensor.name.endswith(_NO_WEIGHTS):
                 continue
-            if tensor.name == "lm_head.weight" and getattr(self.config, "tie_word_embeddings", False):
+            if tensor.name == "lm_head.weight" and getattr(
+                self.config, "tie_word_embeddings", False
+            ):
                 continue
             if self.is_encoder and self._is_left_out(tensor.name):
                 continue
@@ -166,7 +178,9 @@ class Checkpoint:
 
     def _is_left_out(self, name: str) -> bool:
         scores = not self.architecture.endswith("Model")
-        return any(part in name for part in _NOT_IN_ENCODERS) and not (scores and "pooler.dense" in name)
+        return any(part in name for part in _NOT_IN_ENCODERS) and not (
+            scores and "pooler.dense" in name
+        )
 
     @property
     def num_parameters(self) -> int | None:
@@ -212,10 +226,14 @@ def read_folder(folder: Path, name: str) -> Checkpoint:
         raw = json.loads((folder / "config.json").read_text())
         if not isinstance(raw, dict):
             raise ValueError("it holds no object")
-        files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+        files = {
+            path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()
+        }
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / 'config.json'} cannot be read: {error}") from None
-    tensors = [tensor for file in _weight_files(folder, files) for tensor in read_header(folder / file)]
+    tensors = [
+        tensor for file in _weight_files(folder, files) for tensor in read_header(folder / file)
+    ]
     return Checkpoint(name, raw, files, tuple(tensors), folder, partial(_read_text, folder))
 
 
@@ -262,7 +280,11 @@ def read_header(file: Path) -> list[Tensor]:
             for name, entry in entries.items()
         ]
     except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{file} is no valid safetensors file. Fetch or copy it again.") from None
+        raise CheckpointError(
+            f"{file} is no valid safetensors file. Fetch or copy it again."
+        ) from None
     if size < end:
-        raise CheckpointError(f"{file} is cut short: it has {size} bytes of {end}. Fetch or copy it again.")
+        raise CheckpointError(
+            f"{file} is cut short: it has {size} bytes of {end}. Fetch or copy it again."
+        )
     return tensors

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import CheckpointError, ConfigError, ModelNotFoundError
-from toolkit.inventory.terminal import talk
-from toolkit.inventory.words import size
+from toolkit.inventory.console import talk
 from toolkit.models import hub
+from toolkit.units import size
 
-FORMAT = "{desc}  {percentage:3.0f} % {bar} {n_fmt}iB of {total_fmt}iB, {rate_fmt}, {remaining} left"
+FORMAT = (
+    "{desc}  {percentage:3.0f} % {bar} {n_fmt}iB of {total_fmt}iB, {rate_fmt}, {remaining} left"
+)
 """Of the bar, as tqdm reads it."""
 
 
@@ -80,7 +82,9 @@ def _missing(name: str, revision: str | None) -> int:
         info = model_info(name, revision=revision, files_metadata=True)
         files = {file.rfilename: file.size or 0 for file in info.siblings or []}
         patterns = hub.wanted_files(files)
-        wanted = [file for file in files if any(fnmatch.fnmatch(file, pattern) for pattern in patterns)]
+        wanted = [
+            file for file in files if any(fnmatch.fnmatch(file, pattern) for pattern in patterns)
+        ]
         return sum(
             files[file]
             for file in wanted
@@ -96,7 +100,9 @@ def _bar(label: str, num_bytes: int) -> Iterator[type]:
     shown: list[Any] = []
 
     class Bar(tqdm):  # type: ignore[misc]  # the library comes without types
-        total = property(lambda self: num_bytes, lambda self, value: None)  # the library's grows file by file
+        total = property(
+            lambda self: num_bytes, lambda self, value: None
+        )  # the library's grows file by file
 
         def __init__(self, *arguments: Any, name: str | None = None, **settings: Any) -> None:
             if name != "huggingface_hub.snapshot_download" or not num_bytes:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.config import EngineConfig
-from toolkit.inventory.device import find_device
+from toolkit.hardware.devices import find_device
+from toolkit.inventory.console import answer, print_facts, talk
 from toolkit.inventory.estimate import Estimate, estimate
 from toolkit.inventory.find import look_up
-from toolkit.inventory.terminal import answer, print_facts, talk
-from toolkit.inventory.words import count, size
+from toolkit.units import count, size
 
 
 def dry_run(engine: EngineConfig, *, as_json: bool) -> int:
@@ -59,7 +59,10 @@ def _facts(made: Estimate) -> list[tuple[str, str]]:
     several = f"each of {made.parallel.num_devices}: " if made.parallel.num_devices > 1 else ""
     facts = [
         ("device", f"{several}{device.name}: {size(device.free)} free of {size(device.total)}"),
-        ("weights", f"{size(made.weights)}: {count(made.num_parameters)} parameters in {made.dtype}"),
+        (
+            "weights",
+            f"{size(made.weights)}: {count(made.num_parameters)} parameters in {made.dtype}",
+        ),
         ("a step", f"about {size(made.step)}: activations, logits, and the process itself"),
     ]
     if not made.weights_fit:

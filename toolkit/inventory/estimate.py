@@ -14,11 +14,11 @@ from typing import Any
 from toolkit.config import EngineConfig
 from toolkit.config.engine import ParallelConfig
 from toolkit.errors import CheckpointError, ConfigError
+from toolkit.hardware.devices import Device
 from toolkit.inventory.checkpoint import TYPE_BYTES, Checkpoint, Tensor
-from toolkit.inventory.device import Device
-from toolkit.inventory.words import size
-from toolkit.models.config import auto_dtype
-from toolkit.models.stages import share_out
+from toolkit.models.model_config import auto_dtype
+from toolkit.models.pipeline_split import share_out
+from toolkit.units import size
 
 CPU_SHARE = 0.4
 """Of the memory that is free once the weights are loaded: what the worker gives the cache on a CPU."""
@@ -91,7 +91,9 @@ class Estimate:
                 f"The weights take {size(self.weights)} in {self.dtype} and a step {size(self.step)}; "
                 f"{size(self.device.free)} of {self.device.kind} memory are free.{half}"
             )
-        advice = f"Use --max-model-len {self.num_tokens} or less, or give" if self.num_tokens else "Give"
+        advice = (
+            f"Use --max-model-len {self.num_tokens} or less, or give" if self.num_tokens else "Give"
+        )
         return (
             f"The KV cache has room for {self.num_tokens:,} tokens ({size(self.cache)}), and one request of the full "
             f"length has {self.max_model_len:,}. {advice} the cache more memory (--gpu-memory-utilization, --kv-cache-memory)."
@@ -113,7 +115,9 @@ def estimate(checkpoint: Checkpoint, engine: EngineConfig, device: Device) -> Es
     _, heads, head_size = checkpoint.cache_shape
     cache_type = dtype if engine.cache.kv_cache_dtype == "auto" else engine.cache.kv_cache_dtype
     ranks = engine.parallel.tensor_parallel_size
-    heads = max(1, heads // ranks) if heads else 0  # fewer heads than ranks: several ranks have the same one
+    heads = (
+        max(1, heads // ranks) if heads else 0
+    )  # fewer heads than ranks: several ranks have the same one
     layer_bytes = 2 * engine.cache.block_size * heads * head_size * TYPE_BYTES[cache_type]
     step = _step_bytes(config, engine, dtype, device)
 
@@ -163,7 +167,9 @@ def _stages(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> list[tu
         if found is not None:
             index = int(found[1])
             if index >= layers:
-                raise CheckpointError(f"{checkpoint.name} has a tensor {tensor.name}, and {layers} layers.")
+                raise CheckpointError(
+                    f"{checkpoint.name} has a tensor {tensor.name}, and {layers} layers."
+                )
             of_layers[index] += nbytes(tensor)
         elif tensor.is_table:
             first += nbytes(tensor)
@@ -174,7 +180,8 @@ def _stages(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> list[tu
     counts = share_out(layers, count, of_layers[0], head)
     begins = [sum(counts[:index]) for index in range(count)]
     weights = [
-        sum(of_layers[i] for i in range(begin, begin + n)) for begin, n in zip(begins, counts, strict=True)
+        sum(of_layers[i] for i in range(begin, begin + n))
+        for begin, n in zip(begins, counts, strict=True)
     ]
     weights[0] += first
     weights[-1] += last
@@ -192,7 +199,11 @@ def _counter(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> Callab
         return TYPE_BYTES[quantization if quantization and rounded else dtype]
 
     def share(tensor: Tensor) -> int:
-        return -(-tensor.size // num_ranks) if tensor.is_linear or tensor.is_vocabulary else tensor.size
+        return (
+            -(-tensor.size // num_ranks)
+            if tensor.is_linear or tensor.is_vocabulary
+            else tensor.size
+        )
 
     return lambda tensor: share(tensor) * number(tensor)
 
@@ -206,7 +217,9 @@ def _max_model_len(checkpoint: Checkpoint, engine: EngineConfig) -> int:
         )
     found = wanted or checkpoint.context
     if found is None:
-        raise CheckpointError(f"{checkpoint.name}: config.json does not say how long a sequence may be.")
+        raise CheckpointError(
+            f"{checkpoint.name}: config.json does not say how long a sequence may be."
+        )
     return found
 
 
@@ -226,7 +239,12 @@ def _step_bytes(config: Any, engine: EngineConfig, dtype: str, device: Device) -
 
 
 def _num_blocks(
-    engine: EngineConfig, device: Device, weights: int, step: int, block_bytes: int, max_model_len: int
+    engine: EngineConfig,
+    device: Device,
+    weights: int,
+    step: int,
+    block_bytes: int,
+    max_model_len: int,
 ) -> int:
     cache = engine.cache
     if cache.num_gpu_blocks_override is not None:

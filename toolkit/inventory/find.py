@@ -52,7 +52,9 @@ def cached() -> list[Any]:
     from huggingface_hub import scan_cache_dir
 
     repos = scan_cache_dir().repos
-    return sorted((repo for repo in repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
+    return sorted(
+        (repo for repo in repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id
+    )
 
 
 def look_up(model: str | None, revision: str | None = None) -> Checkpoint:
@@ -79,9 +81,13 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
         info = api.model_info(name, revision=revision, files_metadata=True)
         files = {file.rfilename: file.size or 0 for file in info.siblings or []}
         try:
-            raw = json.loads(Path(hf_hub_download(name, "config.json", revision=revision)).read_text())
+            raw = json.loads(
+                Path(hf_hub_download(name, "config.json", revision=revision)).read_text()
+            )
         except EntryNotFoundError:
-            raise CheckpointError(f"{name} has no config.json: it is no model that tk could run.") from None
+            raise CheckpointError(
+                f"{name} has no config.json: it is no model that tk could run."
+            ) from None
         try:
             headers = api.get_safetensors_metadata(name, revision=revision).files_metadata.values()
         except NotASafetensorsRepoError:
@@ -106,4 +112,6 @@ def _read(name: str, folder: Path, size: int | None = None) -> Found:
         checkpoint = read_folder(folder, name)
     except CheckpointError as error:
         return Found(name, folder, size or 0, None, error.message)
-    return Found(name, folder, size if size is not None else checkpoint.size, checkpoint, checkpoint.problem)
+    return Found(
+        name, folder, size if size is not None else checkpoint.size, checkpoint, checkpoint.problem
+    )

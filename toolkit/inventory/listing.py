@@ -8,12 +8,12 @@ from typing import Any
 
 from toolkit.config import EngineConfig
 from toolkit.errors import ConfigError, ToolkitError
-from toolkit.inventory.device import Device, find_device
+from toolkit.hardware.devices import Device, find_device
+from toolkit.inventory.console import answer, talk, write
 from toolkit.inventory.estimate import estimate
 from toolkit.inventory.find import Found, at_hand
-from toolkit.inventory.terminal import answer, talk, write
-from toolkit.inventory.words import count, size
 from toolkit.logs import harmless
+from toolkit.units import count, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,9 @@ def _print_table(rows: list[Row]) -> None:
     table.add_column("FITS", no_wrap=True, min_width=6)
     for row in rows:
         found, checkpoint = row.found, row.found.checkpoint
-        color = "green" if row.fits == "yes" else "yellow" if row.fits.startswith("up to") else "red"
+        color = (
+            "green" if row.fits == "yes" else "yellow" if row.fits.startswith("up to") else "red"
+        )
         known = () if checkpoint is None else (
             escape(harmless(checkpoint.kind)),
             count(checkpoint.num_parameters) if checkpoint.num_parameters else "-",

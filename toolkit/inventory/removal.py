@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ConfigError, ModelNotFoundError, did_you_mean
+from toolkit.inventory.console import talk
 from toolkit.inventory.find import cached
-from toolkit.inventory.terminal import talk
-from toolkit.inventory.words import size
+from toolkit.units import size
 
 
 def remove(names: list[str], *, yes: bool) -> int:
@@ -27,7 +27,9 @@ def remove(names: list[str], *, yes: bool) -> int:
         return 1
     from huggingface_hub import scan_cache_dir
 
-    for repo in repos:  # one at a time, with no other in sight: a copy of a model has the same commits
+    for (
+        repo
+    ) in repos:  # one at a time, with no other in sight: a copy of a model has the same commits
         alone = dataclasses.replace(scan_cache_dir(), repos=frozenset([repo]))
         alone.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute()
     left = [str(repo.repo_path) for repo in repos if repo.repo_path.exists()]

@@ -8,8 +8,8 @@ from torch import nn
 
 from toolkit.distributed import Share, current, rounded_up
 from toolkit.layers.fused import fused
-from toolkit.layers.packed import Packed
-from toolkit.layers.weights import Slot, Slots
+from toolkit.weights.packed import Packed
+from toolkit.weights.slots import Slot, Slots
 
 ALIGNMENT = 64
 """On a GPU a table's number of rows is rounded up to a multiple of this."""

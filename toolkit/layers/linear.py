@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from toolkit.distributed import Share, current, even, whole
-from toolkit.layers.activation import FUNCTIONS
 from toolkit.layers.embedding import Embedding, vocabulary_share, vocabulary_table
 from toolkit.layers.fused import fused
-from toolkit.layers.packed import Packed, pack
-from toolkit.layers.weights import JoinedSlot, QuantizedSlot, Slot, Slots
-from toolkit.quantization import fp8, int8, new_weight, quantizes_head
+from toolkit.weights import fp8, int8
+from toolkit.weights.activation import FUNCTIONS
+from toolkit.weights.packed import Packed, pack
+from toolkit.weights.quantization import new_weight, quantizes_head
+from toolkit.weights.slots import JoinedSlot, QuantizedSlot, Slot, Slots
 
 if TYPE_CHECKING:
     from toolkit.kernels.triton.matmul import Unscaled
@@ -24,7 +25,7 @@ Split = Literal["out", "in"] | None
 
 
 class Linear(nn.Module):
-    """y = act(x Wᵀ + b), W: [out, in]. `activation` is a kind of `toolkit.layers.activation`, or none.
+    """y = act(x Wᵀ + b), W: [out, in]. `activation` is a kind of `toolkit.weights.activation`, or none.
 
     Under tensor parallelism `split` says what of W each rank has: all of it (None); a share of its rows, and so of the
     output ("out": column-parallel, in the words of Megatron-LM, arXiv:1909.08053); or a share of its columns, for as much of the
@@ -34,7 +35,7 @@ class Linear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     scale: torch.Tensor | None = None
-    """Of each row of the weight, fp32 [out], where it is in FP8 or int8 (`toolkit.quantization`)."""
+    """Of each row of the weight, fp32 [out], where it is in FP8 or int8 (`toolkit.weights.quantization`)."""
     gated = False
     """Whether the output is that of the first half of the weight's rows, activated, times that of the second."""
     packed: Packed | None = None
@@ -54,7 +55,9 @@ class Linear(nn.Module):
         rows = even(out_features, "features") if split == "out" else whole(out_features)
         self._make(columns, [rows], bias, activation)
 
-    def _make(self, columns: Share, parts: Sequence[Share], bias: bool, activation: str | None) -> None:
+    def _make(
+        self, columns: Share, parts: Sequence[Share], bias: bool, activation: str | None
+    ) -> None:
         """`parts`: of the projections whose outputs lie side by side."""
         self.columns, self.parts, self.activation = columns, tuple(parts), activation
         self.group = current()
@@ -76,7 +79,12 @@ class Linear(nn.Module):
         return bool(kernels.fits(len(x), self.weight))
 
     def add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, squares: torch.Tensor
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        squares: torch.Tensor,
     ) -> Unscaled:
         """The root mean square norm, with this weight, of the output and `residual`, which becomes their sum; where `joins_norms`.
         squares: as in `_Normalization.after`.
@@ -84,7 +92,9 @@ class Linear(nn.Module):
         kernels = fused(x.device)
         assert kernels is not None
         assert self.activation is None
-        normed: Unscaled = kernels.add_norm(x, self.weight, residual, weight, eps, squares, self._bias())
+        normed: Unscaled = kernels.add_norm(
+            x, self.weight, residual, weight, eps, squares, self._bias()
+        )
         return normed
 
     def _bias(self) -> torch.Tensor | None:
@@ -115,14 +125,21 @@ class Linear(nn.Module):
         is then given up.
         """
         self.packed = pack(
-            self.weight.detach(), self._bias(), self.scale, activation=self.activation, gated=self.gated
+            self.weight.detach(),
+            self._bias(),
+            self.scale,
+            activation=self.activation,
+            gated=self.gated,
         )
         if self.packed is not None:
             self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
     def slots(self, name: str, *, transpose: bool = False) -> Slots:
         """The layer's tensors under the checkpoint's name for it."""
-        return {f"{name}.{kind}": slot for kind, slot in self._places(0, self.parts[0], transpose).items()}
+        return {
+            f"{name}.{kind}": slot
+            for kind, slot in self._places(0, self.parts[0], transpose).items()
+        }
 
     def _places(self, index: int, share: Share, transpose: bool = False) -> dict[str, Slot]:
         """Where weight and bias of a projection go; `share`: what of the checkpoint's rows goes there."""
@@ -176,15 +193,27 @@ class OutputHead(Linear):
         """`tied`: the embedding whose table is also the weight."""
         nn.Module.__init__(self)
         self.vocab_size, self.activation, self.bias = vocab_size, None, None
-        self.group, self.columns, self.parts = current(), whole(hidden), (vocabulary_share(vocab_size),)
+        self.group, self.columns, self.parts = (
+            current(),
+            whole(hidden),
+            (vocabulary_share(vocab_size),),
+        )
         self._tied = (tied,)  # in a tuple, it is no module of this one's
         self._quantized = quantizes_head()
         self.weight = (
-            tied.table if tied else nn.Parameter(vocabulary_table(vocab_size, hidden), requires_grad=False)
+            tied.table
+            if tied
+            else nn.Parameter(vocabulary_table(vocab_size, hidden), requires_grad=False)
         )
 
-    def forward(self, x: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, hidden] to [n, vocab_size]; on a GPU a view of `buffer` [n, rows of all ranks' weights], where one is given."""
+    def forward(
+        self, x: torch.Tensor | Unscaled, buffer: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return logits [n, vocab_size] of x [n, hidden].
+
+        On a GPU they are a view of `buffer` [n, rows of all ranks' weights], where one is given.
+        """
+        assert isinstance(x, torch.Tensor), "the last norm's output is complete"
         kernels = fused(x.device)
         own = buffer if self.group.size == 1 else None
         if self.packed is not None:
@@ -233,5 +262,7 @@ class GatedLinear(MergedLinear):
         if kernels is None:
             gate, up = F.linear(x, self.weight, self.bias).chunk(2, dim=1)
             return FUNCTIONS[self.activation](gate) * up
-        y = kernels.gated_activation(kernels.large_linear(x, self.weight, self.bias), self.activation)
+        y = kernels.gated_activation(
+            kernels.large_linear(x, self.weight, self.bias), self.activation
+        )
         return y  # noqa: RET504  # typed above: the kernels are not

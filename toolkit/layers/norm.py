@@ -14,7 +14,7 @@ from toolkit.distributed import current
 from toolkit.kernels import cpu
 from toolkit.kernels.cpu.norm import DTYPES, Norm
 from toolkit.layers.fused import fused
-from toolkit.layers.weights import Slot, Slots
+from toolkit.weights.slots import Slot, Slots
 
 if TYPE_CHECKING:
     from toolkit.kernels.triton.matmul import Unscaled
@@ -40,10 +40,14 @@ class _Normalization(nn.Module, abc.ABC):
         self.eps = eps
         self.group = current()
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is not None and self.group.size > 1:
             if self.group.symmetric is not None:
-                both = self.group.symmetric.all_reduce_norm(x, residual, self.weight, self.bias, self.eps)
+                both = self.group.symmetric.all_reduce_norm(
+                    x, residual, self.weight, self.bias, self.eps
+                )
                 if both is not None:
                     return both
             x = self.group.all_reduce(x)
@@ -129,7 +133,9 @@ class RMSNorm(_Normalization):
     def _fused(
         self, kernels: SimpleNamespace, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        both: tuple[torch.Tensor, torch.Tensor] = kernels.add_rms_norm(x, residual, self.weight, self.eps)
+        both: tuple[torch.Tensor, torch.Tensor] = kernels.add_rms_norm(
+            x, residual, self.weight, self.eps
+        )
         return both
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,9 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: Any, head_size: int, max_model_len: int) -> None:
         super().__init__()
         inv_freq, scaling = inverse_frequencies(config, head_size, max_model_len)
-        if inv_freq.is_meta:  # else PyTorch loads its compiler, which takes seconds, to compute nothing
+        if (
+            inv_freq.is_meta
+        ):  # else PyTorch loads its compiler, which takes seconds, to compute nothing
             table = torch.empty(max_model_len, 2, len(inv_freq), device="meta")
         else:
             positions = torch.arange(max_model_len, dtype=torch.float32, device=inv_freq.device)
@@ -37,7 +39,9 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin", table.to(torch.get_default_dtype()), persistent=False)
 
 
-def inverse_frequencies(config: Any, head_size: int, max_model_len: int) -> tuple[torch.Tensor, float]:
+def inverse_frequencies(
+    config: Any, head_size: int, max_model_len: int
+) -> tuple[torch.Tensor, float]:
     """(inverse frequencies [size / 2] in fp32, factor on cosines and sines) as the config's `rope_parameters`
     say. Raises CheckpointError when they cannot be used.
     """
@@ -49,9 +53,13 @@ def inverse_frequencies(config: Any, head_size: int, max_model_len: int) -> tupl
     device = torch.get_default_device()
     try:
         with torch.device("cpu"):
-            inv_freq, factor = SCALINGS[kind](Rope(config, config.rope_parameters, head_size, max_model_len))
+            inv_freq, factor = SCALINGS[kind](
+                Rope(config, config.rope_parameters, head_size, max_model_len)
+            )
     except KeyError as error:
-        raise CheckpointError(f"The model's rope_parameters of type {kind!r} lack {error}.") from None
+        raise CheckpointError(
+            f"The model's rope_parameters of type {kind!r} lack {error}."
+        ) from None
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         text = " ".join(str(error).split())
         raise CheckpointError(
@@ -93,7 +101,9 @@ class Rope:
     def extension(self) -> float:
         """How many times longer the context has become: `factor`, or else the ratio of the lengths."""
         factor = self.parameters.get("factor")
-        return float(self.config.max_position_embeddings / self.trained_len if factor is None else factor)
+        return float(
+            self.config.max_position_embeddings / self.trained_len if factor is None else factor
+        )
 
     def wavelengths(self, base: float | None = None) -> torch.Tensor:
         """[size / 2] positions for one radian: base^(2i / size)."""
@@ -139,7 +149,11 @@ def _yarn(rope: Rope) -> tuple[torch.Tensor, float]:
     often, seldom = parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1
 
     def pair_that_turns(times: float) -> float:
-        return rope.size * math.log(rope.trained_len / (times * 2 * math.pi)) / (2 * math.log(rope.base))
+        return (
+            rope.size
+            * math.log(rope.trained_len / (times * 2 * math.pi))
+            / (2 * math.log(rope.base))
+        )
 
     first, last = pair_that_turns(often), pair_that_turns(seldom)
     if parameters.get("truncate", True):
@@ -160,7 +174,11 @@ def _yarn_attention_factor(parameters: dict[str, Any], extension: float) -> floa
     if given is not None:
         return float(given)
     mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
+    return (
+        magnitude(mscale) / magnitude(mscale_all_dim)
+        if mscale and mscale_all_dim
+        else magnitude(1.0)
+    )
 
 
 def _longrope(rope: Rope) -> tuple[torch.Tensor, float]:
@@ -168,7 +186,9 @@ def _longrope(rope: Rope) -> tuple[torch.Tensor, float]:
     it.
     """
     beyond = rope.max_model_len > rope.trained_len
-    factors = torch.tensor(rope.parameters["long_factor" if beyond else "short_factor"], dtype=torch.float32)
+    factors = torch.tensor(
+        rope.parameters["long_factor" if beyond else "short_factor"], dtype=torch.float32
+    )
     given = rope.parameters.get("attention_factor")
     if given is not None:
         attention_factor = float(given)

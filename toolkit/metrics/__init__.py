@@ -73,7 +73,9 @@ class CountedHistogram(Collector):
         for values, series in self._series.items():
             counts = accumulate(series.counts)
             family.add_metric(
-                values, [(b, float(count)) for b, count in zip(bounds, counts, strict=True)], series.sum
+                values,
+                [(b, float(count)) for b, count in zip(bounds, counts, strict=True)],
+                series.sum,
             )
         return [family]
 
@@ -106,7 +108,9 @@ class Metrics:
         self, prefix: str, model_name: str, engine: str = "0", beside: Metrics | None = None
     ) -> None:
         """`beside`: those of another engine, with which these are told."""
-        self.registry: CollectorRegistry = CollectorRegistry() if beside is None else beside.registry
+        self.registry: CollectorRegistry = (
+            CollectorRegistry() if beside is None else beside.registry
+        )
         self._families: dict[str, Any] = {} if beside is None else beside._families
         self._prefix = prefix
         self._values = (model_name, engine)
@@ -115,12 +119,21 @@ class Metrics:
         """All of the server's, by their label."""
         self.engines[engine] = self
 
-        self.num_requests_running = self._gauge("num_requests_running", "Requests that are being computed.")
-        self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
+        self.num_requests_running = self._gauge(
+            "num_requests_running", "Requests that are being computed."
+        )
+        self.num_requests_waiting = self._gauge(
+            "num_requests_waiting", "Requests that wait to run."
+        )
         self._num_waiting_by_reason = self._family(
-            Gauge, "num_requests_waiting_by_reason", "Requests that wait to run, by what for.", "reason"
+            Gauge,
+            "num_requests_waiting_by_reason",
+            "Requests that wait to run, by what for.",
+            "reason",
         ).labels(*self._values, "capacity")
-        self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.")
+        self.kv_cache_usage = self._gauge(
+            "kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1."
+        )
 
         self.prompt_tokens = self._counter(
             "prompt_tokens", "Prompt tokens of requests whose first token has come."
@@ -138,7 +151,9 @@ class Metrics:
         self.prefix_cache_queries = self._counter(
             "prefix_cache_queries", "Tokens looked up in the prefix cache."
         )
-        self.prefix_cache_hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache.")
+        self.prefix_cache_hits = self._counter(
+            "prefix_cache_hits", "Tokens found in the prefix cache."
+        )
         self.num_preemptions = self._counter(
             "num_preemptions", "Times that a running request had to make room."
         )
@@ -182,7 +197,9 @@ class Metrics:
         self.inference_time = self._histogram(
             "request_inference_time_seconds", "From running to the end.", LONG_SECONDS
         )
-        self.request_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt lengths.", TOKENS)
+        self.request_prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Prompt lengths.", TOKENS
+        )
         self.request_generation_tokens = self._histogram(
             "request_generation_tokens", "Answer lengths.", TOKENS
         )
@@ -199,21 +216,27 @@ class Metrics:
             "request_num_preemptions", "Times that a sequence had to make room.", SMALL_COUNTS
         )
         self.request_prefill_kv_computed_tokens = self._histogram(
-            "request_prefill_kv_computed_tokens", "Prompt tokens that were not in the prefix cache.", TOKENS
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens that were not in the prefix cache.",
+            TOKENS,
         )
-        self.batch_size = self._histogram("iteration_num_requests", "Requests that run in a step.", TOKENS)
+        self.batch_size = self._histogram(
+            "iteration_num_requests", "Requests that run in a step.", TOKENS
+        )
         self.iterations_per_second = self._gauge(
             "iterations_per_second", "Steps in a second, over the last ten seconds."
         )
         self.computed_tokens_per_second = self._gauge(
-            "computed_tokens_per_second", "Tokens computed in a second, of prompts and answers, likewise."
+            "computed_tokens_per_second",
+            "Tokens computed in a second, of prompts and answers, likewise.",
         )
         self.generation_tokens_per_second = self._gauge(
             "generation_tokens_per_second", "Tokens generated in a second, likewise."
         )
         self._work = [
             self._counter(
-                f"estimated_{what}_per_gpu", f"{text} that the steps take at least, by weights and KV cache."
+                f"estimated_{what}_per_gpu",
+                f"{text} that the steps take at least, by weights and KV cache.",
             )
             for what, text in (
                 ("flops", "Operations"),
@@ -228,7 +251,10 @@ class Metrics:
                     "lifetime",
                     "From when a block is handed out to when its cached content is overwritten (a sample).",
                 ),
-                ("idle_before_evict", "From a cached block's last use to when it is overwritten (a sample)."),
+                (
+                    "idle_before_evict",
+                    "From a cached block's last use to when it is overwritten (a sample).",
+                ),
                 ("reuse_gap", "Between two uses of a cached block (a sample)."),
             )
         ]
@@ -325,7 +351,9 @@ class Metrics:
         return counter
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram: Histogram = self._family(Histogram, name, text, buckets=buckets).labels(*self._values)
+        histogram: Histogram = self._family(Histogram, name, text, buckets=buckets).labels(
+            *self._values
+        )
         return histogram
 
     def _family(
@@ -340,7 +368,9 @@ class Metrics:
         """The metric of this name with all of its series, which engines share. `further`: labels beside `labels`."""
         if name not in self._families:
             full = f"{self._prefix}:{name}"
-            self._families[name] = kind(full, text, (*labels, *further), registry=self.registry, **options)
+            self._families[name] = kind(
+                full, text, (*labels, *further), registry=self.registry, **options
+            )
         return self._families[name]
 
 
@@ -360,7 +390,9 @@ class HTTPMetrics:
             registry=registry,
         )
         tasks = Gauge(
-            "http_server_tasks", "Tasks of the event loops: some for each open request.", registry=registry
+            "http_server_tasks",
+            "Tasks of the event loops: some for each open request.",
+            registry=registry,
         )
         tasks.set_function(_num_tasks)
 

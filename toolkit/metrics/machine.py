@@ -10,12 +10,18 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-_MODULES = {"toolkit.engine.process": "engine", "toolkit.api.worker": "worker"}
+_MODULES = {"toolkit.engine.cores.core_process": "engine", "toolkit.serving.api_worker": "worker"}
 
 GPU_LABELS = ("gpu", "gpu_name")
 GPU_READINGS: dict[str, tuple[str, Callable[[Any, Any], float]]] = {
-    "gpu_memory_used_bytes": ("Memory in use.", lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used),
-    "gpu_memory_total_bytes": ("Memory.", lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total),
+    "gpu_memory_used_bytes": (
+        "Memory in use.",
+        lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
+    ),
+    "gpu_memory_total_bytes": (
+        "Memory.",
+        lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total,
+    ),
     "gpu_utilization_perc": (
         "Share of the time in which some kernel ran, 0 to 1.",
         lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
@@ -73,7 +79,9 @@ class ProcessMetrics(Collector):
             return "server"
         if process.pid not in self._kinds:
             command = process.cmdline()
-            self._kinds[process.pid] = next((k for m, k in _MODULES.items() if m in command), "other")
+            self._kinds[process.pid] = next(
+                (k for m, k in _MODULES.items() if m in command), "other"
+            )
         return self._kinds[process.pid]
 
 
@@ -92,7 +100,9 @@ class GPUMetrics(Collector):
             return []
         families = []
         for name, (text, read) in GPU_READINGS.items():
-            family = GaugeMetricFamily(f"{self._prefix}:{name}", f"{text} By GPU.", labels=list(GPU_LABELS))
+            family = GaugeMetricFamily(
+                f"{self._prefix}:{name}", f"{text} By GPU.", labels=list(GPU_LABELS)
+            )
             for index, (handle, gpu_name) in enumerate(self._gpus):
                 try:
                     family.add_metric([str(index), gpu_name], read(self._nvml, handle))

@@ -10,8 +10,10 @@ from torch import nn
 from toolkit.attention.packed import PackedBatch, attend
 from toolkit.distributed import whole
 from toolkit.errors import CheckpointError
-from toolkit.layers import Embedding, LayerNorm, Linear, MergedLinear, Slots, activation_kind, plain_slots
+from toolkit.layers import Embedding, LayerNorm, Linear, MergedLinear
 from toolkit.models.registry import Encoder, Scorer
+from toolkit.weights.activation import activation_kind
+from toolkit.weights.slots import Slots, plain_slots
 
 
 class Layer(nn.Module):
@@ -36,7 +38,9 @@ class Layer(nn.Module):
 
     def slots(self, name: str) -> Slots:
         return (
-            self.qkv.merged_slots([f"{name}.attention.self.{part}" for part in ("query", "key", "value")])
+            self.qkv.merged_slots(
+                [f"{name}.attention.self.{part}" for part in ("query", "key", "value")]
+            )
             | self.attn_out.slots(f"{name}.attention.output.dense")
             | self.attn_norm.slots(f"{name}.attention.output.LayerNorm")
             | self.up.slots(f"{name}.intermediate.dense")
@@ -71,7 +75,9 @@ class Bert(Encoder):
         return int(config.max_position_embeddings)
 
     def forward(self, token_ids: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-        types = batch.token_types.clamp(max=self.types.size - 1)  # RoBERTa does not tell two texts apart
+        types = batch.token_types.clamp(
+            max=self.types.size - 1
+        )  # RoBERTa does not tell two texts apart
         places = self.positions(batch.positions + self.first_position) + self.types(types)
         x, _ = self.norm(self.words(token_ids), places)
         for layer in self.layers:

@@ -12,19 +12,12 @@ from torch import nn
 
 from toolkit.attention import Attention, AttentionBatch
 from toolkit.distributed import current, current_stage
-from toolkit.layers import (
-    LayerNorm,
-    Linear,
-    MergedLinear,
-    OutputHead,
-    RMSNorm,
-    Slots,
-    VocabularyEmbedding,
-)
+from toolkit.layers import LayerNorm, Linear, MergedLinear, OutputHead, RMSNorm, VocabularyEmbedding
 from toolkit.layers.replay import Replay
+from toolkit.models.pipeline_split import share_out
 from toolkit.models.registry import CausalLM
-from toolkit.models.stages import share_out
-from toolkit.quantization import quantizes_head
+from toolkit.weights.quantization import quantizes_head
+from toolkit.weights.slots import Slots
 
 if TYPE_CHECKING:
     from toolkit.kernels.triton.matmul import Unscaled
@@ -64,7 +57,9 @@ class DecoderLayer(nn.Module, abc.ABC):
         if not isinstance(self.mlp_norm, RMSNorm) or not self.out.joins_norms(x):
             return [(None, None)] * num_layers
         # Each begins at a multiple of 16 bytes, as kernels are compiled for.
-        rooms = torch.zeros(num_layers, 2, len(x) + len(x) % 2, dtype=torch.float64, device=x.device)
+        rooms = torch.zeros(
+            num_layers, 2, len(x) + len(x) % 2, dtype=torch.float64, device=x.device
+        )
         return [room.unbind() for room in rooms]
 
     @abc.abstractmethod
@@ -120,7 +115,11 @@ class Decoder(CausalLM):
         self, token_ids: torch.Tensor, batch: AttentionBatch, hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
         x = self.embedded(token_ids, batch) if hidden is None else hidden
-        return self._through(x, batch) if self._replay is None else self._replay(self._through, x, batch)
+        return (
+            self._through(x, batch)
+            if self._replay is None
+            else self._replay(self._through, x, batch)
+        )
 
     def _through(self, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Layers and norm."""
@@ -129,7 +128,9 @@ class Decoder(CausalLM):
         normed, residual = layers[0].attn_norm(x, None)
         for (layer, following), room in zip(pairwise(layers), squares, strict=False):
             x, residual = layer(normed, residual, batch, room[0])
-            normed, residual = following.attn_norm.after(layer.down, x, residual, following.qkv, room[1])
+            normed, residual = following.attn_norm.after(
+                layer.down, x, residual, following.qkv, room[1]
+            )
         layer = layers[-1]
         wanted = batch.wanted if self.stage.is_last else None
         x, residual = layer(normed, residual, batch, squares[-1][0], wanted)

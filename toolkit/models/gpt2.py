@@ -11,15 +11,10 @@ import torch
 from toolkit.attention import Attention, AttentionBatch, AttentionShape
 from toolkit.distributed import even
 from toolkit.errors import CheckpointError
-from toolkit.layers import (
-    Embedding,
-    LayerNorm,
-    Linear,
-    MergedLinear,
-    Slots,
-    activation_kind,
-)
+from toolkit.layers import Embedding, LayerNorm, Linear, MergedLinear
 from toolkit.models.decoder import Decoder, DecoderLayer
+from toolkit.weights.activation import activation_kind
+from toolkit.weights.slots import Slots
 
 
 class Block(DecoderLayer):
@@ -59,7 +54,9 @@ class GPT2(Decoder):
 
     def __init__(self, config: Any, max_model_len: int) -> None:
         if getattr(config, "add_cross_attention", False):
-            raise CheckpointError("GPT-2 with cross attention (add_cross_attention) is not supported.")
+            raise CheckpointError(
+                "GPT-2 with cross attention (add_cross_attention) is not supported."
+            )
         super().__init__(config, max_model_len)
         if self.stage.is_first:
             self.embed_positions = Embedding(config.n_positions, config.n_embd)
@@ -80,4 +77,6 @@ class GPT2(Decoder):
 
     def slots(self) -> Slots:
         slots = super().slots()
-        return slots | self.embed_positions.slots("transformer.wpe") if self.stage.is_first else slots
+        return (
+            slots | self.embed_positions.slots("transformer.wpe") if self.stage.is_first else slots
+        )

@@ -36,7 +36,9 @@ def locate(model: str | None, revision: str | None = None) -> Path:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-            raise CheckpointError(f"{folder} is not a model folder: it has no config.json (it has {found}).")
+            raise CheckpointError(
+                f"{folder} is not a model folder: it has no config.json (it has {found})."
+            )
         return folder
     if folder.exists():
         raise CheckpointError(
@@ -68,7 +70,11 @@ def asking(name: str, revision: str | None) -> Iterator[None]:
     has no such model for us, and CheckpointError when the cache cannot be written.
     """
     from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     if constants.HF_HUB_OFFLINE:
         raise HubSilentError("HF_HUB_OFFLINE is set")
@@ -100,7 +106,10 @@ def wanted_files(names: Iterable[str], *, with_weights: bool = True) -> list[str
     if not with_weights:
         return _SMALL_FILES
     names = list(names)
-    return [*_SMALL_FILES, next((kind for kind in _WEIGHTS if fnmatch.filter(names, kind)), _WEIGHTS[0])]
+    return [
+        *_SMALL_FILES,
+        next((kind for kind in _WEIGHTS if fnmatch.filter(names, kind)), _WEIGHTS[0]),
+    ]
 
 
 def fetch(
@@ -117,9 +126,13 @@ def fetch(
     with asking(name, revision):
         from huggingface_hub import model_info, snapshot_download
 
-        files = [sibling.rfilename for sibling in model_info(name, revision=revision).siblings or []]
+        files = [
+            sibling.rfilename for sibling in model_info(name, revision=revision).siblings or []
+        ]
         wanted = [*wanted_files(files, with_weights=with_weights), *(_CARD if with_card else ())]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, tqdm_class=bar))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=wanted, tqdm_class=bar)
+        )
 
 
 def _from_hub(name: str, revision: str | None, *, with_weights: bool = True) -> Path:
@@ -156,7 +169,9 @@ def cached_snapshot(name: str, revision: str | None, *, with_weights: bool) -> P
     for kind in _WEIGHTS:
         wanted = [*_SMALL_FILES, kind] if with_weights else _SMALL_FILES
         try:
-            found = snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=wanted)
+            found = snapshot_download(
+                name, revision=revision, local_files_only=True, allow_patterns=wanted
+            )
         except LocalEntryNotFoundError:
             continue
         folder = Path(found)
@@ -175,7 +190,9 @@ def cached_names() -> list[str]:
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     home = Path(os.environ.get("HF_HOME") or base / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    return [path.name.removeprefix("models--").replace("--", "/") for path in cache.glob("models--*")]
+    return [
+        path.name.removeprefix("models--").replace("--", "/") for path in cache.glob("models--*")
+    ]
 
 
 def _siblings(folder: Path) -> list[str]:

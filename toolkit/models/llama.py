@@ -11,16 +11,10 @@ from typing import Any
 
 from toolkit.attention import Attention, AttentionShape, HeadTransform
 from toolkit.distributed import even, kv_heads
-from toolkit.layers import (
-    GatedLinear,
-    Linear,
-    MergedLinear,
-    RMSNorm,
-    RotaryEmbedding,
-    Slots,
-    activation_kind,
-)
+from toolkit.layers import GatedLinear, Linear, MergedLinear, RMSNorm, RotaryEmbedding
 from toolkit.models.decoder import Decoder, DecoderLayer
+from toolkit.weights.activation import activation_kind
+from toolkit.weights.slots import Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +80,9 @@ class Llama(Decoder):
 
     def layer_maker(self, config: Any, max_model_len: int) -> Callable[[int], Layer]:
         shape = self.shape(config)
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head_size = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         rotary = RotaryEmbedding(config, head_size, max_model_len)
         return lambda index: Layer(config, shape, index, rotary)
 
@@ -96,7 +92,9 @@ class Llama(Decoder):
     @staticmethod
     def shape(config: Any) -> Shape:
         bias = bool(getattr(config, "attention_bias", False))
-        return Shape(qkv_bias=bias, out_bias=bias, mlp_bias=bool(getattr(config, "mlp_bias", False)))
+        return Shape(
+            qkv_bias=bias, out_bias=bias, mlp_bias=bool(getattr(config, "mlp_bias", False))
+        )
 
     @staticmethod
     def max_positions(config: Any) -> int:

@@ -11,4 +11,6 @@ class Qwen3(Llama):
     @staticmethod
     def shape(config: Any) -> Shape:
         bias = bool(getattr(config, "attention_bias", False))
-        return Shape(qkv_bias=bias, out_bias=bias, qk_norm=True, sliding_windows=sliding_windows(config))
+        return Shape(
+            qkv_bias=bias, out_bias=bias, qk_norm=True, sliding_windows=sliding_windows(config)
+        )

@@ -13,7 +13,8 @@ from toolkit.attention import Attention, AttentionBatch
 from toolkit.attention.packed import PackedBatch
 from toolkit.distributed import WHOLE, Stage
 from toolkit.errors import CheckpointError
-from toolkit.layers import LayerNorm, Linear, OutputHead, RMSNorm, Slots
+from toolkit.layers import LayerNorm, Linear, OutputHead, RMSNorm
+from toolkit.weights.slots import Slots
 
 SUPPORTED = {
     "GPT2LMHeadModel": "toolkit.models.gpt2:GPT2",
@@ -49,7 +50,7 @@ class Model(nn.Module, abc.ABC):
     """What the names of those tensors of its checkpoints have that it does not need."""
 
     def __init__(self, config: Any, max_model_len: int) -> None:
-        """`config`: what config.json says (`toolkit.models.config`); positions up to `max_model_len` can be run."""
+        """`config`: what config.json says (`toolkit.models.model_config`); positions up to `max_model_len` can be run."""
         super().__init__()
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.dtype = torch.get_default_dtype()
@@ -73,7 +74,9 @@ class Model(nn.Module, abc.ABC):
     def nbytes(self) -> int:
         """Of the weights, packed or not."""
         packed = [module.packed for module in self.modules() if isinstance(module, Linear)]
-        return sum(p.nbytes for p in self.parameters()) + sum(p.nbytes for p in packed if p is not None)
+        return sum(p.nbytes for p in self.parameters()) + sum(
+            p.nbytes for p in packed if p is not None
+        )
 
 
 class Encoder(Model):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.sampling.structured import in_thread, limits
+from toolkit.sampling.structured_outputs import in_thread, limits
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -116,7 +116,11 @@ class GrammarState:
     @property
     def failure(self) -> str | None:
         """Why it cannot be followed, or any further."""
-        if self.error is None and self.compiled.done() and (error := self.compiled.exception()) is not None:
+        if (
+            self.error is None
+            and self.compiled.done()
+            and (error := self.compiled.exception()) is not None
+        ):
             self.error = str(error)
         return self.error
 
@@ -187,7 +191,9 @@ class MaskFiller:
 
     def fill(self, states: Sequence[GrammarState | None]) -> Masks:
         """One row for each; None, and what has failed, may go on with any token."""
-        live = [(i, state) for i, state in enumerate(states) if state is not None and not state.fail()]
+        live = [
+            (i, state) for i, state in enumerate(states) if state is not None and not state.fail()
+        ]
         masks = np.full((len(states), self._num_words), -1, np.int32)
         for i, state in live:
             if state.thinks:

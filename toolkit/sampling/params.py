@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from toolkit.errors import InvalidRequestError
-from toolkit.sampling.structured import StructuredOutputsParams
+from toolkit.sampling.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
@@ -78,7 +78,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         for name in _WHOLE:
             value = getattr(self, name)
             if value is not None and type(value) is not int:
-                raise InvalidRequestError(f"{name} is a whole number; it got {value!r}.", param=name)
+                raise InvalidRequestError(
+                    f"{name} is a whole number; it got {value!r}.", param=name
+                )
         if self.top_k == -1:
             self.top_k = 0
         _within("n", self.n, 1, 128)
@@ -95,7 +97,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             _within("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
             _within("max_tokens", self.max_tokens, 1, _GREATEST)
-        _within("min_tokens", self.min_tokens, 0, _GREATEST if self.max_tokens is None else self.max_tokens)
+        _within(
+            "min_tokens",
+            self.min_tokens,
+            0,
+            _GREATEST if self.max_tokens is None else self.max_tokens,
+        )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _within(name, getattr(self, name), 0, MAX_LOGPROBS)
@@ -113,7 +120,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
                 )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError(
-                "allowed_token_ids is empty, so that no token could be chosen.", param="allowed_token_ids"
+                "allowed_token_ids is empty, so that no token could be chosen.",
+                param="allowed_token_ids",
             )
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
             _within("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, _GREATEST)
@@ -139,7 +147,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     @property
     def has_biases(self) -> bool:
         """Whether some logits are changed, or taken out, one by one."""
-        return bool(self.logit_bias or self.min_tokens or self.allowed_token_ids or self.bad_words_token_ids)
+        return bool(
+            self.logit_bias or self.min_tokens or self.allowed_token_ids or self.bad_words_token_ids
+        )
 
     @property
     def stop_strings(self) -> list[str]:
@@ -148,7 +158,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
     @property
     def has_penalties(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -196,10 +210,13 @@ def _check_token_ids(name: str, token_ids: Iterable[object] | None) -> None:
 
 
 def _check_texts(name: str, texts: list[str], most: int) -> None:
-    good = len(texts) <= most and all(isinstance(text, str) and 1 <= len(text) <= 1024 for text in texts)
+    good = len(texts) <= most and all(
+        isinstance(text, str) and 1 <= len(text) <= 1024 for text in texts
+    )
     if not good or sum(map(len, texts)) > MAX_TEXT:
         raise InvalidRequestError(
-            f"{name} takes at most {most} texts of 1 to 1024 characters, of {MAX_TEXT} in all.", param=name
+            f"{name} takes at most {most} texts of 1 to 1024 characters, of {MAX_TEXT} in all.",
+            param=name,
         )
 
 
@@ -207,7 +224,9 @@ def _within(name: str, value: Any, low: float, high: float | None) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InvalidRequestError(f"{name} is a number; it got {value!r}.", param=name)
     if value < low or (high is not None and value > high) or value != value:
-        wanted = f"at least {_bound(low)}" if high is None else f"from {_bound(low)} to {_bound(high)}"
+        wanted = (
+            f"at least {_bound(low)}" if high is None else f"from {_bound(low)} to {_bound(high)}"
+        )
         raise _out_of_range(name, value, wanted)
 
 
@@ -217,3 +236,10 @@ def _bound(value: float) -> str:
 
 def _out_of_range(name: str, value: Any, wanted: str) -> InvalidRequestError:
     return InvalidRequestError(f"{name} is {wanted}; it got {value!r}.", param=name)
+
+
+class PoolingParams(msgspec.Struct, array_like=True):
+    """What a request says whose prompt is pooled, and not continued."""
+
+    second_text: int = 0
+    """Of two texts that are compared: where the second one's tokens begin. 0: there is one text."""

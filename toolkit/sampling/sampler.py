@@ -15,7 +15,7 @@ import torch
 from toolkit.kernels import cpu
 from toolkit.kernels.cpu.sampling import sample as cpu_sample
 from toolkit.sampling.grammar import Masks
-from toolkit.sampling.state import SamplingState, to_device
+from toolkit.sampling.sampling_state import SamplingState, to_device
 
 IntArray = npt.NDArray[np.int32]
 GREATEST_SHORTCUT = 1024
@@ -51,7 +51,9 @@ def sample(
     return choose(logits, state, rows, lengths)
 
 
-def choose(logits: torch.Tensor, state: SamplingState, rows: IntArray, lengths: IntArray) -> torch.Tensor:
+def choose(
+    logits: torch.Tensor, state: SamplingState, rows: IntArray, lengths: IntArray
+) -> torch.Tensor:
     """The next tokens [n] int64 by temperature, min-p, top-k and top-p alone; -1 where the logits are not finite."""
     device = logits.device
     rows_on_device = torch.from_numpy(rows).to(device, torch.int64)
@@ -125,7 +127,11 @@ def _keep_likely(
 
 
 def add_biases(
-    logits: torch.Tensor, state: SamplingState, token_ids: torch.Tensor, rows: IntArray, lengths: IntArray
+    logits: torch.Tensor,
+    state: SamplingState,
+    token_ids: torch.Tensor,
+    rows: IntArray,
+    lengths: IntArray,
 ) -> None:
     """Adds logit biases, and takes out, in place, what is not allowed: other tokens than `allowed_token_ids`, the
     completion of bad words, and what may not end an answer yet (min_tokens).
@@ -140,7 +146,11 @@ def add_biases(
             _allow_only(logits[index], allowed)
         if params.bad_words_token_ids:
             num_output = length - int(state.num_prompt_tokens[row])
-            _forbid(logits[index], token_ids[row, length - num_output : length], params.bad_words_token_ids)
+            _forbid(
+                logits[index],
+                token_ids[row, length - num_output : length],
+                params.bad_words_token_ids,
+            )
         bias = dict(params.logit_bias or {})
         # With a grammar, `min_tokens` is in its masks: where it leaves nothing but the end, it ends.
         too_short = length - int(state.num_prompt_tokens[row]) < params.min_tokens
@@ -179,7 +189,9 @@ def _forbid(logits: torch.Tensor, output: torch.Tensor, sequences: list[list[int
     last = to_device(torch.tensor([one[-1] for one in possible]), logits.device)
     wanted = to_device(torch.tensor(before, dtype=torch.int32), logits.device)
     met = ((wanted == output[len(output) - longest :]) | (wanted < 0)).all(dim=1)
-    logits.index_put_((last,), torch.where(met, -float("inf"), 0.0).to(logits.dtype), accumulate=True)
+    logits.index_put_(
+        (last,), torch.where(met, -float("inf"), 0.0).to(logits.dtype), accumulate=True
+    )
 
 
 def mask_logits(logits: torch.Tensor, index: torch.Tensor, masks: torch.Tensor) -> None:
@@ -195,7 +207,11 @@ def mask_logits(logits: torch.Tensor, index: torch.Tensor, masks: torch.Tensor) 
 
 
 def _penalize(
-    logits: torch.Tensor, state: SamplingState, token_ids: torch.Tensor, rows: IntArray, lengths: IntArray
+    logits: torch.Tensor,
+    state: SamplingState,
+    token_ids: torch.Tensor,
+    rows: IntArray,
+    lengths: IntArray,
 ) -> None:
     """Repetition (Keskar et al., 2019) over prompt and output; presence and frequency over the output."""
     device = logits.device
@@ -214,5 +230,7 @@ def _penalize(
     counts.scatter_add_(1, tokens, output.float())
     repetition, presence, frequency = (state.floats[row_index, i, None] for i in (3, 4, 5))
     part = logits[index]
-    part = torch.where(counts_all > 0, torch.where(part > 0, part / repetition, part * repetition), part)
+    part = torch.where(
+        counts_all > 0, torch.where(part > 0, part / repetition, part * repetition), part
+    )
     logits[index] = part - frequency * counts - presence * (counts > 0)

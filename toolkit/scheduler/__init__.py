@@ -7,7 +7,13 @@ contract carries chunked prefill, prefix cache hits, preemption and resumption.
 
 from toolkit.scheduler.block_pool import BlockPool, HostBlockPool
 from toolkit.scheduler.live_requests import SchedulerStats
-from toolkit.scheduler.output import ModelOutput, NewRow, PromptLogprobs, SchedulerOutput, TokenLogprobs
+from toolkit.scheduler.output import (
+    ModelOutput,
+    NewRow,
+    PromptLogprobs,
+    SchedulerOutput,
+    TokenLogprobs,
+)
 from toolkit.scheduler.request import FinishReason, Request, RequestStatus
 from toolkit.scheduler.scheduler import Scheduler
 from toolkit.scheduler.step import StepResult, StepResults

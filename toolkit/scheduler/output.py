@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.pooling import PoolingParams
-from toolkit.sampling.params import SamplingParams
+from toolkit.sampling.params import PoolingParams, SamplingParams
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]

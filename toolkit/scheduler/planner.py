@@ -206,7 +206,8 @@ class Planner(LiveRequests):
         if leader.wants_prompt_logprobs:  # which come before anything of its siblings
             return False
         return (
-            leader.num_computed_tokens >= (leader.num_prompt_tokens - 1) // self.block_size * self.block_size
+            leader.num_computed_tokens
+            >= (leader.num_prompt_tokens - 1) // self.block_size * self.block_size
         )
 
     def _admit(self, request: Request, step: Step) -> bool:
@@ -273,7 +274,10 @@ class Planner(LiveRequests):
 
     def _take(self, request: Request, num_tokens: int, step: Step) -> None:
         """Puts `num_tokens` of a request into the step."""
-        if request.wants_prompt_logprobs and request.num_computed_tokens < request.num_prompt_tokens - 1:
+        if (
+            request.wants_prompt_logprobs
+            and request.num_computed_tokens < request.num_prompt_tokens - 1
+        ):
             step.prompt_logprobs.append(step.num_requests)
         step.requests.append(request)
         step.num_tokens.append(num_tokens)
@@ -302,10 +306,14 @@ class Planner(LiveRequests):
             ends = (part.num_computed + part.num_tokens)[part.samples]
             output.last_tokens = self._rows.newest(part.rows[part.samples], ends)
         if self._rows.constrained.any():
-            output.constrained = np.flatnonzero(self._rows.constrained.take(part.rows) & part.samples)
+            output.constrained = np.flatnonzero(
+                self._rows.constrained.take(part.rows) & part.samples
+            )
         self._num_steps += 1
         admitted = part.requests[len(part.requests) - len(step.new_rows) :]
-        self._in_flight[output.step] = InFlight(part.requests, part.rows, admitted, self._num_rows_left)
+        self._in_flight[output.step] = InFlight(
+            part.requests, part.rows, admitted, self._num_rows_left
+        )
         return output
 
     def _joined(self, step: Step) -> Together:

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from toolkit.pooling import PoolingParams
 from toolkit.sampling.grammar import GrammarState
-from toolkit.sampling.params import SamplingParams
+from toolkit.sampling.params import PoolingParams, SamplingParams
 from toolkit.scheduler.block_pool import BlockHash, hash_block
 from toolkit.scheduler.output import IntArray
-from toolkit.scheduler.rows import COMPUTED, IN_FLIGHT, NUM_COUNTS, TOKENS
+
+COMPUTED, TOKENS, IN_FLIGHT = range(3)
+"""A request's counts: tokens in the KV cache, tokens sampled or given, and those of them not known yet."""
+NUM_COUNTS = 3
 
 
 class RequestStatus(enum.Enum):
@@ -143,7 +145,11 @@ class Request:
     @property
     def ending_token_ids(self) -> frozenset[int]:
         """Tokens that end it, once there are `min_tokens`."""
-        return self.stop_token_ids if self.params.ignore_eos else self.stop_token_ids | self.eos_token_ids
+        return (
+            self.stop_token_ids
+            if self.params.ignore_eos
+            else self.stop_token_ids | self.eos_token_ids
+        )
 
     @property
     def stops_from(self) -> int:
@@ -154,7 +160,9 @@ class Request:
     def excludes_tokens(self) -> bool:
         """Whether what was asked for leaves some tokens out, maybe all of them."""
         params = self.params
-        return self.grammar is not None or bool(params.allowed_token_ids or params.bad_words_token_ids)
+        return self.grammar is not None or bool(
+            params.allowed_token_ids or params.bad_words_token_ids
+        )
 
     @property
     def tells_singly(self) -> bool:
@@ -171,7 +179,8 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt positions are still to be reported; such a request computes its whole prompt."""
         return (
-            self.params.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+            self.params.prompt_logprobs is not None
+            and self.num_prompt_logprobs < self.num_prompt_tokens - 1
         )
 
     def resume(self, output_token_ids: list[int]) -> None:

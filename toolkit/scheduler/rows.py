@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 
 from toolkit.scheduler.output import IntArray
+from toolkit.scheduler.request import NUM_COUNTS, Request
 
-if TYPE_CHECKING:
-    from toolkit.scheduler.request import Request
-
-COMPUTED, TOKENS, IN_FLIGHT = range(3)
-"""A request's counts: tokens in the KV cache, tokens sampled or given, and those of them not known yet."""
-
-NUM_COUNTS = 3
 NOBODY = np.iinfo(np.int32).max
 NO_TOKEN = -2
 LEAST_TAIL = 256

@@ -39,15 +39,24 @@ class Scheduler(Planner):
             self._acquit(self._suspects.pop(0))
         return results
 
-    def _take_in(self, step: InFlight, which: RowArray, number: int, token_ids: IntArray) -> StepResults:
+    def _take_in(
+        self, step: InFlight, which: RowArray, number: int, token_ids: IntArray
+    ) -> StepResults:
         """Appends the tokens of the requests that sampled, whose indices in the step are `which`."""
         table, others = self._rows, []
         rows, samples = step.rows.take(which), np.arange(len(which))
         if step.num_rows_left != self._num_rows_left:
             stays = table.taken_at.take(rows) <= number
             for sample in samples[~stays].tolist():
-                others += self._append_late(step.requests[which.item(sample)], token_ids.item(sample), sample)
-            which, samples, rows, token_ids = which[stays], samples[stays], rows[stays], token_ids[stays]
+                others += self._append_late(
+                    step.requests[which.item(sample)], token_ids.item(sample), sample
+                )
+            which, samples, rows, token_ids = (
+                which[stays],
+                samples[stays],
+                rows[stays],
+                token_ids[stays],
+            )
         known = table.sampled(rows, token_ids)
         told = table.ended(rows, token_ids, known)
         told |= table.single.take(rows)
@@ -95,7 +104,9 @@ class Scheduler(Planner):
             if request.is_finished or skip >= len(values.ranks):
                 continue
             if skip > 0:
-                values = type(values)(values.token_ids[skip:], values.logprobs[skip:], values.ranks[skip:])
+                values = type(values)(
+                    values.token_ids[skip:], values.logprobs[skip:], values.ranks[skip:]
+                )
             request.num_prompt_logprobs += len(values.ranks)
             prompt_logprobs = PromptLogprobs(found.start + max(skip, 0), values)
             news.append(StepResult(request, prompt_logprobs=prompt_logprobs))
@@ -111,7 +122,11 @@ class Scheduler(Planner):
         requests one at a time, until the one that fails alone is found: it is given up, and the others go on.
         """
         step = self._in_flight.get(output.step)
-        requests = [] if step is None else [request for request in step.requests if not request.is_finished]
+        requests = (
+            []
+            if step is None
+            else [request for request in step.requests if not request.is_finished]
+        )
         tokens = output.total_tokens
         self.drop_steps_in_flight()
         given_up: list[Request] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import partial
 from typing import ClassVar
 
 from textual.app import App, ComposeResult, SystemCommand
@@ -12,9 +13,11 @@ from textual.screen import Screen
 from textual.widgets import Input
 
 from toolkit.errors import ToolkitError
-from toolkit.top import chrome
-from toolkit.top.commands import commands
 from toolkit.top.dialogs import RequestDialog, help_dialog, question
+from toolkit.top.drawing import chrome
+from toolkit.top.drawing.paint import Block
+from toolkit.top.drawing.palette import DARK, LIGHT, THEMES, Palette
+from toolkit.top.drawing.widgets import Painted
 from toolkit.top.keys import BINDINGS
 from toolkit.top.pages.latency import LatencyPage
 from toolkit.top.pages.overview import OverviewPage
@@ -22,12 +25,9 @@ from toolkit.top.pages.page import Page
 from toolkit.top.pages.requests import RequestsPage, Row
 from toolkit.top.pages.servers import ServersPage
 from toolkit.top.pages.settings import SettingsPage
-from toolkit.top.paint import Block
-from toolkit.top.palette import DARK, LIGHT, THEMES, Palette
-from toolkit.top.reader import Reader
-from toolkit.top.recording import Recorder
+from toolkit.top.readings.reader import Reader
+from toolkit.top.readings.recording import Recorder
 from toolkit.top.state import State
-from toolkit.top.widgets import Painted
 
 REDRAW = 0.04
 """Seconds after a reading, in which those of other servers come."""
@@ -56,7 +56,9 @@ class TopApp(App[None]):
     AUTO_FOCUS = None
     NOTIFICATION_TIMEOUT = 3
 
-    def __init__(self, state: State, *, theme: str = "dark", recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, state: State, *, theme: str = "dark", recorder: Recorder | None = None
+    ) -> None:
         # Asked for here, NO_COLOR takes Textual's own colors away, too; else they become grey.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.state = state
@@ -86,7 +88,9 @@ class TopApp(App[None]):
         """See App."""
         yield Painted(lambda width, _: [chrome.title(self.state, width)], id="title")
         yield Painted(
-            lambda width, _: [chrome.tabs(self.pages, self.page, width)], id="tabs", clicked=self._click_tab
+            lambda width, _: [chrome.tabs(self.pages, self.page, width)],
+            id="tabs",
+            clicked=self._click_tab,
         )
         yield Painted(self._draw_page, id="body", clicked=self._click_row)
         yield Painted(lambda width, height: chrome.why(self.state, width, height), id="why")
@@ -115,7 +119,9 @@ class TopApp(App[None]):
 
     def _grow_old(self) -> None:
         """Numbers do so without anything being read."""
-        if not self.state.is_paused and any(self.state.is_stale(server) for server in self.state.servers):
+        if not self.state.is_paused and any(
+            self.state.is_stale(server) for server in self.state.servers
+        ):
             self.redraw()
 
     def redraw(self) -> None:
@@ -273,7 +279,9 @@ class TopApp(App[None]):
     def action_abort(self) -> None:
         """Ends the request under the cursor, or that which is open, after asking."""
         row = (
-            self.screen.row if isinstance(self.screen, RequestDialog) else self.requests_page.listing.current
+            self.screen.row
+            if isinstance(self.screen, RequestDialog)
+            else self.requests_page.listing.current
         )
         if row is None or self.page is not self.requests_page:
             return
@@ -282,10 +290,10 @@ class TopApp(App[None]):
             if yes:
                 self.run_worker(self._abort(row))
 
-        text = (
-            f"{row.request.id} of {row.request.origin or 'an unknown client'}: its client gets what there is."
+        text = f"{row.request.id} of {row.request.origin or 'an unknown client'}: its client gets what there is."
+        self.push_screen(
+            question("End this request?", text, "Enter ends it, Esc goes back"), answered
         )
-        self.push_screen(question("End this request?", text, "Enter ends it, Esc goes back"), answered)
 
     async def _abort(self, row: Row) -> None:
         try:
@@ -309,4 +317,19 @@ class TopApp(App[None]):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """What Ctrl-P lists."""
-        return commands(self)
+        for number, page in enumerate(self.pages, start=1):
+            yield SystemCommand(page.title, f"Page {number}", partial(self.action_page, number))
+        for title, does, action in (
+            ("Pause", "Stop reading, or go on", self.action_pause),
+            ("Look less often", "A longer interval", partial(self.action_interval, 1)),
+            ("Look more often", "A shorter interval", partial(self.action_interval, -1)),
+            ("Sort", "By the next column", self.action_sort),
+            ("Reverse", "Sort the other way round", self.action_reverse),
+            ("Filter", "Show only rows that contain ...", self.action_filter),
+            ("End request", "The one under the cursor, after asking", self.action_abort),
+            ("All servers", "Look at all servers together", self.action_leave),
+            ("Theme", "Light or dark", self.action_theme),
+            ("Help", "What the keys do", self.action_help),
+            ("Quit", "Leave tk top", self.exit),
+        ):
+            yield SystemCommand(title, does, action)

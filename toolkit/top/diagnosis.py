@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.top import words
-from toolkit.top.server import Server
+from toolkit.top import wording
+from toolkit.top.readings.server import Server
 from toolkit.top.view import View, view_of
 
 FULL = 0.95
@@ -85,7 +85,7 @@ def refusing(case: Case) -> Diagnosis | None:
     """The server turns requests away."""
     if not case.view.rejected:
         return None
-    text = f"{words.count(case.view.rejected)} refused in {words.duration(case.view.span)}: the queue or a key's share is full"
+    text = f"{wording.count(case.view.rejected)} refused in {wording.duration(case.view.span)}: the queue or a key's share is full"
     return Diagnosis("queue", 2, text, "--max-queue, --max-requests-per-key")
 
 
@@ -94,11 +94,11 @@ def cache_full(case: Case) -> Diagnosis | None:
     usage, preempted = case.view.kv_usage or 0.0, case.view.recent_preemptions or 0.0
     if not preempted and not (usage >= FULL and case.waiting):
         return None
-    said = [f"{words.percent(case.view.kv_usage, 0)} used"]
+    said = [f"{wording.percent(case.view.kv_usage, 0)} used"]
     if preempted:
-        said.append(f"{words.count(preempted)} preempted in {words.duration(case.view.span)}")
+        said.append(f"{wording.count(preempted)} preempted in {wording.duration(case.view.span)}")
     if case.waiting:
-        said.append(f"{words.count(case.waiting)} wait")
+        said.append(f"{wording.count(case.waiting)} wait")
     return Diagnosis("KV cache", 2, ", ".join(said), more_cache(case))
 
 
@@ -106,7 +106,9 @@ def more_cache(case: Case) -> str:
     """What the size of the KV cache is set by: bytes, where they are given, else a share of the memory."""
     given = number(case.server, "kv_cache_memory_bytes")
     if given is not None and not case.server.is_tk:
-        return f"raise --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE ({words.size(given)} now)"
+        return (
+            f"raise --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE ({wording.size(given)} now)"
+        )
     if not case.on_gpu:
         return "raise --kv-cache-memory, or lower --max-num-seqs"
     by_share = setting(case.server, "kv_cache_memory") is None
@@ -120,9 +122,7 @@ def front_end_busy(case: Case) -> Diagnosis | None:
     if cores < BUSY_CORE * workers:
         return None
     flag = "--api-workers" if case.server.is_tk else "--api-server-count"
-    text = (
-        f"{words.percent(cores / workers, 0)} of a core for HTTP and text: the engine waits for the front end"
-    )
+    text = f"{wording.percent(cores / workers, 0)} of a core for HTTP and text: the engine waits for the front end"
     return Diagnosis("front end", 2, text, f"{flag} {2 * workers:.0f}")
 
 
@@ -132,9 +132,13 @@ def queue_waits(case: Case) -> Diagnosis | None:
     if not case.waiting or (limit is not None and case.running < FULL * limit):
         return None
     queue = case.view.latencies.get("queue")
-    told = f" for {words.seconds(queue.p50)}" if queue is not None and queue.p50 is not None else ""
-    room = f"KV cache {words.percent(case.view.kv_usage, 0)}"
-    text = f"{words.count(case.waiting)} wait{told} while {words.count(case.running)} run ({room})"
+    told = (
+        f" for {wording.seconds(queue.p50)}" if queue is not None and queue.p50 is not None else ""
+    )
+    room = f"KV cache {wording.percent(case.view.kv_usage, 0)}"
+    text = (
+        f"{wording.count(case.waiting)} wait{told} while {wording.count(case.running)} run ({room})"
+    )
     return Diagnosis("queue", 2, text, f"raise --max-num-seqs{_from(limit)}, or add a server")
 
 
@@ -144,11 +148,11 @@ def prompts_in_the_way(case: Case) -> Diagnosis | None:
     unsteady = itl is not None and itl.p50 and itl.p99 and itl.p99 > UNSTEADY * itl.p50
     if case.prefill_share < MOSTLY or not (case.waiting or unsteady):
         return None
-    text = f"{words.percent(case.prefill_share, 0)} of computing is prompts"
+    text = f"{wording.percent(case.prefill_share, 0)} of computing is prompts"
     if unsteady and itl is not None:
-        text += f"; ITL p50 {words.seconds(itl.p50)}, p99 {words.seconds(itl.p99)}"
+        text += f"; ITL p50 {wording.seconds(itl.p50)}, p99 {wording.seconds(itl.p99)}"
     elif case.view.prefix_hit_rate is not None:
-        text += f"; {words.percent(case.view.prefix_hit_rate, 0)} cached"
+        text += f"; {wording.percent(case.view.prefix_hit_rate, 0)} cached"
     if setting(case.server, "enable_prefix_caching") in (False, "False"):
         return Diagnosis("prefill", 2, text, "--enable-prefix-caching")
     budget = number(case.server, "max_num_batched_tokens")
@@ -178,13 +182,15 @@ def client_bound(case: Case) -> Diagnosis | None:
     running = max(case.running, case.view.batch_size or 0.0)  # of now, and of the last while
     if case.waiting or limit is None or running >= MOSTLY * limit:
         return None
-    text = f"{words.count(running)} of {words.count(limit)} places taken, nothing waits: the server has room"
+    text = f"{wording.count(running)} of {wording.count(limit)} places taken, nothing waits: the server has room"
     return Diagnosis("client", 1, text, "send more at once")
 
 
 def well(case: Case) -> Diagnosis:
     """Whatever else there is."""
-    return Diagnosis("fine", 0, f"{words.count(case.running)} run, {words.count(case.waiting)} wait")
+    return Diagnosis(
+        "fine", 0, f"{wording.count(case.running)} run, {wording.count(case.waiting)} wait"
+    )
 
 
 REASONS: tuple[Callable[[Case], Diagnosis | None], ...] = (

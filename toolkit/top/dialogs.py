@@ -10,10 +10,10 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.screen import ModalScreen
 
+from toolkit.top.drawing.paint import Block, Line, wrap
+from toolkit.top.drawing.widgets import Painted
 from toolkit.top.keys import HELP
 from toolkit.top.pages.requests import RequestsPage, Row, details
-from toolkit.top.paint import Block, Line, wrap
-from toolkit.top.widgets import Painted
 
 
 class Dialog(ModalScreen[bool]):
@@ -81,7 +81,9 @@ class RequestDialog(Dialog):
 
     def _lines(self, width: int, height: int) -> Block:
         self._follow()
-        over: Line = [("This request has ended; so it was last seen.", "warn")] if self.is_over else []
+        over: Line = (
+            [("This request has ended; so it was last seen.", "warn")] if self.is_over else []
+        )
         return [*details(self.row, self._speeds, width), over]
 
     def _follow(self) -> None:
@@ -94,5 +96,7 @@ class RequestDialog(Dialog):
         age, tokens = found.request.age, found.request.num_output_tokens
         age_before, tokens_before = self._seen
         if age > age_before:
-            self._speeds = [*self._speeds, max(0, tokens - tokens_before) / (age - age_before)][-100:]
+            self._speeds = [*self._speeds, max(0, tokens - tokens_before) / (age - age_before)][
+                -100:
+            ]
             self._seen = (age, tokens)

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from toolkit.top import words
+from toolkit.top import wording
 from toolkit.top.diagnosis import diagnose
-from toolkit.top.server import Server
+from toolkit.top.readings.server import Server
 from toolkit.top.state import State
 from toolkit.top.view import View, view_of
 
@@ -53,27 +53,37 @@ def _told(server: Server) -> dict[str, Any]:
 
 
 def _numbers(view: View) -> dict[str, Any]:
-    return {name: value for name, value in asdict(view).items() if name not in ("points", "ages", "span")}
+    return {
+        name: value
+        for name, value in asdict(view).items()
+        if name not in ("points", "ages", "span")
+    }
 
 
 def _text(server: Server) -> str:
     if server.last is None:
         return f"{server.url}\n{server.error}"
     view = view_of([server], since_start=True)
-    up = f"up {words.duration(server.last.wall - view.start_time)}" if view.start_time is not None else ""
+    up = (
+        f"up {wording.duration(server.last.wall - view.start_time)}"
+        if view.start_time is not None
+        else ""
+    )
     version = f"version {view.version}" if view.version else ""
-    heading = "  ".join(part for part in (view.model or "unknown model", version, server.url, up) if part)
+    heading = "  ".join(
+        part for part in (view.model or "unknown model", version, server.url, up) if part
+    )
     found = diagnose(server)
     facts = {
-        "generation": words.per_second(view.generation_rate, "tok"),
-        "prompt": words.per_second(view.prompt_rate, "tok"),
-        "running": words.count(view.running),
-        "waiting": words.count(view.waiting),
-        "finished": words.reasons(view.finished),
-        "batch": words.decimal(view.batch_size),
-        "kv cache": words.percent(view.kv_usage),
-        "prefix hits": words.percent(view.prefix_hit_rate),
-        "preemptions": words.count(view.preemptions),
+        "generation": wording.per_second(view.generation_rate, "tok"),
+        "prompt": wording.per_second(view.prompt_rate, "tok"),
+        "running": wording.count(view.running),
+        "waiting": wording.count(view.waiting),
+        "finished": wording.reasons(view.finished),
+        "batch": wording.decimal(view.batch_size),
+        "kv cache": wording.percent(view.kv_usage),
+        "prefix hits": wording.percent(view.prefix_hit_rate),
+        "preemptions": wording.count(view.preemptions),
         **_gpu(view),
         "why slow": f"{found.kind}: {found.text}",
     }
@@ -83,8 +93,11 @@ def _text(server: Server) -> str:
     titles = ("p50", "p90", "p99", "mean", "count")
     lines.append(f"{'since start':<{WIDTH}}" + "".join(f"{title:>{COLUMN}}" for title in titles))
     for name, latency in view.latencies.items():
-        values = [words.seconds(value) for value in (latency.p50, latency.p90, latency.p99, latency.mean)]
-        cells = [*values, words.count(latency.count)]
+        values = [
+            wording.seconds(value)
+            for value in (latency.p50, latency.p90, latency.p99, latency.mean)
+        ]
+        cells = [*values, wording.count(latency.count)]
         lines.append(f"{name:<{WIDTH}}" + "".join(f"{cell:>{COLUMN}}" for cell in cells))
     if server.error:
         lines.append(server.error)
@@ -94,6 +107,6 @@ def _text(server: Server) -> str:
 def _gpu(view: View) -> dict[str, str]:
     if view.gpu_power is None and view.gpu_utilization is None:
         return {}
-    memory = f"{words.size(view.gpu_memory_used)} of {words.size(view.gpu_memory_total)}"
-    power = f"{words.count(view.gpu_power)} W, {words.decimal(view.tokens_per_joule)} tokens per joule"
-    return {"gpu": f"{words.percent(view.gpu_utilization, 0)} busy, {memory}, {power}"}
+    memory = f"{wording.size(view.gpu_memory_used)} of {wording.size(view.gpu_memory_total)}"
+    power = f"{wording.count(view.gpu_power)} W, {wording.decimal(view.tokens_per_joule)} tokens per joule"
+    return {"gpu": f"{wording.percent(view.gpu_utilization, 0)} busy, {memory}, {power}"}

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from toolkit.config.clients import TopConfig
 from toolkit.errors import ToolkitError
 from toolkit.top.plain import as_json, snapshot
-from toolkit.top.recording import Recorder, Replay, replays
-from toolkit.top.source import HTTPSource, Source
+from toolkit.top.readings.recording import Recorder, Replay, replays
+from toolkit.top.readings.source import HTTPSource, Source
 from toolkit.top.state import State
 
 
@@ -19,7 +19,9 @@ def run(config: TopConfig) -> int:
     """Shows until the user quits; the exit code of the command."""
     sources = sources_of(config)
     state = State(sources, interval=config.interval, window=config.window)
-    recorder = Recorder(config.record, [source.url for source in sources]) if config.record else None
+    recorder = (
+        Recorder(config.record, [source.url for source in sources]) if config.record else None
+    )
     if config.once or config.json or not has_screen():
         asyncio.run(look(state, recorder))
         print(as_json(state) if config.json else snapshot(state))
@@ -41,7 +43,7 @@ def sources_of(config: TopConfig) -> Sequence[Source]:
     if config.replay is not None:
         return replays(config.replay)
     if config.demo:
-        from toolkit.top.demo import demo_sources
+        from toolkit.top.readings.demo import demo_sources
 
         return demo_sources()
     return [HTTPSource(url, config.api_key, config.admin_key) for url in config.url]
@@ -55,7 +57,7 @@ def has_screen() -> bool:
 
 def show_past(state: State, interval: float) -> None:
     """Made-up servers have one, so that the charts are full at once."""
-    from toolkit.top.demo import DemoSource
+    from toolkit.top.readings.demo import DemoSource
 
     for source, server in zip(state.sources, state.servers, strict=True):
         if isinstance(source, DemoSource):
@@ -69,7 +71,9 @@ async def look(state: State, recorder: Recorder | None) -> None:
     Raises ToolkitError when no server answers.
     """
     try:
-        await asyncio.gather(*(_look_at(state, index, recorder) for index in range(len(state.servers))))
+        await asyncio.gather(
+            *(_look_at(state, index, recorder) for index in range(len(state.servers)))
+        )
     finally:
         for source in state.sources:
             await source.close()
@@ -77,7 +81,9 @@ async def look(state: State, recorder: Recorder | None) -> None:
             recorder.close()
     state.refresh()
     if not any(server.last for server in state.servers):
-        raise ToolkitError(" ".join(server.error for server in state.servers) or "The recording is empty.")
+        raise ToolkitError(
+            " ".join(server.error for server in state.servers) or "The recording is empty."
+        )
 
 
 async def _look_at(state: State, index: int, recorder: Recorder | None) -> None:

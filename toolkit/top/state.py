@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from toolkit.top.diagnosis import Diagnosis, diagnose, worst
-from toolkit.top.server import Server
-from toolkit.top.source import Source
+from toolkit.top.readings.server import Server
+from toolkit.top.readings.source import Source
 from toolkit.top.view import View, charted, view_of
 
 STALE = 3.0

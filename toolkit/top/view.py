@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from toolkit.top.arithmetic import Latency, latency, mean, requests_per_step
-from toolkit.top.server import LATENCIES, RATES, Point, Server
-from toolkit.top.window import Window, Windows, total_of
+from toolkit.top.readings.arithmetic import Latency, latency, mean, requests_per_step
+from toolkit.top.readings.server import LATENCIES, RATES, Point, Server
+from toolkit.top.readings.window import Window, Windows, total_of
 
 MEANS = {"kv", "gpu", "batch", *LATENCIES}
 """Points of several servers are added, these are averaged."""
@@ -20,8 +20,12 @@ class View:
     model: str = ""
     version: str = ""
     start_time: float | None = None  # seconds since 1970
-    span: float | None = None  # seconds that means and latencies are taken over; None: since the start
-    generation_rate: float | None = None  # between the last two readings, as all that is called a rate
+    span: float | None = (
+        None  # seconds that means and latencies are taken over; None: since the start
+    )
+    generation_rate: float | None = (
+        None  # between the last two readings, as all that is called a rate
+    )
     prompt_rate: float | None = None
     finished_rate: float | None = None
     mean_generation_rate: float | None = None  # over the span
@@ -61,12 +65,16 @@ def view_of(servers: Sequence[Server], *, since_start: bool = False) -> View:
     `since_start`: what is taken over the window is taken over the servers' lives.
     """
     shown = _that_answer(servers)
-    pairs = [(None if since_start else one.first, one.last) for one in shown if one.last is not None]
+    pairs = [
+        (None if since_start else one.first, one.last) for one in shown if one.last is not None
+    ]
     windows = [Window(old, new) for old, new in pairs]
     if not windows:
         return View()
     all_of = Windows(windows)
-    now = {name: total_of(one.points[name][-1] for one in shown if one.points[name]) for name in RATES}
+    now = {
+        name: total_of(one.points[name][-1] for one in shown if one.points[name]) for name in RATES
+    }
     power = all_of.sum("gpu_power_watts")
     generated = all_of.rate("generation_tokens_total")
     made = now["generation"] if since_start else generated
@@ -89,7 +97,9 @@ def view_of(servers: Sequence[Server], *, since_start: bool = False) -> View:
         mean_finished_rate=all_of.rate("request_success_total"),
         running=all_of.sum("num_requests_running"),
         waiting=all_of.sum("num_requests_waiting"),
-        finished={name: count for name, count in all_of.parts("request_success_total").items() if count},
+        finished={
+            name: count for name, count in all_of.parts("request_success_total").items() if count
+        },
         rejected=all_of.increase("admission_rejections_total"),
         prompt_tokens=mean(all_of.observed("request_prompt_tokens")),
         output_tokens=mean(all_of.observed("request_generation_tokens")),

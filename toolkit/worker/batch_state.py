@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from toolkit.attention import AttentionBatch
-from toolkit.sampling.state import SamplingState
+from toolkit.sampling.sampling_state import SamplingState
 from toolkit.scheduler import NewRow, SchedulerOutput
 
 IntArray = npt.NDArray[np.integer[Any]]
@@ -34,7 +34,9 @@ class BatchState:
     [num_rows, max_blocks] int32.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, max_model_len: int, block_size: int, device: torch.device
+    ) -> None:
         self.device = device
         self.block_size = block_size
         self.token_ids = torch.zeros(num_rows, max_model_len + 1, dtype=torch.int32, device=device)
@@ -54,7 +56,9 @@ class BatchState:
             self.append(step.rows[step.samples], ends - 1, torch.from_numpy(step.last_tokens))
 
     def _place(self, new: NewRow) -> None:
-        self.token_ids[new.row, : len(new.token_ids)] = torch.tensor(new.token_ids, dtype=torch.int32)
+        self.token_ids[new.row, : len(new.token_ids)] = torch.tensor(
+            new.token_ids, dtype=torch.int32
+        )
         self.block_table[new.row, : len(new.blocks)] = torch.tensor(new.blocks, dtype=torch.int32)
         self.sampling.set(new.row, new.params, new.seed, new.num_prompt_tokens, new.eos_token_ids)
         self.sampling.load([new.row])
@@ -99,5 +103,7 @@ class BatchState:
         """Elements of a table on the device, int64. NumPy has few of them in a third of PyTorch's time."""
         if self.device.type == "cpu":
             return torch.from_numpy(table.numpy()[rows, columns].astype(np.int64))
-        row, column = (torch.from_numpy(index).to(self.device, torch.int64) for index in (rows, columns))
+        row, column = (
+            torch.from_numpy(index).to(self.device, torch.int64) for index in (rows, columns)
+        )
         return table[row, column].to(torch.int64)

@@ -14,11 +14,11 @@ import numpy.typing as npt
 import torch
 
 from toolkit.attention import AttentionBackend, AttentionBatch
-from toolkit.capture import captured, empty_cache
+from toolkit.hardware.graph_capture import captured, empty_cache
 from toolkit.models.registry import CausalLM
 from toolkit.sampling.grammar import Masks
 from toolkit.sampling.sampler import add_biases
-from toolkit.sampling.state import to_device
+from toolkit.sampling.sampling_state import to_device
 from toolkit.scheduler import SchedulerOutput
 from toolkit.worker.batch_state import StepShape
 from toolkit.worker.cuda_state import CudaBatchState, StepInputs
@@ -70,7 +70,9 @@ class CudaRunner(ModelRunner):
         num_rows = len(state.block_table) - 1
         if model.stage.is_last:
             head, group = model.lm_head.weight, model.lm_head.group
-            self._logits = group.room((num_rows, head.shape[0] * group.size), head.dtype, self.device)
+            self._logits = group.room(
+                (num_rows, head.shape[0] * group.size), head.dtype, self.device
+            )
         if not model.stage.is_first:
             shape = state.max_tokens, model.hidden_size
             self._received = torch.zeros(shape, dtype=model.dtype, device=self.device)
@@ -145,7 +147,9 @@ class CudaRunner(ModelRunner):
             self._sampled[: len(logits)],
         )
 
-    def _sampled_of(self, step: SchedulerOutput, logits: torch.Tensor, masks: Masks | None) -> Sampled:
+    def _sampled_of(
+        self, step: SchedulerOutput, logits: torch.Tensor, masks: Masks | None
+    ) -> Sampled:
         sampling = self.state.sampling
         special = step.samples & (sampling.penalties[step.rows] | sampling.biases[step.rows])
         special[step.constrained] = True
@@ -257,7 +261,9 @@ def _last_tokens(inputs: StepInputs) -> torch.Tensor:
 
 def _exact(step: SchedulerOutput) -> StepShape:
     context_lens = step.num_computed + step.num_tokens
-    return StepShape(step.total_tokens, len(step.rows), int(step.num_tokens.max()), int(context_lens.max()))
+    return StepShape(
+        step.total_tokens, len(step.rows), int(step.num_tokens.max()), int(context_lens.max())
+    )
 
 
 _NONE = np.empty(0, np.int32)

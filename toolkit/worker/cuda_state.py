@@ -31,7 +31,12 @@ class CudaBatchState(BatchState):
     """
 
     def __init__(
-        self, num_rows: int, max_model_len: int, block_size: int, device: torch.device, max_tokens: int
+        self,
+        num_rows: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        max_tokens: int,
     ) -> None:
         from toolkit.kernels.triton.inputs import copy_runs, expand_inputs
 
@@ -40,8 +45,8 @@ class CudaBatchState(BatchState):
         self._staging = Staging(device)
         self._num_reqs, self.max_tokens = num_rows, max_tokens
         self._packed = torch.zeros(5 * num_rows + 1, dtype=torch.int32, device=device)
-        self._rows, self._query_start_loc, self._seq_lens, self._sample_positions, self._order = torch.split(
-            self._packed, [num_rows, num_rows + 1, num_rows, num_rows, num_rows]
+        self._rows, self._query_start_loc, self._seq_lens, self._sample_positions, self._order = (
+            torch.split(self._packed, [num_rows, num_rows + 1, num_rows, num_rows, num_rows])
         )
         self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_tokens, dtype=torch.int32, device=device)
@@ -57,7 +62,9 @@ class CudaBatchState(BatchState):
             ends = (step.num_computed + step.num_tokens)[step.samples]
             self._put(self.token_ids, step.rows[step.samples], ends - 1, step.last_tokens)
 
-    def _put(self, table: torch.Tensor, rows: IntArray, columns: IntArray, values: IntArray) -> None:
+    def _put(
+        self, table: torch.Tensor, rows: IntArray, columns: IntArray, values: IntArray
+    ) -> None:
         """Sets single numbers of a table."""
         order = np.arange(len(rows), dtype=np.int32)
         runs = np.stack((rows, columns, order, np.ones_like(order)), axis=1)
@@ -71,24 +78,29 @@ class CudaBatchState(BatchState):
         rows = np.array([one.row for one in new], np.int32)
         token_runs, tokens = _runs(rows, [one.token_ids for one in new])
         block_runs, blocks = _runs(rows, [one.blocks for one in new])
-        which, ints, floats, runs, tokens_there, block_runs_there, blocks_there = self._staging.send(
-            [
-                # An even number of 32-bit numbers, so that the 64-bit ones after them are aligned.
-                np.concatenate((rows, rows)),
-                sampling.host_ints[rows].view(np.int32),
-                sampling.host_floats[rows].view(np.int32),
-                token_runs,
-                tokens,
-                block_runs,
-                blocks,
-            ]
+        which, ints, floats, runs, tokens_there, block_runs_there, blocks_there = (
+            self._staging.send(
+                [
+                    # An even number of 32-bit numbers, so that the 64-bit ones after them are aligned.
+                    np.concatenate((rows, rows)),
+                    sampling.host_ints[rows].view(np.int32),
+                    sampling.host_floats[rows].view(np.int32),
+                    token_runs,
+                    tokens,
+                    block_runs,
+                    blocks,
+                ]
+            )
         )
         which = which[: len(rows)].to(torch.int64)
         sampling.ints.index_copy_(0, which, ints.view(torch.int64).view(-1, 3))
         sampling.floats.index_copy_(0, which, floats.view(torch.float32).view(-1, 6))
         self._copy_runs(self.token_ids, runs.view(-1, 4), tokens_there, int(token_runs[:, 3].max()))
         self._copy_runs(
-            self.block_table, block_runs_there.view(-1, 4), blocks_there, int(block_runs[:, 3].max())
+            self.block_table,
+            block_runs_there.view(-1, 4),
+            blocks_there,
+            int(block_runs[:, 3].max()),
         )
 
     def send(self, step: SchedulerOutput) -> None:

@@ -11,7 +11,9 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host, complete once `arrival` says so."""
     if tensor.device.type == "cpu":
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+        tensor, non_blocking=True
+    )
 
 
 def arrival(device: torch.device) -> Callable[[], None]:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
 from toolkit.attention.packed import PackedBatch
 from toolkit.models.registry import Encoder
+from toolkit.pooling.heads import Head
 from toolkit.scheduler import ModelOutput, SchedulerOutput
 from toolkit.worker.delivery import arrival, to_host
 from toolkit.worker.model_runner import PendingOutput
-
-Head = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From the hidden states [num_tokens, hidden] of prompts with these lengths [n] int64 to vectors [n, size], fp32."""
 
 
 class EncoderRunner:
     """Keeps nothing from step to step: a request's only step brings its tokens along."""
 
-    def __init__(self, model: Encoder, head: Head, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Encoder, head: Head, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.model, self.head, self.device, self.dtype = model, head, device, dtype
 
     @torch.inference_mode()
@@ -29,7 +27,9 @@ class EncoderRunner:
         come = {new.row: new for new in step.new_rows}
         prompts = [come[row] for row in step.rows.tolist()]
         lengths = np.array([len(new.token_ids) for new in prompts], np.int64)
-        seconds = np.array([new.pooling.second_text if new.pooling else 0 for new in prompts], np.int64)
+        seconds = np.array(
+            [new.pooling.second_text if new.pooling else 0 for new in prompts], np.int64
+        )
         batch = PackedBatch.of(lengths, seconds, self.device, self.dtype)
         token_ids = np.concatenate([np.array(new.token_ids, np.int64) for new in prompts])
         hidden = self.model(self._on_device(token_ids), batch)
@@ -41,11 +41,17 @@ class EncoderRunner:
             found = vectors.numpy()
             is_finite = np.isfinite(found).all(axis=1)
             return ModelOutput(
-                step.step, np.where(is_finite, 0, -1).astype(np.int32), pooled=dict(enumerate(found))
+                step.step,
+                np.where(is_finite, 0, -1).astype(np.int32),
+                pooled=dict(enumerate(found)),
             )
 
         return PendingOutput(finish)
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+        return (
+            tensor
+            if self.device.type == "cpu"
+            else tensor.pin_memory().to(self.device, non_blocking=True)
+        )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from toolkit.pooling import PoolingInfo
+from toolkit.pooling.settings import PoolingInfo
 
 Report = Callable[[str, float], None]
 """Called with a start-up phase's name and its seconds."""
@@ -49,4 +49,6 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     @property
     def tasks(self) -> list[str]:
         """What the model does: `generate`, `embed`, `score`."""
-        return ["generate"] * self.generates + ([self.pooling.task] if self.pooling is not None else [])
+        return ["generate"] * self.generates + (
+            [self.pooling.task] if self.pooling is not None else []
+        )

@@ -11,7 +11,7 @@ import torch
 from toolkit.attention import AttentionBackend
 from toolkit.errors import ConfigError
 from toolkit.models.registry import CausalLM
-from toolkit.quantization import fp8
+from toolkit.weights import fp8
 
 SWAP_PIECE = 2**26
 """Bytes that are copied between device and host at once."""
@@ -35,7 +35,9 @@ class KVCache:
         # FP8 lies here as bytes: not every device copies it by index.
         stored = torch.uint8 if dtype == fp8.DTYPE else dtype
         self.blocks = _zeros((shape[0], 2, num_blocks, *shape[1:]), stored, device)
-        self.host_blocks = _zeros((shape[0], 2, num_host_blocks, *shape[1:]), stored, torch.device("cpu"))
+        self.host_blocks = _zeros(
+            (shape[0], 2, num_host_blocks, *shape[1:]), stored, torch.device("cpu")
+        )
 
     def bind(self, model: CausalLM, backend: AttentionBackend) -> None:
         """Gives each attention layer its part."""
@@ -50,9 +52,13 @@ class KVCache:
     def copy_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(host block, block) pairs, host to device."""
         for source, target in self._pieces(pairs):
-            self.blocks[:, :, target.to(self.device)] = self.host_blocks[:, :, source].to(self.device)
+            self.blocks[:, :, target.to(self.device)] = self.host_blocks[:, :, source].to(
+                self.device
+            )
 
-    def _pieces(self, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pieces(
+        self, pairs: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(sources, targets) int64, a few at a time: they are gathered on the device, when it is full."""
         if not pairs:
             return
@@ -78,7 +84,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Zeros. On a CPU the system's own zero pages, which take memory only when they are first written."""
     if device.type != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    return (
+        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+        .view(dtype)
+        .view(shape)
+    )
 
 
 def block_shape(model: CausalLM, block_size: int) -> tuple[int, int, int, int]:

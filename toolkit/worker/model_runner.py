@@ -13,8 +13,9 @@ import torch
 
 from toolkit.attention import AttentionBackend, AttentionBatch
 from toolkit.attention.cpu import kernels_fit
+from toolkit.hardware.parent import is_own_process
 from toolkit.models.registry import CausalLM
-from toolkit.parent import is_own_process
+from toolkit.pooling.accumulator import PromptPooling
 from toolkit.sampling.grammar import Masks
 from toolkit.sampling.logprobs import gather_logprobs
 from toolkit.sampling.sampler import sample
@@ -22,7 +23,6 @@ from toolkit.scheduler import ModelOutput, PromptLogprobs, SchedulerOutput, Toke
 from toolkit.worker.batch_state import BatchState, StepShape
 from toolkit.worker.delivery import arrival, to_host
 from toolkit.worker.kv_cache import KVCache
-from toolkit.worker.prompt_pooling import PromptPooling
 
 PROMPT_LOGPROBS_CHUNK = 256
 """Positions whose logits over the vocabulary are held at once."""
@@ -77,7 +77,9 @@ class ModelRunner:
     pooling: PromptPooling | None = None
     """Makes vectors of prompts, where the model is to."""
 
-    def __init__(self, model: CausalLM, backend: AttentionBackend, cache: KVCache, state: BatchState) -> None:
+    def __init__(
+        self, model: CausalLM, backend: AttentionBackend, cache: KVCache, state: BatchState
+    ) -> None:
         self.model, self.backend, self.cache, self.state = model, backend, cache, state
         self.device = state.device
         kernels_compute = backend.name == "cpu" and kernels_fit(cache.blocks[0, 0])
@@ -101,7 +103,9 @@ class ModelRunner:
         hidden, sample = self._run(step)
         prompt_logprobs = {}
         if step.prompt_logprobs:
-            assert hidden is not None, "a step with prompt log-probabilities keeps its hidden states"
+            assert hidden is not None, (
+                "a step with prompt log-probabilities keeps its hidden states"
+            )
             prompt_logprobs = self._prompt_logprobs(step, hidden)
         pooled = None
         if self.pooling is not None and self._pools(step):
@@ -109,7 +113,8 @@ class ModelRunner:
             pooled = self.pooling.pool(step, hidden)
         if len(step.constrained):
             return UnsampledOutput(
-                lambda masks: self._deliver(step, sample(masks), prompt_logprobs, pooled), self.device
+                lambda masks: self._deliver(step, sample(masks), prompt_logprobs, pooled),
+                self.device,
             )
         return self._deliver(step, sample(None), prompt_logprobs, pooled)
 
@@ -149,7 +154,9 @@ class ModelRunner:
         token_ids, batch = self.state.inputs(step)
         which = np.flatnonzero(step.samples)
         if len(which) == len(token_ids) and not self._keeps_hidden(step):
-            return None, functools.partial(self._choose, step, which, self._compute(token_ids, batch))
+            return None, functools.partial(
+                self._choose, step, which, self._compute(token_ids, batch)
+            )
         last = torch.from_numpy(step.num_tokens.cumsum()[which] - 1).to(self.device, torch.int64)
         if self._keeps_hidden(step):
             hidden = self._compute(token_ids, batch)
@@ -186,7 +193,9 @@ class ModelRunner:
         ends = step.num_tokens.cumsum()
         found = {}
         for index in step.prompt_logprobs:
-            row, computed, count = (int(a[index]) for a in (step.rows, step.num_computed, step.num_tokens))
+            row, computed, count = (
+                int(a[index]) for a in (step.rows, step.num_computed, step.num_tokens)
+            )
             params = self.state.sampling.params[row]
             # The logits at position p tell of the token at p + 1; the prompt's last tell of the first output.
             count = min(count, int(self.state.sampling.num_prompt_tokens[row]) - 1 - computed)
@@ -216,7 +225,9 @@ class ModelRunner:
         """Starts the copies to the host; waiting for them is left to whoever asks for the result."""
         tokens = to_host(sampled.tokens)
         values = [to_host(part) for part in sampled.logprobs] if sampled.logprobs else None
-        prompts = {i: (start, [to_host(part) for part in lp]) for i, (start, lp) in prompt_logprobs.items()}
+        prompts = {
+            i: (start, [to_host(part) for part in lp]) for i, (start, lp) in prompt_logprobs.items()
+        }
         samples, vectors = ([], None) if pooled is None else (pooled[0], to_host(pooled[1]))
         arrived = arrival(self.device)
 
@@ -226,7 +237,10 @@ class ModelRunner:
                 step.step,
                 tokens.numpy()[sampled.which].astype(np.int32),
                 _logprobs(values) if values else None,
-                {i: PromptLogprobs(start, _logprobs(parts)) for i, (start, parts) in prompts.items()},
+                {
+                    i: PromptLogprobs(start, _logprobs(parts))
+                    for i, (start, parts) in prompts.items()
+                },
                 {} if vectors is None else dict(zip(samples, vectors.numpy(), strict=True)),
             )
 
@@ -253,4 +267,6 @@ def _nothing(step: SchedulerOutput) -> PendingOutput:
 
 def _logprobs(parts: list[torch.Tensor]) -> TokenLogprobs:
     tokens, logprobs, ranks = (part.numpy() for part in parts)
-    return TokenLogprobs(tokens.astype(np.int32), logprobs.astype(np.float32), ranks.astype(np.int32))
+    return TokenLogprobs(
+        tokens.astype(np.int32), logprobs.astype(np.float32), ranks.astype(np.int32)
+    )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from toolkit.capture import empty_cache
+from toolkit.hardware.graph_capture import empty_cache
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.worker.batch_state import StepShape
@@ -25,14 +25,18 @@ _RANDOM = SamplingParams(temperature=1.0)
 class WarmUp:
     """Steps of random tokens, over rows and blocks that no request holds yet. What they give means nothing."""
 
-    def __init__(self, runner: ModelRunner | EncoderRunner, info: WorkerInfo, max_num_seqs: int) -> None:
+    def __init__(
+        self, runner: ModelRunner | EncoderRunner, info: WorkerInfo, max_num_seqs: int
+    ) -> None:
         self._runner, self._info, self._max_num_seqs = runner, info, max_num_seqs
 
     def run(self) -> None:
         """Steps of every kind, so that no request waits for a kernel to be compiled: prompts, and the next token of
         many requests and of one, after contexts long and short (attention splits long ones)."""
         self.run_largest_step()
-        self._run_step(1, 1, params=SamplingParams(temperature=1.0, repetition_penalty=1.1, logprobs=1))
+        self._run_step(
+            1, 1, params=SamplingParams(temperature=1.0, repetition_penalty=1.1, logprobs=1)
+        )
         for num_requests in (self._most_requests, 1):
             for context in (min(self._info.max_model_len - 1, 1023), 0):
                 self._run_step(num_requests, 1, context)
@@ -52,7 +56,9 @@ class WarmUp:
 
         info, shapes = self._info, []
         if padded:
-            shapes = graph_shapes(self._max_num_seqs, info.max_num_batched_tokens, info.max_model_len)
+            shapes = graph_shapes(
+                self._max_num_seqs, info.max_num_batched_tokens, info.max_model_len
+            )
         with compiled_side_by_side(num_threads):
             self.run()
             self._rehearse([shape for shape in shapes if shape.num_tokens <= MAX_TOKENS])
@@ -124,7 +130,8 @@ class WarmUp:
                     num_computed_tokens=context,
                     # Fewer blocks than requests need is fine here: what lies in them does not matter.
                     blocks=[
-                        i % self._info.num_blocks for i in range(row * blocks_each, (row + 1) * blocks_each)
+                        i % self._info.num_blocks
+                        for i in range(row * blocks_each, (row + 1) * blocks_each)
                     ],
                     params=params,
                     seed=0,

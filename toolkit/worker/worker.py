@@ -14,23 +14,26 @@ from pathlib import Path
 import torch
 
 from toolkit.attention import choose_backend
-from toolkit.capture import empty_cache
 from toolkit.config import EngineConfig
-from toolkit.cores import asked_for, find_cores, num_cpus, plan_threads
 from toolkit.distributed import SINGLE, WHOLE, Group, Stage, connect, parallel, stages
 from toolkit.distributed.symmetric import opened, timed
 from toolkit.errors import ConfigError
+from toolkit.hardware import memory
+from toolkit.hardware.cores import asked_for, find_cores, num_cpus, plan_threads
+from toolkit.hardware.graph_capture import empty_cache
 from toolkit.kernels import cpu
 from toolkit.layers.fused import fused
+from toolkit.models.build import build_model, choose_dtype, load_config
 from toolkit.models.cache_scale import scale_cache
-from toolkit.models.config import ArchitectureConfig
 from toolkit.models.decoder import Decoder
-from toolkit.models.loader import build_model, choose_dtype, find_weights, load_config
+from toolkit.models.model_config import ArchitectureConfig
 from toolkit.models.registry import CausalLM, Encoder, Model, has_head, resolve_architecture
-from toolkit.pooling import has_pooling
-from toolkit.quantization import require
+from toolkit.pooling import heads
+from toolkit.pooling.settings import has_pooling
 from toolkit.scheduler import SchedulerOutput
-from toolkit.worker import memory, pooling
+from toolkit.weights.loader import find_weights
+from toolkit.weights.quantization import require
+from toolkit.worker import memory_budget
 from toolkit.worker.batch_state import BatchState, StepShape
 from toolkit.worker.encoder_runner import EncoderRunner
 from toolkit.worker.info import Report, WorkerInfo
@@ -79,7 +82,9 @@ class Worker:
 
     def start(self, report: Report) -> WorkerInfo:
         """Loads the model and makes the cache. Raises ToolkitError for what the user can mend."""
-        device = choose_device(self.config.device.device, None if self._meeting is None else self._rank)
+        device = choose_device(
+            self.config.device.device, None if self._meeting is None else self._rank
+        )
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         try:
@@ -126,10 +131,11 @@ class Worker:
             self._make_cache(model, device, dtype, max_model_len, loaded)
         self._add_pooling(model, model_config, device)
         if self._graph_shapes:
-            advice = (
-                "lower --gpu-memory-utilization or --kv-cache-memory, or do without them (--enforce-eager)"
-            )
-            with phases("CUDA graphs"), memory.room_for("CUDA graphs beside the KV cache", device, advice):
+            advice = "lower --gpu-memory-utilization or --kv-cache-memory, or do without them (--enforce-eager)"
+            with (
+                phases("CUDA graphs"),
+                memory.room_for("CUDA graphs beside the KV cache", device, advice),
+            ):
                 self.runner.capture(self._graph_shapes)
         if device.type == "cuda":
             with phases("warm-up"), self._room_for_steps(device):
@@ -143,10 +149,16 @@ class Worker:
         plan = plan_threads(find_cores(), asked, self._rank, ranks)
         torch.set_num_threads(plan.count)
         cpu.set_num_threads(plan.count)
-        alone = self.config.parallel.data_parallel_size == 1  # engines do not know each other's cores
+        alone = (
+            self.config.parallel.data_parallel_size == 1
+        )  # engines do not know each other's cores
         if len(plan.cores) > 1 and alone:
             bound = cpu.bind_threads([core.cpus for core in plan.cores])
-            how = "all but the first bound to a core each" if bound else "not all bound: the system refused"
+            how = (
+                "all but the first bound to a core each"
+                if bound
+                else "not all bound: the system refused"
+            )
             logger.info("%d threads, %s", plan.count, how)
 
     def close(self, *, lost: bool = False) -> None:
@@ -189,7 +201,9 @@ class Worker:
 
     def _leave(self) -> None:
         if not self._leaving.acquire(timeout=LEAVE):
-            logger.warning("NCCL has not ended after %g s, and is left to the end of the process", LEAVE)
+            logger.warning(
+                "NCCL has not ended after %g s, and is left to the end of the process", LEAVE
+            )
             return
         try:
             world, self.world = self.world, SINGLE
@@ -216,26 +230,29 @@ class Worker:
         max_model_len: int,
     ) -> None:
         """Instead of a cache a request has one block, which stands for its place in a step."""
-        self.encoder, head = pooling.encoder_runner(
-            model, model_config, self.config, self.folder, device, dtype
-        )
+        head, pooling = heads.encoder_head(model, model_config, self.config, self.folder, device)
+        self.encoder = EncoderRunner(model, head, device, dtype)
         num_rows, budget = self.config.scheduler.max_num_seqs, self._budget(device)
         self.info = self._info(model, "sdpa", dtype, device, max_model_len, budget, num_rows, 0, 0)
         self.info.block_size = max_model_len
-        self.info.generates, self.info.chunks_prompts, self.info.pooling = False, False, head
+        self.info.generates, self.info.chunks_prompts, self.info.pooling = False, False, pooling
         if device.type == "cuda":
             with self._room_for_steps(device):
                 WarmUp(self.encoder, self.info, num_rows).run_largest_step()
 
-    def _add_pooling(self, model: CausalLM, model_config: ArchitectureConfig, device: torch.device) -> None:
-        found = pooling.decoder_pooling(model, model_config, self.config, self.folder, device)
+    def _add_pooling(
+        self, model: CausalLM, model_config: ArchitectureConfig, device: torch.device
+    ) -> None:
+        found = heads.decoder_pooling(model, model_config, self.config, self.folder, device)
         if found is not None:
             self.runner.pooling, self.info.pooling = found
             self.info.generates = has_head(model_config) and not has_pooling(self.folder)
 
     def _budget(self, device: torch.device) -> int:
         """Tokens of one step."""
-        return self.config.scheduler.max_num_batched_tokens or (8192 if device.type == "cuda" else 2048)
+        return self.config.scheduler.max_num_batched_tokens or (
+            8192 if device.type == "cuda" else 2048
+        )
 
     def _max_model_len(self, model_config: object) -> int:
         made_for = resolve_architecture(model_config, str(self.folder)).max_positions(model_config)
@@ -245,7 +262,7 @@ class Worker:
                 f"--max-model-len is {wanted}, and the model was made for at most {made_for} tokens.",
                 param="max_model_len",
             )
-        return wanted or min(made_for, pooling.max_seq_length(self.folder) or made_for)
+        return wanted or min(made_for, heads.max_seq_length(self.folder) or made_for)
 
     def _load(
         self,
@@ -257,7 +274,10 @@ class Worker:
         """The model, with its weights, or on a GPU while these are still being loaded."""
 
         def build(
-            device: torch.device, max_model_len: int, stage: Stage = self.stage, group: Group = self.group
+            device: torch.device,
+            max_model_len: int,
+            stage: Stage = self.stage,
+            group: Group = self.group,
         ) -> Model:
             with parallel(group, stage):
                 return build_model(
@@ -277,7 +297,7 @@ class Worker:
         together = self._weight_bytes
         if device.type == "cpu":  # ranks on one machine share its memory
             together = together * self._beside if self._beside else self.world.total(together)
-        memory.require_weights_fit(together, device, dtype)
+        memory_budget.require_weights_fit(together, device, dtype)
         with self._room_for_weights(device):
             model = build(device, max_model_len)
         everything = sketch if self.stage is WHOLE else build(torch.device("meta"), 1, WHOLE)
@@ -345,7 +365,9 @@ class Worker:
                 device=device,
             )
             if not fused(device):
-                return ModelRunner(model, backend, cache, BatchState(num_rows, max_len, block_size, device))
+                return ModelRunner(
+                    model, backend, cache, BatchState(num_rows, max_len, block_size, device)
+                )
             from toolkit.worker.cuda_runner import CudaRunner
             from toolkit.worker.cuda_state import CudaBatchState
 
@@ -354,7 +376,15 @@ class Worker:
 
         def info(max_len: int, num_blocks: int, num_host_blocks: int) -> WorkerInfo:
             return self._info(
-                model, backend.name, dtype, device, max_len, budget, num_blocks, num_host_blocks, per_block
+                model,
+                backend.name,
+                dtype,
+                device,
+                max_len,
+                budget,
+                num_blocks,
+                num_host_blocks,
+                per_block,
             )
 
         self._graph_shapes = []
@@ -372,20 +402,29 @@ class Worker:
             loaded()
             taken = self.world.total(self._weight_bytes) if device.type == "cpu" else 0
             sharing = self._beside or self.config.parallel.world_size
-            room = int(memory.available(device, taken) * memory.CPU_SHARE / sharing)
-        num_blocks, num_host_blocks = memory.cache_blocks(
+            room = int(memory.available(device, taken) * memory_budget.CPU_SHARE / sharing)
+        num_blocks, num_host_blocks = memory_budget.cache_blocks(
             config.cache,
             room=max(0, room),
             block_bytes=per_block,
             most_useful=num_rows * -(-max_model_len // block_size),
             device=device,
         )
-        num_blocks, num_host_blocks = self.world.least(num_blocks), self.world.least(num_host_blocks)
-        overridden = config.cache.num_gpu_blocks_override is not None and config.model.max_model_len is None
+        num_blocks, num_host_blocks = (
+            self.world.least(num_blocks),
+            self.world.least(num_host_blocks),
+        )
+        overridden = (
+            config.cache.num_gpu_blocks_override is not None and config.model.max_model_len is None
+        )
         if overridden and num_blocks * block_size < max_model_len:
-            logger.warning("max_model_len is %d: all that the given blocks hold", num_blocks * block_size)
+            logger.warning(
+                "max_model_len is %d: all that the given blocks hold", num_blocks * block_size
+            )
             max_model_len = num_blocks * block_size
-        memory.require_one_request_fits(num_blocks, block_size, max_model_len, per_block, device)
+        memory_budget.require_one_request_fits(
+            num_blocks, block_size, max_model_len, per_block, device
+        )
         size, swap = memory.gib(num_blocks * per_block), memory.gib(num_host_blocks * per_block)
         advice = "lower --kv-cache-memory, --gpu-memory-utilization or --swap-space"
         with memory.room_for(f"a KV cache of {size} and {swap} of swap space", device, advice):
@@ -481,5 +520,7 @@ def choose_device(wanted: str, rank: int | None) -> torch.device:
             param="device",
         )
     if rank is not None:
-        torch.cuda.set_device(rank % torch.cuda.device_count())  # ranks of one machine follow each other
+        torch.cuda.set_device(
+            rank % torch.cuda.device_count()
+        )  # ranks of one machine follow each other
     return torch.device("cuda", torch.cuda.current_device())

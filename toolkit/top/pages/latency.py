@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import add
 
-from toolkit.top import words
-from toolkit.top.draw import LABEL, NOW, heatmap, time_axis
+from toolkit.top import wording
+from toolkit.top.drawing.draw import LABEL, NOW, heatmap, time_axis
+from toolkit.top.drawing.paint import Block, Line, beside, rule, share_out
 from toolkit.top.pages.page import Page
-from toolkit.top.paint import Block, Line, beside, rule, share_out
-from toolkit.top.server import LATENCIES
+from toolkit.top.readings.server import LATENCIES
 from toolkit.top.state import State
 
 LEAST_HEIGHT = 12
@@ -45,13 +45,18 @@ class LatencyPage(Page):
         across = 2 if width >= 2 * LEAST_WIDTH else 1
         down = max(1, min(height // LEAST_HEIGHT, -(-len(LATENCIES) // across)))
         names = list(LATENCIES)
-        chosen = [names[(self.first + i) % len(names)] for i in range(min(len(names), across * down))]
+        chosen = [
+            names[(self.first + i) % len(names)] for i in range(min(len(names), across * down))
+        ]
         made: Block = []
         for row in range(down):
             size = height * (row + 1) // down - height * row // down
             those = chosen[row * across : (row + 1) * across]
             widths = share_out(width, across)
-            blocks = [(_one(name, state, one, size), one) for name, one in zip(those, widths, strict=False)]
+            blocks = [
+                (_one(name, state, one, size), one)
+                for name, one in zip(those, widths, strict=False)
+            ]
             made += beside(*blocks)
         return made
 
@@ -61,9 +66,13 @@ def _one(name: str, state: State, width: int, height: int) -> Block:
     said: Line = [(f"{MEANING[name]}   ", "dim")]
     if found is not None and found.count:
         for title, value in (("p50", found.p50), ("p90", found.p90), ("p99", found.p99)):
-            said += [(f"{title} ", "dim"), (f"{words.seconds(value)}   ", "value")]
+            said += [(f"{title} ", "dim"), (f"{wording.seconds(value)}   ", "value")]
     history = _together([list(server.bands[name])[-width:] for server in state.looked_at])
-    made: Block = [rule(name, width), said, *heatmap(history, width, height - 3, colors=state.colors)]
+    made: Block = [
+        rule(name, width),
+        said,
+        *heatmap(history, width, height - 3, colors=state.colors),
+    ]
     axis = time_axis(state.view.ages, max(len(NOW), width - LABEL))
     return [*made, [(" " * LABEL, ""), *axis]]
 

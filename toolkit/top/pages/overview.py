@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from toolkit.top import words
-from toolkit.top.draw import bar, chart, level, spark, time_axis
+from toolkit.top import wording
+from toolkit.top.drawing.draw import bar, chart, level, spark, time_axis
+from toolkit.top.drawing.paint import Block, Line, beside, ends, rule, share_out
 from toolkit.top.pages.page import Page
-from toolkit.top.paint import Block, Line, beside, ends, rule, share_out
-from toolkit.top.server import Point
+from toolkit.top.readings.server import Point
 from toolkit.top.state import State
 from toolkit.top.view import View
 
@@ -58,13 +58,15 @@ def _rate(
     now, mean = rates
     points = view.points.get(name, [])
     peak = max((point for point in points[-width:] if point is not None), default=None)
-    said: Line = [(words.decimal(now), f"value {hue}"), (" tok/s", "dim")]
-    note: Line = [(f"mean {words.short(mean)}  peak {words.short(peak)}", "dim")]
+    said: Line = [(wording.decimal(now), f"value {hue}"), (" tok/s", "dim")]
+    note: Line = [(f"mean {wording.short(mean)}  peak {wording.short(peak)}", "dim")]
     head: Block = [rule(title, width), ends(said, note, width)]
     return head + _plot(view, name, hue, width, height - len(head))
 
 
-def _plot(view: View, name: str, hue: str, width: int, height: int, top: float | None = None) -> Block:
+def _plot(
+    view: View, name: str, hue: str, width: int, height: int, top: float | None = None
+) -> Block:
     """A chart, over a time axis where there is room for one."""
     has_axis = height >= 8
     made = chart(view.points.get(name, []), width, height - has_axis, hue, top)
@@ -74,12 +76,14 @@ def _plot(view: View, name: str, hue: str, width: int, height: int, top: float |
 def _load(view: View, width: int, height: int) -> Block:
     """Charts of what the throughput depends on."""
     shown = [
-        ("Running", words.count(view.running), "running", "run", None),
-        ("Waiting", words.count(view.waiting), "waiting", "wait", None),
-        ("KV cache", words.percent(view.kv_usage), "kv", "kv", 1.0),
+        ("Running", wording.count(view.running), "running", "run", None),
+        ("Waiting", wording.count(view.waiting), "waiting", "wait", None),
+        ("KV cache", wording.percent(view.kv_usage), "kv", "kv", 1.0),
     ]
     if view.gpu_power is not None:
-        shown.append(("Power", f"{words.count(view.gpu_power)} W", "power", "power", view.gpu_power_limit))
+        shown.append(
+            ("Power", f"{wording.count(view.gpu_power)} W", "power", "power", view.gpu_power_limit)
+        )
     widths = share_out(width, len(shown))
     blocks = []
     for (title, value, name, hue, top), size in zip(shown, widths, strict=True):
@@ -105,7 +109,9 @@ def _panel(title: str, width: int, *facts: tuple[str, Line]) -> Block:
     return [rule(title, width), *lines]
 
 
-def _trend(value: str, points: list[Point], width: int, style: str = "value", digits: int = 6) -> Line:
+def _trend(
+    value: str, points: list[Point], width: int, style: str = "value", digits: int = 6
+) -> Line:
     """A number, and beside it how it went."""
     return [(f"{value:>{digits}} ", style), *spark(points, max(0, width - NAME - digits - 1))]
 
@@ -114,7 +120,7 @@ def _share(value: float | None, width: int, style: str | None = None) -> Line:
     size = width - NAME - 6
     return [
         *bar(value, size, level(value) if style is None else style),
-        (f"{words.percent(value, 0):>6}", "value"),
+        (f"{wording.percent(value, 0):>6}", "value"),
     ]
 
 
@@ -123,19 +129,29 @@ def _requests(view: View, width: int) -> Block:
     return _panel(
         "Requests",
         width,
-        ("running", _trend(words.count(view.running), view.points.get("running", []), width)),
-        ("waiting", _trend(words.count(view.waiting), view.points.get("waiting", []), width, waiting)),
-        ("finished", _trend(words.decimal(view.mean_finished_rate), view.points.get("finished", []), width)),
-        ("batch", _trend(words.decimal(view.batch_size), view.points.get("batch", []), width)),
+        ("running", _trend(wording.count(view.running), view.points.get("running", []), width)),
+        (
+            "waiting",
+            _trend(wording.count(view.waiting), view.points.get("waiting", []), width, waiting),
+        ),
+        (
+            "finished",
+            _trend(
+                wording.decimal(view.mean_finished_rate), view.points.get("finished", []), width
+            ),
+        ),
+        ("batch", _trend(wording.decimal(view.batch_size), view.points.get("batch", []), width)),
     )
 
 
 def _cache(view: View, width: int) -> Block:
     recent = view.recent_preemptions
-    preempted: Line = [(f"{words.short(view.preemptions):>6}", "value")]
+    preempted: Line = [(f"{wording.short(view.preemptions):>6}", "value")]
     if recent:
-        lately = f"  {words.count(recent)} in {words.duration(view.span)}"
-        preempted.append((lately if len(lately) + NAME + 6 <= width else f"  +{words.short(recent)}", "warn"))
+        lately = f"  {wording.count(recent)} in {wording.duration(view.span)}"
+        preempted.append(
+            (lately if len(lately) + NAME + 6 <= width else f"  +{wording.short(recent)}", "warn")
+        )
     return _panel(
         "KV cache",
         width,
@@ -144,7 +160,12 @@ def _cache(view: View, width: int) -> Block:
         ("preempted", preempted),
         (
             "refused",
-            [(f"{words.short(view.rejected or 0.0):>6}", "value warn" if view.rejected else "value")],
+            [
+                (
+                    f"{wording.short(view.rejected or 0.0):>6}",
+                    "value warn" if view.rejected else "value",
+                )
+            ],
         ),
     )
 
@@ -153,12 +174,12 @@ def _gpu(view: View, width: int) -> Block:
     memory = None
     if view.gpu_memory_used is not None and view.gpu_memory_total:
         memory = view.gpu_memory_used / view.gpu_memory_total
-    power: Line = [(f"{words.count(view.gpu_power)} W", "value")]
+    power: Line = [(f"{wording.count(view.gpu_power)} W", "value")]
     if view.gpu_power_limit and view.gpu_power is not None:
         share = view.gpu_power / view.gpu_power_limit
         power = [
             *bar(share, width - NAME - 6, level(share)),
-            (f"{words.count(view.gpu_power):>4} W", "value"),
+            (f"{wording.count(view.gpu_power):>4} W", "value"),
         ]
     return _panel(
         "GPU",
@@ -166,7 +187,7 @@ def _gpu(view: View, width: int) -> Block:
         ("busy", _share(view.gpu_utilization, width, "bar")),
         ("memory", _share(memory, width, "bar")),
         ("power", power),
-        ("tokens/J", [(f"{words.decimal(view.tokens_per_joule):>6}", "value")]),
+        ("tokens/J", [(f"{wording.decimal(view.tokens_per_joule):>6}", "value")]),
     )
 
 
@@ -174,9 +195,9 @@ def _steps(view: View, width: int) -> Block:
     return _panel(
         "Steps",
         width,
-        ("per sec.", [(f"{words.decimal(view.steps_rate):>6}", "value")]),
-        ("tokens", [(f"{words.decimal(view.step_tokens):>6}", "value"), (" in each", "dim")]),
-        ("requests", [(f"{words.decimal(view.batch_size):>6}", "value"), (" in each", "dim")]),
+        ("per sec.", [(f"{wording.decimal(view.steps_rate):>6}", "value")]),
+        ("tokens", [(f"{wording.decimal(view.step_tokens):>6}", "value"), (" in each", "dim")]),
+        ("requests", [(f"{wording.decimal(view.batch_size):>6}", "value"), (" in each", "dim")]),
     )
 
 
@@ -186,7 +207,14 @@ def _processes(view: View, width: int) -> Block:
         "Processes",
         width,
         *(
-            (name, [(f"{cores:>6.2f}", "value"), (" cores ", "dim"), (words.size(view.memory.get(name)), "")])
+            (
+                name,
+                [
+                    (f"{cores:>6.2f}", "value"),
+                    (" cores ", "dim"),
+                    (wording.size(view.memory.get(name)), ""),
+                ],
+            )
             for name, cores in rows
         ),
     )
@@ -199,7 +227,7 @@ def _ends(view: View, width: int) -> Block:
         "Finished",
         width,
         *(
-            (name, [(f"{words.count(n):>9} ", "value"), (words.percent(n / total), "dim")])
+            (name, [(f"{wording.count(n):>9} ", "value"), (wording.percent(n / total), "dim")])
             for name, n in rows
         ),
     )
@@ -213,12 +241,12 @@ def _latencies(view: View, width: int) -> Block:
     head: Line = [(" " * NAME, ""), *((f"{title:>{size}}", "dim") for title in LATENCY_COLUMNS)]
     if room > 12:
         head.append(("  " + "p50 over time", "dim"))
-    lines: Block = [rule(f"Latency, {words.span(view.span)}", width), head]
+    lines: Block = [rule(f"Latency, {wording.span(view.span)}", width), head]
     for name in ("TTFT", "ITL", "TPOT", "E2E", "queue"):
         found = view.latencies.get(name)
         values = [] if found is None else [found.p50, found.p90, found.p99, found.mean]
-        cells = [words.seconds(value) for value in values] or [words.NOTHING] * 4
-        cells.append(words.short(found.count if found is not None else None))
+        cells = [wording.seconds(value) for value in values] or [wording.NOTHING] * 4
+        cells.append(wording.short(found.count if found is not None else None))
         line: Line = [(f"{name:<{NAME}}", "dim")]
         styles = ("value", "", "value", "", "dim")
         line += [(f"{cell:>{size}}", style) for cell, style in zip(cells, styles, strict=True)]

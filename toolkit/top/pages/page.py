@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from toolkit.top.listing import Listing
-from toolkit.top.paint import Block
+from toolkit.top.drawing.listing import Listing
+from toolkit.top.drawing.paint import Block
 from toolkit.top.state import State
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from toolkit.top import words
-from toolkit.top.arithmetic import Latency
-from toolkit.top.draw import bar, spark
-from toolkit.top.listing import Column, Listing
+from toolkit.top import wording
+from toolkit.top.drawing.draw import bar, spark
+from toolkit.top.drawing.listing import Column, Listing
+from toolkit.top.drawing.paint import Block, Line, squeeze, wrap
 from toolkit.top.pages.page import Page
-from toolkit.top.paint import Block, Line, squeeze, wrap
-from toolkit.top.reading import LiveRequest
-from toolkit.top.server import Server
+from toolkit.top.readings.arithmetic import Latency
+from toolkit.top.readings.reading import LiveRequest
+from toolkit.top.readings.server import Server
 from toolkit.top.state import State
 from toolkit.top.view import View
 
@@ -52,7 +52,7 @@ def columns(*, several: bool) -> list[Column[Row]]:
     return [
         Column("id", 10, lambda row: row.short_id, lambda row: row.short_id, left=True, descending=False, most=46),
         *(server if several else []),
-        Column("age", 7, lambda row: words.seconds(row.request.age), lambda row: row.request.age),
+        Column("age", 7, lambda row: wording.seconds(row.request.age), lambda row: row.request.age),
         Column(
             "state",
             9,
@@ -66,7 +66,7 @@ def columns(*, several: bool) -> list[Column[Row]]:
         _count("cached", 6, "num_cached_tokens", spare=1),
         _count("output", 6, "num_output_tokens"),
         Column(
-            "tok/s", 6, lambda row: words.decimal(row.request.tokens_per_second), lambda row: row.request.tokens_per_second
+            "tok/s", 6, lambda row: wording.decimal(row.request.tokens_per_second), lambda row: row.request.tokens_per_second
         ),
         _count("blocks", 6, "num_blocks", spare=3),
         _count("pre", 4, "num_preemptions", spare=2),
@@ -81,17 +81,24 @@ def columns(*, several: bool) -> list[Column[Row]]:
 def _composition(row: Row, width: int) -> Line:
     """What a request's tokens are: found in the cache, computed, generated."""
     request = row.request
-    cached, computed = request.num_cached_tokens, request.num_prompt_tokens - request.num_cached_tokens
+    cached, computed = (
+        request.num_cached_tokens,
+        request.num_prompt_tokens - request.num_cached_tokens,
+    )
     total = max(1, request.num_prompt_tokens + request.num_output_tokens)
     first, second = (round(width * part / total) for part in (cached, cached + computed))
-    return [("▁" * first, "kv"), ("▃" * (second - first), "prompt"), ("▅" * (width - second), "gen")]
+    return [
+        ("▁" * first, "kv"),
+        ("▃" * (second - first), "prompt"),
+        ("▅" * (width - second), "gen"),
+    ]
 
 
 def _count(title: str, width: int, name: str, spare: int = 0) -> Column[Row]:
     def value(row: Row) -> float:
         return float(getattr(row.request, name))
 
-    return Column(title, width, lambda row: words.short(value(row)), value, spare=spare)
+    return Column(title, width, lambda row: wording.short(value(row)), value, spare=spare)
 
 
 class RequestsPage(Page):
@@ -104,7 +111,9 @@ class RequestsPage(Page):
         self.listing: Listing[Row] = Listing(
             columns(several=several),
             lambda row: row.name,
-            lambda row: f"{row.request.id} {row.request.state} {row.request.origin} {row.server.name}",
+            lambda row: (
+                f"{row.request.id} {row.request.state} {row.request.origin} {row.server.name}"
+            ),
             sort="age",
             empty="No request is live.",
         )
@@ -112,7 +121,11 @@ class RequestsPage(Page):
     def show(self, state: State) -> None:
         """See Page."""
         self.listing.show(
-            [Row(server, request) for server in state.looked_at for request in server.requests or ()]
+            [
+                Row(server, request)
+                for server in state.looked_at
+                for request in server.requests or ()
+            ]
         )
         self.keys = KEYS if any(server.requests is not None for server in state.looked_at) else ()
 
@@ -141,20 +154,24 @@ def of_all(view: View) -> Block:
 
     def times(latency: Latency | None) -> Line:
         p50, p99 = (None, None) if latency is None else (latency.p50, latency.p99)
-        return [(words.seconds(p50), "value"), (f" p50, {words.seconds(p99)} p99", "dim")]
+        return [(wording.seconds(p50), "value"), (f" p50, {wording.seconds(p99)} p99", "dim")]
 
     return [
-        [("All together, ", "title"), (words.span(view.span), "title")],
-        _fact("running", (words.count(view.running), "value")),
-        _fact("waiting", (words.count(view.waiting), "value warn" if view.waiting else "value")),
+        [("All together, ", "title"), (wording.span(view.span), "title")],
+        _fact("running", (wording.count(view.running), "value")),
+        _fact("waiting", (wording.count(view.waiting), "value warn" if view.waiting else "value")),
         _fact(
             "finished",
-            (words.decimal(view.mean_finished_rate), "value"),
-            (f" in a second; since the start: {words.reasons(view.finished)}", "dim"),
+            (wording.decimal(view.mean_finished_rate), "value"),
+            (f" in a second; since the start: {wording.reasons(view.finished)}", "dim"),
         ),
-        _fact("prompts", (words.decimal(view.prompt_tokens), "value"), (" tokens on average", "dim")),
-        _fact("answers", (words.decimal(view.output_tokens), "value"), (" tokens on average", "dim")),
-        _fact("speed", (words.decimal(speed), "value"), (" tok/s for each", "dim")),
+        _fact(
+            "prompts", (wording.decimal(view.prompt_tokens), "value"), (" tokens on average", "dim")
+        ),
+        _fact(
+            "answers", (wording.decimal(view.output_tokens), "value"), (" tokens on average", "dim")
+        ),
+        _fact("speed", (wording.decimal(speed), "value"), (" tok/s for each", "dim")),
         _fact("first token", *times(ttft)),
         _fact("whole answer", *times(e2e)),
     ]
@@ -167,25 +184,32 @@ def _fact(name: str, *value: tuple[str, str]) -> Line:
 def details(row: Row, speeds: Sequence[float], width: int) -> Block:
     """One request in full. `speeds`: its tokens per second at each reading since it is looked at."""
     request = row.request
-    cached = request.num_cached_tokens / request.num_prompt_tokens if request.num_prompt_tokens else None
+    cached = (
+        request.num_cached_tokens / request.num_prompt_tokens if request.num_prompt_tokens else None
+    )
     size = width - 24
-    prompt = f"{words.count(request.num_prompt_tokens)} tokens"
+    prompt = f"{wording.count(request.num_prompt_tokens)} tokens"
     return [
         _fact("id", (request.id, "value")),
         _fact("server", (row.server.name, "")),
-        _fact("client", (request.origin or words.NOTHING, "")),
+        _fact("client", (request.origin or wording.NOTHING, "")),
         _fact("state", (request.state, STATES.get(request.state, ""))),
-        _fact("age", (words.seconds(request.age), "")),
-        _fact("answers", (words.count(request.n), "")),
-        _fact("priority", (words.count(request.priority), "")),
+        _fact("age", (wording.seconds(request.age), "")),
+        _fact("answers", (wording.count(request.n), "")),
+        _fact("priority", (wording.count(request.priority), "")),
         [],
         _fact("prompt", (prompt, "")),
-        _fact("from cache", *bar(cached, size), (f"{words.percent(cached, 0):>6}", "value")),
-        _fact("output", (f"{words.count(request.num_output_tokens)} tokens", "")),
+        _fact("from cache", *bar(cached, size), (f"{wording.percent(cached, 0):>6}", "value")),
+        _fact("output", (f"{wording.count(request.num_output_tokens)} tokens", "")),
         _fact(
-            "speed", (f"{words.decimal(request.tokens_per_second)} tok/s", "value"), (" on average", "dim")
+            "speed",
+            (f"{wording.decimal(request.tokens_per_second)} tok/s", "value"),
+            (" on average", "dim"),
         ),
         _fact("last while", *spark(speeds, size + 6)),
-        _fact("KV blocks", (words.count(request.num_blocks), "")),
-        _fact("preempted", (words.count(request.num_preemptions), "bad" if request.num_preemptions else "")),
+        _fact("KV blocks", (wording.count(request.num_blocks), "")),
+        _fact(
+            "preempted",
+            (wording.count(request.num_preemptions), "bad" if request.num_preemptions else ""),
+        ),
     ]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.top import words
-from toolkit.top.arithmetic import Latency
+from toolkit.top import wording
 from toolkit.top.diagnosis import Diagnosis, diagnose
-from toolkit.top.draw import spark
-from toolkit.top.listing import Column, Listing
+from toolkit.top.drawing.draw import spark
+from toolkit.top.drawing.listing import Column, Listing
+from toolkit.top.drawing.paint import Block, Line, squeeze
 from toolkit.top.pages.page import Page
-from toolkit.top.paint import Block, Line, squeeze
-from toolkit.top.server import Server
+from toolkit.top.readings.arithmetic import Latency
+from toolkit.top.readings.server import Server
 from toolkit.top.state import State
 from toolkit.top.view import View, view_of
 
@@ -30,14 +30,16 @@ class Row:
 
 
 def _rate(row: Row) -> str:
-    return words.short(row.view.generation_rate)
+    return wording.short(row.view.generation_rate)
 
 
 def _median(name: str) -> Column[Row]:
     def value(row: Row) -> float | None:
         return row.view.latencies.get(name, NO_LATENCY).p50
 
-    return Column(name, 7, lambda row: words.seconds(value(row)), lambda row: value(row) or 0.0, spare=1)
+    return Column(
+        name, 7, lambda row: wording.seconds(value(row)), lambda row: value(row) or 0.0, spare=1
+    )
 
 
 def _trend(row: Row, width: int) -> Line:
@@ -49,16 +51,16 @@ COLUMNS: tuple[Column[Row], ...] = (
            draw=lambda row, width: [(squeeze(row.server.name, width), "")]),
     Column("state", 10, lambda row: row.state, lambda row: row.state, left=True, descending=False,
            style=lambda row: "bad" if row.is_stale else "good"),
-    Column("model", 12, lambda row: row.view.model or words.NOTHING, lambda row: row.view.model, left=True,
+    Column("model", 12, lambda row: row.view.model or wording.NOTHING, lambda row: row.view.model, left=True,
            descending=False, spare=4),
-    Column("version", 8, lambda row: row.view.version or words.NOTHING, lambda row: row.view.version, left=True,
+    Column("version", 8, lambda row: row.view.version or wording.NOTHING, lambda row: row.view.version, left=True,
            descending=False, spare=5),
     Column("tok/s", 6, _rate, lambda row: row.view.generation_rate or 0.0),
-    Column("run", 4, lambda row: words.short(row.view.running), lambda row: row.view.running or 0.0),
-    Column("wait", 4, lambda row: words.short(row.view.waiting), lambda row: row.view.waiting or 0.0,
+    Column("run", 4, lambda row: wording.short(row.view.running), lambda row: row.view.running or 0.0),
+    Column("wait", 4, lambda row: wording.short(row.view.waiting), lambda row: row.view.waiting or 0.0,
            style=lambda row: "warn" if row.view.waiting else ""),
-    Column("KV", 4, lambda row: words.percent(row.view.kv_usage, 0), lambda row: row.view.kv_usage or 0.0),
-    Column("hits", 4, lambda row: words.percent(row.view.prefix_hit_rate, 0), lambda row: row.view.prefix_hit_rate or 0.0,
+    Column("KV", 4, lambda row: wording.percent(row.view.kv_usage, 0), lambda row: row.view.kv_usage or 0.0),
+    Column("hits", 4, lambda row: wording.percent(row.view.prefix_hit_rate, 0), lambda row: row.view.prefix_hit_rate or 0.0,
            spare=3),
     _median("TTFT"),
     _median("ITL"),
@@ -78,7 +80,10 @@ class ServersPage(Page):
 
     def __init__(self) -> None:
         self.listing: Listing[Row] = Listing(
-            COLUMNS, lambda row: row.server.url, lambda row: f"{row.server.name} {row.view.model}", sort=None
+            COLUMNS,
+            lambda row: row.server.url,
+            lambda row: f"{row.server.name} {row.view.model}",
+            sort=None,
         )
 
     def show(self, state: State) -> None:
@@ -88,7 +93,9 @@ class ServersPage(Page):
     def draw(self, state: State, width: int, height: int) -> Block:
         """The table, and below it what is wrong with the server under the cursor."""
         row = self.listing.current
-        said: Block = [[], [(row.server.error, "bad")]] if row is not None and row.server.error else []
+        said: Block = (
+            [[], [(row.server.error, "bad")]] if row is not None and row.server.error else []
+        )
         return self.listing.draw(width, height - len(said)) + said
 
 
@@ -100,7 +107,7 @@ def _row(state: State, server: Server) -> Row:
         if not state.is_stale(server)
         else "away"
         if server.last is None
-        else f"stale {words.duration(age)}"
+        else f"stale {wording.duration(age)}"
     )
     if server.tried is None:
         told = "..."

@@ -9,18 +9,18 @@ from typing import Any
 from toolkit.config.engine import PARTS
 from toolkit.config.fields import options
 from toolkit.config.server import ServerConfig
-from toolkit.top import words
-from toolkit.top.listing import Column, Listing
+from toolkit.top import wording
+from toolkit.top.drawing.listing import Column, Listing
+from toolkit.top.drawing.paint import Block, Line, wrap
 from toolkit.top.pages.page import Page
-from toolkit.top.paint import Block, Line, wrap
-from toolkit.top.server import Server
+from toolkit.top.readings.server import Server
 from toolkit.top.state import State
 
-DEFAULTS = {row.name: row.default for config in (*PARTS.values(), ServerConfig) for row in options(config)}
+DEFAULTS = {
+    row.name: row.default for config in (*PARTS.values(), ServerConfig) for row in options(config)
+}
 HIDDEN = ("model_name", "engine")
-NO_SETTINGS = (
-    "This server tells only what stands in its metrics. A tk server tells all to its operator (--admin-key)."
-)
+NO_SETTINGS = "This server tells only what stands in its metrics. A tk server tells all to its operator (--admin-key)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,10 @@ class SettingsPage(Page):
 
     def __init__(self) -> None:
         self.listing: Listing[Row] = Listing(
-            [], lambda row: row.section + row.name, lambda row: f"{row.name} {row.section}", sort=None
+            [],
+            lambda row: row.section + row.name,
+            lambda row: f"{row.name} {row.section}",
+            sort=None,
         )
 
     def show(self, state: State) -> None:
@@ -118,7 +121,9 @@ def _settings(server: Server) -> dict[tuple[str, str], str]:
     told = server.settings
     if told is None:
         labels = server.last.labels if server.last is not None else {}
-        shown = ((name, value) for name, value in labels.items() if name not in HIDDEN and name[0] != "_")
+        shown = (
+            (name, value) for name, value in labels.items() if name not in HIDDEN and name[0] != "_"
+        )
         return {("metrics", name): _shown(value) for name, value in shown}
     found = {("build", "version"): _shown(told["version"])} if "version" in told else {}
     engine = told.get("engine")
@@ -136,5 +141,5 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, list | tuple):
-        return ", ".join(str(one) for one in value) or words.NOTHING
-    return {"True": "on", "False": "off", "None": words.NOTHING}.get(str(value), str(value))
+        return ", ".join(str(one) for one in value) or wording.NOTHING
+    return {"True": "on", "False": "off", "None": wording.NOTHING}.get(str(value), str(value))

@@ -1,0 +1,143 @@
+"""LLM over several engines."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests import checkpoints
+from tests.checkpoints import VOCAB
+from tests.server import in_hand, until
+from toolkit import LLM, SamplingParams
+from toolkit.engine.cores import core_client
+from toolkit.engine.cores.router import Router, Share
+from toolkit.errors import EngineDeadError, ToolkitError
+
+NAME = "llama3-gqa"
+SMALL = {"device": "cpu", "num_threads": 1, "num_gpu_blocks_override": 200, "max_num_seqs": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.save(
+        checkpoints.make_reference(NAME), tmp_path_factory.mktemp("several") / NAME
+    )
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in in_hand(folder).items():
+            patch.setenv(name, value)
+        made = LLM(str(folder), data_parallel_size=2, pooling="mean", **SMALL)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def placed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The cores that requests go to."""
+    found: list[int] = []
+    place = Router.place
+
+    def noted(*args: object, **options: object) -> Share:
+        share = place(*args, **options)
+        found.append(share.core)
+        return share
+
+    monkeypatch.setattr(Router, "place", noted)
+    return found
+
+
+def prompts(count: int) -> list[dict[str, list[int]]]:
+    rng = random.Random(count)
+    return [
+        {"prompt_token_ids": [rng.randrange(VOCAB) for _ in range(i + 3)]} for i in range(count)
+    ]
+
+
+def test_prompts_are_spread_and_their_tokens_are_those_of_transformers(
+    llm: LLM, placed: list[int]
+) -> None:
+    model, many = checkpoints.make_reference(NAME), prompts(12)
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, n=2)
+    for result, prompt in zip(llm.generate(many, params, use_tqdm=False), many, strict=True):
+        expected = checkpoints.greedy(model, prompt["prompt_token_ids"], 16)
+        assert [list(one.token_ids) for one in result.outputs] == [expected] * 2
+    assert sorted(placed) == [0] * 6 + [1] * 6
+    assert not llm._core.has_work
+
+
+def test_prompts_with_one_beginning_go_to_the_engine_that_has_it_until_it_is_forgotten(
+    llm: LLM, placed: list[int]
+) -> None:
+    known = {"prompt_token_ids": [5] * 100}
+
+    def num_cached() -> int:
+        [result] = llm.generate(known, SamplingParams(max_tokens=1), use_tqdm=False)
+        return result.num_cached_tokens
+
+    assert [num_cached() for _ in range(3)] == [0, 96, 96]
+    assert len(set(placed)) == 1
+    llm.reset_prefix_cache()
+    assert num_cached() == 0
+
+
+def test_answers_without_a_seed_differ_and_embeddings_are_those_of_one_engine(
+    llm: LLM, folder: Path, placed: list[int]
+) -> None:
+    answers = llm.generate(
+        [{"prompt_token_ids": [7]}] * 4, SamplingParams(max_tokens=12), use_tqdm=False
+    )
+    assert len({tuple(one.outputs[0].token_ids) for one in answers}) == 4
+    assert set(placed) == {0, 1}
+    texts = [one["prompt_token_ids"] for one in prompts(6)]
+    alone = LLM(str(folder), pooling="mean", **SMALL)
+    several, one = (
+        torch.tensor([x.outputs.embedding for x in made.embed(texts)]) for made in (llm, alone)
+    )
+    assert torch.allclose(several, one, atol=1e-6)
+
+
+def test_what_idle_cores_say_of_themselves_is_not_kept(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_client, "KNOCK", 0.1)
+    first = llm._core._cores[0]
+    for _ in range(3):
+        heard = first.heard_at
+        until(lambda before=heard: first.heard_at > before)
+    assert llm._core._news.empty()
+
+
+def test_a_core_that_dies_ends_the_call_with_the_cause(llm: LLM, folder: Path) -> None:
+    """The last test: nothing runs behind it."""
+    (folder / "slow").touch()  # so that both are still under way, however late the cores are killed
+    params = SamplingParams(max_tokens=150, ignore_eos=True)
+    stream, left = (llm.stream({"prompt_token_ids": [3, 4]}, params) for _ in range(2))
+    next(stream)
+    next(left)
+    for core in llm._core._cores:
+        psutil.Process(core.pid).kill()
+    with pytest.raises(EngineDeadError, match=r"Engine [01]: .*SIGKILL"):
+        list(stream)
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        llm.generate({"prompt_token_ids": [3]}, use_tqdm=False)
+    llm.shutdown()
+    left.close()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        llm.generate({"prompt_token_ids": [3]}, use_tqdm=False)
+
+
+def test_a_model_that_cannot_be_loaded_is_told_and_leaves_nothing(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    before = psutil.Process().children()
+    with pytest.raises(ToolkitError, match="max-model-len"):
+        LLM(str(checkpoint(NAME)), data_parallel_size=2, max_model_len=10**6, **SMALL)
+    assert set(psutil.Process().children()) <= set(before)

@@ -1,0 +1,53 @@
+"""Ranks whose devices are not of one kind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from toolkit import LLM
+from toolkit.errors import ConfigError
+from toolkit.executor import rank_devices as devices
+from toolkit.executor.rank_devices import DeviceReport, require_alike
+
+H200 = DeviceReport("NVIDIA H200", "9.0", 132, 140 * 2**30)
+
+
+def test_gpus_of_different_kinds_are_refused_and_named() -> None:
+    a100 = DeviceReport("NVIDIA A100", "8.0", 108, 80 * 2**30)
+    told = (
+        r"rank 0, rank 1: NVIDIA H200 \(compute capability 9\.0, 132 multiprocessors\); "
+        r"rank 2 on 10\.0\.0\.2: NVIDIA A100 \(compute capability 8\.0, 108 multiprocessors\)\."
+    )
+    with pytest.raises(ConfigError, match=told):
+        require_alike({"rank 0": H200, "rank 1": H200, "rank 2 on 10.0.0.2": a100})
+    with pytest.raises(ConfigError, match="CPU"):
+        require_alike({"rank 0": H200, "rank 1": DeviceReport("CPU")})
+
+
+def test_gpus_that_differ_in_memory_alone_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    def told(memory: float) -> list[str]:
+        caplog.clear()
+        other = DeviceReport(
+            "NVIDIA H200 NVL", H200.capability, H200.multiprocessors, int(memory * 2**30)
+        )
+        with caplog.at_level(logging.WARNING):
+            require_alike({"rank 0": H200, "rank 1": other})
+        return caplog.messages
+
+    assert told(140) == told(139.5) == [], "drivers keep some"
+    [line] = told(96)
+    assert "rank 0: 140.0 GiB; rank 1: 96.0 GiB" in line
+
+
+def test_what_the_ranks_have_is_compared_before_they_load_anything(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "report", lambda wanted, rank: H200)
+    with pytest.raises(ConfigError, match=r"rank 0: NVIDIA H200 .*; rank 1: CPU"):
+        LLM(
+            str(checkpoint("llama3-gqa")), device="cpu", tensor_parallel_size=2, load_format="dummy"
+        )

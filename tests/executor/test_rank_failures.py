@@ -1,0 +1,88 @@
+"""Of several ranks that have ended, the one to blame; and what the ranks tell."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from toolkit.errors import CheckpointError, WorkersLostError
+from toolkit.executor import rank_progress as progress
+from toolkit.executor.rank_failures import as_error, blamed
+from toolkit.executor.rank_messages import Beat, Broken, Result, decode_from_rank, encode
+from toolkit.executor.rank_progress import Progress
+from toolkit.scheduler import ModelOutput, PromptLogprobs, TokenLogprobs
+
+KILLED = Broken(2, "", "ended without a word (killed by signal 9)")
+KNOWS = Broken(1, "CheckpointError", "model.safetensors is cut short")
+FAILED = Broken(3, "", "ZeroDivisionError: division by zero")
+LOST = Broken(0, "", "RuntimeError: Connection closed by peer [10.0.0.2]:1234")
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([LOST, FAILED, KILLED])))
+def test_one_that_was_killed_is_to_blame_whoever_speaks_first(order):
+    assert blamed(order) is KILLED
+
+
+@pytest.mark.parametrize("reason", [KNOWS, FAILED])
+def test_one_that_knows_a_reason_is_to_blame_rather_than_one_that_lost_it(reason):
+    assert blamed([LOST, reason]) is reason
+
+
+def test_what_a_rank_met_is_raised_as_what_it_is():
+    assert isinstance(as_error(KNOWS, "rank 1"), CheckpointError)
+    assert str(as_error(KILLED, "rank 2 on 10.0.0.3")).startswith(
+        "rank 2 on 10.0.0.3 ended without a word"
+    )
+    assert str(as_error(FAILED, "rank 3")) == "rank 3: ZeroDivisionError: division by zero"
+    assert isinstance(
+        as_error(Broken(1, "SystemExit", "no error of ours"), "rank 1"), WorkersLostError
+    )
+
+
+def test_a_silent_rank_keeps_the_others_waiting_else_the_one_that_has_done_least(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    ranks = Progress([1, 2, 3])
+    for rank, steps in ((1, 8), (2, 7), (3, 8)):
+        ranks.note(Beat(rank, steps))
+    assert ranks.behind(9) == [2]
+    assert ranks.behind(8) == [2]
+    assert ranks.behind(7) == []
+    now += progress.SILENT + 0.1
+    ranks.note(Beat(1, 8))
+    ranks.note(Beat(2, 7))
+    assert ranks.behind(9) == [3]
+
+
+def test_a_result_comes_over_the_channel_as_it_was():
+    def logprobs(*shape: int) -> TokenLogprobs:
+        rng = np.random.default_rng(shape[0])
+        return TokenLogprobs(
+            rng.integers(0, 99, shape).astype(np.int32),
+            rng.standard_normal(shape).astype(np.float32),
+            rng.integers(1, 99, shape[:1]).astype(np.int32),
+        )
+
+    sent = ModelOutput(
+        7,
+        np.array([3, -1], np.int32),
+        logprobs(2, 3),
+        {4: PromptLogprobs(1, logprobs(5, 1))},
+        {1: np.array([0.5, -2.0], np.float32)},
+    )
+    received = decode_from_rank(bytearray(encode(Result(1, sent))))
+    assert isinstance(received, Result)
+    got = received.output
+    assert (received.rank, got.step, got.token_ids.tolist()) == (1, 7, [3, -1])
+    assert got.token_ids.dtype == np.int32
+    pairs = [
+        (got.logprobs, sent.logprobs),
+        (got.prompt_logprobs[4].values, sent.prompt_logprobs[4].values),
+    ]
+    for mine, theirs in pairs:
+        for name in ("token_ids", "logprobs", "ranks"):
+            np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
+    assert got.prompt_logprobs[4].start == 1
+    np.testing.assert_array_equal(got.pooled[1], sent.pooled[1])

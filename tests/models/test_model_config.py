@@ -1,0 +1,263 @@
+"""config.json as it is found in the world, old spellings and gaps included, read as Transformers reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tests.checkpoints import ARCHITECTURES, edit_json
+from toolkit.errors import CheckpointError
+from toolkit.models.build import load_config
+from toolkit.models.model_config import KINDS
+
+HEADS = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "bert": "BertModel",
+    "roberta": "RobertaModel",
+    "xlm-roberta": "XLMRobertaForSequenceClassification",
+}
+ENCODERS = ("bert", "roberta", "xlm-roberta")
+READ = {
+    "gpt2": (
+        "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function",
+        "layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention",
+        "tie_word_embeddings", "hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
+    ),
+    "llama": (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "hidden_act", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
+        "rope_parameters", "attention_bias", "mlp_bias",
+    ),
+}  # fmt: skip
+READ["mistral"] = (*READ["llama"][:-2], "sliding_window")
+READ["qwen2"] = (*READ["mistral"], "layer_types")
+READ["qwen3"] = (*READ["qwen2"], "attention_bias")
+for kind in ENCODERS:
+    READ[kind] = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
+        "max_position_embeddings", "type_vocab_size", "layer_norm_eps", "pad_token_id", "is_decoder", "num_labels",
+    )  # fmt: skip
+"""By kind: what the models read, besides the size of a head, which need not be an attribute."""
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+LONGROPE = {"short_factor": [1.0] * 64, "long_factor": [4.0] * 64}
+
+GPT2: list[dict] = [
+    {},
+    {"n_embd": 96, "n_head": 3, "n_layer": 5, "n_positions": 77, "n_inner": 100, "vocab_size": 11},
+    {
+        "hidden_size": 96,
+        "num_attention_heads": 3,
+        "num_hidden_layers": 5,
+        "max_position_embeddings": 77,
+    },
+    {"hidden_size": 96, "n_embd": 48},
+    {
+        "n_inner": None,
+        "n_ctx": 1024,
+        "task_specific_params": {"text-generation": {"do_sample": True}},
+    },
+    {
+        "scale_attn_weights": False,
+        "scale_attn_by_inverse_layer_idx": True,
+        "tie_word_embeddings": False,
+    },
+    {"activation_function": "gelu", "layer_norm_epsilon": 1e-6, "add_cross_attention": True},
+]
+DECODER: list[dict] = [
+    {},
+    {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 3, "vocab_size": 300},
+    {"num_key_value_heads": 2, "intermediate_size": 99, "hidden_act": "gelu", "rms_norm_eps": 1e-5},
+    {"head_dim": 64},
+    {"tie_word_embeddings": True, "max_position_embeddings": 9999},
+    {"attention_bias": True},
+    {"rope_theta": 500000.0},
+    {"rope_theta": 1000000},
+    {"rope_theta": 5e5, "rope_scaling": None},
+    {"rope_parameters": None},
+    {"rope_parameters": {"rope_theta": 5e5}},
+    {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "rope_theta": 1e4},
+    {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.25, "rope_type": "proportional"}},
+    {"partial_rotary_factor": 0.5},
+    {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    {"rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 2.0}},
+    {"rope_scaling": {"type": "linear", "factor": 3.0}, "rope_parameters": {"rope_theta": 7.0}},
+    {"rope_scaling": {}, "rope_parameters": {"rope_theta": 7.0}},
+    {"rope_scaling": {"type": "yarn", **YARN}},
+    {"rope_scaling": {"type": "yarn", "factor": 4.0}, "max_position_embeddings": 2000},
+    {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 512},
+    {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 256}},
+    {"rope_parameters": {"rope_type": "llama3", **LLAMA3}, "original_max_position_embeddings": 256},
+    {"rope_scaling": {"type": "longrope", **LONGROPE}, "original_max_position_embeddings": 512},
+    {"rope_scaling": {"type": "longrope", **LONGROPE}},
+]  # fmt: skip
+WINDOWS: list[dict] = [
+    {"sliding_window": 128},
+    {"sliding_window": None},
+    {
+        "sliding_window": 128,
+        "use_sliding_window": True,
+        "max_window_layers": 3,
+        "num_hidden_layers": 5,
+    },
+    {
+        "sliding_window": 128,
+        "use_sliding_window": True,
+        "max_window_layers": 9,
+        "num_hidden_layers": 5,
+    },
+    {
+        "sliding_window": 128,
+        "use_sliding_window": False,
+        "max_window_layers": 3,
+        "num_hidden_layers": 5,
+    },
+    {
+        "sliding_window": None,
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+        "num_hidden_layers": 5,
+    },
+    {"use_sliding_window": True, "num_hidden_layers": 40},
+]
+ENCODER: list[dict] = [
+    {},
+    {"hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 99, "num_hidden_layers": 3, "vocab_size": 300},
+    {"max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 3, "layer_norm_eps": 1e-5, "hidden_act": "relu"},
+    {"is_decoder": True},
+    {"id2label": {"0": "LABEL_0"}},
+    {"id2label": {"0": "a", "1": "b", "2": "c"}},
+    {"num_labels": 5},
+]  # fmt: skip
+LAYER_TYPES: list[dict] = [
+    {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    {
+        "num_hidden_layers": 2,
+        "layer_types": ["attention", "full_attention"],
+        "use_sliding_window": True,
+    },
+]
+DTYPES: list[dict] = [
+    {"dtype": "bfloat16"}, {"torch_dtype": "float16"}, {"torch_dtype": "float32", "dtype": "float16"},
+    {"torch_dtype": None}, {"dtype": None, "torch_dtype": "bfloat16"},
+]  # fmt: skip
+
+VARIANTS: list[tuple[str, dict]] = [
+    *(("gpt2", keys) for keys in GPT2),
+    *((kind, keys) for kind in ("llama", "mistral", "qwen2", "qwen3") for keys in DECODER),
+    ("llama", {"mlp_bias": True}),
+    *(
+        (kind, {"num_key_value_heads": None, "num_attention_heads": 16})
+        for kind in ("llama", "qwen2", "qwen3")
+    ),
+    *(("mistral", keys) for keys in WINDOWS[:2]),
+    *((kind, keys) for kind in ("qwen2", "qwen3") for keys in WINDOWS + LAYER_TYPES),
+    *((kind, keys) for kind in ENCODERS for keys in ENCODER),
+    ("mistral", LAYER_TYPES[0] | {"sliding_window": 128}),
+    *((kind, keys) for kind in HEADS for keys in DTYPES),
+]
+
+
+def write(folder: Path, kind: str, keys: dict) -> Path:
+    content = {"architectures": [HEADS[kind]], "model_type": kind} | keys
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def same(folder: Path, kind: str) -> None:
+    ours, theirs = load_config(folder), AutoConfig.from_pretrained(folder)
+    if kind not in ("gpt2", *ENCODERS):
+        theirs.standardize_rope_params()  # what its own scalings do before they read them
+        size = theirs.hidden_size // theirs.num_attention_heads
+        assert ours.head_dim == (getattr(theirs, "head_dim", None) or size)
+    for name in READ[kind]:
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert (getattr(torch, ours.dtype) if ours.dtype else None) == theirs.dtype
+    assert ours.architectures == theirs.architectures
+
+
+@pytest.mark.parametrize(("kind", "keys"), VARIANTS, ids=lambda value: json.dumps(value)[:60])
+def test_everything_the_models_read_is_what_transformers_reads(tmp_path, kind, keys):
+    if (
+        kind == "qwen3"
+        and keys.get("rope_scaling", {}) is not None
+        and "longrope" in json.dumps(keys)
+    ):
+        keys = keys | {"head_dim": 128}
+    same(write(tmp_path, kind, keys), kind)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_what_transformers_writes(checkpoint, name):
+    folder = checkpoint(name)
+    same(folder, json.loads((folder / "config.json").read_text())["model_type"])
+
+
+def test_every_kind_is_tried():
+    assert {kind for kind, _ in VARIANTS} == set(KINDS) == set(READ)
+
+
+class TestUnusable:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        return write(tmp_path, "llama", {})
+
+    @pytest.mark.parametrize(
+        ("keys", "words"),
+        [
+            ({"hidden_size": "many"}, ["`int`", "`str`", "hidden_size"]),
+            ({"hidden_size": 0}, [">= 1", "hidden_size"]),
+            ({"hidden_size": 100, "num_attention_heads": 7, "num_key_value_heads": 7}, ["100", "no multiple", "7"]),
+            ({"model_type": "gpt2", "n_embd": 31, "n_head": 2}, ["31", "no multiple", "2"]),
+            ({"model_type": "bert", "hidden_size": 31, "num_attention_heads": 2}, ["31", "no multiple", "2"]),
+            ({"num_attention_heads": 8, "num_key_value_heads": 3}, ["8", "no multiple", "3"]),
+            ({"rope_scaling": "linear"}, ["`str`", "rope_scaling"]),
+            ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["rope_parameters", "layer to layer"]),
+            ({"num_hidden_layers": 2, "layer_types": ["full_attention"]}, ["1 entries for 2 layers"]),
+            ({"num_hidden_layers": 1, "layer_types": ["chunked_attention"]}, ["chunked_attention"]),
+            ({"model_type": "lama"}, ["'lama'", "llama", "qwen3"]),
+            ({"model_type": None}, ["model_type is None"]),
+        ],
+    )  # fmt: skip
+    def test_what_cannot_be_used_is_named(self, folder, keys, words):
+        edit_json(folder / "config.json", **keys)
+        with pytest.raises(CheckpointError) as caught:
+            load_config(folder)
+        for word in (str(folder / "config.json"), "cannot be used", *words):
+            assert word in caught.value.message
+        assert "\n" not in caught.value.message
+
+
+def test_the_core_starts_without_transformers_and_pytorchs_compiler(checkpoint):
+    """Importing either takes seconds."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "import toolkit.engine.cores.core_process\n"
+        "from toolkit.config import DeviceConfig, EngineConfig\n"
+        "from toolkit.worker.worker import Worker\n"
+        "config = EngineConfig(device=DeviceConfig(device='cpu'))\n"
+        "heavy = {'transformers', 'tokenizers', 'safetensors', 'torch._dynamo'}\n"
+        "for folder in sys.argv[1:]:\n"
+        "    info = Worker(config, Path(folder)).start(lambda phase, seconds: None)\n"
+        "    print(info.dtype, sorted(heavy & set(sys.modules)))\n"
+    )
+    folders = [str(checkpoint(name)) for name in ("gpt2", "llama-rope-yarn", "qwen3")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *folders], capture_output=True, text=True, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "float32 []\n" * 3

@@ -1,0 +1,25 @@
+"""A model whose layers lie in a row of processes, served: the last one, which samples, dies, and nobody's answer is lost."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from tests.api.conftest import Reference
+from tests.server import Server, gone, until
+from tests.serving.test_ranks import PROMPTS, TOKENS, ask, ranks
+
+
+def test_streams_outlive_a_stage(
+    start: Callable[..., Server], model: Any, reference: Reference
+) -> None:
+    server = start("--pipeline-parallel-size", "2", model=model)
+    [last] = ranks(server)
+    answers = ask(server, lambda: last.send_signal(signal.SIGKILL))
+    assert [a.text for a in answers] == [reference.text(p, TOKENS) for p in PROMPTS]
+    assert {a.error for a in answers} == {None}
+    assert server.stderr.count("rank 1 ended without a word (killed by signal 9)") == 1
+    assert "Traceback" not in server.stderr
+    until(lambda: gone(last))
+    assert server.http.get("/server_info").json()["device"]["world_size"] == 2

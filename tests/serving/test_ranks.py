@@ -1,0 +1,106 @@
+"""A model over several processes, served: one of them dies or hangs, and nobody's answer is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.api.conftest import Reference
+from tests.server import WAIT, Server, command, gone, until
+from tests.serving.test_recovery import Answer, streamed
+
+TOKENS = 160
+PROMPTS = [f"Story number {i}: " for i in range(8)]
+BODIES = [
+    {"prompt": p, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True} for p in PROMPTS
+]
+
+
+def ranks(server: Server) -> list[psutil.Process]:
+    """The processes of all ranks but the first."""
+    [core] = server.children("toolkit.engine.cores.core_process")
+    return [child for child in core.children() if "toolkit.executor.rank" in command(child)]
+
+
+def ask(server: Server, harm: Callable[[], object]) -> list[Answer]:
+    """Streams all answers, and does harm when each has begun."""
+    return asyncio.run(streamed(server, BODIES, harm))
+
+
+@pytest.fixture(scope="module")
+def running(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Server]]:
+    """A server over two ranks: the one that runs, or another when a test has ended it."""
+    started: list[Server] = []
+
+    def one() -> Server:
+        if not started or started[-1].popen.poll() is not None:
+            flags = ("--tensor-parallel-size", "2", "--worker-timeout", "6")
+            started.append(Server(str(model), *flags, cwd=tmp_path_factory.mktemp("ranks")))
+        return started[-1]
+
+    yield one
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture
+def server(running: Callable[[], Server]) -> Server:
+    return running()
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (signal.SIGKILL, "rank 1 ended without a word (killed by signal 9)"),
+        (signal.SIGSTOP, "rank 1 has not finished step"),
+    ],
+    ids=["killed", "hung"],
+)
+def test_streams_outlive_a_rank(
+    server: Server, reference: Reference, harm: signal.Signals, told: str
+) -> None:
+    [rank] = ranks(server)
+    answers = ask(server, lambda: rank.send_signal(harm))
+    assert [a.text for a in answers] == [reference.text(p, TOKENS) for p in PROMPTS]
+    assert {a.error for a in answers} == {None}
+    assert server.stderr.count(told) == 1, "the cause is told once"
+    assert "Traceback" not in server.stderr
+    until(lambda: gone(rank))
+    [other] = ranks(server)
+    assert other.pid != rank.pid
+    assert server.http.get("/server_info").json()["device"]["world_size"] == 2
+
+
+def test_nothing_is_left_of_a_server_that_is_killed(server: Server) -> None:
+    everything = [*psutil.Process(server.pid).children(recursive=True)]
+    assert any("toolkit.executor.rank" in command(process) for process in everything)
+    server.signal(signal.SIGKILL)
+    server.popen.wait(WAIT)
+    until(lambda: all(gone(process) for process in everything))
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux wakes a stopped process when its parent ends"
+)
+@pytest.mark.parametrize("module", ["toolkit.engine.cores.core_process", "toolkit.executor.rank"])
+def test_even_what_is_stopped_ends_with_the_server(server: Server, module: str) -> None:
+    everything = [*psutil.Process(server.pid).children(recursive=True)]
+    for process in everything:
+        if module in command(process):
+            process.suspend()
+    server.signal(signal.SIGKILL)
+    server.popen.wait(WAIT)
+    until(lambda: all(gone(process) for process in everything))
+
+
+def test_a_signal_ends_all_ranks(server: Server) -> None:
+    [rank] = ranks(server)
+    server.signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert gone(rank)

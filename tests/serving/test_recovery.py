@@ -1,0 +1,167 @@
+"""The engine's process dies, and nobody's answer is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import string
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.conftest import Reference
+from tests.server import WAIT, Client, Server, gone, put_under_load, until
+
+ENDLESS = 8000
+one_process_and_several = pytest.mark.parametrize("num_workers", [1, 2])
+
+
+class Answer:
+    """One stream's text, tokens and end, as its client puts them together."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.usage: dict[str, Any] = {}
+        self.tokens: list[str] = []
+        self.error: str | None = None
+
+    def add(self, line: str) -> None:
+        event = json.loads(line.removeprefix("data: "))
+        self.error = event.get("error", {}).get("message", self.error)
+        self.usage = event.get("usage") or self.usage
+        for choice in event.get("choices", ()):
+            self.text += choice["text"]
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
+            self.tokens += (choice["logprobs"] or {}).get("tokens", [])
+
+
+async def read(server: Server, body: dict[str, Any], answer: Answer) -> None:
+    body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    async with (
+        httpx.AsyncClient(base_url=server.url, timeout=WAIT) as http,
+        http.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                answer.add(line)
+
+
+async def ask(server: Server, bodies: list[dict[str, Any]], *, kill: bool) -> list[Answer]:
+    """Streams all answers; `kill`: the engine dies when each has begun."""
+    return await streamed(server, bodies, server.core.kill if kill else None)
+
+
+async def streamed(
+    server: Server, bodies: list[dict[str, Any]], harm: Callable[[], object] | None
+) -> list[Answer]:
+    """Streams all answers, and does harm when each has begun and none has ended."""
+    answers = [Answer() for _ in bodies]
+    with server.slowly() if harm else contextlib.nullcontext():
+        tasks = [
+            asyncio.create_task(read(server, b, a)) for b, a in zip(bodies, answers, strict=True)
+        ]
+        if harm:
+            async with asyncio.timeout(WAIT):
+                while not all(answer.text for answer in answers):
+                    await asyncio.sleep(0.001)
+            assert not any(answer.finish_reason for answer in answers), "some had ended before"
+            harm()
+    await asyncio.gather(*tasks)
+    return answers
+
+
+@one_process_and_several
+def test_fifty_streams_outlive_their_engine(
+    start: Callable[..., Server], model: Any, reference: Reference, num_workers: int
+) -> None:
+    server = start("--api-workers", str(num_workers), model=model)
+    prompts = [f"Story number {i}: " for i in range(50)]
+    bodies = [
+        {"prompt": p, "max_tokens": 96, "temperature": 0, "ignore_eos": True} for p in prompts
+    ]
+    answers = asyncio.run(ask(server, bodies, kill=True))
+    assert [a.text for a in answers] == [reference.text(p, 96) for p in prompts]
+    assert {(a.finish_reason, a.usage["completion_tokens"], a.error) for a in answers} == {
+        ("length", 96, None)
+    }
+    assert server.stderr.count("SIGKILL") == 1, "the cause is told once"
+    assert "Traceback" not in server.stderr
+    until(server.is_idle)
+    assert server.metric("tk:request_success_total", finished_reason="length") == 50
+    assert server.metric("tk:generation_tokens_total") == 50 * 96
+
+
+def test_what_a_request_asked_for_still_holds_after_the_engine_died(
+    start: Callable[..., Server], model: Any
+) -> None:
+    """The same requests with a death and without."""
+    server = start("--enable-prefix-caching", model=model)
+    common = {"prompt": "Once more", "max_tokens": 120, "ignore_eos": True}
+    bodies = [
+        common | {"seed": 7, "temperature": 1.0},
+        common | {"seed": 2**63 - 1, "temperature": 0.8, "top_p": 0.9},
+        common | {"temperature": 0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        common | {"seed": 3, "frequency_penalty": 0.7, "logprobs": 2},
+        common | {"seed": 4, "min_tokens": 100, "stop": list(string.ascii_letters)},
+        common
+        | {"seed": 6, "structured_outputs": {"regex": "([a-f]{3}-){30}"}, "ignore_eos": False},
+        common | {"seed": 5, "logit_bias": {"65": 3.0}, "stop": ["an end that does not come"]},
+    ]
+    without = asyncio.run(ask(server, bodies, kill=False))
+    with_death = asyncio.run(ask(server, bodies, kill=True))
+    for one, other in zip(without, with_death, strict=True):
+        assert (one.text, one.finish_reason, one.tokens) == (
+            other.text,
+            other.finish_reason,
+            other.tokens,
+        )
+        assert one.usage["completion_tokens"] == other.usage["completion_tokens"]
+    assert without[4].finish_reason == "stop"
+
+
+def test_answers_that_are_not_streamed_outlive_the_engine_too(start: Callable[..., Server]) -> None:
+    server = start()
+    with server.slowly():
+        clients = put_under_load(server, 600)
+        with server.holding("toolkit.engine.cores.core_process"):
+            server.core.kill()
+            until(lambda: "SIGKILL" in server.stderr)
+            late = Client(server, 5)  # comes while no engine runs
+            until(lambda: late.status == 200)
+    for client in clients:
+        client.finish()
+        assert (client.status, client.num_tokens, client.broken) == (200, 600, None)
+    late.finish()
+    assert late.num_tokens == 5
+
+
+def test_an_engine_that_keeps_dying_ends_the_server_with_the_cause(
+    start: Callable[..., Server],
+) -> None:
+    """Each open request goes on twice, and the fourth death in a row is the last."""
+    server = start("--api-workers", "2")
+    with server.slowly():
+        clients = put_under_load(server, ENDLESS)
+        for death in range(4):
+            core = until(
+                lambda: next(iter(server.children("toolkit.engine.cores.core_process")), None)
+            )
+            until(lambda n=death: server.stderr.count("runs again") == n)
+            if death == 3:
+                clients += put_under_load(server, ENDLESS)
+            core.kill()
+            until(lambda c=core: gone(c))
+        for client in clients:
+            client.finish()
+            assert client.broken is None
+            assert client.num_tokens is None
+    assert [c.status for c in clients] == [500, 200, 200, 200, 503, 200, 200, 200]
+    assert all("died 3 times" in c.error for c in clients[:4])
+    assert all("SIGKILL" in c.error for c in clients[4:])
+    assert server.wait() not in (0, None)
+    assert "SIGKILL" in server.stderr.splitlines()[-1]
+    assert "Traceback" not in server.stderr

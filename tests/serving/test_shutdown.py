@@ -1,0 +1,139 @@
+"""How a server ends: in order, at once, and when its processes are killed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.server import WAIT, Client, Process, Server, gone, in_hand, put_under_load, until
+
+LONG = 300
+"""Tokens of an answer that takes half a minute as long as the server runs slowly."""
+ENDLESS = 8000
+
+
+one_process_and_several = pytest.mark.parametrize("num_workers", [1, 2])
+
+
+def post(server: Server) -> httpx.Response:
+    return server.http.post("/v1/completions", json={"prompt": [9], "max_tokens": 1})
+
+
+@one_process_and_several
+def test_a_signal_lets_running_requests_finish_and_refuses_new_ones(
+    start: Callable[..., Server], num_workers: int
+) -> None:
+    server = start("--api-workers", str(num_workers))
+    with server.slowly():
+        clients = put_under_load(server, LONG)
+        server.signal(signal.SIGTERM)
+        refused = until(lambda: (answer := post(server)).status_code == 503 and answer)
+        assert "shutting down" in refused.json()["error"]["message"]
+        assert refused.headers["retry-after"]
+        assert server.http.get("/health").status_code == 200
+        assert not any(c.num_tokens for c in clients), (
+            "one had finished before the new request was refused"
+        )
+    for client in clients:
+        client.finish()
+    assert [(c.status, c.num_tokens, c.broken) for c in clients] == [(200, LONG, None)] * 4
+    assert server.wait() == 0
+    assert gone(server.core)
+    assert "Traceback" not in server.stderr
+    assert server.popen.stdout.read() == ""
+
+
+def check_cut_off(server: Server, clients: list[Client]) -> None:
+    assert server.wait() == 0
+    for client in clients:
+        client.finish()
+        assert client.broken is None
+        assert client.num_tokens is None
+        assert "shutting down" in client.error
+    assert [c.status for c in clients] == [503, 200, 200, 200]
+    assert gone(server.core)
+    assert "Traceback" not in server.stderr
+
+
+@one_process_and_several
+def test_a_second_ctrl_c_ends_what_runs_with_an_error(
+    start: Callable[..., Server], num_workers: int
+) -> None:
+    server = start("--api-workers", str(num_workers))
+    with server.slowly():
+        clients = put_under_load(server, ENDLESS)
+        server.signal(signal.SIGINT)
+        until(lambda: post(server).status_code == 503)
+        assert not any(c.error for c in clients)
+        server.signal(signal.SIGINT)
+        check_cut_off(server, clients)
+
+
+@one_process_and_several
+def test_after_the_time_for_it_what_runs_ends_with_an_error(
+    start: Callable[..., Server], num_workers: int
+) -> None:
+    """One client has stopped reading: it does not hold up the end."""
+    server = start("--shutdown-timeout", "0.3", "--api-workers", str(num_workers))
+    body = {
+        "prompt": [5],
+        "max_tokens": ENDLESS,
+        "ignore_eos": True,
+        "stream": True,
+        "logprobs": 20,
+    }
+    with (
+        server.slowly(),
+        httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=WAIT) as answer,
+    ):
+        chunks = answer.iter_raw()
+        next(chunks)  # and no more
+        clients = put_under_load(server, ENDLESS, beside=1)
+        server.signal(signal.SIGTERM)
+        check_cut_off(server, clients)
+
+
+@pytest.mark.parametrize(("num_workers", "num_children"), [(1, 1), (2, 3)])
+def test_a_signal_during_start_up_ends_all_processes(
+    bare_model: Path, tmp_path: Path, num_workers: int, num_children: int
+) -> None:
+    (held := tmp_path / "held").mkdir()
+    (
+        held / "toolkit.engine.cores.core_process"
+    ).touch()  # so that it still starts when the signal comes
+    flags = ("--port", "0", "--api-workers", str(num_workers))
+    process = Process("serve", str(bare_model), *flags, cwd=tmp_path, **in_hand(held))
+    try:
+        find = psutil.Process(process.popen.pid).children
+        until(lambda: len(find()) == num_children)
+        children = find()
+        process.popen.send_signal(signal.SIGTERM)
+        (held / "toolkit.engine.cores.core_process").unlink()
+        process.wait()
+        assert all(gone(child) for child in children)
+        assert "Traceback" not in process.stderr
+        assert "ready" not in process.stderr
+    finally:
+        process.stop()
+
+
+@one_process_and_several
+def test_when_the_server_is_killed_all_its_processes_end(
+    start: Callable[..., Server], num_workers: int
+) -> None:
+    server = start("--api-workers", str(num_workers))
+    with server.slowly():
+        clients = put_under_load(server, ENDLESS)
+        others, sockets = [server.core, *server.workers], Path(server.core.cmdline()[-1])
+        assert sockets.is_dir()
+        server.signal(signal.SIGKILL)
+        until(lambda: all(gone(process) for process in others))
+    assert not sockets.exists()
+    for client in clients:
+        client.finish()
+        assert client.broken is not None

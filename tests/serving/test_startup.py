@@ -1,0 +1,276 @@
+"""How a server starts, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import checkpoints
+from tests.api.conftest import CONTEXT, SMALL, SMALL_TOKENS, Reference
+from tests.server import START_TIMEOUT, Process, Server, free_port, gone, until
+from toolkit.api.http.listener import bind
+from toolkit.config import EngineConfig, ServerConfig
+from toolkit.errors import ConfigError
+from toolkit.serving import lifecycle
+
+KEY = "k e'y"
+
+
+# ---- it starts
+
+
+def test_the_card_says_what_is_served_where_and_how_much_fits(server: Server) -> None:
+    """4096 blocks of 16 tokens are eight requests of the full length."""
+    assert re.search(r"model +tiny \(.*parameters, float32\)", server.stderr)
+    assert re.search(r"device +cpu", server.stderr)
+    assert re.search(r"65,536 tokens: 8\.0 requests of the full 8,192", server.stderr)
+    assert re.search(rf"URL +{re.escape(server.url)}", server.stderr)
+    assert re.search(r"ready in \d+\.\d s", server.stderr)
+
+
+def test_the_parts_of_start_up_are_timed(server: Server) -> None:
+    before_the_card = server.stderr.split("ready in")[0]
+    timed = re.findall(r"^ +(\S.*?) +\d+\.\d\d s$", before_the_card, re.MULTILINE)
+    assert timed == ["config", "weights", "KV cache"]
+
+
+def test_the_web_part_is_not_imported_before_the_core_is_started() -> None:
+    """The core takes longest."""
+    code = "import sys, toolkit.serving.lifecycle; sys.exit(bool({'fastapi', 'uvicorn', 'pydantic', 'torch'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_curl_line_works_as_it_stands(server: Server) -> None:
+    ran = subprocess.run(
+        ["bash", "-c", server.curl], capture_output=True, text=True, timeout=60, check=True
+    )
+    answer = json.loads(ran.stdout)
+    assert answer["object"] == "chat.completion"
+    assert answer["usage"]["completion_tokens"] > 0
+
+
+@pytest.fixture(scope="module")
+def configured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that is told by the file, by variables, and by a flag."""
+    cwd = tmp_path_factory.mktemp("configured")
+    (cwd / "tk.toml").write_text(
+        'served-model-name = "from-the-file"\nmax-model-len = 64\nblock_size = 8\nport = 1\n'
+    )
+    variables = {"TK_PORT": str(free_port()), "TK_MAX_MODEL_LEN": "80", "TK_API_KEY": KEY}
+    server = Server(str(model), "--max-model-len", "96", cwd=cwd, port=None, **variables)
+    server.variables = variables
+    yield server
+    server.stop()
+
+
+def test_flags_beat_variables_and_variables_beat_the_file(configured: Server) -> None:
+    assert configured.url == f"http://127.0.0.1:{configured.variables['TK_PORT']}"
+    with configured.openai(KEY) as client:
+        [card] = client.models.list().data
+    assert (card.id, card.max_model_len) == ("from-the-file", 96)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_curl_line_takes_the_key_from_its_variable(configured: Server) -> None:
+    assert KEY not in configured.stderr
+    environment = os.environ | {"TK_API_KEY": KEY}
+    ran = subprocess.run(
+        ["bash", "-c", configured.curl], env=environment, capture_output=True, check=True
+    )
+    assert json.loads(ran.stdout)["object"] == "chat.completion"
+
+
+def test_without_a_name_the_model_is_called_as_it_was_given(base: Server) -> None:
+    with base.openai() as client:
+        [name] = [m.id for m in client.models.list().data]
+        assert Path(name).is_dir()
+        assert client.models.retrieve(name).id == name
+        assert client.completions.create(model=name, prompt="a", max_tokens=1).model == name
+
+
+def test_an_idle_server_takes_next_to_no_cpu(server: Server) -> None:
+    until(server.is_idle)
+
+    def share() -> float:
+        before, begun = server.seconds_spent(), time.monotonic()
+        time.sleep(3.0)
+        return (server.seconds_spent() - before) / (time.monotonic() - begun)
+
+    assert any(share() < 0.05 for _ in range(3))  # what was begun before may go on in the first
+    assert server.popen.poll() is None
+
+
+# ---- it cannot
+
+
+@dataclass
+class Failure:
+    """A way to start it wrongly: arguments, and what the message has to say."""
+
+    says: list[str]
+    arguments: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    tokenizer: bool = False
+    prepare: Callable[[Path], object] = lambda folder: None
+    """Spoils the folder `model`, a copy of a model with two shards, in the working directory."""
+
+
+def edit(**changes: object) -> Callable[[Path], None]:
+    return lambda folder: checkpoints.edit_json(folder / "config.json", **changes)
+
+
+def shards(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*.safetensors"))
+    assert len(found) > 1
+    return found
+
+
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+FAILURES = {
+    "unknown model": Failure(["modle", "Did you mean model"], ["modle"]),
+    "unknown folder": Failure(["./modl", "no folder", "Did you mean model"], ["./modl"]),
+    "not a model folder": Failure(["config.json"], ["."]),
+    "corrupt config": Failure(["config.json"], tokenizer=True, prepare=lambda f: (f / "config.json").write_text('{"model_type": ')),
+    "unsupported architecture": Failure(["BertForMaskedLM"], prepare=edit(architectures=["BertForMaskedLM"], model_type="bert")),
+    "truncated weights": Failure(["model-00001"], prepare=lambda f: cut(shards(f)[0], 2000)),
+    "missing shard": Failure(["model-00002"], prepare=lambda f: shards(f)[1].unlink()),
+    "corrupt tokenizer": Failure(["tokenizer"], tokenizer=True, prepare=lambda f: (f / "tokenizer.json").write_text("{")),
+    "too long": Failure(["--max-model-len", "9000", str(CONTEXT)], ["model", "--max-model-len", "9000"]),
+    "little memory": Failure(
+        [f"--max-model-len {SMALL_TOKENS} ", "--kv-cache-memory", str(CONTEXT)],
+        ["model", "--kv-cache-memory", str(SMALL)],
+    ),
+    "wrong variable": Failure(["TK_PORT", "abc"], ["model"], {"TK_PORT": "abc"}),
+    "wrong host": Failure(["--host", "nowhere.invalid"], ["model", "--host", "nowhere.invalid"]),
+    "wrong value": Failure(["--block-size", "999"], ["model", "--block-size", "999"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def failed(
+    reference: Reference, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Process]:
+    """The processes of FAILURES, after their end; they run side by side."""
+
+    def run(name: str) -> Process:
+        failure = FAILURES[name]
+        cwd = tmp_path_factory.mktemp("wrong")
+        folder = checkpoints.save(
+            reference.model, cwd / "model", tokenizer=failure.tokenizer, max_shard_size="40KB"
+        )
+        checkpoints.edit_json(folder / "config.json", max_position_embeddings=CONTEXT)
+        failure.prepare(folder)
+        arguments = failure.arguments or ["model"]
+        ports = [] if "TK_PORT" in failure.variables else ["--port", "0"]
+        process = Process("serve", *arguments, *ports, cwd=cwd, **failure.variables)
+        try:
+            process.wait(START_TIMEOUT)
+        finally:
+            process.stop()
+        return process
+
+    with ThreadPoolExecutor(3) as pool:
+        done = dict(zip(FAILURES, pool.map(run, FAILURES), strict=True))
+    return done.__getitem__
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_mistake_at_start_is_one_message_and_exit_code_2(
+    failed: Callable[[str], Process], name: str
+) -> None:
+    process = failed(name)
+    assert process.popen.returncode == 2
+    message = process.lines[-1]
+    assert message.startswith("tk: ")
+    for part in FAILURES[name].says:
+        assert part in message
+    told = [
+        line
+        for line in process.lines
+        if not re.match(r' +(config|weights|KV cache) +[\d.]+ s$|{"time"', line)
+    ]
+    assert told == [message], "nothing but the phases before it, and no traceback"
+
+
+def test_the_length_that_the_message_of_little_memory_names_does_fit(base: Server) -> None:
+    """The server started with it, in the same memory."""
+    body = {"prompt": "x" * 100, "max_tokens": SMALL_TOKENS - 100, "ignore_eos": True}
+    answer = base.http.post("/v1/completions", json=body)
+    assert answer.json()["usage"]["total_tokens"] == SMALL_TOKENS
+
+
+def test_a_port_that_is_taken_names_who_has_it(
+    server: Server, bare_model: Path, tmp_path: Path
+) -> None:
+    port = server.url.rpartition(":")[2]
+    process = Process("serve", str(bare_model), "--port", port, cwd=tmp_path)
+    assert process.wait(START_TIMEOUT) == 2
+    [message] = process.lines
+    assert message.startswith("tk: ")
+    for part in (f"127.0.0.1:{port}", f"process {server.pid}", "--port"):
+        assert part in message
+    process.stop()
+
+
+def test_a_port_is_taken_from_the_moment_that_a_server_begins_to_load() -> None:
+    """The second of two servers started at once learns it at once, and not when its model is loaded."""
+    port = free_port()
+    with (
+        bind("127.0.0.1", port),
+        pytest.raises(ConfigError, match=f"127.0.0.1:{port}"),
+        bind("127.0.0.1", port),
+    ):
+        pass
+
+
+def test_an_idle_server_ends_at_ctrl_c_and_leaves_the_port_free(configured: Server) -> None:
+    """An open connection that asks for nothing holds nothing up. The server closes it, so that it lingers on its
+    side.
+    """
+    assert configured.http.get("/health").status_code == 200
+    configured.signal(signal.SIGINT)
+    assert configured.wait() == 0
+    assert gone(configured.core)
+    assert "Traceback" not in configured.stderr
+    port = int(configured.variables["TK_PORT"])
+    configured.http.close()
+    lingering = (port, psutil.CONN_TIME_WAIT)
+    until(lambda: lingering in [(c.laddr.port, c.status) for c in psutil.net_connections("tcp")])
+    with bind("127.0.0.1", port) as listener:
+        assert listener.getsockname()[1] == port
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_while_it_starts_ends_it_at_once(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
+) -> None:
+    class Starting:
+        async def start(self, *_: object) -> None:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(60)
+
+        async def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(lifecycle, "_make_front", lambda *_: Starting())
+    config = ServerConfig(host="127.0.0.1", port=free_port())
+    ended = lifecycle.serve(EngineConfig(), config, 0.0)
+    assert asyncio.run(ended) == code

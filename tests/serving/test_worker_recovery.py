@@ -1,0 +1,79 @@
+"""API workers that cannot go on, or begin while the engine is gone."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import httpx
+import psutil
+import zmq
+
+from tests.server import WAIT, Client, Server, until
+
+ENDLESS = 8000
+
+
+def test_a_worker_that_cannot_take_in_what_the_engine_sends_is_replaced(
+    start: Callable[..., Server],
+) -> None:
+    server = start("--api-workers", "2")
+    before = server.workers
+    with server.slowly():
+        break_off(server, before)
+    until(lambda: all_answer(server))
+
+
+def break_off(server: Server, before: list[psutil.Process]) -> None:
+    clients = [Client(server, ENDLESS) for _ in range(2)]
+    until(lambda: all(client.events for client in clients))
+    with zmq.Context() as context, context.socket(zmq.PUSH) as nonsense:
+        nonsense.connect(f"ipc://{server.core.cmdline()[-1]}/out1")
+        nonsense.send(b"\xc1")
+        until(lambda: len(server.workers) == 2 and server.workers != before)
+    until(lambda: sum(client.broken is not None for client in clients) == 1)
+    until(lambda: server.metric("tk:num_requests_running") == 1)
+    until(lambda: "Traceback" in server.stderr and "exit code 1" in server.stderr)
+
+
+def test_a_worker_that_comes_while_the_engine_is_started_again_begins_with_the_new_one(
+    start: Callable[..., Server],
+) -> None:
+    server = start("--api-workers", "2")
+    with server.holding("toolkit.serving.api_worker"):
+        another = replaced(server)
+        server.core.kill()
+        until(lambda: "runs again" in server.stderr)
+    until(lambda: all_answer(server))
+    assert another in server.workers
+
+    with server.holding("toolkit.serving.api_worker"):
+        replaced(server)
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+    assert "Traceback" not in server.stderr
+
+
+def replaced(server: Server) -> psutil.Process:
+    """Ends a worker; the one that takes its place, as soon as it is there."""
+    before = server.workers
+    before[0].kill()
+    return until(lambda: next((worker for worker in server.workers if worker not in before), None))
+
+
+def all_answer(server: Server) -> bool:
+    """Whether each of its workers has answered one of some new connections."""
+    port = int(server.url.rsplit(":", 1)[1])
+    connections = [httpx.Client(base_url=server.url, timeout=WAIT) for _ in range(4)]
+    try:
+        for connection in connections:
+            connection.post(
+                "/v1/completions", json={"prompt": [1], "max_tokens": 1}
+            ).raise_for_status()
+        return all(
+            any(open_one.laddr.port == port for open_one in worker.net_connections())
+            for worker in server.workers
+        )
+    finally:
+        for connection in connections:
+            connection.close()

@@ -1,0 +1,256 @@
+"""Several processes that answer requests, on one port and with one engine core."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+import pytest
+
+from tests.api.conftest import Reference
+from tests.server import LASTING, START_TIMEOUT, WAIT, Client, Process, Server, gone, until
+
+KEY = "a key that nobody guesses"
+ENDLESS = 8000
+NUM_WORKERS = 3
+
+
+@pytest.fixture(scope="module")
+def several(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with NUM_WORKERS workers: tests leave it idle and healthy."""
+    cwd = tmp_path_factory.mktemp("several")
+    served = Server(
+        str(model),
+        "--served-model-name",
+        "tiny",
+        "--api-workers",
+        str(NUM_WORKERS),
+        cwd=cwd,
+        TK_API_KEY=KEY,
+    )
+    yield served
+    served.await_health()
+    served.stop()
+
+
+@pytest.fixture
+def connections(several: Server) -> Iterator[list[httpx.Client]]:
+    """Two connections to each worker, in an order that nobody knows."""
+    key = {"Authorization": f"Bearer {KEY}"}
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(
+                httpx.Client(base_url=several.url, timeout=WAIT, headers=key, limits=LASTING)
+            )
+            for _ in range(2 * NUM_WORKERS)
+        ]
+        for client in clients:
+            assert client.get("/health").status_code == 200
+        yield clients
+
+
+def num_connections(server: Server) -> list[int]:
+    """How many connections each worker has open."""
+    port = urlsplit(server.url).port
+    return [
+        sum(
+            c.laddr.port == port and c.status == psutil.CONN_ESTABLISHED
+            for c in worker.net_connections()
+        )
+        for worker in server.workers
+    ]
+
+
+def test_connections_are_dealt_out_evenly(several: Server, connections: list[httpx.Client]) -> None:
+    several.http.close()
+    several.http = httpx.Client(base_url=several.url, timeout=WAIT, limits=LASTING)
+    until(lambda: num_connections(several) == [2] * NUM_WORKERS)
+
+
+def test_every_worker_answers_as_the_model_does(
+    connections: list[httpx.Client], reference: Reference
+) -> None:
+    for client, prompt in zip(connections, "abcdef", strict=True):
+        body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        answer = client.post("/v1/completions", json=body).json()
+        assert answer["choices"][0]["text"] == reference.text(prompt, 12)
+
+
+def test_workers_agree_on_what_is_served(connections: list[httpx.Client]) -> None:
+    cards = [client.get("/v1/models").content for client in connections]
+    assert cards == cards[:1] * len(connections)
+
+
+def test_every_worker_wants_the_key_and_no_command_line_shows_it(
+    several: Server, connections: list[httpx.Client]
+) -> None:
+    for client in connections:
+        client.headers.pop("Authorization")
+        assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 401
+    for process in [psutil.Process(several.pid), several.core, *several.workers]:
+        assert KEY not in " ".join(process.cmdline())
+
+
+def counted(text: str, name: str) -> float:
+    return sum(
+        float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (.*)$", text, re.MULTILINE)
+    )
+
+
+def test_metrics_are_the_whole_server_s_whichever_worker_tells_them(
+    connections: list[httpx.Client],
+) -> None:
+    names = {
+        "tk:generation_tokens_total": 7.0,
+        "tk:prompt_tokens_total": 3.0,
+        "tk:e2e_request_latency_seconds_count": 1.0,
+        "tk:inter_token_latency_seconds_count": 6.0,
+        "tk:iteration_tokens_total_sum": 3.0 + 6.0,
+        r'tk:request_success_total{.*"length".*}': 1.0,
+        r'http_requests_total{.*"/v1/completions".*"2xx".*}': 1.0,
+    }
+
+    def told(client: httpx.Client) -> dict[str, float]:
+        text = client.get("/metrics").text
+        assert text.count("# TYPE tk:generation_tokens_total ") == 1
+        return {name: counted(text, name) for name in (*names, "tk:generation_tokens_created")}
+
+    before = until(lambda: (now := told(connections[0])) == told(connections[1]) and now)
+    grown = {name: each * len(connections) for name, each in names.items()}
+    after = {name: value + grown.get(name, 0.0) for name, value in before.items()}
+    for client in connections:
+        body = {"prompt": [5, 6, 7], "max_tokens": 7, "ignore_eos": True}
+        assert client.post("/v1/completions", json=body).status_code == 200
+    for client in connections:
+        until(
+            lambda client=client: told(client) == after
+        )  # a worker that is late is told of by its last counts
+
+
+def test_gauges_are_not_added_up(several: Server, connections: list[httpx.Client]) -> None:
+    body = {"prompt": [3] * 64, "max_tokens": ENDLESS, "ignore_eos": True, "stream": True}
+    with several.slowly(), connections[0].stream("POST", "/v1/completions", json=body) as answer:
+        chunks = answer.iter_raw()
+        next(chunks)  # and keeps the connection
+        until(lambda: several.metric("tk:num_requests_running") > 0)
+        for client in connections[1:]:
+            assert counted(client.get("/metrics").text, "tk:num_requests_running") == 1
+    until(several.is_idle)
+
+
+def test_the_requests_of_a_worker_that_dies_end_and_another_takes_its_place(
+    start: Callable[..., Server],
+) -> None:
+    server = start("--api-workers", "2")
+    with server.slowly():
+        lose_a_worker(server)
+    assert "Traceback" not in server.stderr
+
+
+def lose_a_worker(server: Server) -> None:
+    clients = [Client(server, ENDLESS) for _ in range(6)]
+    until(lambda: all(c.events for c in clients))
+    until(lambda: server.metric("tk:num_requests_running") == len(clients))
+    tokens = server.metric("tk:generation_tokens_total")
+    lost, kept = server.workers
+    lost.kill()
+    until(lambda: sum(c.broken is not None for c in clients) == 3)
+    until(lambda: server.metric("tk:num_requests_running") == 3)
+    until(lambda: len(server.workers) == 2 and lost not in server.workers)
+    assert kept in server.workers
+    until(lambda: f"process {lost.pid}" in server.stderr and "SIGKILL" in server.stderr)
+    assert sum(c.broken is not None for c in clients) == 3
+    assert server.metric("tk:generation_tokens_total") >= tokens
+    until(lambda: len(set(answering(server))) == 2)
+    server.signal(signal.SIGINT)
+    until(
+        lambda: (
+            server.http.post("/v1/completions", json={"prompt": [1], "max_tokens": 1}).status_code
+            == 503
+        )
+    )
+    server.signal(signal.SIGINT)
+    assert server.wait() == 0
+    assert Counter(c.broken is None for c in clients) == {True: 3, False: 3}
+    for client in clients:
+        client.finish()
+        assert client.num_tokens is None
+
+
+def answering(server: Server) -> list[int]:
+    """The processes at the other end of some new connections."""
+    port = urlsplit(server.url).port
+    with ExitStack() as stack:
+        for _ in range(4):
+            client = stack.enter_context(httpx.Client(base_url=server.url, timeout=WAIT))
+            body = {"prompt": [1], "max_tokens": 1}
+            assert client.post("/v1/completions", json=body).status_code == 200
+        return [w.pid for w in server.workers for c in w.net_connections() if c.laddr.port == port]
+
+
+def test_when_workers_keep_dying_the_server_ends_and_says_why(start: Callable[..., Server]) -> None:
+    server = start("--api-workers", "2")
+    for _ in range(3):
+        first = server.workers[0]
+        first.send_signal(signal.SIGSEGV)
+        until(lambda gone=first: len(server.workers) == 2 and gone not in server.workers)
+    server.workers[0].send_signal(signal.SIGSEGV)
+    assert server.wait() == 2
+    last = server.lines[-1]
+    assert last.startswith("tk: An API worker")
+    assert f"signal {signal.SIGSEGV.value}" in last
+    assert gone(server.core)
+
+
+def test_a_stopped_worker_does_not_keep_metrics_from_the_others(
+    start: Callable[..., Server],
+) -> None:
+    """What it last told stands for it."""
+    server = start("--api-workers", "2")
+    for _ in range(4):
+        with httpx.Client(base_url=server.url, timeout=WAIT) as client:
+            client.post(
+                "/v1/completions", json={"prompt": [1], "max_tokens": 5, "ignore_eos": True}
+            )
+    until(lambda: server.metric("tk:generation_tokens_total") == 20)
+    stopped = until(lambda: next((w for w in server.workers if not w.net_connections()), None))
+    stopped.suspend()
+    assert server.metric("tk:generation_tokens_total") == 20
+    stopped.resume()
+    server.signal(signal.SIGTERM)
+    assert server.wait() == 0
+
+
+def test_what_keeps_workers_from_starting_is_one_message(model: Path, tmp_path: Path) -> None:
+    process = Process(
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--api-workers",
+        "2",
+        "--tokenizer",
+        str(broken_tokenizer(tmp_path)),
+        cwd=tmp_path,
+    )
+    try:
+        assert process.wait(START_TIMEOUT) == 2
+        assert process.lines[-1].startswith("tk: ")
+        assert "tokenizer" in process.lines[-1]
+        assert "Traceback" not in process.stderr
+    finally:
+        process.stop()
+
+
+def broken_tokenizer(folder: Path) -> Path:
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "tokenizer.json").write_text("{")
+    (folder / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    return folder / "tokenizer"

@@ -1,0 +1,600 @@
+"""Rendered conversations against `apply_chat_template`, and templates that would not end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests import checkpoints
+from toolkit.errors import InvalidRequestError
+from toolkit.text import template_sandbox as sandbox
+from toolkit.text.chat_template import read_templates
+from toolkit.text.tokenizer import Tokenizer
+
+CHATML = """{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- '# Tools\\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' }}{{- tool | tojson }}
+    {%- endfor %}
+    {{- '\\n</tools><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last=messages | length - 1, searching=true) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages | length - 1) - loop.index0 %}
+    {%- if ns.searching and message.role == 'user' %}
+        {%- set ns.searching = false %}{%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set content = message.content if message.content is string else '' %}
+        {%- set thought = message.reasoning_content if message.reasoning_content is defined else '' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if thought and loop.index0 > ns.last %}{{- '<think>\\n' ~ thought.strip('\\n') ~ '\\n</think>\\n\\n' }}{%- endif %}
+        {{- content.lstrip('\\n') }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n{"name": "' ~ call.function.name ~ '", "arguments": ' }}
+            {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+
+LLAMA = """{{- bos_token }}
+{%- if custom_tools is defined %}{% set tools = custom_tools %}{%- endif %}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}
+        {%- set date_string = "26 Jul 2024" %}
+    {%- endif %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n" }}
+{%- if tools is not none %}
+    {%- for t in tools %}
+        {{- t | tojson(indent=4) }}
+        {{- "\\n\\n" }}
+    {%- endfor %}
+{%- endif %}
+{{- system_message + "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if not (message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- if message.tool_calls | length != 1 %}{{- raise_exception("one tool call at a time") }}{%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
+        {{- call.arguments | tojson(sort_keys=true) }}{{- "}<|eot_id|>" }}
+    {%- else %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}
+        {%- if message.content is mapping or message.content is iterable %}{{- message.content | tojson }}
+        {%- else %}{{- message.content }}{%- endif %}
+        {{- "<|eot_id|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+
+MISTRAL = """{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message["role"] == "user" %}
+        {%- if tools is not none and (message == user_messages[-1]) %}
+            {{- "[AVAILABLE_TOOLS][" }}
+            {%- for tool in tools %}
+                {%- set tool = tool.function %}
+                {{- '{"type": "function", "function": {' }}
+                {%- for key, val in tool.items() if key != "return" %}
+                    {%- if val is string %}{{- '"' + key + '": "' + val + '"' }}
+                    {%- else %}{{- '"' + key + '": ' + val | tojson }}{%- endif %}
+                    {%- if not loop.last %}{{- ", " }}{%- endif %}
+                {%- endfor %}
+                {{- "}}" }}{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" }}{%- endif %}
+            {%- endfor %}
+            {{- "[/AVAILABLE_TOOLS]" }}
+        {%- endif %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST]" + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST]" + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- elif message["role"] == "assistant" and message.content is defined %}
+        {%- generation %}{{- message["content"] + eos_token }}{% endgeneration %}
+    {%- elif message["role"] == "tool" %}
+        {%- continue %}
+    {%- else %}
+        {{- raise_exception("Only user and assistant roles are supported, with the exception of an initial system message!") }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+GEMMA = """{{ bos_token }}
+{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('System role not supported') }}{%- endif -%}
+{%- macro text(content) -%}
+    {%- if content is string -%}{{ content | trim }}
+    {%- else -%}
+        {%- for item in content -%}{%- if item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{% for message in messages %}
+    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {% endif %}
+    {% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+    {% if loop.index0 > 6 %}{% break %}{% endif %}
+{{ '<start_of_turn>' + role + '\n' + text(message['content']) + '<end_of_turn>\n' }}
+{% endfor %}
+{%- for group in messages | groupby('role') recursive %}{{ group.grouper ~ group.list | length }}{% endfor -%}
+{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}
+"""
+
+ODD = """  {% for message in messages %}
+{# spaces and lines that trim_blocks and lstrip_blocks take away #}
+    {% if message.content %}  {{ message.content * 2 }}  {{ 2 ** 3 + 1 }} {{ 7 % 4 }}
+    {% endif %}
+  {{ message | tojson }}|{{ message | tojson(indent=2, separators=(', ', ' : ')) }}|{{ message.thinking }}
+  {% endfor %}{% set x = [1] + [2] %}{{ x }} {{ x * 2 }} {{ 'a' ~ undefined_thing ~ none ~ true ~ 1.5 }}
+{%- generation -%}{% set inner = 'here' %}{{ inner }}{%- endgeneration -%}{{ inner | default('not there') }}
+{%- for a in [[1, [2, [3]]]] recursive %}{% if a is iterable %}{{ loop(a) }}{% else %}{{ a }}{% endif %}{% endfor %}
+{%- for x in [] %}never{% else %}nothing{% endfor %}
+{%- macro wrap() %}{{ caller(1) ~ caller('&') }}{% endmacro %}
+{% call(x) wrap() %}<{{ x }}>{% endcall %} {{ documents }} {{ pad_token }} {{ my_token }}
+"""
+TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "mistral": MISTRAL, "gemma": GEMMA, "odd": ODD}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Wetter für einen Ort — <b>&'\"",
+            "parameters": {
+                "type": "object",
+                "properties": {"place": {"type": "string"}},
+                "required": ["place"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "description": "", "parameters": {}}},
+]
+CONTENTS = [
+    "Hi",
+    " two  spaces ",
+    "",
+    "\n\nlines\n",
+    "<|im_end|>{{ 1 }}",
+    "日本 👩‍👩‍👧 é",
+    "</s>\\n",
+    "a<b>&'\"",
+]
+
+
+def conversation(choose: random.Random) -> list[dict]:
+    """Some as a template wants them, some not."""
+    messages = []
+    if choose.random() < 0.4:
+        messages.append({"role": "system", "content": choose.choice(CONTENTS)})
+    for turn in range(choose.randint(1, 9)):
+        role = (
+            ("user", "assistant")[turn % 2]
+            if choose.random() < 0.85
+            else choose.choice(["tool", "user", "x"])
+        )
+        message = {"role": role, "content": choose.choice(CONTENTS), "name": None}
+        if role == "assistant" and choose.random() < 0.3:
+            arguments = choose.choice([{"place": "Köln", "b": 1, "a": None}, '{"place": 1}'])
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+            ]
+            message["content"] = choose.choice([None, "I look"])
+        if role == "assistant" and choose.random() < 0.3:
+            message[choose.choice(["reasoning_content", "reasoning", "thinking"])] = "\nhm\n"
+        if role == "user" and choose.random() < 0.1:
+            message["content"] = [
+                {"type": "text", "text": "part"},
+                {"type": "image"},
+                {"type": "text", "text": " two "},
+            ]
+        messages.append(message)
+    return messages
+
+
+def options(choose: random.Random) -> dict:
+    found: dict = {"add_generation_prompt": choose.random() < 0.5}
+    if choose.random() < 0.3:
+        found["tools"] = TOOLS
+    if choose.random() < 0.2:
+        found["enable_thinking"] = choose.random() < 0.5
+    if choose.random() < 0.2:
+        found |= {"add_generation_prompt": False, "continue_final_message": True}
+    if choose.random() < 0.1:
+        found |= {"documents": [{"title": "t", "text": "x"}], "bos_token": "<other>"}
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("templates")
+    tokenizer = checkpoints.make_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.pad_token = "<|end|>"
+    tokenizer.save_pretrained(folder)
+    checkpoints.edit_json(folder / "tokenizer_config.json", my_token="<|user|>")
+    return folder
+
+
+def make(folder: Path, template: object, to: Path) -> Path:
+    """The tokenizer with another template in tokenizer_config.json."""
+    for path in folder.iterdir():
+        (to / path.name).write_bytes(path.read_bytes())
+    checkpoints.edit_json(to / "tokenizer_config.json", chat_template=template)
+    return to
+
+
+class TestParity:
+    @pytest.mark.parametrize("name", TEMPLATES)
+    def test_conversations_read_as_transformers_renders_them(self, folder, tmp_path, name):
+        made = make(folder, TEMPLATES[name], tmp_path)
+        theirs, ours = AutoTokenizer.from_pretrained(made), Tokenizer(made)
+        choose = random.Random(7)
+        rendered = refused = 0
+        for _ in range(300):
+            messages, given = conversation(choose), options(choose)
+            try:
+                # A template that writes the message twice shows Transformers' mark.
+                expected = theirs.apply_chat_template(messages, tokenize=False, **given).replace(
+                    "CONTINUE_FINAL_MESSAGE_TAG ", ""
+                )
+            except Exception:
+                with pytest.raises(InvalidRequestError, match="refuses these messages"):
+                    ours.render_chat(messages, **given)
+                refused += 1
+            else:
+                before = json.dumps(messages)
+                assert ours.render_chat(messages, **given) == expected
+                assert json.dumps(messages) == before
+                rendered += 1
+        assert rendered > 50
+        assert refused or name == "chatml"
+
+    @pytest.mark.parametrize("field", ["content", "reasoning_content", "thinking"])
+    def test_the_message_to_go_on_with_may_be_named_and_keeps_or_loses_its_spaces(
+        self, folder, tmp_path, field
+    ):
+        template = "{% for m in messages %}<{{ m.reasoning_content }}|{{ m.content if keep else m.content | trim }}>{% endfor %}"
+        made = make(folder, template, tmp_path)
+        theirs, ours = AutoTokenizer.from_pretrained(made), Tokenizer(made)
+        messages = [{"role": "assistant", "content": "so far  ", "thinking": "hm  "}]
+        for keep in (True, False):
+            given = {"add_generation_prompt": False, "continue_final_message": field, "keep": keep}
+            expected = theirs.apply_chat_template(messages, tokenize=False, **given)
+            assert ours.render_chat(messages, **given) == expected
+            assert expected.rstrip().endswith("so far" if field == "content" else "hm")
+
+    def test_a_function_is_a_tool_by_its_signature(self, folder, tmp_path):
+        def add(a: int, b: int = 2) -> int:
+            """
+            Adds numbers.
+
+            Args:
+                a: The first.
+                b: The second.
+            """
+            return a + b
+
+        made = make(folder, CHATML, tmp_path)
+        messages = [{"role": "user", "content": "1 + 2"}]
+        expected = AutoTokenizer.from_pretrained(made).apply_chat_template(
+            messages, tokenize=False, tools=[add], add_generation_prompt=True
+        )
+        assert Tokenizer(made).render_chat(messages, tools=[add]) == expected
+
+
+class TestWhereTemplatesAre:
+    def test_a_list_has_names_and_tools_choose(self, folder, tmp_path):
+        named = [{"name": name, "template": name} for name in ("default", "tool_use", "rag")]
+        tokenizer = Tokenizer(make(folder, named, tmp_path))
+        messages = [{"role": "user", "content": "x"}]
+        assert tokenizer.render_chat(messages) == "default"
+        assert tokenizer.render_chat(messages, tools=TOOLS) == "tool_use"
+        assert tokenizer.render_chat(messages, chat_template="rag") == "rag"
+        assert tokenizer.render_chat(messages, chat_template="{{ messages[0].content }}") == "x"
+
+    def test_without_a_default_one_must_be_named(self, folder, tmp_path):
+        tokenizer = Tokenizer(make(folder, [{"name": "rag", "template": "rag"}], tmp_path))
+        with pytest.raises(InvalidRequestError, match="rag"):
+            tokenizer.render_chat([{"role": "user", "content": "x"}])
+
+    def test_files_come_before_the_config_as_in_transformers(self, folder, tmp_path):
+        made = make(folder, "of the config", tmp_path)
+        (made / "chat_template.jinja").write_text("of the file")
+        (made / "additional_chat_templates").mkdir()
+        (made / "additional_chat_templates" / "tool_use.jinja").write_text("for tools")
+        theirs, ours = AutoTokenizer.from_pretrained(made), Tokenizer(made)
+        messages = [{"role": "user", "content": "x"}]
+        for tools in (None, TOOLS):
+            expected = theirs.apply_chat_template(messages, tokenize=False, tools=tools)
+            assert ours.render_chat(messages, tools=tools) == expected
+        assert expected == "for tools"
+
+    def test_a_folder_without_any_has_none(self, folder, tmp_path):
+        assert read_templates(tmp_path, {}) == {}
+        with pytest.raises(InvalidRequestError) as caught:
+            Tokenizer(folder).render_chat([{"role": "user", "content": "x"}])
+        assert caught.value.code == "no_chat_template"
+
+
+def render(
+    folder: Path, tmp_path: Path, template: str, *messages: object, **options: object
+) -> str:
+    given = list(messages) or [{"role": "user", "content": "x"}]
+    return Tokenizer(make(folder, template, tmp_path)).render_chat(given, **options)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("template", "cause"),
+        [
+            ("{{ raise_exception('no such role') }}", "no such role"),
+            ("{% for %}", "end of statement block"),
+            ("{{ messages[9].content }}", "has no element 9"),
+            ("{{ 1 / 0 }}", "division by zero"),
+            ("{{ messages[0].content + 1 }}", "can only concatenate|must be str"),
+            ("{{ ''.__class__.__mro__ }}", "unsafe"),
+            ("{{ messages.append(1) }}", "not safely callable|unsafe"),
+            ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+            ("{{ lipsum(n=1000000) }}", "undefined"),
+        ],
+    )
+    def test_what_goes_wrong_is_named(self, folder, tmp_path, template, cause):
+        with pytest.raises(InvalidRequestError, match=cause) as caught:
+            render(folder, tmp_path, template)
+        assert caught.value.param == "messages"
+
+    @pytest.mark.parametrize(
+        ("messages", "options"),
+        [
+            ([], {}),
+            (["text"], {}),
+            ([{"role": "user", "content": "x"}], {"tools": 5}),
+            ([{"role": "user", "content": "x"}], {"tools": ["x"]}),
+            ([{"role": "user", "content": "x"}], {"documents": ["x"]}),
+            ([{"role": "user", "content": "x"}], {"continue_final_message": True}),
+            ([{"role": "user"}], {"continue_final_message": True, "add_generation_prompt": False}),
+            (
+                [{"role": "user", "content": 1}],
+                {"continue_final_message": True, "add_generation_prompt": False},
+            ),
+        ],
+    )
+    def test_what_is_no_conversation_is_refused(self, folder, tmp_path, messages, options):
+        tokenizer = Tokenizer(make(folder, "{{ messages[0].content }}", tmp_path))
+        with pytest.raises(InvalidRequestError, match="refuses these messages"):
+            tokenizer.render_chat(messages, **options)
+
+
+NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}%s{% endfor %}{% endfor %}"
+
+
+class TestLimits:
+    @pytest.mark.parametrize(
+        "template",
+        [
+            NESTED.replace("%s", ""),
+            NESTED.replace("%s", "").replace(
+                "range(99999) %}{% endfor", "range(99999) if false %}{% endfor"
+            ),
+            "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+            "{% for a in [40] recursive %}{% if a %}{{ loop([a - 1, a - 1]) }}{% endif %}{% endfor %}",
+            "{% macro m() %}{{ caller() }}{% endmacro %}{% for a in range(99999) %}{% for b in range(99999) %}"
+            "{% call m() %}{% endcall %}{% endfor %}{% endfor %}",
+        ],
+        ids=["loops", "filtered-loops", "macros", "recursive-loop", "calls"],
+    )
+    def test_what_does_not_end_is_ended(self, folder, tmp_path, monkeypatch, template):
+        monkeypatch.setattr(sandbox, "SECONDS", 0.3)
+        start = time.monotonic()
+        with pytest.raises(InvalidRequestError, match=r"longer than 0\.3 seconds"):
+            render(folder, tmp_path, template)
+        assert time.monotonic() - start < 60
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            NESTED.replace("%s", "{{ 'text' * 10000 }}"),
+            "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+            "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+            "{{ 'x' * 10 ** 12 }}",
+            "{{ 10 ** 12 * 'x' }}",
+            "{{ ([1] * 10 ** 12) | length }}",
+        ],
+    )
+    def test_what_grows_without_bound_is_ended(self, folder, tmp_path, template):
+        with pytest.raises(InvalidRequestError, match=f"more than {sandbox.CHARACTERS} characters"):
+            render(folder, tmp_path, template)
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{{ 'a'.ljust(10 ** 13) }}",
+            "{{ 'a'['ljust'](10 ** 13) }}",
+            "{{ 'a' | center(10 ** 13) }}",
+            "{{ ['a'] | map('center', 10 ** 13) | join }}",
+            "{{ 'a\n' * 10000 | indent(10 ** 9) }}",
+            "{{ ('a' * 10000) | replace('a', 'b' * 10000) }}",
+            "{{ ('a' * 10000).replace('a', 'b' * 10000) }}",
+            "{{ ('a' * 10000).join(['b'] * 10000) }}",
+            "{{ (['b'] * 10000) | join('a' * 10000) }}",
+            "{{ ('a' * 10000) | wordwrap(1, true, 'b' * 10000) }}",
+            "{{ '\t'.expandtabs(10 ** 9) }}",
+        ],
+    )
+    def test_what_filters_and_methods_make_is_measured_first(self, folder, tmp_path, template):
+        with pytest.raises(InvalidRequestError, match=f"more than {sandbox.CHARACTERS} characters"):
+            render(folder, tmp_path, template)
+
+    @pytest.mark.parametrize(
+        "writes",
+        [
+            "{{ many }}",
+            "{{ many | string | length }}",
+            "{{ (many ~ '') | length }}",
+            "{{ many | tojson }}",
+            "{{ {'a': many}.values() }}",
+            "{{ [1, [{'a': many}]] | upper }}",
+            "{{ namespace(a=many) }}",
+            "{{ '%s' % (many,) }}",
+            "{{ '%s' | format(many) }}",
+            "{{ '{}'.format(many) }}",
+            "{{ [many] | join }}",
+            "{{ ''.join([many]) }}",
+            "{{ [many] | map('string') | list }}",
+            "{{ many | replace('a', 'b') }}",
+            "{{ 'b'.replace(many, 'a') }}",
+            "{{ many | indent }}",
+            "{{ many | trim }}",
+            "{{ [{'k': 1, 'v': many}] | groupby('k') }}",
+            "{{ ('%(a)s' * 1000) % {'a': 'x' * 100000} }}",
+            "{{ ('{0}' * 1000).format('x' * 100000) }}",
+            "{{ ([1] * 1000) | tojson(indent=10 ** 6) }}",
+            "{{ ([1] * 1000) | tojson(separators=('x' * 100000, '')) }}",
+        ],
+    )
+    def test_a_list_with_one_long_text_many_times_is_weighed_before_it_is_written(
+        self, folder, tmp_path, writes
+    ):
+        """Written out it would be a thousand gigabytes."""
+        many = "{% set many = ['text' * 250000] * 1000000 %}"
+        with pytest.raises(InvalidRequestError, match=f"more than {sandbox.CHARACTERS} characters"):
+            render(folder, tmp_path, many + writes)
+
+    @pytest.mark.parametrize(
+        "compares",
+        [
+            "{{ n.a }}",
+            "{{ n.a == n.b }}",
+            "{{ n.a is eq n.b }}",
+            "{{ n.a in [n.b] }}",
+            "{{ [n.a, n.b] | sort | length }}",
+            "{{ [n.a, n.b] | select | unique | list | length }}",
+            "{{ [n.a, n.b] | select | max | length }}",
+            "{{ {n.a: 1} }}",
+            "{{ {}[n.a] }}",
+        ],
+    )
+    def test_what_branches_without_end_is_not_written_nor_compared(
+        self, folder, tmp_path, monkeypatch, compares
+    ):
+        """Two tuples of 2 to the power of 40 numbers each, that are made of a few."""
+        made = (
+            "{% set n = namespace(a=(0,), b=(0,)) %}{% for i in range(40) %}{% set n.a = (n.a, n.a) %}"
+            "{% set n.b = (n.b, n.b) %}{% endfor %}"
+        )
+        monkeypatch.setattr(sandbox, "SECONDS", 0.3)
+        with pytest.raises(InvalidRequestError, match=r"longer than 0\.3 seconds"):
+            render(folder, tmp_path, made + compares)
+
+    def test_lists_and_tables_are_written_and_compared_as_jinja_does(self, folder, tmp_path):
+        template = (
+            "{{ [1, 'a', {'b': (2, none)}] }}|{{ {'k': [1]}.items() | list }}|{{ [1] ~ {} }}|{{ [1, 2] == [1, 2] }}|"
+            "{{ [1] in [[1], 2] }}|{{ [[2], [1]] | sort }}|{{ [1, 1, 2] | unique | list }}|{{ ['a'] | string | upper }}|"
+            "{{ [3, 1] | map('string') | join('-') }}|{{ 2 is in [1, 2] }}|{{ {(1, 2): 3}[(1, 2)] }}|{{ [1] is string }}|"
+            "{{ '%s and %s' % ([1], {}) }}|{{ '{} {a}'.format([1], a=2) }}|{{ none }}|{{ undefined_thing }}|{{ 1.50 }}"
+        )
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        expected = ImmutableSandboxedEnvironment().from_string(template).render()
+        assert render(folder, tmp_path, template) == expected
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{{ ([[1]] * 150000) | sum(start=[]) | length }}",
+            "{{ '%1000000000d' % 1 }}",
+            "{{ '%1000000000d' | format(1) }}",
+            "{{ '%*d' | format(10 ** 9, 1) }}",
+            "{{ '{:1000000000}'.format(1) }}",
+            "{{ '{:{}}'.format(1, 10 ** 9) }}",
+            "{{ 1.5 | round(10 ** 9, 'floor') }}",
+        ],
+    )
+    def test_what_cannot_be_measured_is_refused(self, folder, tmp_path, template):
+        with pytest.raises(InvalidRequestError, match=r"numbers only|width of its own|too large"):
+            render(folder, tmp_path, template)
+
+    def test_filters_and_methods_do_what_jinja_s_do(self, folder, tmp_path):
+        template = (
+            "{{ 'a'.ljust(3) }}|{{ 'a' | center(3) }}|{{ 'aba'.replace('a', 'c', 1) }}|{{ 'x' | indent(2, true) }}|"
+            "{{ ['a', 'b'] | map('upper') | join(', ') }}|{{ [{'n': 1}, {'n': 2}] | join('-', attribute='n') }}|"
+            "{{ ', '.join(['a', 'b']) }}|{{ [1, 2] | sum }}|{{ '%5.1f %s' % (1.25, 'x') }}|{{ '{}: {:>3}'.format('a', 1) }}|"
+            "{{ 'aa' | replace('a', 'b', count=1) }}|{{ [{'n': 1}] | sum(attribute='n') }}|{{ 2.55 | round(1) }}|"
+            "{{ 'User: %s {' | format('x') }}"
+        )
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        expected = ImmutableSandboxedEnvironment().from_string(template).render()
+        assert render(folder, tmp_path, template) == expected
+
+    def test_numbers_and_ranges_have_bounds_too(self, folder, tmp_path):
+        for template in ("{{ 9 ** (9 ** 9) }}", "{% for i in range(10 ** 9) %}{% endfor %}"):
+            with pytest.raises(InvalidRequestError, match=r"too large|too big"):
+                render(folder, tmp_path, template)
+
+    def test_a_long_conversation_is_within_them(self, folder, tmp_path, monkeypatch):
+        monkeypatch.setattr(
+            sandbox, "SECONDS", 60.0
+        )  # it takes well under one, and a busy machine's time
+        messages = [
+            {"role": ("user", "assistant")[i % 2], "content": "word " * 200} for i in range(4000)
+        ]
+        text = render(folder, tmp_path, CHATML, *messages)
+        assert len(text) > 4_000_000
+
+    async def test_conversations_rendered_at_once_have_each_their_own_time(
+        self, folder, tmp_path, monkeypatch
+    ):
+        """One that is stopped does not stop the one beside it."""
+        monkeypatch.setattr(sandbox, "SECONDS", 0.5)
+        template = (
+            "{% if messages[0].content == 'long' %}" + NESTED.replace("%s", "") + "{% endif %}done"
+        )
+        tokenizer = Tokenizer(make(folder, template, tmp_path))
+        long, short = (
+            asyncio.to_thread(tokenizer.render_chat, [{"role": "user", "content": content}])
+            for content in ("long", "short")
+        )
+        first, second = await asyncio.gather(long, short, return_exceptions=True)
+        assert isinstance(first, InvalidRequestError)
+        assert second == "done"

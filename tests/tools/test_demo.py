@@ -1,0 +1,218 @@
+"""The bundled demo model, and the corpus and recipe that it comes from."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from toolkit.config import EngineConfig, ServerConfig, options
+from toolkit.config.engine import PARTS
+from toolkit.demo import MODEL_DIR
+from tools.demo import corpus, evaluate
+from tools.demo.corpus import (
+    OTHER_WORDS,
+    Question,
+    held_out,
+    held_out_texts,
+    normalise,
+    training_documents,
+)
+from tools.demo.facts import FACTS, every_spelling
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+
+
+def questions_of(documents):
+    return {
+        normalise(text) for document in documents for role, text in document.turns if role == "user"
+    }
+
+
+def test_the_corpus_knows_several_hundred_facts():
+    facts = [fact for fact in corpus.facts() if fact.category == FACTS]
+    assert len(facts) >= 300
+    assert len({fact.answer for fact in facts}) >= 400
+    assert all(fact.answer.endswith((".", "`", '".')) for fact in facts)
+
+
+def test_every_flag_that_the_corpus_explains_exists_with_the_default_it_names():
+    table = {row.flag: row for config in (*PARTS.values(), ServerConfig) for row in options(config)}
+    defaults = {fact.names[0]: fact.answer for fact in corpus.facts() if fact.kind == "default"}
+    for fact in corpus.facts():
+        if fact.kind == "flag":
+            row = table[fact.names[0]]
+            if row.default not in (None, ()) and not isinstance(row.default, bool):
+                number = f"{row.default:g}" if isinstance(row.default, float) else str(row.default)
+                assert number in defaults[row.flag], row.flag
+    assert EngineConfig().cache.block_size == 16  # "16 by default in tk", says the corpus
+
+
+def test_the_corpus_is_the_same_each_time():
+    assert training_documents(seed=3, samples=4) == training_documents(seed=3, samples=4)
+    assert training_documents(seed=3, samples=4) != training_documents(seed=4, samples=4)
+
+
+def test_no_held_out_question_is_trained_on():
+    from tools.demo.train import Recipe
+
+    trained = questions_of(training_documents(Recipe.seed, Recipe.samples))
+    asked = {normalise(question.text) for question in held_out()}
+    assert len(asked) > 2000
+    assert not asked & trained
+
+
+def test_of_the_questions_in_other_words_about_a_third_is_held_out_for_every_fact():
+    held, every = 0, 0
+    for fact in corpus.facts():
+        if (
+            fact.category == FACTS and fact.kind != "flag"
+        ):  # a flag is asked for by its "which flag" fact
+            parts = fact.split(seed=0)
+            assert sorted(text for part in parts.values() for text in part) == sorted(
+                fact.in_other_words
+            )
+            assert parts["held out"], fact.key
+            held, every = held + len(parts["held out"]), every + len(fact.in_other_words)
+    assert held >= 500
+    assert 0.28 < held / every < 0.38
+
+
+def test_no_spelling_of_a_question_held_out_is_trained_on_and_no_clue_says_it_word_for_word():
+    trained = questions_of(training_documents(seed=0, samples=40))
+    assert not trained & held_out_texts(seed=0)
+    for fact in corpus.facts():
+        asked = [
+            normalise(text) for ask in fact.split(0)["held out"] for text in every_spelling(ask)
+        ]
+        clues = corpus.training_words(fact, seed=0).clues
+        assert not [
+            clue
+            for clue in clues
+            if " " in clue and any(f" {normalise(clue)} " in f" {a} " for a in asked)
+        ]
+
+
+def test_every_fact_that_answers_the_questions_of_another_exists():
+    keys = {fact.key for fact in corpus.facts()}
+    assert not {key for fact in corpus.facts() for key in fact.also} - keys
+
+
+def test_the_whole_shipped_folder_is_at_most_8_megabytes():
+    assert sum(file.stat().st_size for file in MODEL_DIR.iterdir()) <= 8_000_000
+
+
+def test_the_shipped_model_loads_offline_as_gpt2_with_the_chat_template_that_it_was_trained_with():
+    from transformers import AutoConfig, AutoTokenizer
+
+    from tools.demo.train import Recipe, encode
+
+    config = AutoConfig.from_pretrained(MODEL_DIR)
+    assert config.architectures == ["GPT2LMHeadModel"]
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    assert tokenizer.eos_token_id == config.eos_token_id
+    for document in training_documents(samples=2)[:300]:
+        if document.turns[0][0] != "text":
+            messages = [{"role": role, "content": text} for role, text in document.turns]
+            ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+            assert ids == encode(tokenizer.backend_tokenizer, document, Recipe().finish())[0]
+
+
+def test_the_tokenizer_gives_every_text_back():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    for text in ("What is 12 x 12?", "Grüße, 世界 🙂", " two  spaces\n", "`tk serve --port 9000`"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_chat_template_takes_content_in_parts_and_refuses_roles_it_does_not_know():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}],
+        }
+    ]
+    whole = [{"role": "user", "content": "Hello"}]
+    text = tokenizer.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
+    assert text == tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+    assert text == "<|user|> hello<|end|><|assistant|>"
+    with pytest.raises(Exception, match="system, user and assistant, not tool"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": "1"}], tokenize=False)
+
+
+@pytest.mark.slow
+def test_most_held_out_questions_about_facts_are_answered_right():
+    asked = random.Random(0).sample([q for q in held_out() if q.category == FACTS], 60)
+    right, count = evaluate.right_shares(evaluate.ask(MODEL_DIR, asked))[FACTS]
+    assert right >= evaluate.REQUIRED * count
+
+
+@pytest.mark.slow
+def test_about_half_of_the_held_out_questions_in_entirely_other_words_are_answered_right():
+    asked = random.Random(0).sample([q for q in held_out() if q.category == OTHER_WORDS], 80)
+    right, count = evaluate.right_shares(evaluate.ask(MODEL_DIR, asked))[OTHER_WORDS]
+    assert right >= 0.4 * count
+
+
+def test_the_questions_of_a_first_run_are_answered():
+    asked = {
+        "What is a KV cache?": "keys and values",
+        "How do I start a server?": "`tk serve MODEL`",
+        "What does TTFT mean?": "time to first token",
+        "What is 7 + 5?": "7 + 5 = 12.",
+        "Hello": "Ask me about tk",
+        "What is the capital of France?": "I only know about tk",
+    }
+    answers = evaluate.ask(MODEL_DIR, [Question("", "", text, "") for text in asked])
+    for answer, expected in zip(answers, asked.values(), strict=True):
+        assert expected in answer.text
+
+
+def test_asked_who_it_is_it_says_that_it_is_the_demo_model_and_no_substitute_for_a_real_one():
+    asked = [Question("identity", "", text, "") for text in ("who are you?", "What is your name?")]
+    for answer in evaluate.ask(MODEL_DIR, asked):
+        assert "demo model" in answer.text
+        assert "no substitute for a real model" in answer.text
+        assert answer.ended
+
+
+def test_a_second_question_in_a_chat_is_answered_too():
+    before = (
+        ("user", "What does --port do?"),
+        (
+            "assistant",
+            "The flag --port sets the port to listen on; 0 takes a free one.",
+        ),
+    )
+    question = Question(FACTS, "", "What is its default?", "The default of --port is 8000.", before)
+    assert evaluate.ask(MODEL_DIR, [question])[0].right
+
+
+def test_a_few_steps_of_the_recipe_write_a_folder_that_loads(tmp_path):
+    from tools.demo.train import Recipe, train
+
+    recipe = Recipe(
+        steps=3,
+        finish_steps=3,
+        tokens_per_step=512,
+        row_lengths=(128,),
+        facts=20,
+        samples=5,
+        layers=2,
+    )
+    loss = train(tmp_path / "model", recipe, device="cpu")
+    assert 0 < loss < 10
+    answers = evaluate.ask(tmp_path / "model", held_out()[:2])
+    assert len(answers) == 2
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["eos_token_id"] == 0

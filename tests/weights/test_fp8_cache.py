@@ -1,0 +1,206 @@
+"""The KV cache in FP8: what fits into it, that every backend reads it alike, and what a model loses by it."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import checkpoints
+from tests.checkpoints import VOCAB
+from tests.weights.accuracy import compare
+from toolkit import LLM, SamplingParams
+from toolkit.attention import choose_backend
+from toolkit.errors import ConfigError
+from toolkit.models import cache_scale
+from toolkit.models.build import build_model, load_config
+from toolkit.weights import fp8
+from toolkit.weights.loader import load_weights
+from toolkit.worker.kv_cache import choose_cache_dtype
+
+NAMES = ["gpt2", "llama3-gqa", "mistral-window", "qwen3"]
+TIGHT = {"num_gpu_blocks_override": 44, "block_size": 4, "enable_prefix_caching": False}
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(VOCAB) for _ in range(length)] for length in (5, 40, 17, 60)]
+
+
+def greedy(folder, **settings) -> list[list[int]]:
+    llm = LLM(str(folder), kv_cache_dtype="fp8", kv_cache_memory=0.05, max_num_seqs=4, **settings)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    results = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
+    llm.shutdown()
+    return [list(result.outputs[0].token_ids) for result in results]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_cpu_backend_agrees_with_the_reference(checkpoint, name):
+    settings = {"device": "cpu", "dtype": "float32"}
+    expected = greedy(checkpoint(name), attention_backend="torch", **settings)
+    assert greedy(checkpoint(name), attention_backend="cpu", **settings) == expected
+
+
+def test_swapped_blocks_come_back_as_they_were(checkpoint):
+    settings = {"device": "cpu", "dtype": "float32"}
+    folder = checkpoint("llama3-gqa")
+    expected = greedy(folder, **settings)
+    assert greedy(folder, swap_space=0.01, **TIGHT, **settings) == expected
+
+
+def test_the_demo_model_loses_little_and_its_cache_holds_more():
+    """Measured: errors of 2.5 % of the log-probabilities' spread; 98.2 % of the likeliest tokens are the same."""
+    found = compare({"device": "cpu", "dtype": "float32"}, {"kv_cache_dtype": "fp8"})
+    assert 0 < found.error < 0.05
+    assert found.agreement > 0.95
+    assert found.blocks == pytest.approx(4, rel=0.01)
+
+
+def with_sizes(name: str, folder: Path, keys: float, values: float) -> Path:
+    """The same model, in which keys and values are so many times as large, and what meets them is as much smaller."""
+    model = checkpoints.make_reference(name)
+    with torch.no_grad():
+        for part, tensor in model.named_parameters():
+            if "c_attn" in part:  # queries, keys and values side by side
+                for number, factor in zip(
+                    tensor.chunk(3, dim=-1), (1 / keys, keys, values), strict=True
+                ):
+                    number *= factor
+            elif part.endswith(("c_proj.weight", "o_proj.weight")) and "mlp" not in part:
+                tensor /= values
+            elif "v_proj" in part:
+                tensor *= values
+            elif any(kind in part for kind in (("k_norm",) if "qwen3" in name else ("k_proj",))):
+                tensor *= keys
+            elif any(kind in part for kind in (("q_norm",) if "qwen3" in name else ("q_proj",))):
+                tensor /= keys
+    return checkpoints.save(model, folder)
+
+
+SIZES = [(2.0**9, 2.0**-5), (2.0**-5, 2.0**9)]
+
+
+@pytest.mark.parametrize(("keys", "values"), SIZES)
+@pytest.mark.parametrize("name", [*NAMES, "qwen2"])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)],
+)
+def test_it_does_not_matter_how_large_keys_and_values_are(
+    checkpoint, tmp_path, name, keys, values, device, dtype
+):
+    """Powers of two change no rounding, unless e4m3 ends there."""
+    settings = {"device": device, "dtype": dtype}
+    assert greedy(with_sizes(name, tmp_path, keys, values), **settings) == greedy(
+        checkpoint(name), **settings
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3-gqa", "llama-biases-head-dim", "qwen2"])
+@torch.inference_mode()
+def test_sizes_are_those_that_the_layer_gives_what_is_random(checkpoint, name):
+    """Biases of the projection and of the norm before it count; so does that norm's weight."""
+    folder, random_ = checkpoint(name), torch.Generator().manual_seed(0)
+    config = load_config(folder)
+    model = build_model(
+        config, folder, device=torch.device("cpu"), dtype=torch.float32, max_model_len=8
+    )
+    load_weights(model, folder, "auto")
+    for layer in model.layers:
+        for part in (layer.attn_norm.weight, layer.attn_norm.bias, layer.qkv.bias):
+            if part is not None:
+                part.add_(torch.randn(part.shape, generator=random_))
+        hidden = torch.randn(20_000, len(layer.attn_norm.weight), generator=random_)
+        given = layer.qkv(layer.attn_norm(hidden, None)[0]).square().mean(0).sqrt()
+        torch.testing.assert_close(
+            cache_scale._sizes(layer, slice(None)), given, rtol=0.1, atol=0.0
+        )
+
+
+@pytest.mark.parametrize("name", [*NAMES, "qwen2"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_scales_change_no_answer_but_by_the_cache(checkpoint, monkeypatch, name, quantization):
+    """With a cache in float32, log-probabilities are the very same."""
+
+    def answers(cache: str) -> list:
+        llm = LLM(
+            str(checkpoint(name)),
+            device="cpu",
+            dtype="float32",
+            quantization=quantization,
+            kv_cache_dtype=cache,
+            kv_cache_memory=0.05,
+        )
+        params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=3)
+        results = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
+        llm.shutdown()
+        return [(r.outputs[0].token_ids, r.outputs[0].cumulative_logprob) for r in results]
+
+    expected = answers("auto")
+    monkeypatch.setattr(
+        "toolkit.worker.worker.choose_cache_dtype", lambda wanted, dtype, device: dtype
+    )
+    scaled = []
+    monkeypatch.setattr(
+        cache_scale,
+        "_factor",
+        lambda size, factor=cache_scale._factor: scaled.append(factor(size)) or scaled[-1],
+    )
+    assert answers("fp8") == expected
+    assert len(scaled) > 1
+    assert any(factor != 1 for factor in scaled)
+
+
+@pytest.mark.parametrize(
+    ("size", "factor"),
+    [(16.0, 1.0), (30.0, 0.5), (1e-9, 256.0), (1e9, 2.0**-8), (0.0, 1.0), (math.nan, 1.0)],
+)
+def test_scales_are_powers_of_two_that_weights_can_take(size, factor):
+    assert cache_scale._factor(torch.tensor(size)) == factor
+
+
+def test_old_gpus_and_flash_attn_do_not_take_it(monkeypatch):
+    monkeypatch.setattr(fp8, "has_arithmetic", lambda device: False)
+    assert choose_cache_dtype("auto", torch.float16, torch.device("cuda")) == torch.float16
+    with pytest.raises(ConfigError, match="needs a GPU of compute capability"):
+        choose_cache_dtype("fp8", torch.float16, torch.device("cuda"))
+    with pytest.raises(ConfigError, match="takes no --kv-cache-dtype fp8"):
+        choose_backend("flash", torch.device("cpu"), torch.float16, 64, 16, fp8_cache=True)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("eager", [True, False])
+def test_the_gpu_in_fp32_agrees_with_the_reference(checkpoint, name, eager):
+    """Keys that two ways of computing leave at two sides of a middle are rare; tokens that differ by them rarer."""
+    settings = {"device": "cuda", "dtype": "float32"}
+    expected = greedy(checkpoint(name), attention_backend="torch", **settings)
+    tokens = greedy(checkpoint(name), enforce_eager=eager, **settings)
+    assert sum(ours == theirs for ours, theirs in zip(tokens, expected, strict=True)) >= 3
+
+
+@pytest.mark.gpu
+def test_swapped_blocks_come_back_as_they_were_on_a_gpu(checkpoint):
+    settings = {"device": "cuda", "dtype": "float32", "enforce_eager": True}
+    folder = checkpoint("llama3-gqa")
+    expected = greedy(folder, **settings)
+    tokens = greedy(folder, swap_space=0.01, **TIGHT, **settings)
+    assert sum(ours == theirs for ours, theirs in zip(tokens, expected, strict=True)) >= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_the_demo_model_loses_little_on_a_gpu(dtype, quantization):
+    change = {"kv_cache_dtype": "fp8"} | ({"quantization": quantization} if quantization else {})
+    found = compare({"device": "cuda", "dtype": dtype}, change)
+    assert 0 < found.error < (0.1 if quantization else 0.06)
+    assert found.agreement > (0.88 if quantization else 0.93)
+    assert found.blocks == pytest.approx(2, rel=0.01)

@@ -1,0 +1,90 @@
+"""Loading holds the weights once, not twice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.checkpoints import edit_json
+
+SCRIPT = """
+import re, sys
+from pathlib import Path
+from toolkit import LLM
+
+def resident(kind):
+    return int(re.search(kind + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+def load(folder):
+    return LLM(folder, device="cpu", max_num_seqs=2, max_model_len=16, num_gpu_blocks_override=1)
+
+load(sys.argv[1])                                # whatever is imported on the way is imported now
+Path("/proc/self/clear_refs").write_text("5")    # the peak counts from here
+before = resident("VmRSS")
+llm = load(sys.argv[2])
+print((resident("VmHWM") - before) / llm.info.weight_bytes, llm.info.weight_bytes)
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """(small, of 200 MB, the same in shards); one architecture."""
+    root = tmp_path_factory.mktemp("memory")
+    shape = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": 262,
+        "max_position_embeddings": 64,
+    }
+    small = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, **shape
+    )
+    large = transformers.LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=3, **shape
+    )
+    with torch.device("meta"):
+        sketches = transformers.LlamaForCausalLM(small), transformers.LlamaForCausalLM(large)
+    models = [sketch.to_empty(device="cpu") for sketch in sketches]
+    for model in models:
+        for parameter in model.parameters():
+            parameter.data.fill_(0.01)
+    models[0].save_pretrained(root / "small")
+    models[1].save_pretrained(root / "large")
+    models[1].save_pretrained(root / "shards", max_shard_size="50MB")
+    return root / "small", root / "large", root / "shards"
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="reads the peak from Linux's /proc"
+)
+@pytest.mark.parametrize("which", [1, 2], ids=["one file", "shards"])
+def test_the_peak_is_little_more_than_the_weights(folders, which):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, folders[0], folders[which]], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    share, size = map(float, done.stdout.split())
+    assert size > 190e6
+    assert 0.9 < share < 1.35
+
+
+def test_weights_that_cannot_fit_are_refused_before_any_is_read(folders, tmp_path):
+    """A model of 200 TB: the sketch of it costs nothing."""
+    (tmp_path / "huge").mkdir()
+    (tmp_path / "huge" / "config.json").write_text((folders[0] / "config.json").read_text())
+    edit_json(tmp_path / "huge" / "config.json", hidden_size=2**20, intermediate_size=2**23)
+    assert json.loads((tmp_path / "huge" / "config.json").read_text())["hidden_size"] == 2**20
+    from toolkit import LLM
+    from toolkit.errors import OutOfMemoryError
+
+    with pytest.raises(
+        OutOfMemoryError, match=r"The model's weights take [\d.]+ GiB in float32"
+    ) as caught:
+        LLM(str(tmp_path / "huge"), device="cpu")
+    assert "--dtype bfloat16" in caught.value.message

@@ -1,0 +1,1 @@
+"""Routes for operators: health, metrics, live requests, settings."""

@@ -1,0 +1,145 @@
+"""What whoever runs the server looks at and does: live requests, load, settings, the prefix cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from toolkit.api.http.openapi import answers, nothing
+from toolkit.api.http.security import require_admin
+from toolkit.api.http.service import Service
+from toolkit.engine.messages import RequestInfo
+from toolkit.errors import ToolkitError
+from toolkit.version import __version__
+
+router = APIRouter(tags=["operation"])
+ADMIN = [Depends(require_admin)]
+
+_SECRET = ("api_key", "admin_key")
+"""Settings whose values are nobody's business."""
+
+_USERINFO = re.compile(r"^(\w+://)[^/?#]*@")
+
+
+class NoSuchRequestError(ToolkitError):
+    """No live request has this id."""
+
+    status = 404
+    type = "not_found_error"
+
+
+class Requests(msgspec.Struct):
+    requests: list[RequestInfo]
+    object: str = "list"
+
+
+class Ended(msgspec.Struct):
+    id: str
+    num_requests: int
+    deleted: bool = True
+
+
+class Load(msgspec.Struct):
+    server_load: int
+    """Requests that the engine has."""
+    num_requests_running: int
+    num_requests_waiting: int
+    kv_cache_usage: float
+
+
+class ServerInfo(msgspec.Struct):
+    version: str
+    model: str
+    engine: dict[str, Any]
+    server: dict[str, Any]
+    device: dict[str, Any]
+
+
+@router.get("/ping", response_model=None, responses=nothing("The engine is well"))
+@router.post("/ping", response_model=None, responses=nothing("The engine is well"))
+async def ping(request: Request) -> Response:
+    """As /health, for platforms that ask here."""
+    service: Service = request.app.state.service
+    await service.engine.check()
+    return Response()
+
+
+@router.get("/load", response_model=None, responses=answers(Load))
+async def load(request: Request) -> Response:
+    """How much the engine has to do, for balancers: of all API workers together."""
+    service: Service = request.app.state.service
+    found = await service.engine.live_requests()
+    running = sum(one.state == "running" for one in found.requests)
+    total = len(found.requests)
+    return _json(Load(total, running, total - running, found.kv_cache_usage))
+
+
+@router.get("/tk/requests", response_model=None, responses=answers(Requests), dependencies=ADMIN)
+async def live_requests(request: Request) -> Response:
+    """Every live request: its state, age, tokens, speed, blocks and preemptions, and where it came from."""
+    service: Service = request.app.state.service
+    return _json(Requests((await service.engine.live_requests()).requests))
+
+
+@router.delete(
+    "/tk/requests/{id:path}", response_model=None, responses=answers(Ended), dependencies=ADMIN
+)
+async def end_request(id: str, request: Request) -> Response:
+    """Ends a live request, by the id of its answer or by that which /tk/requests tells. Its client gets what there is
+    of the answer, with the finish reason "abort".
+    """
+    service: Service = request.app.state.service
+    ended = (await service.engine.end_requests(id)).requests
+    if not ended:
+        raise NoSuchRequestError(
+            f"There is no live request {id[:128]!r}.", code="request_not_found"
+        )
+    return _json(Ended(id, len(ended)))
+
+
+@router.post(
+    "/reset_prefix_cache", response_model=None, responses=nothing("Forgotten"), dependencies=ADMIN
+)
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forgets the cached beginnings of prompts."""
+    service: Service = request.app.state.service
+    service.engine.reset_prefix_cache()
+    return Response()
+
+
+@router.get("/server_info", response_model=None, responses=answers(ServerInfo), dependencies=ADMIN)
+async def server_info(request: Request) -> Response:
+    """The settings in force, without keys, and what the model runs on."""
+    service: Service = request.app.state.service
+    engine = service.engine
+    return _json(
+        ServerInfo(
+            __version__,
+            service.model_name,
+            _shown(dataclasses.asdict(engine.config)),
+            _shown(dataclasses.asdict(service.config)),
+            msgspec.to_builtins(engine.info),
+        )
+    )
+
+
+def _shown(settings: dict[str, Any]) -> dict[str, Any]:
+    """Without the values that are secret, and without the passwords in URLs."""
+
+    def one(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return _shown(value)
+        if name in _SECRET and value:
+            return "***"
+        return _USERINFO.sub(r"\1", value) if isinstance(value, str) else value
+
+    return {name: one(name, value) for name, value in settings.items()}
+
+
+def _json(value: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -1,0 +1,1 @@
+"""HTTP below the routes: connections, keys, limits, error bodies, event streams."""

@@ -1,0 +1,39 @@
+"""Cross-origin requests: which pages' scripts browsers let use the server."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from toolkit.api.http.body_fields import IGNORED
+from toolkit.api.http.error_bodies import error_body
+from toolkit.config import ServerConfig
+from toolkit.errors import InvalidRequestError
+
+
+def with_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
+    """Answers browsers' preflights, which bring no key, where pages of other origins are let in."""
+    if not config.allowed_origins:
+        return app
+    return _CORS(
+        app,
+        allow_origins=config.allowed_origins,
+        allow_methods=config.allowed_methods,
+        allow_headers=config.allowed_headers,
+        allow_credentials=config.allow_credentials,
+        expose_headers=["X-Request-Id", "Retry-After", IGNORED],
+    )
+
+
+class _CORS(CORSMiddleware):
+    """What it refuses has the body that all errors have."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        error = InvalidRequestError(f"{bytes(response.body).decode()}.", code="cors")
+        vary = {"Vary": response.headers["Vary"]}
+        return Response(error_body(error), error.status, vary, "application/json")

@@ -1,0 +1,130 @@
+"""Errors as OpenAI's clients expect them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Scope
+
+from toolkit.errors import InvalidRequestError, ToolkitError
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorDetail
+
+
+def error_detail(error: Exception) -> ErrorDetail:
+    """What a client is told of an error. A bug's text stays in the log."""
+    if isinstance(error, ToolkitError):
+        return ErrorDetail(error.message, error.type, error.param, error.code)
+    return ErrorDetail(
+        "The server met an error of its own; its log has the details.", "internal_error"
+    )
+
+
+def error_body(error: Exception) -> bytes:
+    """The JSON of an error."""
+    return msgspec.json.encode(ErrorBody(error_detail(error)))
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status that says what an error says."""
+    return error.status if isinstance(error, ToolkitError) else 500
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether a request is to Anthropic's interface."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "")).startswith("/v1/messages")
+
+
+def anthropic_error(error: Exception, request_id: str) -> dict[str, Any]:
+    """The body of an error as Anthropic's clients expect it: what all errors have, with a type that they know."""
+    detail, status = error_detail(error), status_of(error)
+    detail.type = _ANTHROPIC_TYPES.get(
+        status, "invalid_request_error" if status < 500 else "api_error"
+    )
+    told = msgspec.structs.asdict(detail)
+    if detail.code is not None:
+        told["details"] = {"error_code": detail.code}
+    return {"type": "error", "error": told, "request_id": request_id}
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_response(error: Exception, scope: Scope) -> Response:
+    """The answer to a request, in the words of the interface that it is to."""
+    if speaks_anthropic(scope):
+        body = msgspec.json.encode(anthropic_error(error, scope["state"]["request_id"]))
+    else:
+        body = error_body(error)
+    retry_after = getattr(error, "retry_after", None)
+    headers = {"Retry-After": str(retry_after)} if retry_after is not None else None
+    return Response(body, status_of(error), headers, "application/json")
+
+
+def unreadable(error: BaseException | None) -> InvalidRequestError | None:
+    """What is wrong with a body that is not in its encoding, or has a number too long to be read, by what reading it raised; None for
+    any other error.
+    """
+    if isinstance(error, UnicodeDecodeError):
+        wrong, place = error.object[error.start], error.start + 1
+        return InvalidRequestError(
+            f"The body is not valid {error.encoding.upper()}: 0x{wrong:02x} at byte {place}."
+        )
+    if isinstance(error, ValueError):
+        return InvalidRequestError(
+            f"The body has a number of more than {sys.get_int_max_str_digits():,} digits."
+        )
+    return None
+
+
+def validation_error(errors: Sequence[Any]) -> InvalidRequestError:
+    """One readable sentence from pydantic's findings; of a union's several, the first."""
+    first = errors[0]
+    location = [part for part in first.get("loc") or () if not str(part).startswith("(")]
+    # A union's branch stands in the location too: the parameter's name is what comes first, with its index.
+    path = [str(part) for part in location if part != "body"][:1] + [
+        str(p) for p in location[2:] if isinstance(p, int)
+    ]
+    kind, message = first.get("type"), str(first.get("msg")).removeprefix("Value error, ")
+    if kind in ("extra_forbidden", "missing"):
+        path = [str(part) for part in location if part != "body"]
+    name = ".".join(path)
+    if kind == "json_invalid":
+        problem = str(first.get("ctx", {}).get("error", message)).removesuffix(" at")
+        return InvalidRequestError(
+            f"The body is not valid JSON: {problem} at character {location[-1] + 1}."
+        )
+    if kind == "extra_forbidden":
+        return InvalidRequestError(
+            f"There is no parameter {name!r}, or it is not supported.", param=name
+        )
+    if kind == "model_attributes_type" and not name:
+        return InvalidRequestError(
+            "The body is not a JSON object, or not said to be one: send 'Content-Type: application/json'."
+        )
+    if kind == "missing":
+        return InvalidRequestError(f"{name or 'The body'} is missing.", param=name or None)
+    return InvalidRequestError(f"{name}: {message}." if name else f"{message}.", param=name or None)

@@ -1,0 +1,95 @@
+"""What every request passes first: it gets an id, is counted and told of, whatever becomes of it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from toolkit.api.http.access import Door
+from toolkit.api.http.cors import with_cors
+from toolkit.api.http.error_bodies import error_response, speaks_anthropic, status_of
+from toolkit.api.http.request_log import log_request
+from toolkit.api.http.security import SECURITY_HEADERS, STRICT_TRANSPORT
+from toolkit.api.http.service import Service
+from toolkit.api.http.streaming import SERVER_SEND, ClientDisconnectedError
+from toolkit.api.http.tracing import Tracer
+from toolkit.engine.request_stats import RequestRecord, current_record
+from toolkit.metrics import HTTPMetrics
+
+logger = logging.getLogger(__name__)
+
+CLIENT_GONE = 499
+
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+class Gate:
+    """Outermost ASGI layer; behind it cross-origin requests are answered, and behind that is the door."""
+
+    def __init__(self, app: ASGIApp, service: Service, tracer: Tracer | None) -> None:
+        config = service.config
+        self.door = Door(app, service)
+        self._app = with_cors(self.door, config)
+        self._service = service
+        self._metrics = HTTPMetrics(service.engine.metrics.registry)
+        self._tracer = tracer
+        self._logs_requests = not config.disable_log_requests
+        self._headers = SECURITY_HEADERS + (STRICT_TRANSPORT if config.ssl_certfile else [])
+        self.num_active = 0
+        """Requests for work that are not answered in full."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        method = scope["method"]
+        if (
+            method == "HEAD"
+        ):  # whatever answers GET answers this, and the server leaves the body out
+            scope = {**scope, "method": "GET"}
+        scope[SERVER_SEND] = send
+        address = scope.get("client")
+        record = RequestRecord(time.monotonic(), address[0] if address else "")
+        current_record.set(record)
+        names = (b"x-request-id", b"request-id") if speaks_anthropic(scope) else (b"x-request-id",)
+        status = 0
+
+        async def reply(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                own = [(name, request_id.encode()) for name in names]
+                message["headers"] = [*message.get("headers", ()), *own, *self._headers]
+            await send(message)
+
+        is_work = self.door.is_work(scope)
+        self.num_active += is_work
+        try:
+            await self._app(scope, receive, reply)
+        except ClientDisconnectedError:
+            status = status or CLIENT_GONE
+        except Exception as error:
+            logger.exception("request %s to %s failed", request_id, scope["path"])
+            if not status:
+                await error_response(error, scope)(scope, receive, reply)
+        finally:
+            self.num_active -= is_work
+            seconds = time.monotonic() - record.started
+            self._metrics.observe(scope.get("route"), method, status, seconds)
+            failed = status if record.error is None else status_of(record.error)
+            if failed >= 400:
+                self._service.engine.metrics.failed(failed)
+            path = self.door.path(scope)
+            if is_work and self._logs_requests:
+                log_request(record, request_id, self._service.model_name, path, status, seconds)
+            if is_work and self._tracer is not None:
+                self._tracer.export(record, headers, request_id, path, status, seconds)

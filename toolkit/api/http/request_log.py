@@ -1,0 +1,58 @@
+"""The log's line for each request."""
+
+from __future__ import annotations
+
+import logging
+
+from toolkit.api.http.error_bodies import error_detail
+from toolkit.engine.request_stats import RequestRecord
+
+logger = logging.getLogger(__name__)
+
+
+def log_request(
+    record: RequestRecord, request_id: str, model: str, path: str, status: int, seconds: float
+) -> None:
+    """One line, when the request is answered: never what was asked or said. `status` 499: the client went."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    first, each = record.time_to_first_token, record.time_per_output_token
+    fields = {
+        "request_id": request_id,
+        "client": record.origin,
+        "model": model,
+        "path": path,
+        "status": status,
+        "complete": record.is_complete,
+        "error": None if record.error is None else error_detail(record.error).message,
+        "prompt_tokens": record.num_prompt_tokens,
+        "cached_tokens": record.num_cached_tokens,
+        "output_tokens": record.num_output_tokens,
+        "ttft_seconds": first and round(first, 6),
+        "tpot_seconds": each and round(each, 6),
+        "total_seconds": round(seconds, 6),
+    }
+    logger.info(
+        "%s %s %s %d%s: %d + %d tokens, TTFT %s, TPOT %s, total %.3f s",
+        request_id,
+        model,
+        path,
+        status,
+        _not_finished(record),
+        fields["prompt_tokens"],
+        fields["output_tokens"],
+        _milliseconds(first),
+        _milliseconds(each),
+        seconds,
+        extra={"fields": fields},
+    )
+
+
+def _not_finished(record: RequestRecord) -> str:
+    if record.error is not None:
+        return f" (not finished: {error_detail(record.error).message})"
+    return "" if record.is_complete else " (not finished)"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f} ms"

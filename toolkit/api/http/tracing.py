@@ -1,0 +1,90 @@
+"""OpenTelemetry traces: one span for each request."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+
+from toolkit.engine.request_stats import RequestRecord
+from toolkit.errors import ConfigError
+from toolkit.version import __version__
+
+FLUSH_TIMEOUT = 1.0
+"""Seconds that the last spans get to be sent."""
+
+
+class Tracer:
+    """Sends spans in the background, each a child of the one that the request's `traceparent` names. Attributes have
+    the names of OpenTelemetry's conventions for generative AI.
+    """
+
+    def __init__(self, endpoint: str, model: str) -> None:
+        """`endpoint`: where OTLP over HTTP is taken. Raises ConfigError without the packages of the extra."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError:
+            raise ConfigError(
+                "--otlp-traces-endpoint needs OpenTelemetry: pip install 'tk-llm[otlp]'.",
+                param="otlp_traces_endpoint",
+            ) from None
+        self._model = model
+        self._context = TraceContextTextMapPropagator()
+        self._provider = TracerProvider(
+            resource=Resource.create({"service.name": "tk", "service.version": __version__}),
+            shutdown_on_exit=False,
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._tracer = self._provider.get_tracer("tk", __version__)
+
+    def export(
+        self,
+        record: RequestRecord,
+        headers: Mapping[bytes, bytes],
+        request_id: str,
+        path: str,
+        status: int,
+        seconds: float,
+    ) -> None:
+        """Queues the span of a request that is answered."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        carrier = {
+            name: headers[name.encode()].decode("latin-1")
+            for name in ("traceparent", "tracestate")
+            if name.encode() in headers
+        }
+        ended = time.time_ns()
+        span = self._tracer.start_span(
+            f"POST {path}",
+            context=self._context.extract(carrier),
+            kind=SpanKind.SERVER,
+            start_time=ended - int(seconds * 1e9),
+            attributes={
+                "http.request.method": "POST",
+                "url.path": path,
+                "http.response.status_code": status,
+                "gen_ai.request.model": self._model,
+                "gen_ai.request.id": request_id,
+                "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+                "gen_ai.usage.output_tokens": record.num_output_tokens,
+            },
+        )
+        if record.time_to_first_token is not None:
+            span.set_attribute("gen_ai.latency.time_to_first_token", record.time_to_first_token)
+        span.set_attribute("gen_ai.latency.e2e", seconds)
+        if status >= 500 or record.error is not None:
+            span.set_status(Status(StatusCode.ERROR))
+        span.end(ended)
+
+    def close(self) -> None:
+        """Sends what is queued, within FLUSH_TIMEOUT. The exporter tries for longer and cannot be told not to, so a
+        thread that nothing waits for has it.
+        """
+        sending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
+        sending.start()
+        sending.join(FLUSH_TIMEOUT)

@@ -1,0 +1,1 @@
+"""The OpenAI routes: completions, chat, responses, models, and the tokenizer's."""

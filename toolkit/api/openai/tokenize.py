@@ -1,0 +1,141 @@
+"""POST /tokenize, /detokenize, GET /tokenizer_info: the model's tokenizer, without the model."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from pydantic import ConfigDict, Field, StrictInt
+from starlette.responses import Response
+
+from toolkit.api.http.body_fields import Route, Text, WholeBody
+from toolkit.api.http.openapi import answers
+from toolkit.api.http.service import Service, service_for
+from toolkit.api.openai.conversation import as_chat, chat_prompt
+from toolkit.engine.async_llm import LONG_TEXT
+from toolkit.errors import InvalidRequestError
+
+router = APIRouter(tags=["tokens"], route_class=Route)
+
+MAX_DETOKENIZED = 2**20
+"""Tokens of one request."""
+
+
+class TokenizeRequest(WholeBody):
+    """POST /tokenize: of a text, or of a conversation as the chat template writes it."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The sea is"}})
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Any = Field(
+        None, description="A conversation, instead of a prompt; with the options of chat"
+    )
+    add_special_tokens: bool = Field(
+        True, description="Of a prompt: those that the tokenizer puts around it"
+    )
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(WholeBody):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"tokens": [1, 2, 3]}})
+
+    model: str | None = None
+    tokens: Annotated[list[StrictInt], Field(max_length=MAX_DETOKENIZED)]
+
+
+class Tokens(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct):
+    prompt: str
+
+
+class TokenizerInfo(msgspec.Struct):
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    special_tokens: dict[str, str]
+    eos_token_ids: list[int]
+    chat_template: str | None
+
+
+@router.post("/tokenize", response_model=None, responses=answers(Tokens))
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """The tokens of a text or of a conversation."""
+    service: Service = request.app.state.service
+    tokenizer = service.engine.inputs.require_tokenizer()
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("/tokenize takes either a prompt or messages.", param="prompt")
+    if body.messages is not None:
+        tokens = await _of_conversation(service, request, body)
+    else:
+        service_for(request, body)
+        text = body.prompt or ""
+        service.engine.inputs.check_length(text)
+        if len(text) > LONG_TEXT:
+            tokens = await asyncio.to_thread(
+                tokenizer.encode, text, add_special_tokens=body.add_special_tokens
+            )
+        else:
+            tokens = tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+    made = Tokens(len(tokens), service.engine.info.max_model_len, tokens)
+    if body.return_token_strs:
+        made.token_strs = [tokenizer.token_text(token) for token in tokens]
+    return _json(made)
+
+
+@router.post("/detokenize", response_model=None, responses=answers(Detokenized))
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """The text of tokens."""
+    service = service_for(request, body)
+    tokenizer, size = service.engine.inputs.require_tokenizer(), service.engine.info.vocab_size
+    wrong = next((token for token in body.tokens if not 0 <= token < size), None)
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"tokens has the token {wrong}, and the model's tokens are 0 to {size - 1}.",
+            param="tokens",
+        )
+    if len(body.tokens) > LONG_TEXT:
+        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+    else:
+        text = tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return _json(Detokenized(text))
+
+
+@router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerInfo))
+async def tokenizer_info(request: Request) -> Response:
+    """What the tokenizer is: its special tokens, its size, its chat template."""
+    service: Service = request.app.state.service
+    inputs = service.engine.inputs
+    tokenizer = inputs.require_tokenizer()
+    return _json(
+        TokenizerInfo(
+            tokenizer_class=type(tokenizer).__name__,
+            vocab_size=tokenizer.size,
+            model_max_length=service.engine.info.max_model_len,
+            special_tokens=tokenizer.special_tokens,
+            eos_token_ids=inputs.eos_token_ids,
+            chat_template=tokenizer.chat_template,
+        )
+    )
+
+
+async def _of_conversation(service: Service, request: Request, body: TokenizeRequest) -> list[int]:
+    """The body once more, as the chat request that it describes."""
+    own = {"prompt", "add_special_tokens", "return_token_strs"}
+    chat = as_chat(**body.model_dump(exclude=own))
+    service_for(request, chat)
+    return await chat_prompt(service, chat)
+
+
+def _json(value: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

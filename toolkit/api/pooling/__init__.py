@@ -1,0 +1,1 @@
+"""Routes for pooled prompts: embeddings, scores, ranks."""

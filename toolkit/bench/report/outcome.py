@@ -1,0 +1,32 @@
+"""All that a run leaves, for whoever reports it."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toolkit.bench.load.record import RequestRecord
+from toolkit.bench.report.stats import Result
+from toolkit.bench.server_metrics import ServerChange
+from toolkit.config.load import BenchConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What was asked for, of which model, and what came of it."""
+
+    config: BenchConfig
+    model: str
+    result: Result
+    records: Sequence[RequestRecord]
+    interrupted: bool
+    server: ServerChange | None
+    server_version: str | None
+    began: datetime.datetime
+
+    @property
+    def exit_code(self) -> int:
+        if self.interrupted:
+            return 130
+        return 1 if self.result.saturated is not None or self.result.num_succeeded == 0 else 0

@@ -1,0 +1,1 @@
+"""What the chat draws on a terminal."""

@@ -1,0 +1,1 @@
+"""The parts that every client of an OpenAI-compatible server shares."""

@@ -1,0 +1,71 @@
+"""What an OpenAI-compatible server sends, taken apart: server-sent events and error bodies."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+
+from toolkit.errors import ToolkitError
+
+DONE = b"[DONE]"
+
+
+class ServerError(ToolkitError):
+    """The server cannot be reached, or refused; the message says which and why."""
+
+    status = 502
+    type = "server_error"
+
+
+class RequestFailedError(Exception):
+    """A request that was not answered to its end: (what kind of failure, this one in words)."""
+
+    def __init__(self, cause: str, example: str) -> None:
+        super().__init__(cause, example)
+        self.cause = cause
+        self.example = example
+
+
+class EventBuffer:
+    """Turns the bytes of an event stream, cut anywhere, into the data of its events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of every event that these bytes complete, in order. Comments are left out."""
+        data = self._rest + data if self._rest else data
+        if b"\r" in data:
+            tail = b"\r" if data.endswith(b"\r") else b""  # its \n may be in the next piece
+            data = data.removesuffix(b"\r").replace(b"\r\n", b"\n") + tail
+        *events, self._rest = data.split(b"\n\n")
+        return [found for event in events if (found := _data(event)) is not None]
+
+
+def _data(event: bytes) -> bytes | None:
+    if event.startswith(b"data: ") and b"\n" not in event:
+        return event[6:]
+    lines = [
+        line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")
+    ]
+    return b"\n".join(lines) if lines else None
+
+
+def error_message(body: bytes) -> str:
+    """The message in an error's body, whatever shape it has; one line, not longer than 500 characters."""
+    try:
+        found: Any = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        found = body.decode(errors="replace")
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and key in found:
+            found = found[key]
+    text = found if isinstance(found, str) else orjson.dumps(found).decode()
+    return " ".join(text.split())[:500] or "the server gave no reason"
+
+
+def goes_through_proxy(url: str) -> bool:
+    """Whether HTTP_PROXY and its kin are meant for this address: not when it is this machine's own."""
+    return urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1")

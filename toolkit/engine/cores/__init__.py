@@ -1,0 +1,1 @@
+"""Engine cores in processes of their own: start, connect, watch, restart, choose among."""

@@ -1,0 +1,68 @@
+"""Which numbers of ranks a model can be shared out over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.config import EngineConfig
+from toolkit.distributed import Group, parallel
+from toolkit.errors import ConfigError
+from toolkit.models.build import build_model, load_config
+from toolkit.models.pipeline_split import share_out
+from toolkit.models.registry import CausalLM, resolve_architecture
+
+MOST = 64
+"""Ranks up to which sizes are tried, to name those that can be."""
+
+
+def require_size(config: EngineConfig, folder: Path) -> None:
+    """Raises ConfigError, with the sizes that can be, for one that cannot: more ranks than GPUs, more stages than layers, or heads
+    and features that ranks cannot share evenly.
+    """
+    wanted, num_stages = (
+        config.parallel.tensor_parallel_size,
+        config.parallel.pipeline_parallel_size,
+    )
+    sizes = {"tensor_parallel_size": wanted, "pipeline_parallel_size": num_stages}
+    flags = [f"--{name.replace('_', '-')} {size}" for name, size in sizes.items() if size > 1]
+    asked, param = (
+        " times ".join(flags),
+        "tensor_parallel_size" if wanted > 1 else "pipeline_parallel_size",
+    )
+    here = config.device.device != "cpu" and config.parallel.distributed_executor_backend == "mp"
+    gpus = torch.cuda.device_count() if here else 0
+    if gpus and config.parallel.world_size > gpus:
+        raise ConfigError(f"{asked} needs as many GPUs, and PyTorch sees {gpus} here.", param=param)
+    model_config: Any = load_config(folder)
+    decodes = issubclass(resolve_architecture(model_config, str(folder)), CausalLM)
+    if not decodes and config.parallel.world_size > 1:
+        raise ConfigError(f"{asked}: encoders run whole on one device.", param=param)
+    share_out(model_config.num_hidden_layers, num_stages, layer=1, head=1)
+    problem = _problem(config, folder, wanted)
+    if problem is not None:
+        fits = [
+            size for size in range(1, (gpus or MOST) + 1) if _problem(config, folder, size) is None
+        ]
+        raise ConfigError(
+            f"{problem} Sizes that can be: {', '.join(map(str, fits))}.",
+            param="tensor_parallel_size",
+        )
+
+
+def _problem(config: EngineConfig, folder: Path, size: int) -> str | None:
+    """Why a size cannot be: what building a sketch of the model says."""
+    try:
+        with parallel(Group(0, size)):
+            build_model(
+                load_config(folder),
+                folder,
+                device=torch.device("meta"),
+                dtype=torch.float32,
+                max_model_len=1,
+            )
+    except ConfigError as error:
+        return error.message
+    return None

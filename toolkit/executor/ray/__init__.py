@@ -1,0 +1,1 @@
+"""Ranks on the machines of a Ray cluster."""

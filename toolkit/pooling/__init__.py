@@ -1,0 +1,1 @@
+"""Prompts turned into one vector each: settings, heads and runner."""

@@ -1,0 +1,110 @@
+"""What a model's folder and the settings make of its hidden states: the head that a runner gets, and what is told of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from toolkit.config import EngineConfig
+from toolkit.errors import CheckpointError, ConfigError
+from toolkit.models.model_config import ArchitectureConfig, BertConfig
+from toolkit.models.registry import CausalLM, Encoder, Model, Scorer, has_head
+from toolkit.pooling.accumulator import PromptPooling
+from toolkit.pooling.pooler import Pooler, activation, load_pooler
+from toolkit.pooling.settings import (
+    PoolingConfig,
+    PoolingInfo,
+    has_pooling,
+    matryoshka,
+    read_pooling,
+)
+
+Head = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(hidden states [num_tokens, hidden], lengths of the prompts [n] int64) to vectors [n, size], fp32."""
+
+logger = logging.getLogger(__name__)
+
+DECODER_MODES = ("lasttoken", "mean", "cls")
+_MODE_OF = {"last": "lasttoken", "mean": "mean", "cls": "cls", None: None}
+"""Of the setting's values."""
+
+
+def max_seq_length(folder: Path) -> int | None:
+    """Tokens that an embedding model's folder wants a text cut to, where it says."""
+    return read_pooling(folder, None, "mean").max_seq_length if has_pooling(folder) else None
+
+
+def encoder_head(
+    model: Encoder,
+    model_config: ArchitectureConfig,
+    config: EngineConfig,
+    folder: Path,
+    device: torch.device,
+) -> tuple[Head, PoolingInfo]:
+    """Return the head of an encoder. Raises ToolkitError for a head that cannot be read, and for settings that do not fit the model."""
+    for name, value in (
+        ("attention_backend", config.device.attention_backend),
+        ("kv_cache_dtype", config.cache.kv_cache_dtype),
+    ):
+        if value != "auto":
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for models with a KV cache; this one is an encoder and has none.",
+                param=name,
+            )
+    if isinstance(model, Scorer):
+        if config.model.pooling is not None:
+            raise ConfigError(
+                "--pooling is for embeddings; this model scores pairs of texts with a head of its own.",
+                param="pooling",
+            )
+        assert isinstance(model_config, BertConfig)
+        scores = _scores(model, model_config.score_activation)
+        return scores, PoolingInfo(task="score", size=1)
+    pooling = read_pooling(folder, _MODE_OF[config.model.pooling], "mean")
+    return _pooler(model, pooling, config, folder, device)
+
+
+def decoder_pooling(
+    model: CausalLM,
+    model_config: ArchitectureConfig,
+    config: EngineConfig,
+    folder: Path,
+    device: torch.device,
+) -> tuple[PromptPooling, PoolingInfo] | None:
+    """None for a model that only generates. Raises CheckpointError for a pooling that goes on no pieces of a prompt."""
+    if config.model.pooling is None and not has_pooling(folder) and has_head(model_config):
+        return None
+    pooling = read_pooling(folder, _MODE_OF[config.model.pooling], "lasttoken")
+    if len(pooling.modes) > 1 or pooling.modes[0] not in DECODER_MODES:
+        raise CheckpointError(
+            f"{folder} wants the pooling {', '.join(pooling.modes)}; a decoder has one of {', '.join(DECODER_MODES)} here."
+        )
+    pooler, info = _pooler(model, pooling, config, folder, device)
+    return PromptPooling(pooler, model.hidden_size, config.scheduler.max_num_seqs, device), info
+
+
+def _pooler(
+    model: Model, pooling: PoolingConfig, config: EngineConfig, folder: Path, device: torch.device
+) -> tuple[Pooler, PoolingInfo]:
+    with device:
+        pooler = load_pooler(pooling, model.hidden_size, folder, config.model.load_format)
+    logger.info(
+        "pooling %s%s", ", ".join(pooling.modes), ", normalized" if pooling.normalize else ""
+    )
+    info = PoolingInfo(
+        task="embed", size=pooler.size, normalizes=pooling.normalize, dimensions=matryoshka(folder)
+    )
+    return pooler, info
+
+
+def _scores(model: Scorer, kind: str) -> Head:
+    act = activation(kind)
+
+    def head(hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        first = lengths.cumsum(0) - lengths
+        return act(model.score(hidden[first]).float())
+
+    return head

@@ -1,0 +1,76 @@
+"""The sampling parameters of the running requests, one row each: tensors on the device, flags on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from toolkit.sampling.params import SamplingParams
+
+
+class SamplingState:
+    """Row r holds the parameters of the request in row r.
+
+    `floats` [num_rows, 6] fp32: temperature, top_p, min_p, repetition, presence and frequency penalty. `ints`
+    [num_rows, 3] int64: top_k, seed, number of prompt tokens. Both are there twice, for the host and for the device.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.device = device
+        self.host_floats = np.zeros((num_rows, 6), np.float32)
+        self.host_ints = np.zeros((num_rows, 3), np.int64)
+        self.floats = torch.zeros(num_rows, 6, device=device)
+        self.ints = torch.zeros(num_rows, 3, dtype=torch.int64, device=device)
+        self.params: list[SamplingParams] = [SamplingParams()] * num_rows
+        self.stop_ids: list[list[int]] = [[]] * num_rows
+        self.allowed: list[torch.Tensor | None] = [None] * num_rows
+        """On the device: the only tokens that a row may choose, where it may not choose all."""
+        self.random = np.zeros(num_rows, np.bool_)
+        self.filters = np.zeros(num_rows, np.bool_)
+        self.penalties = np.zeros(num_rows, np.bool_)
+        self.biases = np.zeros(num_rows, np.bool_)
+        self.num_logprobs = np.full(num_rows, -1, np.int32)
+
+    @property
+    def num_prompt_tokens(self) -> npt.NDArray[np.int64]:
+        return self.host_ints[:, 2]
+
+    def set(
+        self,
+        row: int,
+        params: SamplingParams,
+        seed: int,
+        num_prompt_tokens: int,
+        eos_token_ids: list[int],
+    ) -> None:
+        """Gives a row to a request, on the host; `load` takes it to the device."""
+        p = params
+        self.host_floats[row] = (
+            p.temperature,
+            p.top_p,
+            p.min_p,
+            p.repetition_penalty,
+            p.presence_penalty,
+            p.frequency_penalty,
+        )
+        self.host_ints[row] = (p.top_k, seed, num_prompt_tokens)
+        self.params[row] = params
+        self.stop_ids[row] = [*eos_token_ids, *(params.stop_token_ids or ())]
+        allowed = p.allowed_token_ids
+        self.allowed[row] = to_device(torch.tensor(allowed), self.device) if allowed else None
+        self.random[row] = p.temperature > 0
+        self.filters[row] = p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+        self.penalties[row] = p.has_penalties
+        self.biases[row] = p.has_biases
+        self.num_logprobs[row] = -1 if p.logprobs is None else p.logprobs
+
+    def load(self, rows: list[int]) -> None:
+        """Copies rows to the device, waiting for it."""
+        self.floats[rows] = torch.from_numpy(self.host_floats[rows]).to(self.device)
+        self.ints[rows] = torch.from_numpy(self.host_ints[rows]).to(self.device)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a host's tensor on a device, without waiting for the device's work."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

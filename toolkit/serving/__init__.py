@@ -1,0 +1,1 @@
+"""The processes of a server: start-up, API workers, their supervisor, and shutdown."""

@@ -1,0 +1,94 @@
+"""The ready card: what start-up ends with."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import sys
+
+from toolkit.config import ServerConfig
+from toolkit.serving.front import Served
+from toolkit.version import __version__
+
+
+def ready_card(
+    served: Served, name: str, listener: socket.socket, config: ServerConfig, seconds: float
+) -> None:
+    """Prints it on stderr: model, device, KV capacity, URL, and a curl line that works."""
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+
+    info = served.info
+    url = _url(listener, config)
+    table = Table.grid(padding=(0, 2))
+    table.add_row("model", f"{name} ({_count(info.model_parameters)} parameters, {info.dtype})")
+    table.add_row("device", f"{info.device}, attention: {info.attention_backend}")
+    if len(served.infos) > 1:
+        table.add_row(
+            "engines", f"{len(served.infos)}, each with the whole model and a KV cache of its own"
+        )
+    if info.chunks_prompts:
+        capacity = sum(one.num_blocks * one.block_size for one in served.infos)
+        table.add_row(
+            "KV cache",
+            f"{capacity:,} tokens: {capacity / info.max_model_len:.1f} requests of the full {info.max_model_len:,}",
+        )
+    if info.pooling is not None:
+        table.add_row(
+            "answers", f"{', '.join(info.tasks)}: texts of up to {info.max_model_len:,} tokens"
+        )
+    table.add_row("URL", f"[bold]{url}[/]  (OpenAI API at {url}/v1, docs at {url}/docs)")
+    if config.uds is not None:
+        table.add_row("socket", config.uds)
+    console = Console(stderr=True, highlight=False)
+    console.print(
+        Panel(
+            table,
+            title=f"tk {__version__} ready in {seconds:.1f} s",
+            title_align="left",
+            expand=False,
+        )
+    )
+    print(f"Try:\n{_curl(served, url, config)}", file=sys.stderr, flush=True)
+
+
+def _url(listener: socket.socket, config: ServerConfig) -> str:
+    scheme = "http" if config.ssl_certfile is None else "https"
+    if config.uds is not None:
+        return f"{scheme}://localhost"
+    host, port = listener.getsockname()[:2]
+    shown_host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
+        host, f"[{host}]" if ":" in host else host
+    )
+    return f"{scheme}://{shown_host}:{port}"
+
+
+def _curl(served: Served, url: str, config: ServerConfig) -> str:
+    """A line to paste, without line breaks of its own."""
+    key = " -H 'Authorization: Bearer '\"$TK_API_KEY\"" if config.api_key else ""
+    task = (
+        None if served.info.generates or served.info.pooling is None else served.info.pooling.task
+    )
+    if task == "embed":
+        path, body = "embeddings", '{"input": "The sea is calm."}'
+    elif task == "score":
+        path, body = "score", '{"text_1": "What is the sea like?", "text_2": "The sea is calm."}'
+    elif served.has_chat_template:
+        path, body = (
+            "chat/completions",
+            '{"messages": [{"role": "user", "content": "What is a KV cache?"}]}',
+        )
+    elif served.has_tokenizer:
+        path, body = "completions", '{"prompt": "The sea is", "max_tokens": 32}'
+    else:
+        path, body = "completions", '{"prompt": [1, 2, 3], "max_tokens": 32}'
+    reach = f"--unix-socket {shlex.quote(config.uds)} " if config.uds is not None else ""
+    return f"curl {reach}{url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{body}'"
+
+
+def _count(number: int) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)

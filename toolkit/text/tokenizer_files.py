@@ -1,0 +1,318 @@
+"""A tokenizer as its folder describes it: `tokenizer.json` read by the `tokenizers` library, and what the files beside
+it say of special tokens. Transformers adds seconds and hundreds of megabytes to every process that imports it, so it
+is asked only where there is no `tokenizer.json`.
+
+Transformers' classes build some pipelines anew instead of taking the file's. Here the file decides, which is the
+same for the tokenizers published with GPT-2, Llama 3, Mistral, Qwen2 and Qwen3. Llama 2's is not the same: there
+Transformers' text before words (`LlamaTokenizer`) is followed, so that token ids stay those of Transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.text.chat_template import named_templates, read_templates
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Backend
+
+_NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+_END = "<|endoftext|>"
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "GPT2Tokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END},
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
+}
+"""Special tokens that Transformers' classes have where the files name none: GPT-2's own files name none."""
+
+_CLASS_OF = {"gpt2": "GPT2Tokenizer", "qwen3": "Qwen2Tokenizer", "qwen3_moe": "Qwen2Tokenizer"}
+"""The class of a model type whose files name none."""
+_ALWAYS = {"mistral": "TokenizersBackend", "qwen2": "Qwen2Tokenizer"}
+"""The class of a model type whatever its files name, because published ones name the wrong one."""
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What a folder says of its tokenizer."""
+
+    encode: Callable[[str, bool], list[int]]
+    """(text, whether to add special tokens) to ids. Raises TypeError or UnicodeEncodeError for text that is no
+    Unicode."""
+    encode_texts: Callable[[tuple[str, ...], int | None], tuple[list[int], int]]
+    """(one text or two, the most tokens that are kept) to (ids with the special tokens, where the second text's begin, 0
+    if they are not told apart). Raises as `encode` does."""
+    token: Callable[[int], str | None]
+    """A token as the vocabulary spells it; None where there is none."""
+    size: int
+    """How many tokens there are, those added to the vocabulary included."""
+    special_tokens: dict[str, str]
+    """By name: bos_token, eos_token, and so on."""
+    eos_token_id: int | None
+    special_ids: frozenset[int]
+    added: dict[int, str]
+    """Tokens added to the vocabulary, which are found in text before anything else; their text."""
+    decoder: dict[str, Any]
+    """The description of what makes text of tokens, as in tokenizer.json; empty when there is none."""
+    templates: dict[str, str]
+    """Chat templates by name; the usual one is "default"."""
+
+
+def read_tokenizer(folder: Path) -> TokenizerFiles:
+    """Raises whatever a broken file brings about: OSError, ValueError, the libraries' own kinds."""
+    path = folder / "tokenizer.json"
+    return _read_json(folder, path) if path.is_file() else _read_with_transformers(folder)
+
+
+def _read_json(folder: Path, path: Path) -> TokenizerFiles:
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_file(str(path))
+    backend.no_truncation()
+    backend.no_padding()
+    config = _json(folder / "tokenizer_config.json")
+    name = _class_name(config, _json(folder / "config.json"), backend)
+    if name == "LlamaTokenizer":
+        _rebuild_as_llama(backend, config)
+    backend.encode_special_tokens = bool(config.get("split_special_tokens"))
+
+    declared, named, extra = _special_tokens(folder, _DEFAULTS.get(name, {}) | config)
+    _add_missing(backend, declared, named, extra)
+    added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+    named_ids = {_id(backend, token) for token in [*named.values(), *extra]} - {None}
+    eos = named.get("eos_token")
+    return TokenizerFiles(
+        # A batch of one lets other threads run meanwhile; `encode` does not.
+        encode=lambda text, special: (
+            backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        ),
+        encode_texts=lambda texts, most: _encode_texts(backend, texts, most),
+        token=backend.id_to_token,
+        size=backend.get_vocab_size(with_added_tokens=True),
+        special_tokens={name: _content(token) for name, token in named.items()},
+        eos_token_id=None if eos is None else _id(backend, eos),
+        special_ids=frozenset(named_ids | {id for id, token in added.items() if token.special}),
+        added={id: token.content for id, token in added.items()},
+        decoder=_description(backend.decoder),
+        templates=read_templates(folder, config),
+    )
+
+
+def _read_with_transformers(folder: Path) -> TokenizerFiles:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    size = len(tokenizer)
+    return TokenizerFiles(
+        encode=lambda text, special: tokenizer.encode(
+            text, add_special_tokens=special, verbose=False
+        ),
+        encode_texts=lambda texts, most: _encode_with_transformers(tokenizer, texts, most),
+        token=lambda id: tokenizer.convert_ids_to_tokens(id) if id < size else None,
+        size=size,
+        special_tokens=tokenizer.special_tokens_map,
+        eos_token_id=tokenizer.eos_token_id,
+        # Llama 3's <|start_header_id|> and others are marked as special and not named as one.
+        special_ids=frozenset(tokenizer.all_special_ids)
+        | {id for id, t in added.items() if t.special},
+        added={id: token.content for id, token in added.items()},
+        decoder=_description(getattr(backend, "decoder", None)),
+        templates=named_templates(getattr(tokenizer, "chat_template", None)),
+    )
+
+
+def _encode_texts(
+    backend: Backend, texts: tuple[str, ...], most: int | None
+) -> tuple[list[int], int]:
+    encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+    if most is not None:
+        room = max(0, most - backend.num_special_tokens_to_add(len(texts) == 2))
+        for encoding, kept in zip(
+            encodings, _kept([len(e.ids) for e in encodings], room), strict=True
+        ):
+            encoding.truncate(kept)
+    whole = backend.post_process(encodings[0], encodings[1] if len(texts) == 2 else None, True)
+    return whole.ids, _second_text(whole.type_ids)
+
+
+def _kept(lengths: list[int], room: int) -> list[int]:
+    """How many tokens are kept of one text or two: the longer one is cut down to the shorter, then both alike."""
+    if len(lengths) == 1:
+        return [min(lengths[0], room)]
+    shorter, longer = sorted(lengths)
+    if shorter + longer <= room:
+        return lengths
+    longer = max(shorter, room - shorter)
+    if shorter + longer > room:
+        shorter, longer = room // 2, room - room // 2
+    return [shorter, longer] if lengths[0] <= lengths[1] else [longer, shorter]
+
+
+def _encode_with_transformers(
+    tokenizer: Any, texts: tuple[str, ...], most: int | None
+) -> tuple[list[int], int]:
+    cut = {} if most is None else {"truncation": True, "max_length": most}
+    whole = tokenizer(*texts, **cut, verbose=False)
+    return list(whole["input_ids"]), _second_text(whole.get("token_type_ids") or [])
+
+
+def _second_text(type_ids: list[int]) -> int:
+    return type_ids.index(1) if 1 in type_ids else 0
+
+
+def _class_name(config: dict[str, Any], model: dict[str, Any], backend: Backend) -> str:
+    """The Transformers class that reads such a folder, as AutoTokenizer chooses it."""
+    model_type = model.get("model_type", "")
+    if model_type in _ALWAYS:
+        return _ALWAYS[model_type]
+    named = (
+        config.get("tokenizer_class")
+        or model.get("tokenizer_class")
+        or _CLASS_OF.get(model_type, "")
+    )
+    name = str(named).removesuffix("Fast")
+    if name == "LlamaTokenizer":
+        parts = (backend.pre_tokenizer, backend.decoder, backend.post_processor)
+        if any("ByteLevel" in json.dumps(_description(part)) for part in parts):
+            return "TokenizersBackend"  # Llama 3's kind under Llama 2's name
+    return name
+
+
+def _rebuild_as_llama(backend: Backend, config: dict[str, Any]) -> None:
+    """The text before words as Transformers' LlamaTokenizer has it: `▁` before a text's first word alone, or with
+    `legacy` after each special token too. The files of Llama 2 put it after each, and before a leading space.
+    """
+    from tokenizers import decoders, pre_tokenizers
+
+    prefix = config.get("add_prefix_space")
+    prefix = True if prefix is None else prefix
+    scheme = "never" if not prefix else "always" if config.get("legacy") else "first"
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    strip = [decoders.Strip(content=" ", left=1)] if prefix else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+
+
+def _special_tokens(
+    folder: Path, config: dict[str, Any]
+) -> tuple[list[AddedToken], dict[str, AddedToken | str], list[AddedToken | str]]:
+    """(tokens declared as added, special tokens by name, special tokens without one)."""
+    from tokenizers import AddedToken
+
+    config = dict(config)
+    extra = config.pop("additional_special_tokens", None)
+    extra = config.pop("extra_special_tokens", None) or extra or []
+    listed = config.get("added_tokens_decoder")
+    declared = [
+        AddedToken(**token) for _, token in sorted((listed or {}).items(), key=lambda t: int(t[0]))
+    ]
+    if listed is None:  # files from before 2023
+        legacy = _json(folder / "special_tokens_map.json")
+        more = legacy.pop("extra_special_tokens", None) or legacy.pop(
+            "additional_special_tokens", None
+        )
+        extra = extra or more or []
+        config |= {
+            name: _as_special(value) for name, value in legacy.items() if name.endswith("_token")
+        }
+    # In this order they get their ids, where the vocabulary has none for them.
+    order = dict.fromkeys(_NAMED) | config
+    named = {name: _as_token(value) for name, value in order.items() if _names_token(name, value)}
+    if isinstance(extra, dict):
+        named |= {name: _as_token(value) for name, value in extra.items()}
+        extra = []
+    if listed is None:
+        special = {_content(token) for token in [*named.values(), *map(_as_token, extra)]}
+        ids = _json(folder / "added_tokens.json")
+        declared += [
+            AddedToken(text, normalized=text not in special, special=text in special)
+            for text in sorted(ids, key=ids.__getitem__)
+        ]
+    return declared, named, [_as_token(token) for token in extra]
+
+
+def _names_token(key: str, value: object) -> bool:
+    """Besides the usual names a model may have its own, such as image_token."""
+    if key in _NAMED:
+        return value is not None
+    return key.endswith("_token") and (
+        isinstance(value, str) or (isinstance(value, dict) and "content" in value)
+    )
+
+
+def _add_missing(
+    backend: Backend,
+    declared: list[AddedToken],
+    named: dict[str, AddedToken | str],
+    extra: Iterable[AddedToken | str],
+) -> None:
+    """Makes special tokens that the file has as ordinary ones, or not at all, found in text; declarations that
+    differ from the file's win.
+    """
+    from tokenizers import AddedToken
+
+    present: Iterable[AddedToken] = backend.get_added_tokens_decoder().values()
+    same = {repr(token) for token in present}
+    missing: list[AddedToken | str] = [token for token in declared if repr(token) not in same]
+    known = {token.content for token in present} | {_content(token) for token in missing}
+    missing += [token for token in [*named.values(), *extra] if _content(token) not in known]
+    names = {_content(token) for token in named.values()}
+    tokens = [
+        AddedToken(token, special=True) if isinstance(token, str) else token for token in missing
+    ]
+    for token in tokens:
+        token.special = token.special or token.content in names
+    backend.add_tokens(tokens)
+
+
+def _as_special(value: Any) -> Any:
+    return {**value, "special": True} if isinstance(value, dict) else value
+
+
+def _as_token(value: Any) -> AddedToken | str:
+    """A special token as files write it: its text, or a table of its text and flags."""
+    if isinstance(value, dict) and "content" in value:
+        from tokenizers import AddedToken
+
+        return AddedToken(**{key: flag for key, flag in value.items() if key != "__type"})
+    if not isinstance(value, str):
+        raise TypeError(f"a special token is a text, not {value!r}")
+    return value
+
+
+def _content(token: AddedToken | str) -> str:
+    return token if isinstance(token, str) else str(token.content)
+
+
+def _id(backend: Backend, token: AddedToken | str) -> Any:
+    """None for the empty text, which is no token."""
+    return backend.token_to_id(_content(token))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON file's table; empty when there is no such file."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found
+
+
+def _description(part: Any) -> dict[str, Any]:
+    """A part of a tokenizer as tokenizer.json writes it."""
+    found: dict[str, Any] = {} if part is None else json.loads(bytes(part.__getstate__()))
+    return found

@@ -1,0 +1,1 @@
+"""Styled text, charts and tables."""

@@ -1,0 +1,1 @@
+"""Reads checkpoints, and the formats that weights are kept and multiplied in."""

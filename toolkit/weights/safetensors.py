@@ -1,0 +1,255 @@
+"""Safetensors files, read piece by piece and ahead of the copies, so that the host holds no second copy of the weights.
+
+A file is the length of its header in eight bytes, the header in JSON, and the tensors' bytes in row-major order
+(https://huggingface.co/docs/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.distributed import Share
+from toolkit.errors import CheckpointError
+from toolkit.weights.slots import Slot
+
+READERS = 8
+"""Threads that read for a GPU; each holds one piece."""
+PIECE = 2**22
+"""Bytes that one of them reads at a time."""
+MAPPED_PIECE = 2**24
+"""Bytes of a file that are mapped at a time: what was read of them counts as this process's memory."""
+MAPPED_AHEAD = 4
+"""Pieces that the system is told to read while the one before them is copied."""
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file, not read."""
+
+    file: Path
+    name: str
+    kind: str
+    """Its type, by the format's name for it."""
+    shape: tuple[int, ...]
+    start: int
+    """Of its first byte in the file."""
+    num_bytes: int
+    """From the first row to the end of the last one."""
+    columns: Share | None = None
+    """Which of each row's entries are meant; None: all."""
+
+    def part(self, region: Sequence[Share]) -> StoredTensor:
+        """A region of the tensor: any rows, and of matrices any columns."""
+        if not region or all(share.whole for share in region):
+            return self
+        rows, *others = region
+        return replace(
+            self,
+            shape=tuple(share.count for share in region),
+            start=self.start + rows.begin * self.row_bytes,
+            num_bytes=rows.count * self.row_bytes,
+            columns=None if all(share.whole for share in others) else others[0],
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Raises CheckpointError for a type that is not for weights as they are."""
+        if self.kind not in DTYPES:
+            raise CheckpointError(
+                f"{self.file}: {self.name} is of type {self.kind}, which is not supported; these are: {', '.join(DTYPES)}."
+            )
+        return DTYPES[self.kind]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.num_bytes // self.shape[0] if self.shape and self.shape[0] else self.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Rows of a tensor."""
+
+    tensor: StoredTensor
+    first: int
+    count: int
+
+    def read(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The rows, in `buffer` (bytes)."""
+        if self.tensor.columns is not None:  # only the pages that they lie on are read
+            mapped = self.map()
+            return buffer[: mapped.nbytes].view(mapped.dtype).view(mapped.shape).copy_(mapped)
+        target = buffer[: self._num_bytes]
+        with self.tensor.file.open("rb") as stream:
+            stream.seek(self._start)
+            if stream.readinto(target.numpy().data) != self._num_bytes:
+                raise CheckpointError(f"{self.tensor.file} became shorter while it was read.")
+        return target.view(self.tensor.dtype).view(self._shape)
+
+    def map(self) -> torch.Tensor:
+        """The rows where they lie in the file, which the system is told to read."""
+        page = self._start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        before = self._start - page
+        with self.tensor.file.open("rb") as stream:
+            mapped = mmap.mmap(
+                stream.fileno(), before + self._num_bytes, access=mmap.ACCESS_COPY, offset=page
+            )
+        if hasattr(mmap, "MADV_WILLNEED") and self.tensor.columns is None:
+            mapped.madvise(mmap.MADV_WILLNEED)
+        rows = torch.frombuffer(mapped, dtype=self.tensor.dtype, offset=before)
+        columns = self.tensor.columns
+        if columns is None:
+            return rows.view(self._shape)
+        return rows.view(self.count, columns.total).narrow(1, columns.begin, columns.count)
+
+    @property
+    def _start(self) -> int:
+        return self.tensor.start + self.first * self.tensor.row_bytes
+
+    @property
+    def _num_bytes(self) -> int:
+        return self.count * self.tensor.row_bytes
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return self.count, *self.tensor.shape[1:]
+
+
+def read_header(file: Path) -> list[StoredTensor]:
+    """The tensors of a file, in the header's order. Raises CheckpointError when it is cut short or no safetensors
+    file.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            (header_size,) = struct.unpack("<Q", stream.read(8))
+            if header_size > size - 8:
+                raise _bad(file, f"is cut short or no safetensors file: it has {size} bytes")
+            header = json.loads(stream.read(header_size))
+        tensors = list(_tensors(file, header, 8 + header_size))
+    except OSError as error:
+        raise _bad(file, f"cannot be read ({error})") from None
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError):
+        raise _bad(file, "is no valid safetensors file: its header cannot be read") from None
+    expected = max((tensor.start + tensor.num_bytes for tensor in tensors), default=0)
+    if size < expected:
+        raise _bad(file, f"is cut short: it has {size} bytes of {expected}")
+    return tensors
+
+
+def read_into(
+    tensors: Sequence[tuple[StoredTensor, Slot]], stop: threading.Event | None = None
+) -> None:
+    """Reads each tensor into its slot, of the same shape; those left out that it has not come to once `stop` is set. Raises
+    CheckpointError when that fails.
+    """
+    try:
+        if any(slot.target.is_cuda for _, slot in tensors):
+            read_buffered(tensors, stop, pinned=True)
+        else:
+            read_mapped(tensors, stop)
+    except OSError as error:
+        raise CheckpointError(
+            f"The weights in {tensors[0][0].file.parent} cannot be read: {error}."
+        ) from None
+
+
+def read_mapped(
+    tensors: Sequence[tuple[StoredTensor, Slot]], stop: threading.Event | None = None
+) -> None:
+    """For a CPU: the copies read the files' pages themselves, which PyTorch's threads do side by side."""
+    ahead: deque[tuple[torch.Tensor, Slot]] = deque()
+
+    def copy_one() -> None:
+        rows, slot = ahead.popleft()
+        slot.fill(rows)
+
+    for piece, slot in _pieces(tensors, MAPPED_PIECE, stop):
+        ahead.append((piece.map(), slot))
+        if len(ahead) > MAPPED_AHEAD:
+            copy_one()
+    while ahead:
+        copy_one()
+
+
+def read_buffered(
+    tensors: Sequence[tuple[StoredTensor, Slot]],
+    stop: threading.Event | None = None,
+    *,
+    pinned: bool,
+) -> None:
+    """For a GPU: threads read into a few buffers, pinned so that the device copies from them directly, and this thread
+    starts the copies. One thread reads a file that is in memory at a fraction of the speed of the bus.
+    """
+    size = max(
+        [PIECE, *(tensor.num_bytes if slot.whole else tensor.row_bytes for tensor, slot in tensors)]
+    )
+    pending: deque[tuple[Future[torch.Tensor], Slot, torch.Tensor]] = deque()
+
+    def finish_one() -> torch.Tensor:
+        rows, slot, buffer = pending.popleft()
+        slot.fill(rows.result())
+        return buffer
+
+    with ThreadPoolExecutor(READERS, "weights") as pool:
+        for piece, slot in _pieces(tensors, size, stop):
+            if len(pending) == READERS:
+                buffer = finish_one()
+            else:
+                buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            pending.append((pool.submit(piece.read, buffer), slot, buffer))
+        while pending:
+            finish_one()
+
+
+def _pieces(
+    tensors: Sequence[tuple[StoredTensor, Slot]], size: int, stop: threading.Event | None
+) -> Iterator[tuple[_Piece, Slot]]:
+    """The tensors in runs of rows of at most `size` bytes, or of one row, with the places of those rows."""
+    for tensor, slot in tensors:
+        step = max(1, tensor.shape[0] if slot.whole else size // max(1, tensor.row_bytes))
+        for first in range(0, tensor.shape[0], step):
+            if stop is not None and stop.is_set():
+                return
+            count = min(step, tensor.shape[0] - first)
+            yield _Piece(tensor, first, count), slot.rows(first, count)
+
+
+def _tensors(file: Path, header: dict[str, Any], data: int) -> Iterator[StoredTensor]:
+    """`data`: where the tensors' bytes begin in the file."""
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        kind, shape, (begin, end) = (
+            entry["dtype"],
+            tuple(map(int, entry["shape"])),
+            entry["data_offsets"],
+        )
+        if not 0 <= begin <= end or min(shape, default=0) < 0:
+            raise ValueError(f"{name} has no place in the file")
+        if kind in DTYPES and math.prod(shape) * DTYPES[kind].itemsize != end - begin:
+            raise ValueError(f"{name} has another size than its shape")
+        yield StoredTensor(file, name, kind, shape, data + begin, end - begin)
+
+
+def _bad(file: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{file} {what}. Fetch or copy it again.")

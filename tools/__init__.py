@@ -1,0 +1,1 @@
+"""Developer tools. Not part of the wheel."""

@@ -1,0 +1,1 @@
+"""Benchmarks for developers: comparisons, floors, kernels, layers, the host loop."""

@@ -1,0 +1,534 @@
+"""Time the kernels against what this GPU can do: `python -m tools.bench.kernels [--tune]`. Without a GPU, those of the CPU
+(`tools.bench.cpu_kernels`).
+
+Decode is bound by memory: its share is of the bandwidth of a large copy measured in the same run. Prefill is
+bound by arithmetic: its share is of a large bf16 matrix product. Kernels are timed as replays of a CUDA graph
+whose calls walk over as many KV caches as overflow the L2 cache, as the layers of a model do. Products of few
+rows are timed the same way, each together with a norm of its input that it has to wait for; products of many by the algorithm that
+an engine would choose, which is kept as an engine keeps it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from toolkit.kernels import cublas
+from toolkit.kernels.triton import activation, attention, fp8, linear, norm, sampling
+from toolkit.kernels.triton.attention import Batch, Logits, Tile
+from tools.bench import cpu_kernels as cpu_bench
+from tools.bench.kernel_calls import (
+    BLOCK_SIZE,
+    COLD_BYTES,
+    LLAMA,
+    QWEN3,
+    Maker,
+    Row,
+    fp8_products,
+    layer_rows,
+    logits_rows,
+    state_rows,
+)
+
+DTYPE = torch.bfloat16
+MAX_CACHES = 64
+LONG = 8192
+"""Rows of the products of a step of prompts."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call: `(queries, context)` of every request."""
+
+    name: str
+    lens: tuple[tuple[int, int], ...]
+    heads: int
+    kv_heads: int
+    head_size: int
+    cached: torch.dtype = DTYPE
+    """The type of the KV cache."""
+    sliding_window: int = 0
+    """Tokens that a query sees, itself included; 0: all."""
+    soft_cap: float = 0.0
+    """Bound of the logits; 0: none."""
+
+    @property
+    def logits(self) -> Logits:
+        return Logits(self.head_size**-0.5, self.sliding_window, self.soft_cap)
+
+    @property
+    def max_query_len(self) -> int:
+        return max(queries for queries, _ in self.lens)
+
+    @property
+    def max_seq_len(self) -> int:
+        return max(context for _, context in self.lens)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of the keys and values that any query sees."""
+        keys = sum(
+            min(context, self._seen(context) + queries - 1) for queries, context in self.lens
+        )
+        return keys * 2 * self.kv_heads * self.head_size * self.cached.itemsize
+
+    @property
+    def flops(self) -> int:
+        """Two products over the visible (query, key) pairs only."""
+        pairs = sum(
+            self._seen(before)
+            for queries, context in self.lens
+            for before in range(context - queries + 1, context + 1)
+        )
+        return 4 * pairs * self.heads * self.head_size
+
+    def _seen(self, num_tokens: int) -> int:
+        """Of so many tokens up to a query."""
+        return min(num_tokens, self.sliding_window or num_tokens)
+
+    def batches(self) -> list[Batch]:
+        """The same step over different caches, as layer follows layer."""
+        num_caches = min(MAX_CACHES, -(-COLD_BYTES // self.kv_bytes))
+        blocks = [-(-context // BLOCK_SIZE) for _, context in self.lens]
+        table = torch.zeros(len(self.lens), max(blocks), dtype=torch.int32)
+        unused = torch.randperm(sum(blocks))
+        for row, count in zip(table, blocks, strict=True):
+            row[:count], unused = unused[:count], unused[count:]
+        counts = torch.tensor([0] + [queries for queries, _ in self.lens])
+        shape = (sum(blocks), BLOCK_SIZE, self.kv_heads, self.head_size)
+        q = torch.randn(int(counts.sum()), self.heads, self.head_size, device="cuda", dtype=DTYPE)
+        query_start_loc = counts.cumsum(0).int().cuda()
+        seq_lens = torch.tensor([context for _, context in self.lens], dtype=torch.int32).cuda()
+        return [
+            Batch(
+                q,
+                torch.randn(shape, device="cuda", dtype=DTYPE).to(self.cached),
+                torch.randn(shape, device="cuda", dtype=DTYPE).to(self.cached),
+                query_start_loc,
+                seq_lens,
+                table.cuda(),
+                torch.empty_like(q),
+            )
+            for _ in range(num_caches)
+        ]
+
+
+DECODE = [
+    Case("Qwen3-0.6B, 256 x 800", ((1, 800),) * 256, 16, 8, 128),
+    Case("gpt2, 256 x 300", ((1, 300),) * 256, 12, 12, 64),
+    Case("Llama-3.1-8B, 64 x 4096", ((1, 4096),) * 64, 32, 8, 128),
+    Case(
+        "Qwen3-0.6B, 256 x 100..1024",
+        tuple((1, 100 + 925 * i // 256) for i in range(256)),
+        16,
+        8,
+        128,
+    ),
+    Case("Llama-3.1-8B, 8 x 1024", ((1, 1024),) * 8, 32, 8, 128),
+    Case("Llama-3.1-8B, 1 x 1024", ((1, 1024),), 32, 8, 128),
+    Case("gpt2, 1 x 256", ((1, 256),), 12, 12, 64),
+    Case("Qwen3-0.6B, 256 x 800, FP8 cache", ((1, 800),) * 256, 16, 8, 128, fp8.FP8),
+    Case("Mistral-7B, 16 x 8192, window 4096", ((1, 8192),) * 16, 32, 8, 128, sliding_window=4096),
+    Case("Gemma-2-9B, 16 x 4096, soft cap", ((1, 4096),) * 16, 16, 8, 256, soft_cap=50.0),
+]
+PREFILL = [
+    Case("Llama-3.1-8B, 8 x 1024", ((1024, 1024),) * 8, 32, 8, 128),
+    Case("Qwen3-0.6B, 4 x 2048", ((2048, 2048),) * 4, 16, 8, 128),
+    Case("gpt2, 16 x 1000", ((1000, 1000),) * 16, 12, 12, 64),
+    Case("Llama-3.1-8B, 512 after 3584", ((512, 4096),), 32, 8, 128),
+    Case("Llama-3.1-8B, 1 x 128", ((128, 128),), 32, 8, 128),
+    Case("Mistral-7B, 2 x 8192, window 4096", ((8192, 8192),) * 2, 32, 8, 128, sliding_window=4096),
+    Case("Gemma-2-9B, 2 x 4096, soft cap", ((4096, 4096),) * 2, 16, 8, 256, soft_cap=50.0),
+]
+DECODE_TILES = [  # keys, warps, stages; rows follow from the group
+    (32, 2, 4),
+    (32, 4, 4),
+    (64, 2, 3),
+    (64, 2, 4),
+    (64, 4, 2),
+    (64, 4, 3),
+    (64, 4, 4),
+    (64, 4, 5),
+    (64, 8, 3),
+    (128, 4, 3),
+    (128, 4, 4),
+]
+PREFILL_TILES = [
+    Tile(64, 64, 4, 2),
+    Tile(64, 64, 4, 3),
+    Tile(64, 32, 4, 3),
+    Tile(128, 32, 4, 3),
+    Tile(128, 32, 4, 4),
+    Tile(128, 64, 4, 2),
+    Tile(128, 64, 8, 2),
+    Tile(128, 64, 8, 3),
+    Tile(128, 64, 8, 4),
+    Tile(128, 128, 8, 2),
+    Tile(128, 128, 8, 3),
+    Tile(256, 64, 8, 3),
+]
+MIXED = [
+    Case(
+        "Qwen3-0.6B, 255 x 1 at 800 and 512 at 1024", ((1, 800),) * 255 + ((512, 1024),), 16, 8, 128
+    )
+]
+
+SAMPLES: list[tuple[str, int, int, tuple[float, int, float, float]]] = [
+    # rows, vocabulary, (temperature, top-k, top-p, min-p)
+    ("Qwen3, 256 plain", 256, 151_936, (0.6, 0, 1.0, 0.0)),
+    ("Qwen3, 64 plain", 64, 151_936, (0.6, 0, 1.0, 0.0)),
+    ("Qwen3, 1 plain", 1, 151_936, (0.6, 0, 1.0, 0.0)),
+    ("Qwen3, 64 top-k 20, top-p 0.95", 64, 151_936, (0.6, 20, 0.95, 0.0)),
+    ("Qwen3, 64 top-p 0.95", 64, 151_936, (0.6, 0, 0.95, 0.0)),
+    ("Qwen3, 64 min-p 0.05", 64, 151_936, (0.6, 0, 1.0, 0.05)),
+    ("gpt2, 256 plain", 256, 50_257, (0.6, 0, 1.0, 0.0)),
+]
+
+PRODUCTS = [  # rows of the weight, columns, gated
+    ("Llama-3.1-8B, qkv", 6144, 4096, False),
+    ("Llama-3.1-8B, out", 4096, 4096, False),
+    ("Llama-3.1-8B, gate and up", 28672, 4096, True),
+    ("Llama-3.1-8B, down", 4096, 14336, False),
+    ("Llama-3.1-8B, head", 128_256, 4096, False),
+    ("Qwen3-0.6B, qkv", 4096, 1024, False),
+    ("Qwen3-0.6B, out", 1024, 2048, False),
+    ("Qwen3-0.6B, gate and up", 6144, 1024, True),
+    ("Qwen3-0.6B, down", 1024, 3072, False),
+    ("gpt2, qkv", 2304, 768, False),
+    ("gpt2, out", 768, 768, False),
+    ("gpt2, up", 3072, 768, False),
+    ("gpt2, down", 768, 3072, False),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time the kernels against this GPU's limits.")
+    parser.add_argument(
+        "--tune", action="store_true", help="try many tile shapes and print the best four of each"
+    )
+    tune = parser.parse_args().tune
+    if not torch.cuda.is_available():
+        cpu_bench.run(os.cpu_count() or 1)
+        return
+    torch.manual_seed(0)
+    bandwidth, rate = copy_bandwidth(), matmul_rate()
+    print(
+        f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s, bf16 {rate / 1e12:.0f} TFLOP/s"
+    )
+    for kind, cases in (("decode", DECODE), ("prefill", PREFILL), ("mixed", MIXED)):
+        for case in cases:
+            batches = case.batches()
+            for label, seconds in ranked(case, batches, tune):
+                if kind == "prefill":
+                    share = achieved(case.flops / seconds, rate, "TFLOP/s")
+                else:
+                    share = achieved(case.kv_bytes / seconds, bandwidth, "TB/s")
+                print(
+                    f"{kind:8s}{case.name:44s}{seconds * 1e6:8.1f} us {share}  {label}", flush=True
+                )
+            del batches
+    for name, n, vocab, parameters in SAMPLES:
+        seconds, num_bytes = sample_time(n, vocab, *parameters)
+        share = achieved(num_bytes / seconds, bandwidth, "TB/s")
+        print(f"{'sample':8s}{name:44s}{seconds * 1e6:8.1f} us {share}")
+    make = Maker(torch.device("cuda"), DTYPE)
+    for num_tokens in (1, 64, 8192):
+        for row in layer_rows(num_tokens, make):
+            print_row("layer", row, f"{num_tokens} tokens", bandwidth)
+    for n in (1, 64):
+        for row in logits_rows(n, 151_936, 1024, make):
+            print_row("logits", row, f"{n} rows", bandwidth)
+    for num_reqs, each in ((256, 1), (8, 1024)):
+        for row in state_rows(num_reqs, each, 512, make):
+            print_row("state", row, f"{num_reqs} x {each}", bandwidth)
+    for num_tokens in (1, 8, 64):
+        for name, rows, columns, gated in PRODUCTS:
+            if num_tokens > linear.FEW_TOKENS and rows > linear.MOST_ROWS:
+                continue
+            seconds, by_library = (
+                seconds_of(calls) for calls in product_calls(num_tokens, rows, columns, gated)
+            )
+            share = achieved(rows * columns * DTYPE.itemsize / seconds, bandwidth, "TB/s")
+            label = f"cuBLAS {by_library * 1e6:.1f} us"
+            print(
+                f"{'product':8s}{f'{name}, {num_tokens} tokens':44s}{seconds * 1e6:8.1f} us {share}  {label}"
+            )
+            if num_tokens <= fp8.TOKENS and not name.endswith("head"):  # which stays as it is
+                in_fp8 = fp8_products(num_tokens, rows, columns, gated, make)
+                row = Row(f"{name}, FP8", in_fp8, rows * (columns + 4))
+                print_row("product", row, f"{num_tokens} tokens", bandwidth)
+    for num_tokens in (2, 8, 16, 64):
+        for name, (hidden, inner, heads, _, head_size) in (("Llama", LLAMA), ("Qwen3", QWEN3)):
+            joined, apart = (
+                seconds_of(calls)
+                for calls in norm_calls(num_tokens, hidden, heads * head_size, inner)
+            )
+            num_bytes = hidden * (heads * head_size + 2 * inner) * DTYPE.itemsize
+            share = achieved(num_bytes / joined, bandwidth, "TB/s")
+            size = f"{name} out, norm, gate-up, {num_tokens} tokens"
+            label = f"in a kernel of its own {apart * 1e6:.1f} us"
+            print(f"{'norm':8s}{size:44s}{joined * 1e6:8.1f} us {share}  {label}")
+    for name, rows, columns, _ in PRODUCTS:
+        if name.startswith("gpt2") or name.endswith("head"):
+            continue  # a bias lets nothing be chosen, and of a prompt the head sees one row
+        chosen, by_pytorch = long_product_times(rows, columns)
+        share = achieved(2 * LONG * rows * columns / chosen, rate, "TFLOP/s")
+        label = f"PyTorch's choice {by_pytorch * 1e6:.1f} us"
+        print(
+            f"{'product':8s}{f'{name}, {LONG} tokens':44s}{chosen * 1e6:8.1f} us {share}  {label}"
+        )
+
+
+def print_row(kind: str, row: Row, size: str, bandwidth: float) -> None:
+    seconds = seconds_of(row.calls)
+    share = achieved(row.num_bytes / seconds, bandwidth, "TB/s")
+    print(f"{kind:8s}{f'{row.name}, {size}':44s}{seconds * 1e6:8.1f} us {share}", flush=True)
+
+
+def achieved(rate: float, ceiling: float, unit: str) -> str:
+    return f"{rate / 1e12:7.2f} {unit:8s}{rate / ceiling:6.1%}"
+
+
+def ranked(case: Case, batches: list[Batch], tune: bool) -> list[tuple[str, float]]:
+    def default(batch: Batch) -> None:
+        attention.paged_attention(
+            *batch[:6],
+            max_query_len=case.max_query_len,
+            max_seq_len=case.max_seq_len,
+            **case.logits._asdict(),
+            out=batch.out,
+        )
+
+    rows = [("", seconds_per_call(default, batches))]
+    if case.max_query_len == 1:
+        rows.append(
+            (
+                "with heads' norms, rotation and cache",
+                seconds_per_call(whole_decode(case, batches[0]), batches),
+            )
+        )
+    if tune:
+        tried = sorted(variants(case, batches), key=lambda row: row[1])
+        rows += tried[:4]
+    return rows
+
+
+def whole_decode(case: Case, first: Batch) -> Callable[[Batch], None]:
+    """A step of single tokens from their projections on; `first`: one of the batches, which share their tables."""
+    width = (case.heads + 2 * case.kv_heads) * case.head_size
+    qkv = torch.randn(len(case.lens), width, device="cuda", dtype=DTYPE)
+    weight = torch.ones(case.head_size, device="cuda", dtype=DTYPE)
+    cos_sin = torch.randn(case.max_seq_len, 2, case.head_size // 2, device="cuda", dtype=DTYPE)
+    last = torch.tensor([context - 1 for _, context in case.lens], device="cuda")
+    requests = torch.arange(len(case.lens), device="cuda")
+    slots = first.block_table[requests, last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE
+
+    def run(batch: Batch) -> None:
+        attention.decode_attention(
+            qkv,
+            batch.k_cache,
+            batch.v_cache,
+            last,
+            slots,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table,
+            num_heads=case.heads,
+            max_seq_len=case.max_seq_len,
+            **case.logits._asdict(),
+            cos_sin=cos_sin,
+            q_weight=weight,
+            k_weight=weight,
+            eps=1e-6,
+        )
+
+    return run
+
+
+def variants(case: Case, batches: list[Batch]) -> Iterator[tuple[str, float]]:
+    """Every tile worth a try, with its time; those that do not fit the GPU are left out."""
+    calls: dict[str, Callable[[Batch], None]] = {}
+    if case.max_query_len == 1:
+        rows = max(16, batches[0].group)
+        most_splits = 1 if len(case.lens) >= 256 else 32
+        for keys, warps, stages in DECODE_TILES:
+            tile = Tile(rows, keys, warps, stages)
+            splits = 1
+            while splits <= min(most_splits, case.max_seq_len // keys):
+                calls[f"{tile} splits={splits}"] = partial(
+                    attention.decode, logits=case.logits, splits=splits, tile=tile
+                )
+                splits *= 2
+    else:
+        for tile in PREFILL_TILES:
+            calls[str(tile)] = partial(
+                attention.prefill, logits=case.logits, singles=True, tile=tile
+            )
+    for label, call in calls.items():
+        try:
+            yield label, seconds_per_call(call, batches)
+        except OutOfResources:
+            print(f"{label} does not fit", file=sys.stderr)
+
+
+def seconds_per_call(
+    call: Callable[[Batch], None], batches: list[Batch], replays: int = 10
+) -> float:
+    """The best of five timings of a graph of one call for each batch."""
+    call(batches[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for batch in batches:
+            call(batch)
+    return elapsed(graph.replay, replays) / len(batches)
+
+
+def elapsed(run: Callable[[], object], repeats: int) -> float:
+    """Seconds of one `run`: the best of five means, by the GPU's clock."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
+    best = float("inf")
+    run()
+    for _ in range(5):
+        begin.record()
+        for _ in range(repeats):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, begin.elapsed_time(end) / repeats * 1e-3)
+    return best
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a copy of 4 GiB."""
+    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / elapsed(lambda: target.copy_(source), 5)
+
+
+def matmul_rate() -> float:
+    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=DTYPE)
+    return 2 * 8192**3 / elapsed(lambda: a @ b, 5)
+
+
+def sample_time(
+    n: int, vocab: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[float, int]:
+    """Seconds to sample a token for each of n rows of bf16 logits, and the bytes of these."""
+    num_bytes = n * vocab * DTYPE.itemsize
+    padded = -(-vocab // 64) * 64
+    copies = min(MAX_CACHES, max(2, COLD_BYTES // num_bytes))
+    logits = [
+        (3 * torch.randn(n, padded, device="cuda")).to(DTYPE)[:, :vocab] for _ in range(copies)
+    ]
+    rows = torch.arange(n, dtype=torch.int32, device="cuda")
+    floats = torch.tensor([[temperature, top_p, min_p, 1.0, 0.0, 0.0]] * n, device="cuda")
+    ints = torch.tensor([[top_k, seed, 0] for seed in range(n)], device="cuda")
+    token_ids = torch.zeros(n, n + 1, dtype=torch.int32, device="cuda")
+    out = torch.empty_like(rows)
+
+    def run() -> None:
+        for part in logits:
+            sampling.sample(part, rows, rows, floats, ints, token_ids, out)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return elapsed(graph.replay, 10) / copies, num_bytes
+
+
+def seconds_of(calls: list[Callable[[], object]]) -> float:
+    """Seconds of one of the calls, captured one after another."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return elapsed(graph.replay, 5) / len(calls)
+
+
+def product_calls(
+    num_tokens: int, rows: int, columns: int, gated: bool
+) -> tuple[list[Callable[[], object]], list[Callable[[], object]]]:
+    """A norm and the product after it, over different weights: ours, and cuBLAS with what it needs beside."""
+    copies = min(MAX_CACHES, max(2, COLD_BYTES // (rows * columns * DTYPE.itemsize)))
+    weights = [torch.randn(rows, columns, device="cuda", dtype=DTYPE) / 64 for _ in range(copies)]
+    x, scale = (
+        torch.randn(num_tokens, columns, device="cuda", dtype=DTYPE),
+        torch.ones(columns, device="cuda"),
+    )
+    kind = "silu" if gated else None
+
+    def ours(weight: Tensor) -> None:
+        linear.linear(norm.add_rms_norm(x, None, scale, 1e-5)[0], weight, None, kind, gated)
+
+    def library(weight: Tensor) -> None:
+        y = F.linear(norm.add_rms_norm(x, None, scale, 1e-5)[0], weight)
+        if gated:
+            activation.gated_activation(y, "silu")
+
+    return [partial(ours, weight) for weight in weights], [
+        partial(library, weight) for weight in weights
+    ]
+
+
+def long_product_times(rows: int, columns: int) -> tuple[float, float]:
+    """Seconds of a product of LONG rows: by the algorithm that is chosen for it, and by PyTorch's choice. In turns, each for as long as
+    its power takes to tell.
+    """
+    x = torch.randn(LONG, columns, device="cuda", dtype=DTYPE)
+    weight = torch.randn(rows, columns, device="cuda", dtype=DTYPE) / 64
+    with cublas.choosing():
+        cublas.linear(x, weight)
+    turns = [partial(cublas.linear, x, weight), partial(F.linear, x, weight)]
+    repeats = 1 + int(0.04 / elapsed(turns[1], 1))
+    times = [[elapsed(run, repeats) for run in turns] for _ in range(3)]
+    chosen, by_pytorch = (median(each) for each in zip(*times, strict=True))
+    return chosen, by_pytorch
+
+
+def norm_calls(
+    num_tokens: int, hidden: int, width: int, inner: int
+) -> tuple[list[Callable[[], object]], list[Callable[[], object]]]:
+    """Products before and behind a norm, over different weights: with the norm, and with it in a kernel of its own."""
+    copies = min(MAX_CACHES, max(2, COLD_BYTES // ((width + 2 * inner) * hidden * DTYPE.itemsize)))
+    x = torch.randn(num_tokens, width, device="cuda", dtype=DTYPE)
+    residual = torch.zeros(num_tokens, hidden, device="cuda", dtype=DTYPE)
+    scale = torch.ones(hidden, device="cuda", dtype=DTYPE)
+    squares = torch.zeros(
+        num_tokens, device="cuda", dtype=torch.float64
+    )  # sums of all calls: only the time counts
+
+    def joined(first: Tensor, second: Tensor) -> None:
+        normed = linear.add_norm(x, first, residual, scale, 1e-5, squares)
+        linear.linear(normed, second, None, "silu", gated=True)
+
+    def apart(first: Tensor, second: Tensor) -> None:
+        normed, _ = norm.add_rms_norm(linear.linear(x, first), residual, scale, 1e-5)
+        linear.linear(normed, second, None, "silu", gated=True)
+
+    weights = [
+        (
+            torch.randn(hidden, width, device="cuda", dtype=DTYPE) / 64,
+            torch.randn(2 * inner, hidden, device="cuda", dtype=DTYPE) / 64,
+        )
+        for _ in range(copies)
+    ]
+    return [partial(joined, *pair) for pair in weights], [partial(apart, *pair) for pair in weights]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""What the engine's loop costs the host, without a model: `python -m tools.bench.loop`.
+
+Scheduler, core and output path run over an executor whose tokens are random and there at once. The table has
+microseconds for a step of steady decode, by the number of running requests; the lines below it are for whole
+batches through `LLM.generate`, prompts, ends and text included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from statistics import fmean, median
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+import numpy as np
+
+from toolkit.config import EngineConfig
+from toolkit.demo import MODEL_DIR
+from toolkit.engine.async_llm import AsyncLLM
+from toolkit.engine.core import EngineCore
+from toolkit.engine.cores.core_client import CoreClient
+from toolkit.engine.input_processor import InputProcessor, Prompt
+from toolkit.engine.llm import LLM
+from toolkit.engine.messages import EngineOutputs, EngineRequest, ToCore
+from toolkit.executor import Executor, Pending
+from toolkit.sampling.grammar import Masks
+from toolkit.sampling.params import SamplingParams
+from toolkit.scheduler import ModelOutput, SchedulerOutput
+from toolkit.text.tokenizer import load_tokenizer
+from toolkit.worker import WorkerInfo
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+BATCHES = (1, 4, 16, 64, 256, 1024)
+VOCAB_SIZE = 2048
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 1024
+PARTS = ("schedule", "update", "core", "encode", "decode", "process")
+CORE_SIDE = PARTS[:4]
+"""What the core's process does; the rest is the front end's."""
+
+WARM_UP = 20
+REPEATS = 3
+
+
+class RandomTokens(Executor):
+    """Samples from no model, at once."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.info = WorkerInfo(
+            device="none",
+            dtype="none",
+            attention_backend="none",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=8192,
+            num_blocks=max_num_seqs * MAX_MODEL_LEN // BLOCK_SIZE,
+            num_host_blocks=0,
+            block_size=BLOCK_SIZE,
+            num_parameters=0,
+            weight_bytes=0,
+            cache_bytes=0,
+            async_scheduling=True,
+        )
+        self._tokens = np.random.default_rng(0).integers(3, VOCAB_SIZE, 1 << 16, dtype=np.int32)
+
+    def execute(self, step: SchedulerOutput) -> Pending:
+        count = int(np.count_nonzero(step.samples))
+        start = step.step * 97 % (len(self._tokens) - count)
+        return _Known(ModelOutput(step.step, self._tokens[start : start + count]))
+
+    def collective(self, method: str, *args: Any) -> list[Any]:
+        return []
+
+    def check_health(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+
+class _Known:
+    def __init__(self, output: ModelOutput) -> None:
+        self._output = output
+
+    def result(self) -> ModelOutput:
+        return self._output
+
+    def constrain(self, masks: Masks) -> None:
+        pass
+
+
+class _Direct(CoreClient):
+    """A core without process and sockets."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+
+    def send(self, message: ToCore) -> None:
+        if isinstance(message, EngineRequest):
+            self._core.add(message)
+
+
+class Stopwatch:
+    """Adds up the time that functions take, by the part of the loop that they are."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+
+    def timed(self, part: str, function: Callable[P, T]) -> Callable[P, T]:
+        """The same function, timed."""
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[part] += time.perf_counter() - start
+
+        return call
+
+
+async def decode_steps(batch: int, num_steps: int = 400) -> dict[str, list[float]]:
+    """Microseconds of each part in every step in which `batch` requests decode. `core`: without the scheduler."""
+    config = EngineConfig.from_settings({"max_num_seqs": batch})
+    executor = RandomTokens(batch)
+    core, front = EngineCore(config, executor), AsyncLLM.from_config(config)
+    inputs = InputProcessor(MODEL_DIR, load_tokenizer(MODEL_DIR), executor.info)
+    front.attach([(_Direct(core), executor.info)], inputs)
+    params = SamplingParams(max_tokens=900, ignore_eos=True, stop_token_ids=[0])
+    streams = [
+        await front.submit(prompt, params)
+        for prompt in _prompts([64 + i % 16 for i in range(batch)])
+    ]
+    watch = Stopwatch()
+    scheduler = core.scheduler
+    scheduler.schedule = watch.timed("schedule", scheduler.schedule)  # type: ignore[method-assign]  # to time it
+    scheduler.update = watch.timed("update", scheduler.update)  # type: ignore[method-assign]  # to time it
+    step = watch.timed("core", core.step)
+    encode = watch.timed("encode", msgspec.msgpack.Encoder().encode)
+    decode = watch.timed("decode", msgspec.msgpack.Decoder(EngineOutputs).decode)
+    process = watch.timed("process", front.take)
+    spent: dict[str, list[float]] = {part: [] for part in PARTS}
+    for number in range(WARM_UP + num_steps):
+        watch.seconds = dict.fromkeys(PARTS, 0.0)
+        process(decode(encode(step()[0])), front.replicas[0])
+        watch.seconds["core"] -= watch.seconds["schedule"] + watch.seconds["update"]
+        for stream in streams:
+            stream.state.take()
+        if number >= WARM_UP:
+            for part in PARTS:
+                spent[part].append(1e6 * watch.seconds[part])
+    return spent
+
+
+def offline(num_requests: int, **params: Any) -> tuple[int, float]:
+    """(tokens generated, seconds) of one `LLM.generate` of requests with 16 to 512 tokens in and out."""
+    config = EngineConfig.from_settings({"max_num_seqs": num_requests})
+    llm = LLM.with_executor(config, RandomTokens(num_requests))
+    lengths = np.random.default_rng(1).integers(16, 512, (2, num_requests)).tolist()
+    each = [SamplingParams(max_tokens=length, ignore_eos=True, **params) for length in lengths[1]]
+    prompts: list[Prompt] = [*_prompts(lengths[0])]
+    seconds = []
+    for _ in range(REPEATS):
+        llm.reset_prefix_cache()
+        start = time.perf_counter()
+        llm.generate(prompts, each, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+    return sum(lengths[1]), min(seconds)
+
+
+def _prompts(lengths: list[int]) -> list[list[int]]:
+    return [
+        [3 + (7 * index + i) % 1000 for i in range(length)] for index, length in enumerate(lengths)
+    ]
+
+
+def main() -> None:
+    print(
+        f"{'batch':>6}" + "".join(f"{part:>10}" for part in PARTS) + f"{'core side':>12}{'mean':>9}"
+    )
+    for batch in BATCHES:
+        spent = asyncio.run(decode_steps(batch))
+        core_side = [sum(parts) for parts in zip(*(spent[part] for part in CORE_SIDE), strict=True)]
+        row = "".join(f"{median(spent[part]):10.1f}" for part in PARTS)
+        print(f"{batch:6}{row}{median(core_side):12.1f}{fmean(core_side):9.1f}")
+    for name, params in (("LLM.generate", {}), ("  with a stop string", {"stop": "\x00\x00"})):
+        for num_requests in (16, 256):
+            tokens, seconds = offline(num_requests, **params)
+            print(
+                f"{name}, {num_requests} requests: {tokens / seconds:,.0f} tok/s, "
+                f"{1e6 * seconds / tokens:.2f} us a token"
+            )
+
+
+if __name__ == "__main__":
+    main()

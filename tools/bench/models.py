@@ -1,0 +1,178 @@
+"""Model folders without weights, for `--load-format dummy`: `python -m tools.bench.models OUT_DIR [NAME...]`; with `--weights` they have
+random ones, of the type that the config names.
+
+Each has the config of a well-known model and a byte-level tokenizer of that model's size, which is made, not trained:
+it has every byte, then pairs of letters, then pairs of pairs, so that any id has a text of up to four characters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+END = "<|endoftext|>"
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_ctx": 1024,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "torch_dtype": "bfloat16",
+    },
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    },
+}
+CONFIGS["llama-3.1-70b"] = CONFIGS["llama-3.1-8b"] | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+"""The shapes as their makers publish them."""
+
+
+def make_model(folder: Path, config: dict[str, Any]) -> None:
+    """Writes config, generation config and tokenizer; the vocabulary's last id ends a text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    end = config["vocab_size"] - 1
+    ends = {"bos_token_id": end, "eos_token_id": end}
+    context = config.get("n_positions", config.get("max_position_embeddings"))
+    _write(folder / "config.json", {**config, **ends})
+    _write(folder / "generation_config.json", ends)
+    _write(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": END,
+            "eos_token": END,
+            "model_max_length": context,
+            "chat_template": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:",
+        },
+    )
+    save_tokenizer(folder / "tokenizer.json", config["vocab_size"])
+
+
+def save_weights(folder: Path, shard_size: str = "5GB") -> None:
+    """Adds random weights, in files of that size at most; they are made on a GPU if there is one. The configs are then as Transformers
+    writes them.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model.save_pretrained(folder, max_shard_size=shard_size)
+
+
+def save_tokenizer(path: Path, vocab_size: int) -> None:
+    """Writes a byte-level BPE tokenizer with exactly this many ids, the end of a text included."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges: list[tuple[str, str]] = []
+    for pair in _pairs(vocab_size - 1 - len(tokens)):
+        merges.append(pair)
+        tokens.append("".join(pair))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=merges)
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+    tokenizer.save(str(path), pretty=False)
+
+
+def _pairs(count: int) -> list[tuple[str, str]]:
+    """The first `count` merges: a space or a letter with a letter, then two such pairs."""
+    letters = string.ascii_lowercase
+    pairs = list(itertools.product("Ġ" + letters, letters))  # byte-level BPE writes a space so
+    words = ["".join(pair) for pair in pairs]
+    inner = [word for word in words if not word.startswith("Ġ")]
+    longer = itertools.product(words, inner)
+    return [*pairs, *itertools.islice(longer, max(0, count - len(pairs)))][:count]
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out_dir", type=Path)
+    parser.add_argument(
+        "--weights", action="store_true", help="with random weights, of those that are named"
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(CONFIGS)}; default: all"
+    )
+    args = parser.parse_args()
+    if args.weights and not args.names:
+        parser.error("--weights needs names: all models together take 160 GB")
+    for name in args.names or CONFIGS:
+        if name not in CONFIGS:
+            parser.error(f"there is no {name!r}; there are {', '.join(CONFIGS)}")
+        make_model(args.out_dir / name, CONFIGS[name])
+        if args.weights:
+            save_weights(args.out_dir / name)
+        print(args.out_dir / name)
+
+
+if __name__ == "__main__":
+    main()

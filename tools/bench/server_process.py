@@ -1,0 +1,79 @@
+"""A `tk serve` of a benchmark's own, from its command to its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Any
+
+import httpx
+
+from toolkit.chat.local import free_port
+
+POLL = 0.02  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A server that is ready."""
+
+    client: httpx.Client
+    pid: int
+    ready: float
+    """Seconds from the command to the first 200 of /readyz."""
+
+
+@contextmanager
+def serving(
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    log: IO[bytes] | int = subprocess.DEVNULL,
+) -> Iterator[Serving]:
+    """`tk serve ARGUMENTS` on a free port of this machine, ended with SIGTERM behind the block; `environment`: beside this process' own;
+    `log`: where what it writes goes. Raises SystemExit when the server ends before it is ready.
+    """
+    port = free_port()
+    start = time.monotonic()
+    server = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "toolkit",
+            "serve",
+            *arguments,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env={**os.environ, **(environment or {})},
+    )
+    try:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=300, trust_env=False
+        ) as client:
+            _wait_until_ready(client, server)
+            yield Serving(client, server.pid, time.monotonic() - start)
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _wait_until_ready(client: httpx.Client, server: subprocess.Popen[Any]) -> None:
+    while True:
+        if server.poll() is not None:
+            raise SystemExit(f"tk serve ended with exit code {server.returncode}.")
+        try:
+            if client.get("/readyz").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(POLL)

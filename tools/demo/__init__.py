@@ -1,0 +1,1 @@
+"""The corpus of the demo model, and the recipe that trains it."""
