@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from toolkit.sampling.params import SamplingParams
+from toolkit.sequence import SequenceSpec
 
 VOCAB = 262
 """The bytes, then <|endoftext|> <|user|> <|assistant|> <|end|>, then two tokens that only the model has."""
@@ -199,3 +203,14 @@ def logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     """[len(tokens), vocab], by one uncached Transformers forward."""
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0]
+
+
+def spec_of(
+    params: SamplingParams, num_prompt_tokens: int = 0, eos_token_ids: Sequence[int] = ()
+) -> SequenceSpec:
+    return SequenceSpec(
+        prompt_token_ids=[0] * num_prompt_tokens,
+        params=params,
+        max_tokens=1,
+        eos_token_ids=list(eos_token_ids),
+    )

@@ -13,11 +13,12 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = {"toolkit": "toolkit", "kernels": "toolkit.kernels", "tools": "tools"}
 """Folders of the checkout, and the packages that they are installed or run as."""
 
-LEAVES = {"config", "errors", "logs", "metrics", "units", "version"}
+LEAVES = {"config", "errors", "logs", "metrics", "sequence", "units", "version"}
 """Packages that every other one may import. `sampling.params` is one, too."""
 
 ARROWS = {
     "version": set(),
+    "sequence": {"sampling"},
     "errors": set(),
     "units": set(),
     "logs": set(),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.server import Server
+from toolkit.chat.commands import handle_line
 
 PROGRAM = "from toolkit.cli import main; main()"
 
@@ -36,7 +37,7 @@ def session(real, screen):
 
 
 async def test_it_answers_and_counts_what_the_server_counts(real, session, screen):
-    await session.handle("What is a KV cache?")
+    await handle_line(session, "What is a KV cache?")
     answer = real.openai().chat.completions.create(
         model="tk-demo",
         messages=[{"role": "user", "content": "What is a KV cache?"}],
@@ -53,20 +54,20 @@ async def test_it_answers_and_counts_what_the_server_counts(real, session, scree
 
 
 async def test_an_answer_that_was_cut_goes_on_to_the_same_end(session, screen):
-    await session.handle("What is a KV cache?")
+    await handle_line(session, "What is a KV cache?")
     whole = session.conversation.answer["content"]
-    await session.handle("/set max_tokens 5")
-    await session.handle("/retry")
+    await handle_line(session, "/set max_tokens 5")
+    await handle_line(session, "/retry")
     assert whole.startswith(session.conversation.answer["content"])
-    await session.handle("/set max_tokens")
-    await session.handle("/continue")
+    await handle_line(session, "/set max_tokens")
+    await handle_line(session, "/continue")
     assert session.conversation.answer["content"] == whole
     await session.client.close()
 
 
 async def test_a_picture_is_refused_in_one_sentence(session, screen, tmp_path):
     (tmp_path / "dot.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    await session.handle(f"/image {tmp_path / 'dot.png'}")
+    await handle_line(session, f"/image {tmp_path / 'dot.png'}")
     assert "tk-demo takes no images: " in screen.talk
     assert len(screen.talk.splitlines()) == 1
     await session.client.close()

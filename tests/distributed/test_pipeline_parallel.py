@@ -24,6 +24,7 @@ from toolkit.models.build import build_model, load_config
 from toolkit.models.pipeline_split import share_out
 from toolkit.models.registry import Model
 from toolkit.scheduler import ModelOutput, Request, Scheduler, SchedulerOutput
+from toolkit.sequence import SequenceSpec
 from toolkit.weights.loader import load_weights
 from tools.bench.loop import RandomTokens
 
@@ -271,10 +272,9 @@ def test_the_engine_keeps_a_step_for_each_stage_under_way_and_no_request_in_two(
             EngineRequest(
                 id=str(number),
                 number=number,
-                prompt_token_ids=[5, 6, 7],
-                params=params,
-                max_tokens=20,
-                eos_token_ids=[],
+                spec=SequenceSpec(
+                    prompt_token_ids=[5, 6, 7], params=params, max_tokens=20, eos_token_ids=[]
+                ),
             )
         )
     while core.has_work:

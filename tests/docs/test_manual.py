@@ -88,7 +88,7 @@ def test_every_command_has_a_page_with_its_flags_and_variables(path, flags):
 
 def test_the_servers_page_lists_every_endpoint():
     listed = section("tk-serve.1", "ENDPOINTS")
-    sources = "".join(path.read_text() for path in (ROOT / "toolkit" / "api").glob("*.py"))
+    sources = "".join(path.read_text() for path in (ROOT / "toolkit" / "api").rglob("*.py"))
     routes = re.findall(r'@router\.(get|post|delete|put)\(\s*"([^"]+)"', sources)
     assert len(routes) > 20
     for method, path in routes:

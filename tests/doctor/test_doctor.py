@@ -194,7 +194,7 @@ class TestInstallation:
         assert installation._completions(shell).status == "warn"
         assert tk("completion", shell, "--install", cwd=tmp_path).returncode == 0
         assert installation._completions(shell).status == "pass"
-        installation.install_path(shell).write_text("of another time")
+        installation.completion_path(shell).write_text("of another time")
         assert "another version" in installation._completions(shell).text
 
 

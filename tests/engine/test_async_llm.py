@@ -25,6 +25,7 @@ from toolkit.engine.messages import (
     Pong,
 )
 from toolkit.errors import EngineError, ServerUnavailableError
+from toolkit.sequence import SequenceSpec
 
 PROMPT = [7, 3, 9, 12, 5]
 INFO = types.SimpleNamespace(max_model_len=100, num_blocks=100, block_size=16)
@@ -62,9 +63,8 @@ class ScriptedCore:
 
 def request(id: str, prompt: list[int] = PROMPT, n: int = 1) -> EngineRequest:
     params = SamplingParams(n=n, temperature=0.0, ignore_eos=True, detokenize=False)
-    return EngineRequest(
-        id=id, prompt_token_ids=prompt, params=params, max_tokens=20, eos_token_ids=[]
-    )
+    spec = SequenceSpec(prompt_token_ids=prompt, params=params, max_tokens=20, eos_token_ids=[])
+    return EngineRequest(id=id, spec=spec)
 
 
 @pytest_asyncio.fixture
@@ -147,7 +147,7 @@ async def test_answers_to_one_prompt_share_it_after_the_engine_died_too(scripted
     llm.pause(0)
     core.told.clear()
     llm.resume(0, core, INFO)
-    assert [(rest.params.n, rest.output_token_ids) for rest in core.told] == [
+    assert [(rest.num_sequences, rest.output_token_ids) for rest in core.told] == [
         (1, [n + 5]) for n in range(4)
     ]
 

@@ -111,7 +111,7 @@ async def test_requests_of_a_core_that_died_go_on_with_the_other_at_once(scripte
         (number + 1, [6]),
     ]
     assert len(rest) == 4, "both answers of both requests"
-    assert all(one.params.n == 1 and one.number not in before for one in rest)
+    assert all(one.num_sequences == 1 and one.number not in before for one in rest)
     lost.close()
     assert second.told[-1] == Abort([number, number + 1], 0)
 
@@ -320,6 +320,6 @@ async def test_answers_without_a_seed_differ_between_cores(scripted: Pair) -> No
     for i in range(4):
         llm.begin(request(str(i)))
     requests = [one for core in cores for one in core.told if isinstance(one, EngineRequest)]
-    seeds = {one.params.seed for one in requests}
+    seeds = {one.seed for one in requests}
     assert len(seeds) == 4
     assert None not in seeds

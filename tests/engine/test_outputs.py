@@ -17,6 +17,7 @@ from toolkit.engine.core import EngineCore
 from toolkit.engine.messages import Abort, EngineOutput, EngineOutputs, EngineRequest
 from toolkit.engine.output_processor import Collected, OutputProcessor
 from toolkit.engine.outputs import Delta
+from toolkit.sequence import SequenceSpec
 from toolkit.text.tokenizer import Tokenizer
 from tools.bench.loop import RandomTokens
 
@@ -38,11 +39,13 @@ def request_of(
         id=f"{client}-{number}",
         client=client,
         number=number,
-        prompt_token_ids=[5, 6, 7],
-        params=settings,
-        max_tokens=settings.max_tokens,
-        eos_token_ids=[0],
-        whole=whole,
+        spec=SequenceSpec(
+            prompt_token_ids=[5, 6, 7],
+            params=settings,
+            max_tokens=settings.max_tokens,
+            eos_token_ids=[0],
+            is_final_only=whole,
+        ),
     )
 
 
@@ -134,7 +137,7 @@ class TestWholeAnswers:
         core = make_core()
         core.add(request_of(0, whole=True, max_tokens=30))
         core.add(request_of(1, max_tokens=40))
-        (request,) = (r for r in core.scheduler._requests.values() if r.whole)
+        (request,) = (r for r in core.scheduler._requests.values() if r.spec.is_final_only)
         messages = []
         while core.has_work:
             messages.append(core.step()[0])

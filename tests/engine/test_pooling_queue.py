@@ -32,13 +32,13 @@ class Engine:
         return METRICS
 
     def begin(self, request):
-        self.held_back.append(self.num_waiting_tokens - len(request.prompt_token_ids))
+        self.held_back.append(self.num_waiting_tokens - request.spec.num_prompt_tokens)
         return Stream(self, request)
 
 
 class Stream:
     def __init__(self, engine: Engine, request) -> None:
-        self.engine, self.size = engine, len(request.prompt_token_ids)
+        self.engine, self.size = engine, request.spec.num_prompt_tokens
         engine.num_open += self.size
         engine.most_open = max(engine.most_open, engine.num_open)
 

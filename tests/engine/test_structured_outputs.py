@@ -300,17 +300,16 @@ def test_overlap_preemption_and_swapping_change_no_answer(model, alone, settings
 
 
 def test_a_request_that_goes_on_from_its_tokens_ends_as_it_would_have(llm):
-    request = llm._inputs.process(PROMPTS[0], params(json=whole_schema(3), temperature=0.0))[1]
+    spec = llm._inputs.process(PROMPTS[0], params(json=whole_schema(3), temperature=0.0))[1].spec
 
     def run(number: int, given: list[int]) -> list[int]:
         core: EngineCore = llm._core
         told = list(given)
         core.add(
             EngineRequest(
-                id=f"r{number}", number=number, prompt_token_ids=request.prompt_token_ids, params=request.params,
-                max_tokens=40, eos_token_ids=request.eos_token_ids, grammar=request.grammar, output_token_ids=given,
+                id=f"r{number}", number=number, spec=spec, index=0, output_token_ids=given
             )
-        )  # fmt: skip
+        )
         while core.has_work:
             message = core.step()[0]
             told += [token for output in message.outputs for token in output.token_ids]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checkpoints import spec_of
 from toolkit.kernels import cpu, reference
 from toolkit.kernels.cpu.sampling import sample
 from toolkit.sampling.params import SamplingParams
@@ -32,7 +33,7 @@ def make_state(params: list[SamplingParams]) -> SamplingState:
     """Row i has the i-th parameters and a seed of its own."""
     state = SamplingState(len(params), torch.device("cpu"))
     for row, one in enumerate(params):
-        state.set(row, one, (row + 1) * 0x1234567887654321 % 2**63, 0, [])
+        state.set(row, spec_of(one), (row + 1) * 0x1234567887654321 % 2**63)
     state.load(list(range(len(params))))
     return state
 

@@ -16,6 +16,7 @@ from toolkit.engine.pooled_prompts import as_vector
 from toolkit.errors import CheckpointError, InvalidRequestError
 from toolkit.executor import UniprocExecutor
 from toolkit.sampling.params import PoolingParams
+from toolkit.sequence import SequenceSpec
 
 PROMPTS = [[(7 * i + n) % 250 for i in range(n)] for n in (1, 5, 16, 33, 70, checkpoints.POSITIONS)]
 
@@ -106,11 +107,13 @@ def request(number, prompt, params, pooling):
     return EngineRequest(
         id=str(number),
         number=number,
-        prompt_token_ids=prompt,
-        params=params,
-        max_tokens=params.max_tokens,
-        eos_token_ids=[],
-        pooling=pooling,
+        spec=SequenceSpec(
+            prompt_token_ids=prompt,
+            params=params,
+            max_tokens=params.max_tokens,
+            eos_token_ids=[],
+            pooling=pooling,
+        ),
     )
 
 

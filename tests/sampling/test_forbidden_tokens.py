@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import NoBadWordsLogitsProcessor
 
+from tests.checkpoints import spec_of
 from toolkit.sampling.params import SamplingParams
 from toolkit.sampling.sampler import add_biases, sample
 from toolkit.sampling.sampling_state import SamplingState
@@ -31,7 +32,7 @@ def biased(
     state = SamplingState(len(params), torch.device(device))
     history = torch.zeros(len(params), 64, dtype=torch.int32)
     for row, (one, had) in enumerate(zip(params, tokens, strict=True)):
-        state.set(row, one, 0, num_prompt_tokens, [])
+        state.set(row, spec_of(one, num_prompt_tokens), 0)
         history[row, : len(had)] = torch.tensor(had)
     changed = logits.to(device, copy=True)
     rows, lengths = (
@@ -99,16 +100,15 @@ def test_other_requests_of_a_batch_are_left_alone() -> None:
             SamplingParams(temperature=0),
         ]
     ):
-        state.set(row, params, 0, 1, [])
+        state.set(row, spec_of(params, 1), 0)
     state.load([0, 1, 2])
     rows = np.arange(3, dtype=np.int32)
     tokens = sample(
         logits.clone(), state, torch.zeros(3, 4, dtype=torch.int32), rows, np.ones(3, np.int32)
     )
     assert tokens.tolist() == [int(logits[0].argmax()), 4, int(logits[2].argmax())]
-    state.set(
-        1, SamplingParams(temperature=0), 0, 1, []
-    )  # whoever gets the row next may choose all
+    # The next request in the row may choose all tokens.
+    state.set(1, spec_of(SamplingParams(temperature=0), 1), 0)
     tokens = sample(
         logits.clone(), state, torch.zeros(3, 4, dtype=torch.int32), rows, np.ones(3, np.int32)
     )

@@ -15,6 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from tests.checkpoints import spec_of
 from toolkit.sampling.params import SamplingParams
 from toolkit.sampling.sampler import draw, sample, uniform_at
 from toolkit.sampling.sampling_state import SamplingState
@@ -27,7 +28,7 @@ def make_state(*params: SamplingParams, num_prompt_tokens: int = 0) -> SamplingS
     """Row i has the i-th parameters and the seed i."""
     state = SamplingState(len(params), torch.device("cpu"))
     for row, one in enumerate(params):
-        state.set(row, one, one.seed or row, num_prompt_tokens, [EOS])
+        state.set(row, spec_of(one, num_prompt_tokens, [EOS]), one.seed or row)
     state.load(list(range(len(params))))
     return state
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -25,6 +26,7 @@ from toolkit.scheduler import (
     StepResults,
     rows,
 )
+from toolkit.sequence import SequenceSpec
 
 VOCAB = 11
 EOS, STOP_TOKEN = 0, 1
@@ -48,7 +50,7 @@ def expected_answer(request: Request) -> tuple[list[int], FinishReason, int | No
             if tokens[-1] == EOS and not request.params.ignore_eos:
                 return tokens, FinishReason.STOP, None
         if (
-            len(tokens) == request.max_tokens
+            len(tokens) == request.spec.max_tokens
             or len(request.prompt_token_ids) + len(tokens) == MAX_MODEL_LEN
         ):
             return tokens, FinishReason.LENGTH, None
@@ -168,7 +170,7 @@ class Plan:
         """How hypothesis shows it."""
         settings = {name: value for name, value in vars(self).items() if name != "arrivals"}
         lines = [
-            f"turn {turn}: {r.id} {r.prompt_token_ids} {r.params} priority {r.priority} salt {r.cache_salt!r}"
+            f"turn {turn}: {r.id} {r.prompt_token_ids} {r.params} priority {r.spec.priority} salt {r.cache_salt!r}"
             for turn, group in self.arrivals
             for r in group
         ]
@@ -193,7 +195,7 @@ class Outcome:
         for number, token in plain:
             self.told.setdefault(number, []).append(token)
         for news in results.others:
-            if news.request.whole:
+            if news.request.spec.is_final_only:
                 assert news.request.is_finished
                 self.told[news.request.number] = news.request.output_token_ids
             elif news.token_id is not None:
@@ -229,7 +231,7 @@ def run(plan: Plan) -> Outcome:
         request.number = number
     given = [len(request.output_token_ids) for request in plan.requests]
     arrivals = sorted(plan.arrivals, key=lambda arrival: arrival[0])
-    work = sum(r.num_prompt_tokens + r.max_tokens for r in plan.requests)
+    work = sum(r.num_prompt_tokens + r.spec.max_tokens for r in plan.requests)
     limit = 100 + 40 * work + max((turn for turn, _ in plan.arrivals + plan.aborts), default=0)
     turn = -1
     while arrivals or scheduler.num_unfinished or steps:
@@ -287,7 +289,10 @@ def run(plan: Plan) -> Outcome:
         outcome.num_preemptions += scheduler.take_stats().num_preemptions
     check_nothing_is_left(scheduler)
     for request in plan.requests:
-        if not request.whole or request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if not request.spec.is_final_only or request.finish_reason in (
+            FinishReason.STOP,
+            FinishReason.LENGTH,
+        ):
             new = request.output_token_ids[given[request.number] :]
             assert outcome.told.get(request.number, []) == new
     return outcome
@@ -348,18 +353,22 @@ def make_request(
     cacheable: bool = True,
     leader: Request | None = None,
     whole: bool = False,
+    eos_token_ids: Sequence[int] = (EOS,),
     **params: object,
 ) -> Request:
     return Request(
         id=name,
-        prompt_token_ids=prompt,
-        params=SamplingParams(max_tokens=max_tokens, **params),
-        max_tokens=max_tokens,
-        eos_token_ids=frozenset({EOS}),
-        priority=priority,
+        spec=SequenceSpec(
+            prompt_token_ids=prompt,
+            params=SamplingParams(max_tokens=max_tokens, **params),
+            max_tokens=max_tokens,
+            eos_token_ids=list(eos_token_ids),
+            priority=priority,
+            cache_salt=salt,
+            is_final_only=whole,
+        ),
         seed=seed,
         cache_salt=salt,
         cacheable=cacheable,
         leader=leader,
-        whole=whole,
     )

@@ -169,11 +169,11 @@ def test_an_answer_can_be_read_at_any_time_and_only_at_the_end(block_size):
         max_model_len=1000,
     )
     watched, unwatched = (
-        make_request(name, [2] * 5, max_tokens=900) for name in ("watched", "unwatched")
+        make_request(name, [2] * 5, max_tokens=900, eos_token_ids=())
+        for name in ("watched", "unwatched")
     )
     expected: list[int] = []
     for request in (watched, unwatched):
-        request.eos_token_ids = frozenset()
         scheduler.add(request)
     flying = deque()
     while scheduler.num_unfinished or flying:
@@ -228,7 +228,7 @@ def test_first_tokens_come_in_order_of_rank(plan):
     )
     outcome = run(plan)
     rank = (
-        (lambda r: (r.priority, r.arrival)) if plan.policy == "priority" else (lambda r: r.arrival)
+        (lambda r: (r.spec.priority, r.arrival)) if plan.policy == "priority" else (lambda r: r.arrival)
     )
     turns = [outcome.first_token[request.id] for request in sorted(plan.requests, key=rank)]
     assert turns == sorted(turns)

@@ -6,6 +6,7 @@ import numpy as np
 
 from toolkit.sampling.params import PoolingParams, SamplingParams
 from toolkit.scheduler import ModelOutput, Request, Scheduler
+from toolkit.sequence import SequenceSpec
 
 
 def steps(lengths: list[int], budget: int, num_rows: int = 8) -> list[list[int]]:
@@ -23,11 +24,14 @@ def steps(lengths: list[int], budget: int, num_rows: int = 8) -> list[list[int]]
         scheduler.add(
             Request(
                 id=str(number),
-                prompt_token_ids=[1] * length,
-                params=SamplingParams(max_tokens=1),
-                max_tokens=1,
+                spec=SequenceSpec(
+                    prompt_token_ids=[1] * length,
+                    params=SamplingParams(max_tokens=1),
+                    max_tokens=1,
+                    eos_token_ids=[],
+                    pooling=PoolingParams(),
+                ),
                 cacheable=False,
-                pooling=PoolingParams(),
             )
         )
     seen = []

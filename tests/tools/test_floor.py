@@ -9,7 +9,7 @@ import pytest
 
 from tests import checkpoints
 from toolkit.attention import AttentionShape
-from toolkit.bench.workloads import Work
+from toolkit.bench.workloads import Workload
 from tools.bench.floor import Machine, Sizes, floor, sizes_of
 
 SIZES = Sizes(
@@ -25,25 +25,25 @@ SIZES = Sizes(
 
 def test_a_prompt_takes_its_arithmetic():
     """3 tokens: 2 · 1000 · 3 for the layers, 2 · 500 for one token's logits, 4 · 8 · (1 + 2 + 3) for attention."""
-    work = Work("prefill", [[1, 2, 3]], [1])
+    work = Workload("prefill", [[1, 2, 3]], [1])
     assert floor(SIZES, work, Machine(bandwidth=1e6, rate=1e3)) == pytest.approx(7.192)
 
 
 def test_a_prompt_reads_the_weights_at_least():
-    work = Work("prefill", [[1]], [1])
+    work = Workload("prefill", [[1]], [1])
     assert floor(SIZES, work, Machine(bandwidth=1e3, rate=1e9)) == pytest.approx(3.0)
 
 
 def test_next_tokens_read_weights_and_what_is_cached():
     """Two steps behind the prompts: contexts of 2 + 1 and 3 + 1 tokens, then of 3 + 2 alone."""
-    work = Work("latency", [[1] * 2, [1] * 3], [2, 3])
+    work = Workload("latency", [[1] * 2, [1] * 3], [2, 3])
     machine = Machine(bandwidth=1e3, rate=1e12)
     assert floor(SIZES, work, machine) == pytest.approx(3.0 + (3.0 + 0.02 * 7) + (3.0 + 0.02 * 5))
 
 
 def test_steps_of_many_requests_are_bound_by_arithmetic():
     """Prompts of one token, and then of a second one, which sees two."""
-    work = Work("latency", [[1]] * 100, [2] * 100)
+    work = Workload("latency", [[1]] * 100, [2] * 100)
     expected = 2 * 1500 * 100 + 4 * 8 * 100 + 2 * 1500 * 100 + 4 * 8 * 2 * 100
     assert floor(SIZES, work, Machine(bandwidth=1e15, rate=1e3)) == pytest.approx(expected / 1e3)
 
@@ -51,7 +51,7 @@ def test_steps_of_many_requests_are_bound_by_arithmetic():
 def test_a_window_leaves_out_what_it_does_not_see():
     """Of a prompt of 5 tokens a window of 2 leaves 1 + 2 + 2 + 2 + 2 keys; of the context behind it 2."""
     sizes = Sizes(layers=0, head=0, attention=(AttentionShape(5, 1, 2, 1.0, sliding_window=2),) * 3)
-    work = Work("latency", [[1] * 5], [2])
+    work = Workload("latency", [[1] * 5], [2])
     assert floor(sizes, work, Machine(bandwidth=1e15, rate=1.0)) == pytest.approx(
         3 * 4 * 10 * (9 + 2)
     )

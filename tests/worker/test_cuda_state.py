@@ -16,6 +16,7 @@ from toolkit.attention import AttentionBatch, AttentionShape, HeadTransform
 from toolkit.attention.triton import TritonBackend
 from toolkit.sampling.params import SamplingParams as Params
 from toolkit.scheduler import NewRow, SchedulerOutput
+from toolkit.sequence import SequenceSpec
 from toolkit.worker.batch_state import BatchState, StepShape
 from toolkit.worker.warm_up import WarmUp
 
@@ -47,13 +48,13 @@ def random_steps(rng: random.Random, count: int) -> list[SchedulerOutput]:
             new_rows.append(
                 NewRow(
                     row=row,
-                    token_ids=tokens,
-                    num_prompt_tokens=length,
+                    spec=SequenceSpec(
+                        prompt_token_ids=tokens, params=params, max_tokens=9, eos_token_ids=[]
+                    ),
+                    seed=-seed,
+                    output_token_ids=[],
                     num_computed_tokens=0,
                     blocks=blocks,
-                    params=params,
-                    seed=-seed,
-                    eos_token_ids=[],
                 )
             )
             lengths[row], computed[row] = length, 0

@@ -139,7 +139,7 @@ class AsyncLLM:
         count = len(cores)
         if count > 1:
             self._router = Router(count)
-        self.replicas = [Replica(i, name_of(i, count), self.metrics.of(i)) for i in range(count)]
+        self.replicas = [Replica(i, name_of(i, count), self.metrics.for_engine(i)) for i in range(count)]
         self._inputs = inputs
         self.tokenizer = inputs.tokenizer
         self._outputs = OutputProcessor(inputs.tokenizer)
@@ -208,10 +208,9 @@ class AsyncLLM:
         record = current_record.get()
         request.arrival = time.monotonic()
         request.origin = record.origin if record is not None else ""
-        if self._router is not None and request.params.seed is None:
-            # Cores that choose seeds by themselves all choose the same.
-            seed = self._random.getrandbits(63)
-            request.params = msgspec.structs.replace(request.params, seed=seed)
+        if self._router is not None and request.spec.params.seed is None:
+            # Cores would all draw the same seeds.
+            request.seed = self._random.getrandbits(63)
         stream = RequestStream(self.abort, self._outputs.add(request, text), request)
         replica = self._place(stream)
         if replica is not None:
@@ -219,8 +218,8 @@ class AsyncLLM:
             if self._router is not None:
                 replica.probe(time.monotonic())  # one that hangs is passed over from then on
         self._streams[request.id] = stream
-        self._waiting[request.id] = len(request.prompt_token_ids)
-        self.num_waiting_tokens += len(request.prompt_token_ids)
+        self._waiting[request.id] = request.spec.num_prompt_tokens
+        self.num_waiting_tokens += request.spec.num_prompt_tokens
         if record is not None:
             record.streams.append(stream)
         return stream
@@ -275,15 +274,8 @@ class AsyncLLM:
         live = [replica for replica in self.replicas if replica.runs]
         running = [one.index for one in [one for one in live if one.is_trusted] or live]
         if running:
-            request = stream.request
-            stream.share = self._router.place(
-                request.prompt_token_ids,
-                running,
-                num_answers=request.params.n,
-                max_tokens=request.max_tokens,
-                salt=request.cache_salt,
-                cached=request.pooling is None and self.config.cache.enable_prefix_caching,
-            )
+            caches = self.config.cache.enable_prefix_caching
+            stream.share = self._router.place(stream.request.spec, running, caches=caches)
             stream.replica = self.replicas[stream.share.core]
         return stream.replica
 
@@ -298,7 +290,7 @@ class AsyncLLM:
                 self._router.computed(stream.share)  # nobody tells when it is computed once more
             for sequence in stream.state.sequences:
                 if not sequence.finished:
-                    replica.link.send(_rest(stream.request, sequence, self._client))
+                    replica.link.send(_remainder(stream.request, sequence, self._client))
 
     def _end(self, request_id: str) -> list[SequenceState]:
         """Forgets a request and has the core end it; those of its sequences that were still running."""
@@ -308,7 +300,7 @@ class AsyncLLM:
             return []
         running = [sequence for sequence in state.sequences if not sequence.finished]
         for _ in running:
-            self.metrics_of(stream).finished("abort")
+            self.metrics_of(stream).count_finished("abort")
         if stream.replica is not None:
             stream.replica.send(Abort([sequence.number for sequence in running], self._client))
         return running
@@ -448,7 +440,7 @@ class AsyncLLM:
         """Another core has come in the place of one that died. Requests that wait for one go on."""
         self._connect(index, link, info)
         if link.client == 0:
-            self.replicas[index].metrics.restarted()
+            self.replicas[index].metrics.count_restart()
         for stream in self._streams.values():
             if stream.replica is None:
                 self._go_on(stream)
@@ -516,7 +508,7 @@ class AsyncLLM:
     def _forget(self, stream: RequestStream, reason: str) -> None:
         self._outputs.remove(stream.state.id)
         self._drop(stream.state.id)
-        self.metrics_of(stream).finished(reason)
+        self.metrics_of(stream).count_finished(reason)
 
     def _drop(self, request_id: str) -> RequestStream | None:
         """Takes a request off the books."""
@@ -579,21 +571,13 @@ async def find_folders(model: ModelConfig) -> tuple[Path, Path]:
     return folder, await asyncio.to_thread(locate_tokenizer, model.tokenizer)
 
 
-def _rest(request: EngineRequest, sequence: SequenceState, client: int) -> EngineRequest:
-    """What is left to do of one sequence, as a request of its own."""
-    seed = request.params.seed
-    if seed is not None:
-        seed = (
-            seed + sequence.index + 2**63
-        ) % 2**64 - 2**63  # past the largest number comes the smallest
-    reported = sequence.request.num_prompt_logprobs
+def _remainder(request: EngineRequest, sequence: SequenceState, client: int) -> EngineRequest:
+    """Return a request for the part of one sequence that is not computed yet."""
     return msgspec.structs.replace(
         request,
         client=client,
         number=sequence.number,
-        params=msgspec.structs.replace(request.params, n=1, seed=seed),
+        index=sequence.index,
         output_token_ids=sequence.token_ids,
-        # the first sequence reports them
-        num_prompt_logprobs=len(request.prompt_token_ids) if sequence.index else reported,
-        has_siblings=request.params.n > 1,
+        num_prompt_logprobs=sequence.request.num_prompt_logprobs,
     )

@@ -32,10 +32,10 @@ class Constraints:
         self._news = threading.Event()
         self._failed: dict[Request, str] = {}
 
-    def add(self, request: Request, grammar: str) -> None:
+    def add(self, request: Request) -> None:
         """Begins to compile the grammar of a request, which comes with `take_compiled` when that is done."""
         asked = request.params.structured_outputs
-        compiled = self._compiler.compile(grammar, sorted(request.eos_token_ids))
+        compiled = self._compiler.compile(request.spec.grammar, sorted(request.spec.eos_token_ids))
         request.grammar = GrammarState(
             compiled,
             min_tokens=request.params.min_tokens,

@@ -101,11 +101,12 @@ class EngineCore:
         if new.client not in self._clients:
             self._clients.append(new.client)
         leader: Request | None = None
-        for index in range(new.params.n):
-            request = self._sequence(new, index, leader)
-            self.scheduler.add(request, in_line=not new.grammar)
-            if new.grammar:
-                self._constraints.add(request, new.grammar)
+        indices = range(new.spec.params.n) if new.index is None else (new.index,)
+        for number, index in enumerate(indices, start=new.number):
+            request = self._sequence(new, index, number, leader)
+            self.scheduler.add(request, in_line=not new.spec.grammar)
+            if new.spec.grammar:
+                self._constraints.add(request)
             leader = leader or request
 
     def abort(self, abort: Abort) -> None:
@@ -195,35 +196,29 @@ class EngineCore:
         self._steps.clear()
         self.executor.shutdown()
 
-    def _sequence(self, new: EngineRequest, index: int, leader: Request | None) -> Request:
-        params = new.params
-        seed = self._random.getrandbits(63) if params.seed is None else params.seed + index
-        caching = self.scheduler.enable_prefix_caching and new.pooling is None
+    def _sequence(
+        self, new: EngineRequest, index: int, number: int, leader: Request | None
+    ) -> Request:
+        spec = new.spec
+        seed = spec.params.seed if new.seed is None else new.seed
+        seed = self._random.getrandbits(63) if seed is None else seed + index
+        caches = self.scheduler.enable_prefix_caching and spec.pooling is None
         request = Request(
-            id=_sequence_id(new.client, new.number + index),
-            prompt_token_ids=new.prompt_token_ids,
-            params=params,
-            max_tokens=new.max_tokens,
-            eos_token_ids=frozenset(new.eos_token_ids),
-            priority=new.priority,
+            id=_sequence_id(new.client, number),
+            spec=spec,
             seed=_signed(seed),
-            # Without prefix caching, siblings find each other's blocks under a name that nobody else has.
-            cache_salt=new.cache_salt if caching else f"only {new.id}",
-            cacheable=caching or params.n > 1 or new.has_siblings,
+            # Without prefix caching, only siblings find each other's blocks: by a salt of their own.
+            cache_salt=spec.cache_salt if caches else f"only {new.id}",
+            cacheable=caches or spec.params.n > 1,
             leader=leader,
             client=new.client,
-            number=new.number + index,
+            number=number,
             name=new.id,
             origin=new.origin,
             arrived_at=new.arrival,
-            whole=new.whole,
-            pooling=new.pooling,
         )
-        request.num_prompt_logprobs = new.num_prompt_logprobs
-        if leader is not None:
-            request.num_prompt_logprobs = (
-                request.num_prompt_tokens
-            )  # the first sequence reports them
+        # The first sequence reports the prompt's log-probabilities for all.
+        request.num_prompt_logprobs = spec.num_prompt_tokens if index else new.num_prompt_logprobs
         if new.output_token_ids:
             request.resume(new.output_token_ids)
         return request
@@ -380,7 +375,7 @@ class _Failed:
 
 def _to_output(news: StepResult, result: ModelOutput) -> EngineOutput:
     request = news.request
-    if request.pooling is not None and news.sample >= 0 and news.error is None:
+    if request.spec.pooling is not None and news.sample >= 0 and news.error is None:
         return EngineOutput(
             request.number,
             [],
@@ -390,7 +385,7 @@ def _to_output(news: StepResult, result: ModelOutput) -> EngineOutput:
         )
     output = EngineOutput(request.number, [] if news.token_id is None else [news.token_id])
     if request.finish_reason is not None and news.prompt_logprobs is None:
-        if request.whole:
+        if request.spec.is_final_only:
             output.token_ids = request.output_token_ids
         output.finish_reason = request.finish_reason.value
         output.stop_reason = request.stop_reason

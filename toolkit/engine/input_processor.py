@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from toolkit.engine.messages import EngineRequest
-from toolkit.errors import CheckpointError, InvalidRequestError
+from toolkit.errors import CheckpointError, InvalidParamError, InvalidRequestError
 from toolkit.sampling.params import SamplingParams
+from toolkit.sequence import SequenceSpec
 from toolkit.text.tokenizer import Tokenizer, eos_token_ids
 from toolkit.worker import WorkerInfo
 
@@ -37,10 +38,12 @@ class InputProcessor:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        is_streamed: bool = True,
     ) -> tuple[str | None, EngineRequest]:
-        """(the prompt's text when it was text, the request).
+        """Return (the prompt's text if it was text, the request).
 
-        Raises InvalidRequestError: an empty or over-long prompt, a token outside the vocabulary.
+        If it is not streamed, the core may report its tokens together at the end. Raises
+        InvalidRequestError: an empty or over-long prompt, a token outside the vocabulary.
         """
         self.require_generation()
         text, token_ids = self._tokens(prompt)
@@ -65,15 +68,17 @@ class InputProcessor:
         for sequence in params.bad_words_token_ids or ():
             self._check_tokens("bad_words_token_ids", sequence)
         self._check_some_allowed(params)
-        return text, EngineRequest(
-            id=request_id or uuid.uuid4().hex,
+        spec = SequenceSpec(
             prompt_token_ids=token_ids,
             params=params,
             max_tokens=self._max_tokens(len(token_ids), params),
             eos_token_ids=self._eos,
             priority=priority,
             grammar=self._grammar(params),
+            # Stop strings are found here, and log-probabilities come with each token.
+            is_final_only=not (is_streamed or params.stop_strings or params.logprobs is not None),
         )
+        return text, EngineRequest(id=request_id or uuid.uuid4().hex, spec=spec)
 
     def _grammar(self, params: SamplingParams) -> str:
         """What the answer is bound to; empty for anything. Raises InvalidRequestError when that cannot be held."""
@@ -208,10 +213,11 @@ class InputProcessor:
         if params.max_tokens is None:
             return room
         if params.max_tokens > room:
-            raise InvalidRequestError(
-                f"The model's context is {limit} tokens: the prompt has {num_prompt_tokens} and max_tokens asks for "
-                f"{params.max_tokens} more. Use max_tokens {room} or less, or a shorter prompt.",
-                param="max_tokens",
+            raise InvalidParamError(
+                "max_tokens",
+                f"asks for {params.max_tokens} tokens, and the prompt of {num_prompt_tokens} leaves "
+                f"room for {room}: the model's context is {limit} tokens. Ask for at most {room}, "
+                "or shorten the prompt.",
                 code="context_length_exceeded",
             )
         return params.max_tokens

@@ -131,11 +131,10 @@ class LLM:
                 one,
                 request_id=str(next(self._ids)),
                 priority=priority[i] if priority else 0,
+                is_streamed=False,
             )
             for i, (prompt, one) in enumerate(zip(many, params, strict=True))
         ]
-        for _, request in requests:
-            request.whole = not request.params.stop_strings and request.params.logprobs is None
         woken: deque[RequestState] = deque()
         states = [self._submit(request, text, woken) for text, request in requests]
         collected = {state.id: Collected.of(state) for state in states}
@@ -187,7 +186,7 @@ class LLM:
         alike = SamplingParams(max_tokens=params.max_tokens, stop_token_ids=params.stop_token_ids)
         checked = [self._inputs.process(prompt, alike) for prompt in _as_list(prompts)]
         searches = [
-            BeamSearch(request.prompt_token_ids, params, request.eos_token_ids)
+            BeamSearch(request.spec.prompt_token_ids, params, request.spec.eos_token_ids)
             for _, request in checked
         ]
         while running := [search for search in searches if not search.finished]:
@@ -199,7 +198,7 @@ class LLM:
             RequestOutput(
                 request.id,
                 text,
-                request.prompt_token_ids,
+                request.spec.prompt_token_ids,
                 search.best(params.beam_width, self.tokenizer),
                 finished=True,
             )

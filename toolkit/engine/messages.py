@@ -6,42 +6,38 @@ import msgspec
 
 from toolkit.config import EngineConfig
 from toolkit.logs import LogStyle
-from toolkit.sampling.params import PoolingParams, SamplingParams
+from toolkit.sequence import SequenceSpec
 from toolkit.worker import WorkerInfo
 
 
 class EngineRequest(msgspec.Struct, kw_only=True, tag="add"):
-    """A checked request. `max_tokens` is resolved against the context length.
+    """A request for the core: what is asked, and how its answers are delivered.
 
-    Its n sequences are known by their client, which is the front end that asks, and their numbers, `number` and
-    the n - 1 that follow: no front end uses a number twice.
+    The client (a front end) and a number identify each of its n sequences: `number` and the n - 1
+    that follow. No front end uses a number twice.
     """
 
     id: str
+    spec: SequenceSpec
     client: int = 0
     number: int = 0
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    max_tokens: int
-    eos_token_ids: list[int]
-    priority: int = 0
-    cache_salt: str = ""
+    seed: int | None = None
+    """Seed of the first sequence, if the front end has drawn one."""
     arrival: float = 0.0
     """On the machine's monotonic clock."""
     origin: str = ""
-    """The address that it came from."""
-    whole: bool = False
-    """Whether the tokens come together at the end, and not as they are known."""
-    pooling: PoolingParams | None = None
-    """The prompt is pooled, not continued."""
-    grammar: str = ""
-    """What its answers are bound to, as llguidance has it."""
+    """Address of the HTTP client."""
+    index: int | None = None
+    """The only one of the n answers to compute: the others are elsewhere. None: all n."""
     output_token_ids: list[int] = []
-    """Tokens that its one sequence has already, from a core that has died: it goes on after them."""
+    """Tokens that the sequence `index` already has, from a core that died."""
     num_prompt_logprobs: int = 0
     """Prompt positions whose log-probabilities that core had reported."""
-    has_siblings: bool = False
-    """Whether other requests with this id are more answers to the same prompt: they share its blocks."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that this message asks for."""
+        return self.spec.params.n if self.index is None else 1
 
 
 class Abort(msgspec.Struct, tag="abort"):

@@ -166,8 +166,8 @@ class OutputProcessor:
 
     def add(self, request: EngineRequest, prompt: str | None) -> RequestState:
         """Takes a request in and numbers its sequences."""
-        params = request.params
-        state = RequestState(request.id, prompt, request.prompt_token_ids, params)
+        params = request.spec.params
+        state = RequestState(request.id, prompt, request.spec.prompt_token_ids, params)
         request.number = self._next_number
         self._next_number += params.n
         for index in range(params.n):

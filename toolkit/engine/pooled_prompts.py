@@ -18,6 +18,7 @@ from toolkit.errors import EngineError, InvalidRequestError
 from toolkit.metrics import Metrics
 from toolkit.pooling.settings import PoolingInfo
 from toolkit.sampling.params import PoolingParams, SamplingParams
+from toolkit.sequence import SequenceSpec
 
 if TYPE_CHECKING:
     from toolkit.engine.async_llm import AsyncLLM
@@ -42,12 +43,14 @@ class PoolingInput:
     def request(self, id: str, priority: int = 0) -> EngineRequest:
         return EngineRequest(
             id=id,
-            prompt_token_ids=self.token_ids.tolist(),
-            params=_PARAMS,
-            max_tokens=1,
-            eos_token_ids=[],
-            priority=priority,
-            pooling=self.params,
+            spec=SequenceSpec(
+                prompt_token_ids=self.token_ids.tolist(),
+                params=_PARAMS,
+                max_tokens=1,
+                eos_token_ids=[],
+                priority=priority,
+                pooling=self.params,
+            ),
         )
 
 

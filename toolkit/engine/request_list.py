@@ -30,7 +30,7 @@ def describe(requests: Iterable[Request], now: float) -> list[RequestInfo]:
                 tokens_per_second=0.0,
                 num_blocks=0,
                 num_preemptions=0,
-                priority=request.priority,
+                priority=request.spec.priority,
                 origin=request.origin,
                 n=0,
             )

@@ -79,7 +79,7 @@ def observe_end(
     metrics: Metrics, sequence: SequenceState, stream: RequestStream | None, reason: str, now: float
 ) -> None:
     """A sequence has ended, and its request if it was the last one."""
-    metrics.finished(reason)
+    metrics.count_finished(reason)
     metrics.request_generation_tokens.observe(sequence.num_tokens)
     metrics.request_num_preemptions.observe(sequence.num_preemptions)
     if sequence.num_tokens > 1:
@@ -92,7 +92,7 @@ def observe_end(
     metrics.request_params_n.observe(len(stream.state.sequences))
     longest = max(sequence.num_tokens for sequence in stream.state.sequences)
     metrics.request_max_num_generation_tokens.observe(longest)
-    metrics.request_params_max_tokens.observe(stream.request.max_tokens)
+    metrics.request_params_max_tokens.observe(stream.request.spec.max_tokens)
     if stream.scheduled and sequence.first_token:
         metrics.inference_time.observe(now - stream.scheduled)
         metrics.prefill_time.observe(sequence.first_token - stream.scheduled)

@@ -24,7 +24,7 @@ class PromptPooling:
     def apply(self, step: SchedulerOutput) -> None:
         """Takes in who came."""
         for new in step.new_rows:
-            self._wanted[new.row] = new.pooling is not None
+            self._wanted[new.row] = new.spec.pooling is not None
 
     def is_wanted(self, step: SchedulerOutput) -> bool:
         """Whether the step's hidden states are needed."""

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from toolkit.sampling.params import SamplingParams
+from toolkit.sequence import SequenceSpec
 
 
 class SamplingState:
@@ -36,16 +37,9 @@ class SamplingState:
     def num_prompt_tokens(self) -> npt.NDArray[np.int64]:
         return self.host_ints[:, 2]
 
-    def set(
-        self,
-        row: int,
-        params: SamplingParams,
-        seed: int,
-        num_prompt_tokens: int,
-        eos_token_ids: list[int],
-    ) -> None:
+    def set(self, row: int, spec: SequenceSpec, seed: int) -> None:
         """Gives a row to a request, on the host; `load` takes it to the device."""
-        p = params
+        p = spec.params
         self.host_floats[row] = (
             p.temperature,
             p.top_p,
@@ -54,9 +48,9 @@ class SamplingState:
             p.presence_penalty,
             p.frequency_penalty,
         )
-        self.host_ints[row] = (p.top_k, seed, num_prompt_tokens)
-        self.params[row] = params
-        self.stop_ids[row] = [*eos_token_ids, *(params.stop_token_ids or ())]
+        self.host_ints[row] = (p.top_k, seed, spec.num_prompt_tokens)
+        self.params[row] = p
+        self.stop_ids[row] = [*spec.eos_token_ids, *(p.stop_token_ids or ())]
         allowed = p.allowed_token_ids
         self.allowed[row] = to_device(torch.tensor(allowed), self.device) if allowed else None
         self.random[row] = p.temperature > 0

@@ -82,7 +82,7 @@ class LiveRequests:
         """Takes a request in. Raises ValueError when the whole cache is too small for it. `in_line`: it may be scheduled
         at once, and not from `line_up` on.
         """
-        longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        longest = min(request.num_prompt_tokens + request.spec.max_tokens, self.max_model_len)
         if self._blocks_for(longest) > self.pool.num_blocks:
             raise ValueError(
                 f"the request needs up to {longest} tokens of KV cache and all of it holds "
@@ -149,7 +149,7 @@ class LiveRequests:
         self._remember(request)
         kept = self._blocks_for(request.num_computed_tokens)
         # What a pooled prompt has come to so far stays with the row: it is computed anew.
-        swap = swap and self.host_pool.num_blocks > 0 and request.pooling is None
+        swap = swap and self.host_pool.num_blocks > 0 and request.spec.pooling is None
         host_blocks = self.host_pool.allocate(kept) if swap else None
         if host_blocks:
             step.swap_out.extend(zip(request.blocks, host_blocks, strict=False))
@@ -211,4 +211,4 @@ def _rank_by_arrival(request: Request) -> Rank:
 
 
 def _rank_by_priority(request: Request) -> Rank:
-    return (request.priority, request.arrival)
+    return (request.spec.priority, request.arrival)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.sampling.params import PoolingParams, SamplingParams
+from toolkit.sequence import SequenceSpec
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -18,15 +18,18 @@ class NewRow:
     """A request that takes a row: at first admission, or again after a preemption."""
 
     row: int
-    token_ids: list[int]
-    num_prompt_tokens: int
+    spec: SequenceSpec
+    seed: int
+    output_token_ids: list[int]
     num_computed_tokens: int
     blocks: list[int]
-    params: SamplingParams
-    seed: int
-    eos_token_ids: list[int]
-    pooling: PoolingParams | None = None
-    """Its prompt is pooled: what it samples is not looked at."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output."""
+        if not self.output_token_ids:
+            return self.spec.prompt_token_ids
+        return self.spec.prompt_token_ids + self.output_token_ids
 
 
 @dataclass(slots=True)

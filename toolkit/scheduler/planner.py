@@ -249,14 +249,11 @@ class Planner(LiveRequests):
         step.new_rows.append(
             NewRow(
                 row=request.row,
-                token_ids=request.token_ids,
-                num_prompt_tokens=request.num_prompt_tokens,
+                spec=request.spec,
+                seed=request.seed,
+                output_token_ids=list(request.output_token_ids),
                 num_computed_tokens=num_computed,
                 blocks=list(request.blocks),
-                params=request.params,
-                seed=request.seed,
-                eos_token_ids=sorted(request.eos_token_ids),
-                pooling=request.pooling,
             )
         )
         bisect.insort(self.running, request, key=self._rank)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from toolkit.sampling.grammar import GrammarState
-from toolkit.sampling.params import PoolingParams, SamplingParams
+from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler.block_pool import BlockHash, hash_block
 from toolkit.scheduler.output import IntArray
+from toolkit.sequence import SequenceSpec
 
 COMPUTED, TOKENS, IN_FLIGHT = range(3)
 """A request's counts: tokens in the KV cache, tokens sampled or given, and those of them not known yet."""
@@ -47,16 +48,12 @@ class Request:
     """
 
     id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    max_tokens: int
-    eos_token_ids: frozenset[int] = frozenset()
-    priority: int = 0
+    spec: SequenceSpec
     arrival: int = 0
     """Rank among requests of one priority."""
     seed: int = 0
     cache_salt: str = ""
-    """Requests with different salts share no cache."""
+    """Salt of its block hashes: the spec's, or its own where prefix caching is off."""
     cacheable: bool = True
     """Whether its blocks may be found by others, and others' by it."""
     leader: Request | None = None
@@ -65,12 +62,8 @@ class Request:
     """Which front end asked."""
     number: int = 0
     """The front end's name for the sequence."""
-    whole: bool = False
-    """Its tokens are told together, when it ends."""
     grammar: GrammarState | None = None
     """What its tokens are bound to."""
-    pooling: PoolingParams | None = None
-    """Its prompt is pooled: it ends with the first token it samples, at which nobody looks."""
 
     status: RequestStatus = RequestStatus.WAITING
     row: int = -1
@@ -100,12 +93,20 @@ class Request:
     """While it runs: its newest tokens, that of position p at p modulo the length. `_outputs` lacks some."""
 
     def __post_init__(self) -> None:
-        self.stop_token_ids = frozenset(self.params.stop_token_ids or ())
+        self.stop_token_ids = frozenset(self.spec.params.stop_token_ids or ())
         self._counts[TOKENS] = len(self.prompt_token_ids)
 
     @property
+    def params(self) -> SamplingParams:
+        return self.spec.params
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.spec.prompt_token_ids
+
+    @property
     def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+        return len(self.spec.prompt_token_ids)
 
     @property
     def num_computed_tokens(self) -> int:
@@ -148,7 +149,7 @@ class Request:
         return (
             self.stop_token_ids
             if self.params.ignore_eos
-            else self.stop_token_ids | self.eos_token_ids
+            else self.stop_token_ids.union(self.spec.eos_token_ids)
         )
 
     @property
@@ -167,7 +168,7 @@ class Request:
     @property
     def tells_singly(self) -> bool:
         """Whether there is something to tell beside the next token: the first one brings the cached tokens."""
-        return not self.whole and (
+        return not self.spec.is_final_only and (
             self.params.logprobs is not None or self.num_known_tokens == self.num_prompt_tokens
         )
 
@@ -191,7 +192,7 @@ class Request:
 
     def length_limit(self, max_model_len: int) -> int:
         """Tokens, prompt and output, with which it ends at the latest."""
-        longest = min(self.num_prompt_tokens + self.max_tokens, max_model_len)
+        longest = min(self.num_prompt_tokens + self.spec.max_tokens, max_model_len)
         return max(longest, self.num_prompt_tokens + 1)
 
     def schedule(self, num_tokens: int, *, samples: bool) -> None:

@@ -58,7 +58,7 @@ class Rows:
         self.limit[row] = request.length_limit(max_model_len)
         self.stops_from[row] = request.stops_from
         self.taken_at[row] = step
-        self.quiet[row] = request.whole
+        self.quiet[row] = request.spec.is_final_only
         self.single[row] = request.tells_singly
         self.constrained[row] = request.grammar is not None
         self.clients[row], self.numbers[row] = request.client, request.number

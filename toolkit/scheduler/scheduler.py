@@ -78,7 +78,7 @@ class Scheduler(Planner):
             return []
         request.append(token_id)
         news = self._news(request, token_id, sample)
-        return [] if request.whole and not request.is_finished else [news]
+        return [] if request.spec.is_final_only and not request.is_finished else [news]
 
     def _news(self, request: Request, token_id: int, sample: int) -> StepResult:
         """What there is to tell of a request with its newest token; ends it when it is done."""

@@ -56,11 +56,10 @@ class BatchState:
             self.append(step.rows[step.samples], ends - 1, torch.from_numpy(step.last_tokens))
 
     def _place(self, new: NewRow) -> None:
-        self.token_ids[new.row, : len(new.token_ids)] = torch.tensor(
-            new.token_ids, dtype=torch.int32
-        )
+        tokens = torch.tensor(new.token_ids, dtype=torch.int32)
+        self.token_ids[new.row, : len(tokens)] = tokens
         self.block_table[new.row, : len(new.blocks)] = torch.tensor(new.blocks, dtype=torch.int32)
-        self.sampling.set(new.row, new.params, new.seed, new.num_prompt_tokens, new.eos_token_ids)
+        self.sampling.set(new.row, new.spec, new.seed)
         self.sampling.load([new.row])
 
     def inputs(self, step: SchedulerOutput) -> tuple[torch.Tensor, AttentionBatch]:

@@ -74,7 +74,7 @@ class CudaBatchState(BatchState):
     def _place_all(self, new: list[NewRow]) -> None:
         sampling = self.sampling
         for one in new:
-            sampling.set(one.row, one.params, one.seed, one.num_prompt_tokens, one.eos_token_ids)
+            sampling.set(one.row, one.spec, one.seed)
         rows = np.array([one.row for one in new], np.int32)
         token_runs, tokens = _runs(rows, [one.token_ids for one in new])
         block_runs, blocks = _runs(rows, [one.blocks for one in new])

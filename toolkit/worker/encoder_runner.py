@@ -28,7 +28,7 @@ class EncoderRunner:
         prompts = [come[row] for row in step.rows.tolist()]
         lengths = np.array([len(new.token_ids) for new in prompts], np.int64)
         seconds = np.array(
-            [new.pooling.second_text if new.pooling else 0 for new in prompts], np.int64
+            [new.spec.pooling.second_text if new.spec.pooling else 0 for new in prompts], np.int64
         )
         batch = PackedBatch.of(lengths, seconds, self.device, self.dtype)
         token_ids = np.concatenate([np.array(new.token_ids, np.int64) for new in prompts])

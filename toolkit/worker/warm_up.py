@@ -11,6 +11,7 @@ import torch
 from toolkit.hardware.graph_capture import empty_cache
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import NewRow, SchedulerOutput
+from toolkit.sequence import SequenceSpec
 from toolkit.worker.batch_state import StepShape
 from toolkit.worker.encoder_runner import EncoderRunner
 from toolkit.worker.info import WorkerInfo
@@ -125,17 +126,20 @@ class WarmUp:
             new_rows=[
                 NewRow(
                     row=row,
-                    token_ids=tokens[row].tolist(),
-                    num_prompt_tokens=each,
+                    spec=SequenceSpec(
+                        prompt_token_ids=tokens[row].tolist(),
+                        params=params,
+                        max_tokens=1,
+                        eos_token_ids=[],
+                    ),
+                    seed=0,
+                    output_token_ids=[],
                     num_computed_tokens=context,
                     # Fewer blocks than requests need is fine here: what lies in them does not matter.
                     blocks=[
                         i % self._info.num_blocks
                         for i in range(row * blocks_each, (row + 1) * blocks_each)
                     ],
-                    params=params,
-                    seed=0,
-                    eos_token_ids=[],
                 )
                 for row in range(num_requests)
             ],

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import pytest
 
 from toolkit.engine.cores.router import ANSWER, BLOCK, Router, Share
+from toolkit.sampling.params import SamplingParams
+from toolkit.sequence import SequenceSpec
 
 CAPACITY = 10_000
 
@@ -19,6 +22,26 @@ def router(num_cores: int = 2, capacity: int = CAPACITY) -> Router:
     return made
 
 
+def place(
+    router: Router,
+    tokens: list[int],
+    among: Sequence[int],
+    *,
+    num_answers: int = 1,
+    max_tokens: int = 64,
+    salt: str = "",
+    cached: bool = True,
+) -> Share:
+    spec = SequenceSpec(
+        prompt_token_ids=tokens,
+        params=SamplingParams(n=num_answers),
+        max_tokens=max_tokens,
+        eos_token_ids=[],
+        cache_salt=salt,
+    )
+    return router.place(spec, among, caches=cached)
+
+
 def prompt(seed: int, length: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(1000) for _ in range(length)]
@@ -26,65 +49,65 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def test_requests_that_have_nothing_in_common_are_spread_evenly():
     made = router(4)
-    cores = [made.place(prompt(i, 100), range(4)).core for i in range(40)]
+    cores = [place(made, prompt(i, 100), range(4)).core for i in range(40)]
     assert [cores.count(core) for core in range(4)] == [10] * 4
 
 
 def test_what_is_computed_and_what_has_ended_counts_no_more():
     made = router()
-    first = made.place(prompt(1, 1000), [0, 1])
+    first = place(made, prompt(1, 1000), [0, 1])
     busy = first.core
-    assert [made.place(prompt(i, 10), [0, 1]).core for i in (2, 3)] == [1 - busy] * 2
+    assert [place(made, prompt(i, 10), [0, 1]).core for i in (2, 3)] == [1 - busy] * 2
     made.computed(first)  # what is left of it is one answer, and the other core has two
-    assert made.place(prompt(4, 10), [0, 1]).core == busy
+    assert place(made, prompt(4, 10), [0, 1]).core == busy
     made.end(first)
-    assert made.place(prompt(5, 10), [0, 1]).core == busy
+    assert place(made, prompt(5, 10), [0, 1]).core == busy
 
 
 def test_a_core_keeps_a_beginning_until_its_load_outweighs_computing_it_again():
     """10 open answers are 640 tokens of load; 512 tokens of a prompt are known to the one, 768 to the other."""
     for known, expected in ((512, False), (768, True)):
         made = router()
-        begun = made.place(prompt(1, known), [0, 1])
+        begun = place(made, prompt(1, known), [0, 1])
         made.end(begun)
         for i in range(640 // ANSWER):
-            made.computed(made.place(prompt(100 + i, 20), [begun.core]))
-        assert (made.place([*prompt(1, known), 1, 2, 3], [0, 1]).core == begun.core) is expected
+            made.computed(place(made, prompt(100 + i, 20), [begun.core]))
+        assert (place(made, [*prompt(1, known), 1, 2, 3], [0, 1]).core == begun.core) is expected
 
 
 def test_a_beginning_is_known_to_an_eighth_of_its_length_whatever_the_length():
     for length in (BLOCK, 5 * BLOCK, 1000, 30_000):
         made = router(capacity=100_000)
-        made.end(made.place(prompt(1, length), [0, 1]))
-        share = made.place(prompt(1, length) + prompt(2, 8), [0, 1])
+        made.end(place(made, prompt(1, length), [0, 1]))
+        share = place(made, prompt(1, length) + prompt(2, 8), [0, 1])
         assert share.prompt <= 8 + BLOCK + length / 8
 
 
 def test_prompts_with_other_salts_or_that_cores_do_not_keep_have_nothing_in_common():
     made = router()
     for options in ({"salt": "a"}, {"salt": "b"}, {"cached": False}, {}):
-        assert made.place(prompt(1, 500), [0, 1], **options).prompt == 500
+        assert place(made, prompt(1, 500), [0, 1], **options).prompt == 500
 
 
 def test_what_a_core_has_forgotten_or_lost_attracts_nothing():
     made = router(capacity=1000)
-    made.end(made.place(prompt(1, 600), [0]))
-    made.end(made.place(prompt(2, 600), [0]))
-    assert made.place(prompt(2, 600), [0]).prompt < 600
-    assert made.place(prompt(1, 600), [0]).prompt > 100, (
+    made.end(place(made, prompt(1, 600), [0]))
+    made.end(place(made, prompt(2, 600), [0]))
+    assert place(made, prompt(2, 600), [0]).prompt < 600
+    assert place(made, prompt(1, 600), [0]).prompt > 100, (
         "the cache has dropped at least the longest of it"
     )
     made.connect(0, 1000)
-    assert made.place(prompt(2, 600), [0]).prompt == 600
+    assert place(made, prompt(2, 600), [0]).prompt == 600
     made.forget_prompts(0)
-    assert made.place(prompt(2, 600), [0]).prompt == 600
+    assert place(made, prompt(2, 600), [0]).prompt == 600
 
 
 def test_front_ends_agree_on_new_prompts_while_all_is_quiet():
     one, other = router(3), router(3)
     found = []
     for i in range(30):
-        shares = [made.place(prompt(i, 50), range(3)) for made in (one, other)]
+        shares = [place(made, prompt(i, 50), range(3)) for made in (one, other)]
         found.append({share.core for share in shares})
         for made, share in zip((one, other), shares, strict=True):
             made.end(share)
@@ -94,15 +117,15 @@ def test_front_ends_agree_on_new_prompts_while_all_is_quiet():
 
 def test_what_other_front_ends_have_sent_counts():
     made = router()
-    own = made.place(prompt(1, 10), [0])
+    own = place(made, prompt(1, 10), [0])
     made.observe([1, 3])  # of those of core 0 it has sent one itself
-    assert [made.place(prompt(i, 10), [0, 1]).core for i in (2, 3)] == [0, 0]
+    assert [place(made, prompt(i, 10), [0, 1]).core for i in (2, 3)] == [0, 0]
     made.end(own)
 
 
 def test_siblings_are_one_share_of_as_many_answers():
     made = router()
-    share = made.place(prompt(1, 10), [0, 1], num_answers=3, max_tokens=5)
+    share = place(made, prompt(1, 10), [0, 1], num_answers=3, max_tokens=5)
     assert (share.answers, share.num_sequences) == (15, 3)
 
 
@@ -167,7 +190,7 @@ def simulate(policy: str, num_requests: int = 600) -> tuple[float, float, float]
             ]
             number = len(arrived)
             if policy == "router":
-                shares[number] = made.place(tokens, range(4))
+                shares[number] = place(made, tokens, range(4))
                 core = shares[number].core
             else:
                 core = rng.randrange(4) if policy == "random" else number % 4
@@ -203,4 +226,4 @@ def test_more_is_found_in_caches_than_at_random_or_in_turn_and_nobody_has_much_m
 def test_only_cores_that_run_are_chosen(count):
     made = router(4)
     running = list(range(count))
-    assert {made.place(prompt(i, 50), running).core for i in range(20)} == set(running)
+    assert {place(made, prompt(i, 50), running).core for i in range(20)} == set(running)

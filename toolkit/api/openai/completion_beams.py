@@ -1,4 +1,4 @@
-"""Beam search for a completion: each step is a request for one token of every beam that goes on."""
+"""Beam search for completions: each step requests one token of every unfinished beam."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from toolkit.engine.stream import RequestStream
 from toolkit.errors import EngineError, InvalidRequestError, RequestTimeoutError
 from toolkit.sampling.params import BeamSearchParams, SamplingParams
 
-MAX_BEAMS = 1024
-"""Of one request, over all its prompts."""
+MAX_BEAMS = 1024  # of one request, over all its prompts
 
 
-async def beam_search(
+async def run_beam_search(
     service: Service,
     prompts: Sequence[Prompt],
     params: BeamSearchParams,
@@ -28,34 +27,38 @@ async def beam_search(
     request_id: str,
     priority: int,
 ) -> list[BeamSearch]:
-    """The finished searches of all prompts. `truncate`: as `truncate_prompt_tokens`. Raises InvalidRequestError when a
-    prompt cannot be run, TooManyRequestsError, EngineError when a request fails, RequestTimeoutError when the whole search
-    takes too long.
+    """Return the finished search of each prompt. `truncate`: the request's truncate_prompt_tokens.
+
+    Raises InvalidRequestError for a prompt that cannot run, TooManyRequestsError, EngineError if
+    a request fails, and RequestTimeoutError if the complete search takes too long.
     """
     if len(prompts) * params.beam_width > MAX_BEAMS:
         raise InvalidRequestError(
-            f"A request has {MAX_BEAMS} beams at most; {len(prompts)} prompts of {params.beam_width} are more.",
+            f"{len(prompts)} prompts with {params.beam_width} beams each exceed the limit of "
+            f"{MAX_BEAMS} beams in one request.",
             param="best_of",
         )
     inputs = service.engine.inputs
-    whole = SamplingParams(
+    prompt_params = SamplingParams(
         max_tokens=params.max_tokens,
         truncate_prompt_tokens=truncate,
         stop_token_ids=params.stop_token_ids,
     )
-    requests = [inputs.process(prompt, whole)[1] for prompt in prompts]
-    num_tokens = sum(len(one.prompt_token_ids) for one in requests)
+    requests = [inputs.process(prompt, prompt_params)[1] for prompt in prompts]
+    num_tokens = sum(one.spec.num_prompt_tokens for one in requests)
     width = params.beam_width  # each beam is a request of its own
     check_queue(service.engine, service.config, len(requests) * width, num_tokens * width)
-    searches = [BeamSearch(one.prompt_token_ids, params, one.eos_token_ids) for one in requests]
+    searches = [
+        BeamSearch(one.spec.prompt_token_ids, params, one.spec.eos_token_ids) for one in requests
+    ]
     name = f"{request_id}-{uuid.uuid4().hex[:8]}"
     timeout = service.config.request_timeout
     try:
-        # Of all steps together: to the engine each is a request of its own.
+        # The engine's own limit applies to each step: a step is a request.
         async with asyncio.timeout(timeout):
             await _run(service, searches, name, priority)
     except TimeoutError:
-        raise RequestTimeoutError(f"The request was not finished within {timeout:g} s.") from None
+        raise RequestTimeoutError(f"The request did not finish within {timeout:g} s.") from None
     return searches
 
 
@@ -86,5 +89,5 @@ async def _first_logprobs(stream: RequestStream) -> PositionLogprobs:
     async for delta in stream:
         found += delta.logprobs or []
     if not found:
-        raise EngineError("The request was ended before its beams were complete.")
+        raise EngineError("The request was aborted before its beams were complete.")
     return found[0]

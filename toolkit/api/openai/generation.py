@@ -1,4 +1,4 @@
-"""Start the requests of one HTTP request, and gather their answers."""
+"""Start the engine requests of one HTTP request and merge their answers."""
 
 from __future__ import annotations
 
@@ -18,63 +18,62 @@ from toolkit.engine.stream import RequestStream
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import SamplingParams
 
-MAX_ANSWERS = 4096
-"""Of one request, over all its prompts."""
-MAX_LOGPROBS_TOLD = 2**20
-"""Log-probabilities in the answers of one request, or of its prompts: some 30 to 100 MB of JSON."""
+MAX_ANSWERS = 4096  # of one request, over all its prompts
+MAX_TOTAL_LOGPROBS = 2**20
+"""Log-probabilities of the answers of one request, or of its prompts: 30 to 100 MB of JSON."""
 MAX_COPIED = 2**21
-"""Tokens and characters of what the prompts of one request share, times their number."""
+"""Tokens and characters of the parameters that prompts share, times the number of prompts."""
 
 
 @dataclass(slots=True)
-class Group:
-    """The streams of one HTTP request: one for each of its prompts. Choice = prompt index · n + answer index."""
+class AnswerGroup:
+    """Streams of one HTTP request, one per prompt. Choice = prompt index · n + answer index."""
 
     streams: Sequence[RequestStream]
     n: int
     num_tokens: int = 0
-    tells_tokens: bool = True
-    """Whether the generated tokens are the client's, and counted as such."""
+    counts_tokens: bool = True  # generated tokens are in the usage
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """(choice, what is new of it), as they come from any of the prompts. Raises EngineError."""
+        """Yield (choice, delta) of all prompts as they arrive. Raises EngineError."""
         if len(self.streams) == 1:
             async for delta in self.streams[0]:
                 self.num_tokens += len(delta.token_ids)
                 yield delta.index, delta
             return
-        async for which, delta in _merged(self.streams):
+        async for prompt, delta in _merge(self.streams):
             self.num_tokens += len(delta.token_ids)
-            yield which * self.n + delta.index, delta
+            yield prompt * self.n + delta.index, delta
 
     def usage(self) -> Usage:
         prompt = sum(len(stream.state.prompt_token_ids) for stream in self.streams)
         cached = sum(stream.state.num_cached_tokens for stream in self.streams)
-        output = self.num_tokens if self.tells_tokens else 0
+        output = self.num_tokens if self.counts_tokens else 0
         return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
 
     def close(self) -> None:
-        """Ends what is still running."""
+        """Abort the requests that still run."""
         for stream in self.streams:
             stream.close()
 
 
-async def start(
+async def start_group(
     service: Service,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     *,
     request_id: str,
     priority: int,
-) -> Group:
-    """Takes in all prompts or, when one cannot be run, none. Raises InvalidRequestError.
+) -> AnswerGroup:
+    """Start all prompts or, if one cannot run, none. Raises InvalidRequestError.
 
-    The engine's names end in something that nobody else has: two clients may send one X-Request-Id.
+    Engine ids get a random suffix: two clients may send the same X-Request-Id.
     """
     num_answers = len(prompts) * params.n
     if num_answers > MAX_ANSWERS:
         raise InvalidRequestError(
-            f"A request has {MAX_ANSWERS} answers at most; {len(prompts)} prompts of {params.n} are more.",
+            f"{len(prompts)} prompts with {params.n} answers each exceed the limit of "
+            f"{MAX_ANSWERS} answers in one request.",
             param="n",
         )
     engine = service.engine
@@ -82,57 +81,60 @@ async def start(
         params = await asyncio.to_thread(engine.inputs.with_bad_words, params)
     _check_size(len(prompts), params, engine.info.max_model_len)
     name = f"{request_id}-{uuid.uuid4().hex[:8]}"
-    taken = []
+    prepared = []
     num_tokens = 0
     for index, prompt in enumerate(prompts):
         id = name if len(prompts) == 1 else f"{name}-{index}"
         text, request = await engine.prepare(prompt, params, request_id=id, priority=priority)
-        num_tokens += len(request.prompt_token_ids)
-        if (
-            num_answers > 1 and params.prompt_logprobs is not None
-        ):  # `echo` tells them in each answer
-            _check_told("prompt_logprobs", num_tokens * params.n, params.prompt_logprobs)
-        taken.append((request, text))
+        num_tokens += request.spec.num_prompt_tokens
+        if num_answers > 1 and params.prompt_logprobs is not None:
+            # With `echo` each answer repeats them.
+            _check_num_logprobs("prompt_logprobs", num_tokens * params.n, params.prompt_logprobs)
+        prepared.append((request, text))
     check_queue(engine, service.config, num_answers, num_tokens)
     streams: list[RequestStream] = []
     try:
-        for request, text in taken:
+        for request, text in prepared:
             streams.append(engine.begin(request, text))
     except BaseException:
         for stream in streams:
             stream.close()
         raise
-    return Group(streams, params.n)
+    return AnswerGroup(streams, params.n)
 
 
 def _check_size(num_prompts: int, params: SamplingParams, max_model_len: int) -> None:
-    """Raises InvalidRequestError for a request out of all proportion: what its prompts share is copied for each of them,
-    and its answers are put together before they are sent. One answer is bounded by the model's context.
+    """Raises InvalidRequestError for a request that would take too much memory.
+
+    Shared parameters are copied for each prompt, and answers are collected before they are sent.
+    A single answer is bounded by the model's context.
     """
     if num_prompts > 1 and num_prompts * params.size > MAX_COPIED:
         raise InvalidRequestError(
-            f"{num_prompts} prompts with {params.size} tokens and characters in allowed_token_ids, stop_token_ids, "
-            f"logit_bias, bad_words and stop are more than {MAX_COPIED} in all; send fewer prompts at once.",
+            f"{num_prompts} prompts with {params.size} tokens and characters each in "
+            "allowed_token_ids, stop_token_ids, logit_bias, bad_words and stop exceed the limit of "
+            f"{MAX_COPIED} in one request. Send fewer prompts at once.",
             param="prompt",
         )
     if params.logprobs is not None and num_prompts * params.n > 1:
         length = (
             max_model_len if params.max_tokens is None else min(params.max_tokens, max_model_len)
         )
-        _check_told("logprobs", num_prompts * params.n * length, params.logprobs)
+        _check_num_logprobs("logprobs", num_prompts * params.n * length, params.logprobs)
 
 
-def _check_told(name: str, num_tokens: int, logprobs: int) -> None:
-    if num_tokens * (logprobs + 1) > MAX_LOGPROBS_TOLD:
+def _check_num_logprobs(name: str, num_tokens: int, logprobs: int) -> None:
+    if num_tokens * (logprobs + 1) > MAX_TOTAL_LOGPROBS:
         raise InvalidRequestError(
-            f"{name} of {num_tokens} tokens with {logprobs} others each are more than {MAX_LOGPROBS_TOLD} in one request; "
-            "ask for fewer answers or prompts, fewer tokens (max_tokens) or fewer log-probabilities.",
+            f"{name} for {num_tokens} tokens with {logprobs} alternatives each exceed the limit of "
+            f"{MAX_TOTAL_LOGPROBS} in one request. Ask for fewer answers, prompts or log-probabilities, "
+            "or a lower max_tokens.",
             param=name,
         )
 
 
 def prompt_logprobs_json(positions: list[PositionLogprobs | None]) -> list[dict[str, Any] | None]:
-    """Prompt log-probabilities by token id, as vLLM reports them."""
+    """Return prompt log-probabilities by token id, in vLLM's format."""
     return [
         None
         if position is None
@@ -144,8 +146,8 @@ def prompt_logprobs_json(positions: list[PositionLogprobs | None]) -> list[dict[
     ]
 
 
-async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Delta]]:
-    """(index of the stream, delta) of all streams, in the order in which they come."""
+async def _merge(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Delta]]:
+    """Yield (index of the stream, delta) of all streams in the order of arrival."""
     queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
 
     async def feed(index: int, stream: RequestStream) -> None:

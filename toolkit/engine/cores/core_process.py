@@ -44,6 +44,7 @@ from toolkit.errors import ToolkitError, WorkersLostError
 from toolkit.hardware.parent import end_with_parent
 from toolkit.models.hub import locate_tokenizer
 from toolkit.sampling.params import PoolingParams, SamplingParams
+from toolkit.sequence import SequenceSpec
 from toolkit.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -170,7 +171,7 @@ class CoreProcess:
         except ValueError as error:
             failed = [
                 EngineOutput(request.number + i, [], finish_reason="error", error=str(error))
-                for i in range(request.params.n)
+                for i in range(request.num_sequences)
             ]
             self._send(EngineOutputs(failed), request.client)
 
@@ -182,11 +183,13 @@ class CoreProcess:
                 EngineRequest(
                     id="canary",
                     client=CANARY,
-                    prompt_token_ids=[0],
-                    params=SamplingParams(max_tokens=1, temperature=0.0, seed=0),
-                    max_tokens=1,
-                    eos_token_ids=[],
-                    pooling=None if generates else PoolingParams(),
+                    spec=SequenceSpec(
+                        prompt_token_ids=[0],
+                        params=SamplingParams(max_tokens=1, temperature=0.0, seed=0),
+                        max_tokens=1,
+                        eos_token_ids=[],
+                        pooling=None if generates else PoolingParams(),
+                    ),
                 )
             )
         self._pinged.add(client)

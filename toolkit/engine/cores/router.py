@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from toolkit.sequence import SequenceSpec
+
 BLOCK = 16
 """Tokens of the shortest beginning that is told apart."""
 GROWTH = 8
@@ -69,20 +71,11 @@ class Router:
             for told, own in zip(num_sequences, self._num_sequences, strict=True)
         ]
 
-    def place(
-        self,
-        prompt: Sequence[int],
-        among: Sequence[int],
-        *,
-        num_answers: int = 1,
-        max_tokens: int = ANSWER,
-        salt: str = "",
-        cached: bool = True,
-    ) -> Share:
-        """Chooses one of the cores, and counts the request as its. `cached`: whether cores keep the prompt, for prompts with
-        the same salt.
-        """
-        beginnings = list(_beginnings(prompt, salt)) if cached else []
+    def place(self, spec: SequenceSpec, among: Sequence[int], *, caches: bool = True) -> Share:
+        """Choose one of the cores and count the request as its own. `caches`: they keep prompts."""
+        prompt, num_answers = spec.prompt_token_ids, spec.params.n
+        caches = caches and spec.pooling is None
+        beginnings = list(_beginnings(prompt, spec.cache_salt)) if caches else []
         home = beginnings[0].digest[0] if beginnings else 0
         count = len(self._loads)
         missing = {core: len(prompt) - self._seen[core].length_known(beginnings) for core in among}
@@ -94,7 +87,7 @@ class Router:
             ),
         )
         self._seen[core].add(beginnings)
-        share = Share(core, missing[core], num_answers * min(max_tokens, ANSWER), num_answers)
+        share = Share(core, missing[core], num_answers * min(spec.max_tokens, ANSWER), num_answers)
         self._loads[core] += share.prompt + share.answers
         self._num_sequences[core] += num_answers
         return share

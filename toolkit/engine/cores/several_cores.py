@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 from toolkit.config import EngineConfig
 from toolkit.engine.cores.core_client import CoreClient, all_ready
 from toolkit.engine.cores.launch import Launch, least, plan
@@ -86,19 +84,12 @@ class SeveralCores:
         """Gives a request to one of the cores."""
         if self._dead is not None:
             raise EngineDeadError(self._dead.message)
-        params = request.params
-        if params.seed is None:  # cores that choose seeds by themselves all choose the same
-            request.params = msgspec.structs.replace(params, seed=self._random.getrandbits(63))
-        share = self._router.place(
-            request.prompt_token_ids,
-            range(len(self._cores)),
-            num_answers=params.n,
-            max_tokens=request.max_tokens,
-            salt=request.cache_salt,
-            cached=request.pooling is None and self._caches,
-        )
-        placed = _Placed(share, params.n)
-        for number in range(request.number, request.number + params.n):
+        if request.spec.params.seed is None:  # cores would all draw the same seeds
+            request.seed = self._random.getrandbits(63)
+        cores = range(len(self._cores))
+        share = self._router.place(request.spec, cores, caches=self._caches)
+        placed = _Placed(share, request.num_sequences)
+        for number in range(request.number, request.number + request.num_sequences):
             self._placed[number] = placed
         self._tell(share.core, request)
 
