@@ -61,7 +61,7 @@ ARROWS = {
         "worker",
     },
     "api": {"engine", "sampling", "text"},
-    "serving": {"api", "engine", "text", "worker"},
+    "serving": {"api", "engine", "scheduler", "text", "worker"},
     "inventory": {"demo", "hardware", "models", "pooling"},
     "doctor": {"hardware", "inventory", "kernels"},
     "bench": {"client", "engine", "sampling"},

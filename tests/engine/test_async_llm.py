@@ -16,15 +16,9 @@ import pytest_asyncio
 from tests import checkpoints
 from toolkit import LLM, AsyncLLM, SamplingParams
 from toolkit.engine.cores import replica, revival
-from toolkit.engine.messages import (
-    EngineOutput,
-    EngineOutputs,
-    EngineRequest,
-    EngineStats,
-    Ping,
-    Pong,
-)
+from toolkit.engine.messages import EngineOutput, EngineOutputs, EngineRequest, Ping, Pong
 from toolkit.errors import EngineError, ServerUnavailableError
+from toolkit.scheduler.stats import EngineStats
 from toolkit.sequence import SequenceSpec
 
 PROMPT = [7, 3, 9, 12, 5]

@@ -20,7 +20,6 @@ from toolkit.engine.messages import (
     EngineOutput,
     EngineOutputs,
     EngineRequest,
-    EngineStats,
     Forgotten,
     ListRequests,
     Pong,
@@ -29,6 +28,7 @@ from toolkit.engine.messages import (
     ResetPrefixCache,
 )
 from toolkit.errors import EngineDeadError, ServerUnavailableError
+from toolkit.scheduler.stats import EngineStats
 
 NEW_TOKENS = 12
 

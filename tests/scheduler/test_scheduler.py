@@ -228,7 +228,9 @@ def test_first_tokens_come_in_order_of_rank(plan):
     )
     outcome = run(plan)
     rank = (
-        (lambda r: (r.spec.priority, r.arrival)) if plan.policy == "priority" else (lambda r: r.arrival)
+        (lambda r: (r.spec.priority, r.arrival))
+        if plan.policy == "priority"
+        else (lambda r: r.arrival)
     )
     turns = [outcome.first_token[request.id] for request in sorted(plan.requests, key=rank)]
     assert turns == sorted(turns)

@@ -24,13 +24,12 @@ from toolkit.engine.messages import (
     EndRequests,
     EngineOutputs,
     EngineRequest,
-    EngineStats,
     Forgotten,
     ListRequests,
     RequestList,
     ResetPrefixCache,
 )
-from toolkit.engine.observation import observe_step, total
+from toolkit.engine.observation import observe_step
 from toolkit.engine.output_processor import Collected, OutputProcessor, SequenceState
 from toolkit.engine.outputs import RequestOutput
 from toolkit.engine.request_stats import current_record, observe_begin, observe_end
@@ -47,6 +46,7 @@ from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
 from toolkit.models.hub import locate, locate_tokenizer
 from toolkit.sampling.params import SamplingParams
+from toolkit.scheduler.stats import EngineStats, total
 from toolkit.text.tokenizer import Tokenizer, load_tokenizer
 from toolkit.worker import Report, WorkerInfo
 
@@ -139,7 +139,9 @@ class AsyncLLM:
         count = len(cores)
         if count > 1:
             self._router = Router(count)
-        self.replicas = [Replica(i, name_of(i, count), self.metrics.for_engine(i)) for i in range(count)]
+        self.replicas = [
+            Replica(i, name_of(i, count), self.metrics.for_engine(i)) for i in range(count)
+        ]
         self._inputs = inputs
         self.tokenizer = inputs.tokenizer
         self._outputs = OutputProcessor(inputs.tokenizer)

@@ -17,7 +17,6 @@ from toolkit.engine.messages import (
     EngineOutput,
     EngineOutputs,
     EngineRequest,
-    EngineStats,
     LogprobEntry,
     RequestInfo,
 )
@@ -36,6 +35,7 @@ from toolkit.scheduler import (
     StepResults,
     TokenLogprobs,
 )
+from toolkit.scheduler.stats import EngineStats
 from toolkit.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -326,19 +326,11 @@ class EngineCore:
 
     def stats(self, step: SchedulerOutput | None = None, num_sampled: int = 0) -> EngineStats:
         """Gauges of now, counts since the last call, and what a step took."""
-        s = self.scheduler.take_stats()
-        return EngineStats(
-            s.num_running,
-            s.num_waiting,
-            s.kv_cache_usage,
-            s.prefix_cache_queries,
-            s.prefix_cache_hits,
-            s.num_preemptions,
-            0 if step is None else step.total_tokens,
-            num_sampled,
-            (0.0, 0.0, 0.0) if step is None else self._work_of(step),
-            s.block_times,
-        )
+        stats = self.scheduler.take_stats()
+        if step is not None:
+            stats.num_tokens, stats.num_sampled = step.total_tokens, num_sampled
+            stats.work = self._work_of(step)
+        return stats
 
     def _work_of(self, step: SchedulerOutput) -> tuple[float, float, float]:
         """(operations, bytes read, bytes written) of the weights and the KV cache, at least."""

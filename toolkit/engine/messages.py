@@ -6,6 +6,7 @@ import msgspec
 
 from toolkit.config import EngineConfig
 from toolkit.logs import LogStyle
+from toolkit.scheduler.stats import EngineStats
 from toolkit.sequence import SequenceSpec
 from toolkit.worker import WorkerInfo
 
@@ -111,25 +112,6 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     error: str | None = None
     embedding: bytes = b""
     """What a pooled prompt has become: float32 each."""
-
-
-class EngineStats(msgspec.Struct, array_like=True):
-    """Gauges of now, counts of one step."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_cache_usage: float = 0.0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    num_preemptions: int = 0
-    num_tokens: int = 0
-    """Tokens the step computed."""
-    num_sampled: int = 0
-    """Tokens the step sampled."""
-    work: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """What the step takes at least: operations, bytes read and bytes written, of weights and KV cache."""
-    block_times: list[list[float]] = []
-    """Seconds: lives of cached blocks that ended, their idle ends, and gaps between uses; or nothing."""
 
 
 class EngineOutputs(msgspec.Struct, tag="outputs"):

@@ -6,7 +6,6 @@ contract carries chunked prefill, prefix cache hits, preemption and resumption.
 """
 
 from toolkit.scheduler.block_pool import BlockPool, HostBlockPool
-from toolkit.scheduler.live_requests import SchedulerStats
 from toolkit.scheduler.output import (
     ModelOutput,
     NewRow,
@@ -16,10 +15,12 @@ from toolkit.scheduler.output import (
 )
 from toolkit.scheduler.request import FinishReason, Request, RequestStatus
 from toolkit.scheduler.scheduler import Scheduler
+from toolkit.scheduler.stats import EngineStats
 from toolkit.scheduler.step import StepResult, StepResults
 
 __all__ = [
     "BlockPool",
+    "EngineStats",
     "FinishReason",
     "HostBlockPool",
     "ModelOutput",
@@ -29,7 +30,6 @@ __all__ = [
     "RequestStatus",
     "Scheduler",
     "SchedulerOutput",
-    "SchedulerStats",
     "StepResult",
     "StepResults",
     "TokenLogprobs",

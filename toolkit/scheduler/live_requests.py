@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection
 
 from toolkit.scheduler.block_pool import BlockPool, HostBlockPool
+from toolkit.scheduler.policy import POLICIES, Rank
 from toolkit.scheduler.request import FinishReason, Request, RequestStatus
 from toolkit.scheduler.rows import Rows
+from toolkit.scheduler.stats import EngineStats
 from toolkit.scheduler.step import InFlight, Lineup, Step
-
-Rank = tuple[int, int]
-"""Order among requests: the smaller is scheduled first and preempted last."""
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Gauges are of now; counters are since the last reading."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_cache_usage: float = 0.0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    num_preemptions: int = 0
-    block_times: list[list[float]] = field(default_factory=list)
-    """As from `BlockWatch.take`."""
 
 
 class LiveRequests:
@@ -71,12 +55,10 @@ class LiveRequests:
         self._in_flight: dict[int, InFlight] = {}
         self._suspects: list[Request] = []
         self._num_unexplained_failures = 0
-        self._rank: Callable[[Request], Rank] = (
-            _rank_by_priority if policy == "priority" else _rank_by_arrival
-        )
+        self._rank = POLICIES[policy]
         self._num_steps = 0
         self._num_arrivals = 0
-        self._stats = SchedulerStats()
+        self._stats = EngineStats()
 
     def add(self, request: Request, *, in_line: bool = True) -> None:
         """Takes a request in. Raises ValueError when the whole cache is too small for it. `in_line`: it may be scheduled
@@ -131,9 +113,9 @@ class LiveRequests:
     def num_steps_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def take_stats(self) -> SchedulerStats:
+    def take_stats(self) -> EngineStats:
         """The gauges of now and the counts since the last call."""
-        stats, self._stats = self._stats, SchedulerStats()
+        stats, self._stats = self._stats, EngineStats()
         stats.num_running = len(self.running)
         stats.num_waiting = self.num_waiting
         stats.kv_cache_usage = self.pool.usage
@@ -204,11 +186,3 @@ class LiveRequests:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
-
-
-def _rank_by_arrival(request: Request) -> Rank:
-    return (0, request.arrival)
-
-
-def _rank_by_priority(request: Request) -> Rank:
-    return (request.spec.priority, request.arrival)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Protocol
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.engine.async_llm import AsyncLLM
 from toolkit.engine.cores.launch import least
-from toolkit.engine.messages import EngineStats
 from toolkit.errors import ToolkitError
 from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
+from toolkit.scheduler.stats import EngineStats
 from toolkit.worker import Report, WorkerInfo
 
 if TYPE_CHECKING:

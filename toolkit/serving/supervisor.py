@@ -18,12 +18,13 @@ from toolkit.engine.cores.core_client import CoreClient, all_ready, as_error, ho
 from toolkit.engine.cores.launch import plan
 from toolkit.engine.cores.replica import without_it
 from toolkit.engine.cores.revival import Reviver
-from toolkit.engine.messages import EngineOutputs, EngineStats, Failed, Leave
-from toolkit.engine.observation import observe_gauges, observe_step, total
+from toolkit.engine.messages import EngineOutputs, Failed, Leave
+from toolkit.engine.observation import observe_gauges, observe_step
 from toolkit.errors import EngineDeadError, ToolkitError
 from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
-from toolkit.metrics.merge import Family, exposed, merged, snapshot
+from toolkit.metrics.merge import Family, expose, merge, snapshot
+from toolkit.scheduler.stats import EngineStats, total
 from toolkit.serving.control import (
     Begin,
     Channel,
@@ -164,7 +165,7 @@ class Supervisor:
             self._set_up(worker)
         self._infos = await all_ready(self._clients, report)
         for launch, client, info in zip(launches, self._clients, self._infos, strict=True):
-            metrics = self.metrics.of(launch.index)
+            metrics = self.metrics.for_engine(launch.index)
             self._cores.append(
                 _Core(launch.index, client, Reviver(launch.like(info), client), metrics, info)
             )
@@ -318,7 +319,7 @@ class Supervisor:
         counted = [
             family for family in worker.families if family.kind != "gauge"
         ]  # those are of the living
-        self._departed = merged([self._departed, counted])
+        self._departed = merge([self._departed, counted])
         for core in self._cores:
             if not core.dead:
                 core.client.send(Leave(worker.client))
@@ -433,7 +434,7 @@ class Supervisor:
                     return
                 core.client.kill()
                 core.client = client
-                core.metrics.restarted()
+                core.metrics.count_restart()
                 self._tell(Revived(core.index, client.sockets, core.info))
                 self._begin()
 
@@ -470,7 +471,7 @@ class Supervisor:
             self._departed,
             *(w.families for w in self._workers),
         ]
-        asker.channel.send(Exposition(exposed(merged(taken))))
+        asker.channel.send(Exposition(expose(merge(taken))))
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
         """Runs something beside everything else, until it is done or the server closes."""

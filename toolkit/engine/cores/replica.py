@@ -12,7 +12,6 @@ from toolkit.engine.cores.revival import Reviver
 from toolkit.engine.messages import (
     EndRequests,
     EngineOutputs,
-    EngineStats,
     ListRequests,
     Ping,
     Pong,
@@ -22,6 +21,7 @@ from toolkit.engine.messages import (
 from toolkit.engine.observation import observe_gauges
 from toolkit.errors import EngineDeadError, ServerUnavailableError
 from toolkit.metrics import Metrics
+from toolkit.scheduler.stats import EngineStats
 from toolkit.worker import WorkerInfo
 
 FRESH = 1.0

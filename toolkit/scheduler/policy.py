@@ -1,0 +1,22 @@
+"""Scheduling policies: the order among requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from toolkit.scheduler.request import Request
+
+Rank = tuple[int, int]
+"""The request with the lower rank is scheduled first and preempted last."""
+
+
+def by_arrival(request: Request) -> Rank:
+    return (0, request.arrival)
+
+
+def by_priority(request: Request) -> Rank:
+    return (request.spec.priority, request.arrival)
+
+
+POLICIES: dict[str, Callable[[Request], Rank]] = {"fcfs": by_arrival, "priority": by_priority}
+"""Values of --scheduling-policy."""
