@@ -1,6 +1,6 @@
-"""The user's mistakes, each as one readable paragraph: what is wrong, the evidence, what to do.
+"""Errors shown to users, each as one paragraph: what happened, the evidence, what to do.
 
-Anything that is not a `ToolkitError` is a bug and keeps its traceback.
+Any other exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from collections.abc import Iterable
 
 
 class ToolkitError(Exception):
-    """Something the user can mend. `status` is its HTTP status; `code` and `param` are OpenAI's error fields."""
+    """An error that the user can fix.
+
+    `status` is the HTTP status; `type`, `code` and `param` are OpenAI's error fields.
+    """
 
     status = 500
     type = "internal_error"
-    retry_after: int | None = None
-    """Seconds after which the same request may succeed."""
+    retry_after: int | None = None  # seconds after which the same request may succeed
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -25,28 +27,36 @@ class ToolkitError(Exception):
 
 
 class InvalidRequestError(ToolkitError, ValueError):
-    """A request that cannot be carried out as it stands."""
+    """Invalid request."""
 
     status = 400
     type = "invalid_request_error"
 
 
+class InvalidParamError(InvalidRequestError):
+    """Invalid value of one parameter. The message is `param`, then `problem`."""
+
+    def __init__(self, param: str, problem: str, *, code: str | None = None) -> None:
+        super().__init__(f"{param} {problem}", param=param, code=code)
+        self.problem = problem
+
+
 class ConfigError(ToolkitError, ValueError):
-    """A setting that cannot be used: unknown, out of range, or at odds with another."""
+    """Unknown setting, value out of range, or conflict between two settings."""
 
     status = 400
     type = "config_error"
 
 
 class ModelNotFoundError(ToolkitError):
-    """No such model, in a folder, in the cache or on the hub."""
+    """The model is in no folder, not in the cache and not on the hub."""
 
     status = 404
     type = "not_found_error"
 
 
 class CheckpointError(ToolkitError):
-    """A model folder whose files are missing, truncated, corrupt or of an unsupported kind."""
+    """A model folder with missing, truncated, corrupt or unsupported files."""
 
     type = "checkpoint_error"
 
@@ -59,7 +69,7 @@ class OutOfMemoryError(ToolkitError):
 
 
 class ServerUnavailableError(ToolkitError):
-    """The server is draining or its engine does not work; the request was not carried out."""
+    """The server is draining or its engine is down; the request was not run."""
 
     status = 503
     retry_after = 5
@@ -67,35 +77,43 @@ class ServerUnavailableError(ToolkitError):
 
 
 class EngineError(ToolkitError):
-    """A request that the engine accepted and could not finish."""
+    """The engine accepted a request and could not finish it."""
 
     type = "engine_error"
 
 
 class WorkersLostError(Exception):
-    """A process of the engine has ended, or does not answer: no further step can be run. Nobody's mistake, and no bug of its own."""
+    """A process of the engine ended or does not answer, so no further step can run."""
 
 
 class EngineDeadError(EngineError):
-    """The engine core's process ended; the message carries the root cause."""
+    """The engine core's process ended; the message has the root cause."""
 
     status = 503
     retry_after = 5
 
 
 class RequestTimeoutError(EngineError):
-    """The request took longer than the server lets any."""
+    """The request took longer than the server's limit."""
 
     status = 504
     type = "timeout_error"
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names most like `name`, best first; empty when none is near."""
+    """Return the known names most similar to `name`, best first; empty if none is similar."""
     return difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence for an error message: ' Did you mean a or b?', or nothing."""
+    """Return ' Did you mean a or b?' for an error message, or an empty string."""
     names = nearest(name, known)
     return f" Did you mean {' or '.join(names)}?" if names else ""
+
+
+def error_of_kind(kind: str, message: str) -> ToolkitError | None:
+    """Return the error that another process met, by the name of its class; None for a bug."""
+    found = globals().get(kind)
+    if isinstance(found, type) and issubclass(found, ToolkitError):
+        return found(message)
+    return None

@@ -292,11 +292,11 @@ def test_a_stop_string_that_was_complete_before_min_tokens_ends_nothing_later():
     folder_tokenizer = checkpoints.make_tokenizer()
 
     class Letters:
-        def spellings(self, skip: bool) -> dict[int, bytes]:
+        def byte_table(self, skip: bool) -> dict[int, bytes]:
             return {token: folder_tokenizer.decode([token]).encode() for token in range(256)}
 
-        def texts(self, skip: bool) -> dict[int, str | None]:
-            return {token: spelling.decode() for token, spelling in self.spellings(skip).items()}
+        def text_table(self, skip: bool) -> dict[int, str | None]:
+            return {token: text.decode() for token, text in self.byte_table(skip).items()}
 
     state = AnswerText(Letters(), SamplingParams(stop=["ab", "abcd"], min_tokens=3))
     pieces = [state.add(folder_tokenizer.encode(letter), False) for letter in "abxab"]

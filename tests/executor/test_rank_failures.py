@@ -9,15 +9,15 @@ import pytest
 
 from toolkit.errors import CheckpointError, WorkersLostError
 from toolkit.executor import rank_progress as progress
-from toolkit.executor.rank_failures import as_error, blamed
-from toolkit.executor.rank_messages import Beat, Broken, Result, decode_from_rank, encode
+from toolkit.executor.rank_failures import as_error, blamed, cause_of
+from toolkit.executor.rank_messages import Beat, Broken, Cause, Result, decode_from_rank, encode
 from toolkit.executor.rank_progress import Progress
 from toolkit.scheduler import ModelOutput, PromptLogprobs, TokenLogprobs
 
-KILLED = Broken(2, "", "ended without a word (killed by signal 9)")
+KILLED = Broken(2, "", "ended without a word (killed by signal 9)", cause=Cause.KILLED)
 KNOWS = Broken(1, "CheckpointError", "model.safetensors is cut short")
 FAILED = Broken(3, "", "ZeroDivisionError: division by zero")
-LOST = Broken(0, "", "RuntimeError: Connection closed by peer [10.0.0.2]:1234")
+LOST = Broken(0, "", "RuntimeError: Connection closed by peer", cause=Cause.LOST_PEER)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([LOST, FAILED, KILLED])))
@@ -28,6 +28,12 @@ def test_one_that_was_killed_is_to_blame_whoever_speaks_first(order):
 @pytest.mark.parametrize("reason", [KNOWS, FAILED])
 def test_one_that_knows_a_reason_is_to_blame_rather_than_one_that_lost_it(reason):
     assert blamed([LOST, reason]) is reason
+
+
+def test_an_error_of_the_network_is_a_lost_peer():
+    lost = RuntimeError("Connection closed by peer [10.0.0.2]:1234")
+    assert cause_of(lost) is Cause.LOST_PEER
+    assert cause_of(ZeroDivisionError("division by zero")) is Cause.FAILED
 
 
 def test_what_a_rank_met_is_raised_as_what_it_is():

@@ -27,7 +27,6 @@ from toolkit.inventory.estimate import CUDA_RUNTIME, estimate
 from toolkit.kernels import cpu
 from toolkit.models.build import build_model, load_config
 from toolkit.models.registry import SUPPORTED
-from toolkit.worker import memory_budget
 from toolkit.worker.kv_cache import block_bytes
 from toolkit.worker.worker import Worker
 from tools.bench.models import CONFIGS
@@ -195,14 +194,6 @@ def encoder(folder: Path, kind: str) -> Path:
 
 def test_the_architectures_are_those_of_the_registry():
     assert set(RUNS) == set(SUPPORTED)
-
-
-def test_numbers_that_the_worker_has_are_the_workers():
-    from toolkit.inventory import estimate as ours
-    from toolkit.worker import warm_up
-
-    assert ours.CPU_SHARE == memory_budget.CPU_SHARE
-    assert ours.SAMPLING_BYTES == warm_up.SAMPLING_BYTES
 
 
 def shape_of(name: str, folder: Path) -> Checkpoint:

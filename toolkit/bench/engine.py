@@ -1,7 +1,7 @@
-"""`tk bench offline`, `latency` and `prefill`: the engine alone, in this process, without HTTP.
+"""`tk bench offline`, `latency` and `prefill`: the engine in this process, without HTTP.
 
-Each command starts one engine. Each work is run once to warm up and then `repeats` times; a row's figures are those
-of its fastest run, and the row lists them all.
+Each command starts one engine. Each workload runs once to warm up and then `repeats` times. A row
+reports the fastest run and lists the times of all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import psutil
 
 from toolkit.bench import workloads
 from toolkit.bench.report.files import check_writable
-from toolkit.bench.workloads import Work
+from toolkit.bench.workloads import Workload
 from toolkit.config import EngineConfig
 from toolkit.config.bench import EngineBenchConfig, LatencyConfig, OfflineConfig, PrefillConfig
 from toolkit.engine.llm import LLM
@@ -28,9 +28,9 @@ Row = dict[str, Any]
 
 
 def run_offline(engine: EngineConfig, config: OfflineConfig) -> None:
-    """Output and total tokens per second of many requests of mixed lengths."""
+    """Measure output and total tokens per second of many requests of mixed lengths."""
 
-    def works(context: int, vocab_size: int) -> list[Work]:
+    def build_workloads(context: int, vocab_size: int) -> list[Workload]:
         return [
             workloads.offline(
                 context,
@@ -41,66 +41,68 @@ def run_offline(engine: EngineConfig, config: OfflineConfig) -> None:
             )
         ]
 
-    _run(engine, config, works)
+    _run(engine, config, build_workloads)
 
 
 def run_latency(engine: EngineConfig, config: LatencyConfig) -> None:
-    """Tokens per second and milliseconds per token at each batch size."""
+    """Measure tokens per second and milliseconds per token at each batch size."""
 
-    def works(context: int, vocab_size: int) -> list[Work]:
+    def build_workloads(context: int, vocab_size: int) -> list[Workload]:
         lengths = {"input_len": config.input_len, "output_len": config.output_len}
         return [workloads.latency(size, vocab_size, **lengths) for size in config.sizes]
 
-    _run(engine, config, works)
+    _run(engine, config, build_workloads)
 
 
 def run_prefill(engine: EngineConfig, config: PrefillConfig) -> None:
-    """Prompt tokens per second."""
+    """Measure prompt tokens per second."""
 
-    def works(context: int, vocab_size: int) -> list[Work]:
+    def build_workloads(context: int, vocab_size: int) -> list[Workload]:
         return [
             workloads.prefill(
                 context, vocab_size, count=config.num_prompts, input_len=config.input_len
             )
         ]
 
-    _run(engine, config, works)
+    _run(engine, config, build_workloads)
 
 
 def _run(
-    engine: EngineConfig, config: EngineBenchConfig, works: Callable[[int, int], list[Work]]
+    engine: EngineConfig,
+    config: EngineBenchConfig,
+    build_workloads: Callable[[int, int], list[Workload]],
 ) -> None:
-    """Starts the engine, measures each work and prints its rows as they come."""
-    say = _print_json if config.json else _print_line
+    """Start the engine, measure each workload and print its row at once."""
+    print_row = _print_json if config.json else _print_line
     bench = EngineBench(engine, config)
     try:
-        say(bench.startup_row())
-        made = works(bench.llm.info.max_model_len, bench.llm.info.vocab_size)
-        for work in made:
-            bench.check(work)
-        for work in made:
-            say(bench.measure(work))
+        print_row(bench.startup_row())
+        loads = build_workloads(bench.llm.info.max_model_len, bench.llm.info.vocab_size)
+        for workload in loads:
+            bench.check(workload)
+        for workload in loads:
+            print_row(bench.measure(workload))
         if config.profile is not None:
-            say(bench.profile(made[-1], Path(config.profile)))
+            print_row(bench.profile(loads[-1], Path(config.profile)))
     finally:
         bench.llm.shutdown()
 
 
 class EngineBench:
-    """One started engine, and the rows that are measured with it."""
+    """A running engine and the rows measured with it."""
 
     def __init__(self, engine: EngineConfig, config: EngineBenchConfig) -> None:
-        """Raises ToolkitError when the engine cannot be started as configured."""
+        """Start the engine. Raises ToolkitError if it cannot start as configured."""
         self.config = config
         self.phases = {"imports": time.time() - psutil.Process().create_time()}
         start = time.perf_counter()
-        kind: type[LLM] = LLM
+        llm_class: type[LLM] = LLM
         if config.profile is not None:
             from toolkit.bench.profile import ProfiledLLM
 
-            check_writable(Path(config.profile), "profile")  # now, not when all is measured
-            kind = ProfiledLLM
-        self.llm = kind.from_config(engine, report=self._report)
+            check_writable(Path(config.profile), "profile")  # before the measurement
+            llm_class = ProfiledLLM
+        self.llm = llm_class(config=engine, report=self._report)
         self.startup = self.phases["imports"] + time.perf_counter() - start
         if config.profile is not None and self.llm.info.device == "cpu":
             raise ConfigError(
@@ -113,7 +115,7 @@ class EngineBench:
         self.phases[name] = seconds
 
     def _describe(self, engine: EngineConfig) -> Row:
-        """What every row says of the engine."""
+        """Return the columns common to all rows."""
         import torch
 
         from toolkit.version import __version__
@@ -133,7 +135,7 @@ class EngineBench:
         }
 
     def startup_row(self) -> Row:
-        """Seconds from the process's start to an engine that can take requests, and its parts."""
+        """Return the seconds from the process's start to a ready engine, and their parts."""
         phases = {name: round(seconds, 3) for name, seconds in self.phases.items()}
         return {
             "bench": "startup",
@@ -142,16 +144,17 @@ class EngineBench:
             "phases_s": phases,
         }
 
-    def check(self, work: Work) -> None:
-        """Raises ConfigError when a sequence of this work does not fit into the context."""
+    def check(self, work: Workload) -> None:
+        """Raise ConfigError if a sequence does not fit into the context."""
         if work.longest > self.llm.info.max_model_len:
             raise ConfigError(
-                f"The {work.name} benchmark has sequences of {work.longest} tokens, and the model's context has "
-                f"{self.llm.info.max_model_len}. Ask for shorter ones: tk bench {work.name} --help."
+                f"The {work.name} benchmark has sequences of {work.longest} tokens, but the "
+                f"model's context is {self.llm.info.max_model_len}. Choose shorter ones: "
+                f"tk bench {work.name} --help."
             )
 
-    def measure(self, work: Work) -> Row:
-        """One work's row: `repeats` runs of it after one that is thrown away."""
+    def measure(self, work: Workload) -> Row:
+        """Run the workload once to warm up and `repeats` times, and return its row."""
         self._time(work)
         runs = [self._time(work) for _ in range(self.config.repeats)]
         seconds, output_tokens = min(runs)
@@ -172,8 +175,8 @@ class EngineBench:
             row["prompt_tokens_per_s"] = round(work.num_prompt_tokens / seconds, 1)
         return row
 
-    def profile(self, work: Work, path: Path) -> Row:
-        """Runs the work once more under the profiler and writes a trace; the row says how busy the GPU was."""
+    def profile(self, work: Workload, path: Path) -> Row:
+        """Run the workload again under the profiler, write a trace and return a row about it."""
         from toolkit.bench.profile import ProfiledLLM, profile_window
 
         assert isinstance(self.llm, ProfiledLLM)
@@ -181,8 +184,8 @@ class EngineBench:
         row = profile_window(self.llm, lambda: self._time(work), seconds, path)
         return {"bench": "profile", **self._setup, "work": work.name, **row}
 
-    def _time(self, work: Work) -> tuple[float, int]:
-        """(seconds, output tokens) of one run."""
+    def _time(self, work: Workload) -> tuple[float, int]:
+        """Run once. Return (seconds, output tokens)."""
         params = [
             SamplingParams(temperature=self.config.temperature, max_tokens=n, ignore_eos=True)
             for n in work.output_lens
@@ -208,7 +211,8 @@ def _startup_line(row: Row) -> str:
     phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in row["phases_s"].items())
     return (
         f"{row['model']}  {row['dtype']}  {row['device']}  {row['attention_backend']} attention  "
-        f"tk {row['tk']}  torch {row['torch']}\n{'start-up':<9} {row['seconds']:9.3f} s   ({phases})"
+        f"tk {row['tk']}  torch {row['torch']}\n"
+        f"{'start-up':<9} {row['seconds']:9.3f} s   ({phases})"
     )
 
 
@@ -222,7 +226,7 @@ def _work_line(row: Row) -> str:
         parts.append(f"{row['ms_per_token']:.3f} ms/token")
     else:
         parts.append(f"{row['total_tokens_per_s']:,.0f} total tok/s")
-    return "   ".join([*parts, f"(runs: {_listed(row['all_seconds'])} s)"])
+    return "   ".join([*parts, f"(runs: {_join(row['all_seconds'])} s)"])
 
 
 def _profile_line(row: Row) -> str:
@@ -236,7 +240,7 @@ def _profile_line(row: Row) -> str:
     )
 
 
-def _listed(values: Iterable[float]) -> str:
+def _join(values: Iterable[float]) -> str:
     return ", ".join(f"{value:.3f}" for value in values)
 
 

@@ -46,7 +46,7 @@ def run(
     ).with_settings(
         max_num_seqs=1  # one request needs no room for more
     )
-    llm = LLM.from_config(engine)
+    llm = LLM(config=engine)
     if config.raw or llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         if config.system is not None:
             raise InvalidRequestError(

@@ -67,21 +67,17 @@ class AsyncLLM:
     info: WorkerInfo
     tokenizer: Tokenizer | None
 
-    def __init__(self, model: str | None = None, **settings: Any) -> None:
-        self._prepare(EngineConfig.from_settings({"model": model, **settings}))
-
-    @classmethod
-    def from_config(
-        cls, config: EngineConfig, *, metrics: Metrics | None = None, log: LogStyle | None = None
-    ) -> AsyncLLM:
-        engine = cls.__new__(cls)
-        engine._prepare(config, metrics, log)
-        return engine
-
-    def _prepare(
-        self, config: EngineConfig, metrics: Metrics | None = None, log: LogStyle | None = None
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: EngineConfig | None = None,
+        metrics: Metrics | None = None,
+        log: LogStyle | None = None,
+        **settings: Any,
     ) -> None:
-        self.config = config
+        """`settings`, or `config`, which holds them all. Nothing is loaded before `start`."""
+        self.config = config = config or EngineConfig.from_settings({"model": model, **settings})
         self.metrics = metrics or Metrics("tk", config.model.model or "tk-demo")
         self.dead: EngineDeadError | None = None
         """Why no core runs, and none will."""

@@ -7,7 +7,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 from toolkit.config import EngineConfig
@@ -46,58 +45,37 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | None = None, *, report: Report | None = None, **settings: Any
+        self,
+        model: str | None = None,
+        *,
+        config: EngineConfig | None = None,
+        executor: Executor | None = None,
+        report: Report | None = None,
+        **settings: Any,
     ) -> None:
-        """`model`: a folder or a hub name; None: the demo model. `settings`: the flags of `tk serve`, with
-        underscores.
+        """Load a model: a folder, a hub name, or (None) the demo model.
 
-        Raises ToolkitError: an unknown setting, a model that cannot be found, read or held in memory.
+        `settings`: the flags of `tk serve`, with underscores; or `config`, which holds them all.
+        `executor`: one that is made already, in place of a new one. `report` is called with the
+        name and the seconds of each phase of start-up. Raises ToolkitError.
         """
-        self._load(EngineConfig.from_settings({"model": model, **settings}), report)
-
-    @classmethod
-    def from_config(cls, config: EngineConfig, *, report: Report | None = None) -> LLM:
-        """The same from a config that is made already."""
-        llm = cls.__new__(cls)
-        llm._load(config, report)
-        return llm
-
-    @classmethod
-    def with_executor(cls, config: EngineConfig, executor: Executor) -> LLM:
-        """The same over an executor that is made already."""
-        llm = cls.__new__(cls)
-        folder = locate(config.model.model, config.model.revision)
-        llm._attach(config, llm._core_over(config, executor), folder)
-        return llm
-
-    def _load(self, config: EngineConfig, report: Report | None) -> None:
-        folder = locate(config.model.model, config.model.revision)
-        if config.model.tokenizer is not None:
-            locate_tokenizer(
-                config.model.tokenizer
-            )  # what is missing is said before the model is loaded
+        self.config = config or EngineConfig.from_settings({"model": model, **settings})
+        wanted = self.config.model
+        self.folder = locate(wanted.model, wanted.revision)
+        tokenizer_folder = self.folder
+        if wanted.tokenizer is not None:  # a missing one is reported before the model is loaded
+            tokenizer_folder = locate_tokenizer(wanted.tokenizer)
         report = report or (lambda name, seconds: None)
-        if config.parallel.data_parallel_size > 1:
-            self._attach(config, SeveralCores(config, folder, report), folder)
+        self._core: EngineCore | SeveralCores
+        if self.config.parallel.data_parallel_size > 1 and executor is None:
+            self._core = SeveralCores(self.config, self.folder, report)
         else:
-            self._attach(
-                config, self._core_over(config, start_executor(config, folder, report)), folder
-            )
-
-    def _core_over(self, config: EngineConfig, executor: Executor) -> EngineCore:
-        return EngineCore(config, executor, lambda: self.tokenizer)
-
-    def _attach(self, config: EngineConfig, core: EngineCore | SeveralCores, folder: Path) -> None:
-        self.config = config
-        self.folder = folder
-        self._core = core
+            executor = executor or start_executor(self.config, self.folder, report)
+            self._core = EngineCore(self.config, executor, lambda: self.tokenizer)
         self._over = False
-        self.info = core.info
-        tokenizer = config.model.tokenizer
-        self.tokenizer = load_tokenizer(
-            folder if tokenizer is None else locate_tokenizer(tokenizer), config.model.chat_template
-        )
-        self._inputs = InputProcessor(folder, self.tokenizer, self.info)
+        self.info = self._core.info
+        self.tokenizer = load_tokenizer(tokenizer_folder, wanted.chat_template)
+        self._inputs = InputProcessor(self.folder, self.tokenizer, self.info)
         self._pooling = PoolingProcessor(self._inputs)
         self._outputs = OutputProcessor(self.tokenizer)
         self._ids = itertools.count()

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 from toolkit.config import EngineConfig
 from toolkit.errors import ToolkitError, WorkersLostError
 from toolkit.executor import rank_devices as devices
-from toolkit.executor import rank_failures as losses
 from toolkit.executor.base import Executor, Pending
+from toolkit.executor.rank_failures import as_error, blamed, cause_of, describe
 from toolkit.executor.rank_messages import (
     Answer,
     Beat,
     Broken,
     Call,
+    Cause,
     Constrain,
     End,
     Here,
@@ -236,7 +237,8 @@ class MultiprocExecutor(Executor):
                 if self._over.is_set():
                     return
                 self._asking.add(rank.rank)
-                message = Broken(rank.rank, "", f"ended without a word ({rank.how_ended()})")
+                how = f"ended without a word ({rank.how_ended()})"
+                message = Broken(rank.rank, "", how, cause=Cause.KILLED)
             match message:
                 case Result():
                     self._results.put(message.output)
@@ -261,7 +263,7 @@ class MultiprocExecutor(Executor):
             behind = self._progress.behind(self._steps) or [self._delivering]
             others = f", nor have ranks {behind[1:]}" if behind[1:] else ""
             what = f"has not finished step {self._steps} in {self._timeout:g} s{others}"
-            self._broke(Broken(behind[0], "", what))
+            self._broke(Broken(behind[0], "", what, cause=Cause.HUNG))
             return
 
     def _broke(self, broken: Broken) -> None:
@@ -297,20 +299,20 @@ class MultiprocExecutor(Executor):
         if not self._broken:
             logger.error("rank 0 ended", exc_info=error)
             self._broken.append(
-                Broken(0, "", f"{type(error).__name__}: {error}")
+                Broken(0, "", f"{type(error).__name__}: {error}", cause=cause_of(error))
             )  # the others are at another point
             return WorkersLostError(f"rank 0: {type(error).__name__}: {error}")
         told = self._blamed()
         if told.traceback:
             logger.error("%s ended:\n%s", self._names[told.rank], told.traceback)
-        return losses.as_error(told, self._names[told.rank])
+        return as_error(told, self._names[told.rank])
 
     def _blamed(self) -> Broken:
         with self._lock:
-            return losses.blamed(self._broken)
+            return blamed(self._broken)
 
     def _words(self, broken: Broken) -> str:
-        return losses.words(broken, self._names[broken.rank])
+        return describe(broken, self._names[broken.rank])
 
 
 class _Guarded:

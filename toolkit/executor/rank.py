@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.errors import ToolkitError
 from toolkit.executor.channel import Channel
+from toolkit.executor.rank_failures import cause_of
 from toolkit.executor.rank_messages import (
     Answer,
     Beat,
@@ -82,7 +83,9 @@ class RankProcess:
             pass  # whoever started this is gone
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
-            self._channel.send(Broken(self._rank, "", told, traceback.format_exc()))
+            self._channel.send(
+                Broken(self._rank, "", told, traceback.format_exc(), cause_of(error))
+            )
         return False
 
     def _receive(self) -> ToRank:

@@ -1,14 +1,13 @@
-"""Which of the ranks that ended is to blame, and in what words."""
+"""Causes of a rank's end, and the rank to blame when several end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import toolkit.errors
-from toolkit.errors import ToolkitError, WorkersLostError
-from toolkit.executor.rank_messages import Broken
+from toolkit.errors import WorkersLostError, error_of_kind
+from toolkit.executor.rank_messages import Broken, Cause
 
-_LOST = (
+_LOST_PEER = (
     "closed by peer",
     "reset by peer",
     "Connection refused",
@@ -16,29 +15,30 @@ _LOST = (
     "timed out",
     "Timed out",
 )
-"""What a rank says that misses another."""
+"""Parts of the messages with which gloo and NCCL report that another rank is gone."""
+
+
+def cause_of(error: Exception) -> Cause:
+    """Return the cause that an exception in a rank stands for."""
+    text = str(error)
+    return Cause.LOST_PEER if any(part in text for part in _LOST_PEER) else Cause.FAILED
 
 
 def blamed(broken: Sequence[Broken]) -> Broken:
-    """The rank that ended first of all, and not for lack of another: one that was killed, or hangs, or knows a reason."""
-    return min(broken, key=_innocence)
+    """Return the first of those with the most likely root cause."""
+    return min(broken, key=lambda one: _ORDER[one.cause])
 
 
-def words(broken: Broken, name: str) -> str:
-    """`name`: of the rank."""
-    return f"{name} {broken.message}" if _innocence(broken) == 0 else f"{name}: {broken.message}"
+def describe(broken: Broken, name: str) -> str:
+    """Return a sentence without its full stop. `name`: of the rank."""
+    is_verb = broken.cause in (Cause.KILLED, Cause.HUNG)
+    return f"{name} {broken.message}" if is_verb else f"{name}: {broken.message}"
 
 
 def as_error(broken: Broken, name: str) -> Exception:
-    """The user's mistake that a rank has met; else that it is lost."""
-    kind = getattr(toolkit.errors, broken.kind, None) if broken.kind else None
-    if isinstance(kind, type) and issubclass(kind, ToolkitError):
-        return kind(broken.message)
-    return WorkersLostError(words(broken, name))
+    """Return the ToolkitError that the rank met, or a WorkersLostError."""
+    error = error_of_kind(broken.kind, broken.message)
+    return error or WorkersLostError(describe(broken, name))
 
 
-def _innocence(broken: Broken) -> int:
-    """0 for the one to blame rather than others."""
-    if broken.message.startswith(("ended without a word", "has not finished")):
-        return 0
-    return 2 if not broken.kind and any(said in broken.message for said in _LOST) else 1
+_ORDER = {Cause.KILLED: 0, Cause.HUNG: 0, Cause.FAILED: 1, Cause.LOST_PEER: 2}

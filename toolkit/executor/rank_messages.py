@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import msgspec
@@ -105,13 +106,27 @@ class Log(msgspec.Struct, tag=True):
     text: str
 
 
+class Cause(enum.StrEnum):
+    """Why a rank ended. The order is that of blame: the first is the most likely root cause."""
+
+    KILLED = "killed"
+    """Its process ended without a report."""
+    HUNG = "hung"
+    """It did not finish a step in time."""
+    FAILED = "failed"
+    """It met an error of its own."""
+    LOST_PEER = "lost_peer"
+    """It missed another rank."""
+
+
 class Broken(msgspec.Struct, tag=True):
-    """A rank ends: `kind` names the ToolkitError class that it met, or is empty for a bug."""
+    """A rank ends. `kind` is the class of the ToolkitError that it met, or empty for a bug."""
 
     rank: int
     kind: str
     message: str
     traceback: str = ""
+    cause: Cause = Cause.FAILED
 
 
 FromRank = Here | Phase | Running | Answer | Result | Beat | Log | Broken

@@ -15,19 +15,16 @@ from toolkit.config import EngineConfig
 from toolkit.config.engine import ParallelConfig
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.hardware.devices import Device
+from toolkit.hardware.figures import CPU_CACHE_SHARE, SAMPLING_BYTES
 from toolkit.inventory.checkpoint import TYPE_BYTES, Checkpoint, Tensor
 from toolkit.models.model_config import auto_dtype
 from toolkit.models.pipeline_split import share_out
 from toolkit.units import size
 
-CPU_SHARE = 0.4
-"""Of the memory that is free once the weights are loaded: what the worker gives the cache on a CPU."""
 CPU_RUNTIME = 400 * 2**20
 """What the server's processes take on a CPU, beside weights and cache: 223 MiB when idle (2026-11-21)."""
 CUDA_RUNTIME = 700 * 2**20
 """The driver's context, kernels and work spaces of one process."""
-SAMPLING_BYTES = 10
-"""For each logit, at most: a copy in fp32, counts of tokens, and a copy in the model's type."""
 GIB = 2**30
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 """In a decoder's names of tensors: which layer it is of."""
@@ -255,6 +252,6 @@ def _num_blocks(
         others = device.total - device.free
         room = int(device.total * cache.gpu_memory_utilization) - others - weights - step
         return max(0, room) // block_bytes
-    room = int(max(0, device.free - weights - CPU_RUNTIME) * CPU_SHARE)
+    room = int(max(0, device.free - weights - CPU_RUNTIME) * CPU_CACHE_SHARE)
     most_useful = engine.scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
     return min(room // block_bytes, most_useful)

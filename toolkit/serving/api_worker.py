@@ -81,7 +81,7 @@ class Worker:
         begin = await self._next()
         assert isinstance(begin, Begin)
         metrics = Metrics(setup.server.metrics_prefix, setup.name)
-        self._engine = AsyncLLM.from_config(setup.engine, metrics=metrics)
+        self._engine = AsyncLLM(config=setup.engine, metrics=metrics)
         self._client = setup.client
         cores = [
             None if core.info is None else (self._link(core.sockets), core.info)

@@ -82,8 +82,8 @@ class OneProcess:
     def __init__(self, engine: EngineConfig, server: ServerConfig, name: str) -> None:
         """`name`: the model's, in the API."""
         self._config, self._name = server, name
-        self._engine = AsyncLLM.from_config(
-            engine,
+        self._engine = AsyncLLM(
+            config=engine,
             metrics=Metrics(server.metrics_prefix, name),
             log=LogStyle.of(server.log_level, server.log_format),
         )

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.engine.async_llm import find_folders
-from toolkit.engine.cores.core_client import CoreClient, all_ready, as_error, how_ended
+from toolkit.engine.cores.core_client import CoreClient, all_ready, how_ended
 from toolkit.engine.cores.launch import plan
 from toolkit.engine.cores.replica import without_it
 from toolkit.engine.cores.revival import Reviver
 from toolkit.engine.messages import EngineOutputs, Failed, Leave
 from toolkit.engine.observation import observe_gauges, observe_step
-from toolkit.errors import EngineDeadError, ToolkitError
+from toolkit.errors import EngineDeadError, ToolkitError, error_of_kind
 from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
 from toolkit.metrics.merge import Family, expose, merge, snapshot
@@ -282,7 +282,10 @@ class Supervisor:
                         Served(self._infos, message.has_tokenizer, message.has_chat_template)
                     )
             elif isinstance(message, Failed):
-                self._fail(as_error(message) or WorkerDiedError(message.message))
+                self._fail(
+                    error_of_kind(message.kind, message.message)
+                    or WorkerDiedError(message.message)
+                )
             elif isinstance(message, Counted):
                 worker.families = message.families
                 _wake(worker.asked.popleft())

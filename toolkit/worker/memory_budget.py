@@ -11,9 +11,6 @@ from toolkit.config.engine import MEMORY
 from toolkit.errors import OutOfMemoryError
 from toolkit.hardware.memory import GIB, available, gib, others
 
-CPU_SHARE = 0.4
-"""Of the memory that is free on a CPU machine."""
-
 
 def require_weights_fit(size: int, device: torch.device, dtype: torch.dtype) -> None:
     """Raises OutOfMemoryError when weights of `size` bytes cannot fit in what is free."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from toolkit.hardware.figures import SAMPLING_BYTES
 from toolkit.hardware.graph_capture import empty_cache
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import NewRow, SchedulerOutput
@@ -16,9 +17,6 @@ from toolkit.worker.batch_state import StepShape
 from toolkit.worker.encoder_runner import EncoderRunner
 from toolkit.worker.info import WorkerInfo
 from toolkit.worker.model_runner import ModelRunner
-
-SAMPLING_BYTES = 10
-"""For each logit, at most: a copy in fp32, counts of tokens, and a copy in the model's type."""
 
 _RANDOM = SamplingParams(temperature=1.0)
 

@@ -20,6 +20,7 @@ from toolkit.distributed.symmetric import opened, timed
 from toolkit.errors import ConfigError
 from toolkit.hardware import memory
 from toolkit.hardware.cores import asked_for, find_cores, num_cpus, plan_threads
+from toolkit.hardware.figures import CPU_CACHE_SHARE
 from toolkit.hardware.graph_capture import empty_cache
 from toolkit.kernels import cpu
 from toolkit.layers.fused import fused
@@ -402,7 +403,7 @@ class Worker:
             loaded()
             taken = self.world.total(self._weight_bytes) if device.type == "cpu" else 0
             sharing = self._beside or self.config.parallel.world_size
-            room = int(memory.available(device, taken) * memory_budget.CPU_SHARE / sharing)
+            room = int(memory.available(device, taken) * CPU_CACHE_SHARE / sharing)
         num_blocks, num_host_blocks = memory_budget.cache_blocks(
             config.cache,
             room=max(0, room),

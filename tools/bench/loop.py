@@ -127,7 +127,7 @@ async def decode_steps(batch: int, num_steps: int = 400) -> dict[str, list[float
     """Microseconds of each part in every step in which `batch` requests decode. `core`: without the scheduler."""
     config = EngineConfig.from_settings({"max_num_seqs": batch})
     executor = RandomTokens(batch)
-    core, front = EngineCore(config, executor), AsyncLLM.from_config(config)
+    core, front = EngineCore(config, executor), AsyncLLM(config=config)
     inputs = InputProcessor(MODEL_DIR, load_tokenizer(MODEL_DIR), executor.info)
     front.attach([(_Direct(core), executor.info)], inputs)
     params = SamplingParams(max_tokens=900, ignore_eos=True, stop_token_ids=[0])
@@ -159,7 +159,7 @@ async def decode_steps(batch: int, num_steps: int = 400) -> dict[str, list[float
 def offline(num_requests: int, **params: Any) -> tuple[int, float]:
     """(tokens generated, seconds) of one `LLM.generate` of requests with 16 to 512 tokens in and out."""
     config = EngineConfig.from_settings({"max_num_seqs": num_requests})
-    llm = LLM.with_executor(config, RandomTokens(num_requests))
+    llm = LLM(config=config, executor=RandomTokens(num_requests))
     lengths = np.random.default_rng(1).integers(16, 512, (2, num_requests)).tolist()
     each = [SamplingParams(max_tokens=length, ignore_eos=True, **params) for length in lengths[1]]
     prompts: list[Prompt] = [*_prompts(lengths[0])]

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import msgspec
 import zmq
 
-import toolkit.errors
 from toolkit.config.engine import ENGINE
 from toolkit.engine.cores.launch import Launch, Phases
 from toolkit.engine.cores.sockets import address, descriptor, has_message, open_socket
@@ -34,7 +33,7 @@ from toolkit.engine.messages import (
     Stop,
     ToCore,
 )
-from toolkit.errors import EngineDeadError, ToolkitError
+from toolkit.errors import EngineDeadError, error_of_kind
 from toolkit.worker import Report, WorkerInfo
 
 CHECK_INTERVAL = 0.2
@@ -127,7 +126,9 @@ class CoreLink:
         while has_message(self._from_core):
             message: FromCore = self._decoder.decode(self._from_core.recv())
             if isinstance(message, Failed):
-                raise as_error(message) or EngineDeadError(f"The engine stopped: {message.message}")
+                raise error_of_kind(message.kind, message.message) or EngineDeadError(
+                    f"The engine stopped: {message.message}"
+                )
             messages.append(message)
         return messages
 
@@ -268,14 +269,6 @@ async def all_ready(cores: Sequence[CoreClient], report: Report) -> list[WorkerI
         for core in cores:
             core.kill()
         raise
-
-
-def as_error(failed: Failed) -> ToolkitError | None:
-    """The user's mistake that a process has told of; None when it was a bug."""
-    kind = getattr(toolkit.errors, failed.kind, None) if failed.kind else None
-    return (
-        kind(failed.message) if isinstance(kind, type) and issubclass(kind, ToolkitError) else None
-    )
 
 
 def how_ended(code: int) -> str:
