@@ -185,7 +185,7 @@ class Outcome:
     """Turn at which each request's first token was known."""
     told: dict[int, list[int]] = field(default_factory=dict)
     """By number: the tokens that `update` told of."""
-    num_together: int = 0
+    num_batched: int = 0
     """Steps in which all that were told got a token and nothing else."""
     num_preemptions: int = 0
     num_swaps: int = 0
@@ -194,13 +194,13 @@ class Outcome:
         plain = zip(results.numbers.tolist(), results.token_ids.tolist(), strict=True)
         for number, token in plain:
             self.told.setdefault(number, []).append(token)
-        for news in results.others:
-            if news.request.spec.is_final_only:
-                assert news.request.is_finished
-                self.told[news.request.number] = news.request.output_token_ids
-            elif news.token_id is not None:
-                self.told.setdefault(news.request.number, []).append(news.token_id)
-        self.num_together += bool(len(results.numbers) and not results.others)
+        for one in results.others:
+            if one.request.spec.is_final_only:
+                assert one.request.is_finished
+                self.told[one.request.number] = one.request.output_token_ids
+            elif one.token_id is not None:
+                self.told.setdefault(one.request.number, []).append(one.token_id)
+        self.num_batched += bool(len(results.numbers) and not results.others)
 
 
 def make_scheduler(plan: Plan) -> Scheduler:
@@ -218,7 +218,7 @@ def make_scheduler(plan: Plan) -> Scheduler:
             num_stages=plan.num_stages,
         )
     if plan.one_by_one:
-        scheduler._schedule_together = lambda step: False
+        scheduler._schedule_batch = lambda step: False
     return scheduler
 
 

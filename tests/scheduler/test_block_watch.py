@@ -18,7 +18,7 @@ def test_a_block_lives_from_its_first_use_until_its_content_is_overwritten():
     pool = BlockPool(1)  # block 0 is in the sample
     pool.watch = BlockWatch(clock)
     assert pool.allocate(1) == [0]
-    pool.remember(0, b"what it holds")
+    pool.register(0, b"what it holds")
     clock.now += 3
     pool.release([0])
     clock.now += 5
@@ -43,7 +43,7 @@ def test_only_a_sample_is_watched():
     pool = BlockPool(2 * SAMPLED)
     blocks = pool.allocate(2 * SAMPLED)
     for block in blocks:
-        pool.remember(block, bytes([block]))
+        pool.register(block, bytes([block]))
     pool.release(blocks)
     pool.allocate(2 * SAMPLED)
     lifetimes, idle, reuse_gaps = pool.watch.take()

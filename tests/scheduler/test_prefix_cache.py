@@ -1,4 +1,4 @@
-"""Which blocks are found again, in which order they are overwritten, and who may share with whom."""
+"""Which blocks are found again, in which order they are on_evict, and who may share with whom."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ quick = settings(max_examples=80, deadline=None, derandomize=True, database=None
 
 
 class NaivePool:
-    """The pool's contract, by lists: the free blocks in the order in which they will be overwritten."""
+    """The pool's contract, by lists: the free blocks in the order in which they will be on_evict."""
 
     def __init__(self, num_blocks: int) -> None:
         self.held = [0] * num_blocks
@@ -44,7 +44,7 @@ class NaivePool:
             if not self.held[block]:
                 self.free.insert(len(self.free) if block in self.content else 0, block)
 
-    def remember(self, block: int, name: bytes) -> None:
+    def register(self, block: int, name: bytes) -> None:
         if block not in self.content and name not in self.content.values():
             self.content[block] = name
 
@@ -65,7 +65,7 @@ def test_the_pool_does_what_plain_lists_do(data, num_blocks):
     names = [bytes([i]) * 16 for i in range(6)]
     tables: list[list[int]] = []
     for _ in range(data.draw(st.integers(1, 40))):
-        action = data.draw(st.sampled_from(["allocate", "share", "release", "remember", "forget"]))
+        action = data.draw(st.sampled_from(["allocate", "share", "release", "register", "forget"]))
         if action == "allocate":
             count = data.draw(st.integers(0, 4))
             blocks = pool.allocate(count)
@@ -85,13 +85,13 @@ def test_the_pool_does_what_plain_lists_do(data, num_blocks):
             table = tables.pop(data.draw(st.integers(0, len(tables) - 1)))
             pool.release(table)
             naive.release(table)
-        elif action == "remember" and tables:
+        elif action == "register" and tables:
             block = data.draw(st.sampled_from(data.draw(st.sampled_from(tables))))
             name = data.draw(st.sampled_from(names))
-            pool.remember(block, name)
-            naive.remember(block, name)
+            pool.register(block, name)
+            naive.register(block, name)
         elif action == "forget" and data.draw(st.booleans()):
-            pool.forget_all()
+            pool.evict_all()
             naive.content.clear()
         assert pool.num_free == len(naive.free)
         assert list(pool._free) == naive.free
@@ -102,7 +102,7 @@ def test_the_least_recently_used_block_goes_first_and_a_prompts_end_before_its_b
     pool = BlockPool(6)
     first, second = pool.allocate(3), pool.allocate(2)
     for block in first + second:
-        pool.remember(block, bytes([block]) * 16)
+        pool.register(block, bytes([block]) * 16)
     pool.release(first)
     pool.release(second)
     unused = 5

@@ -155,7 +155,7 @@ def test_in_steady_decode_nobody_is_told_of_singly(depth, whole):
         for i in range(4)
     ]
     outcome = run(Plan(depth=depth, num_blocks=60, budget=100, arrivals=[(0, requests)]))
-    assert outcome.num_together == (0 if whole else 26)
+    assert outcome.num_batched == (0 if whole else 26)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 48])

@@ -104,7 +104,7 @@ class EngineCore:
         indices = range(new.spec.params.n) if new.index is None else (new.index,)
         for number, index in enumerate(indices, start=new.number):
             request = self._sequence(new, index, number, leader)
-            self.scheduler.add(request, in_line=not new.spec.grammar)
+            self.scheduler.add(request, is_queued=not new.spec.grammar)
             if new.spec.grammar:
                 self._constraints.add(request)
             leader = leader or request
@@ -146,7 +146,7 @@ class EngineCore:
     def launch(self) -> None:
         """Launches steps, up to the depth of the overlap."""
         for request in self._constraints.take_compiled():
-            self.scheduler.line_up(request)
+            self.scheduler.enqueue(request)
         while len(self._steps) < self._depth:
             started = time.monotonic()
             step = self.scheduler.schedule()

@@ -1,8 +1,8 @@
-"""Who runs next. Pure Python and NumPy: it can be read and tested without torch.
+"""The scheduler: which requests run in the next step. Python and NumPy, without torch.
 
-`Scheduler` gives every request some number of tokens each step, under one token budget, so that
-`num_computed_tokens` catches up with `num_tokens`. There is no prefill phase and no decode phase. That one
-contract carries chunked prefill, prefix cache hits, preemption and resumption.
+Each step, `Scheduler` gives every request some tokens under one budget, so that
+`num_computed_tokens` catches up with `num_tokens`. There is no prefill phase and no decode phase:
+that one contract covers chunked prefill, prefix cache hits, preemption and resumption.
 """
 
 from toolkit.scheduler.block_pool import BlockPool, HostBlockPool

@@ -1,4 +1,4 @@
-"""The KV cache's blocks: who holds which, and which of the free ones can be reused by their content."""
+"""KV cache blocks: reference counts, and the prefix cache over their content."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ BlockHash = bytes
 
 
 class BlockPool:
-    """Fixed-size blocks, reference counted; full blocks can be found by the hash of all the tokens up to
-    their end.
+    """Fixed-size blocks with reference counts and a prefix cache.
 
-    A block with no reference is free, and stays findable until it is handed out again: the free list is in
-    least-recently-used order, blocks without content first. Every operation is O(1) for each block concerned.
+    A full block is found by the hash of all tokens up to its end. A block without references is
+    free but can still be found until it is allocated again. The free list is in
+    least-recently-used order, blocks without content first. Every operation is O(1) per block.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -37,51 +37,50 @@ class BlockPool:
         return 1.0 - self.num_free / self.num_blocks
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one reference each, or None (and nothing changed) when fewer are free."""
+        """Return `count` blocks with one reference each, or None if fewer are free."""
         if count > len(self._free):
             return None
         blocks = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
-            self._forget(block)
-            self.watch.handed_out(block)
+            self._evict(block)
+            self.watch.on_allocate(block)
             self._references[block] = 1
             blocks.append(block)
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Adds a reference to each block; a free one leaves the free list."""
+        """Add a reference to each block."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._free[block]
             self._references[block] += 1
-            self.watch.reused(block)
+            self.watch.on_share(block)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drops a reference from each block of a request, given in the order of its tokens.
+        """Drop a reference from each block of a request, given in token order.
 
-        The last blocks become the first to be overwritten: a prompt's beginning is shared more often than its
-        end.
+        The last blocks are reused first: the beginning of a prompt is shared more often.
         """
         for block in reversed(blocks):
             references = self._references[block] - 1
             if references < 0:
                 raise RuntimeError(f"block {block} was released more often than it was taken")
             self._references[block] = references
-            self.watch.let_go(block)
+            self.watch.on_release(block)
             if references == 0:
                 self._free[block] = None
                 if self._hash_of[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def remember(self, block: int, block_hash: BlockHash) -> None:
-        """Makes a full block findable. The first block with some content stays the one that is found."""
+    def register(self, block: int, block_hash: BlockHash) -> None:
+        """Add a full block to the prefix cache. Of equal blocks the first one is kept."""
         if self._hash_of[block] is None and block_hash not in self._block_of:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
 
     def find(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The blocks of the longest prefix of `hashes` that the cache holds. Takes no references."""
+        """Return the blocks of the longest cached prefix of `hashes`, without references."""
         found = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -91,20 +90,20 @@ class BlockPool:
         return found
 
     def num_free_among(self, blocks: Sequence[int]) -> int:
-        """How many of the blocks are on the free list, so that sharing them leaves fewer to allocate."""
+        """Return how many of the blocks are free: sharing them leaves fewer to allocate."""
         return sum(self._references[block] == 0 for block in blocks)
 
-    def forget_all(self) -> None:
-        """Empties the prefix cache; blocks in use stay in use."""
+    def evict_all(self) -> None:
+        """Empty the prefix cache. Blocks in use stay in use."""
         self._block_of.clear()
         self._hash_of = [None] * self.num_blocks
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hash_of[block] = None
-            self.watch.overwritten(block)
+            self.watch.on_evict(block)
 
 
 class HostBlockPool:
@@ -119,7 +118,7 @@ class HostBlockPool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks, or None when fewer are free."""
+        """Return `count` blocks, or None if fewer are free."""
         if count > len(self._free):
             return None
         return [self._free.pop() for _ in range(count)]
@@ -129,9 +128,8 @@ class HostBlockPool:
 
 
 def hash_block(parent: BlockHash, tokens: bytes, extra: str = "") -> BlockHash:
-    """The name of a block's content: 16 bytes of BLAKE2b over the parent's name, an extra key and the block's
-    tokens, given as int32 each.
+    """Return 16 bytes of BLAKE2b over the parent's hash, the tokens (int32) and an extra key.
 
-    A cryptographic hash, because a collision would show one user the cache of another.
+    The hash is cryptographic because a collision would show one user the cache of another.
     """
     return blake2b(b"".join((parent, tokens, extra.encode())), digest_size=16).digest()

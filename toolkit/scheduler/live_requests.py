@@ -1,4 +1,4 @@
-"""The requests that have not ended: who waits, who runs, and the blocks and rows that they hold."""
+"""The requests that have not ended, and the blocks and rows that they hold."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from toolkit.scheduler.policy import POLICIES, Rank
 from toolkit.scheduler.request import FinishReason, Request, RequestStatus
 from toolkit.scheduler.rows import Rows
 from toolkit.scheduler.stats import EngineStats
-from toolkit.scheduler.step import InFlight, Lineup, Step
+from toolkit.scheduler.step import StepInFlight, RunningBatch, StepBuilder
 
 
 class LiveRequests:
-    """They come, run, are preempted and end; this keeps the books of it."""
+    """Books of requests: added, running, preempted, ended."""
 
     def __init__(
         self,
@@ -31,8 +31,9 @@ class LiveRequests:
         chunks_prompts: bool = True,
         num_stages: int = 1,
     ) -> None:
-        """`chunks_prompts`: a prompt may be computed in several steps; one longer than a step has one for itself, if not.
-        `num_stages`: steps in flight that are to have different requests (`toolkit.scheduler.planner`).
+        """`chunks_prompts`: a prompt may span several steps; else a long one gets its own step.
+
+        `num_stages`: pipeline stages; that many steps in flight have different requests.
         """
         self.block_size = block_size
         self.num_stages = num_stages
@@ -44,15 +45,15 @@ class LiveRequests:
         self.pool = BlockPool(num_blocks)
         self.host_pool = HostBlockPool(num_host_blocks)
         self.running: list[Request] = []
-        """In rank order, so that whoever is preempted has not been scheduled yet in the same step."""
+        """In rank order, so that a preempted request has not been scheduled in the same step."""
         self._requests: dict[str, Request] = {}
         self._waiting: list[tuple[Rank, Request]] = []
         self._rows = Rows(max_num_seqs, block_size)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._num_rows_left = 0
-        self._lineup: Lineup | None = None
-        """None when `running` has changed since."""
-        self._in_flight: dict[int, InFlight] = {}
+        self._num_rows_released = 0
+        self._batch: RunningBatch | None = None
+        """None if `running` has changed since it was made."""
+        self._in_flight: dict[int, StepInFlight] = {}
         self._suspects: list[Request] = []
         self._num_unexplained_failures = 0
         self._rank = POLICIES[policy]
@@ -60,9 +61,10 @@ class LiveRequests:
         self._num_arrivals = 0
         self._stats = EngineStats()
 
-    def add(self, request: Request, *, in_line: bool = True) -> None:
-        """Takes a request in. Raises ValueError when the whole cache is too small for it. `in_line`: it may be scheduled
-        at once, and not from `line_up` on.
+    def add(self, request: Request, *, is_queued: bool = True) -> None:
+        """Add a request. Raises ValueError if it does not fit into the whole cache.
+
+        `is_queued`: it may be scheduled at once, not only after `enqueue`.
         """
         longest = min(request.num_prompt_tokens + request.spec.max_tokens, self.max_model_len)
         if self._blocks_for(longest) > self.pool.num_blocks:
@@ -73,23 +75,23 @@ class LiveRequests:
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.id] = request
-        if in_line:
-            self.line_up(request)
+        if is_queued:
+            self.enqueue(request)
 
-    def line_up(self, request: Request) -> None:
-        """Puts a request that waits in line; nothing when it has ended."""
+    def enqueue(self, request: Request) -> None:
+        """Put a waiting request into the queue, unless it has ended."""
         if not request.is_finished:
             heapq.heappush(self._waiting, (self._rank(request), request))
 
     def abort(self, request_id: str) -> Request | None:
-        """Ends a request at once and frees what it holds; None when it is unknown or has ended."""
+        """End a request and free what it holds. Return None if it is unknown or has ended."""
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request, FinishReason.ABORT)
         return request
 
     def abort_client(self, client: int) -> None:
-        """Ends all requests of a client."""
+        """End all requests of a client."""
         for request in [request for request in self._requests.values() if request.client == client]:
             self._finish(request, FinishReason.ABORT)
 
@@ -98,7 +100,7 @@ class LiveRequests:
 
     @property
     def requests(self) -> Collection[Request]:
-        """All that have not ended."""
+        """All requests that have not ended."""
         return self._requests.values()
 
     @property
@@ -114,7 +116,7 @@ class LiveRequests:
         return len(self._in_flight)
 
     def take_stats(self) -> EngineStats:
-        """The gauges of now and the counts since the last call."""
+        """Return the present gauges and the counts since the last call."""
         stats, self._stats = self._stats, EngineStats()
         stats.num_running = len(self.running)
         stats.num_waiting = self.num_waiting
@@ -123,14 +125,14 @@ class LiveRequests:
         return stats
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached content; running requests keep their own blocks."""
-        self.pool.forget_all()
+        """Evict all cached content. Running requests keep their own blocks."""
+        self.pool.evict_all()
 
-    def _preempt(self, request: Request, step: Step, *, swap: bool = True) -> None:
-        """Takes the blocks of a request that has just left `running`, and puts it back in line."""
-        self._remember(request)
+    def _preempt(self, request: Request, step: StepBuilder, *, swap: bool = True) -> None:
+        """Swap out or drop the blocks of a request that has just left `running`, and requeue it."""
+        self._register_blocks(request)
         kept = self._blocks_for(request.num_computed_tokens)
-        # What a pooled prompt has come to so far stays with the row: it is computed anew.
+        # The partial result of a pooled prompt stays with its row: it is recomputed.
         swap = swap and self.host_pool.num_blocks > 0 and request.spec.pooling is None
         host_blocks = self.host_pool.allocate(kept) if swap else None
         if host_blocks:
@@ -144,14 +146,14 @@ class LiveRequests:
         request.num_preemptions += 1
         self._stats.num_preemptions += 1
         step.preempted = True
-        self.line_up(request)
+        self.enqueue(request)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.status is RequestStatus.RUNNING:
             index = bisect.bisect_left(self.running, self._rank(request), key=self._rank)
             assert self.running[index] is request
             del self.running[index]
-            self._remember(request)
+            self._register_blocks(request)
             self._release(request)
         elif request.status is RequestStatus.SWAPPED:
             self.host_pool.release(request.host_blocks)
@@ -167,22 +169,22 @@ class LiveRequests:
         request.blocks = []
         self._free_rows.append(request.row)
         self._rows.leave(request)
-        self._num_rows_left += 1
-        self._lineup = None
+        self._num_rows_released += 1
+        self._batch = None
 
-    def _remember(self, request: Request) -> None:
-        """Makes the request's full blocks findable, as far as their tokens are known.
+    def _register_blocks(self, request: Request) -> None:
+        """Add the request's full blocks to the prefix cache, as far as their tokens are known.
 
-        Blocks of the step being scheduled count: a later reader's step runs after, or writes them in the same
-        one before it reads.
+        Blocks of the step being scheduled count: a later reader's step runs after it, or the same
+        step writes them before they are read.
         """
-        first = request.num_remembered_blocks
+        first = request.num_registered_blocks
         full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size
         if first < full and request.cacheable:
             hashes = request.hashes(full, self.block_size)
             for index in range(first, full):
-                self.pool.remember(request.blocks[index], hashes[index])
-            request.num_remembered_blocks = full
+                self.pool.register(request.blocks[index], hashes[index])
+            request.num_registered_blocks = full
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -1,4 +1,4 @@
-"""What a step is, and what it gave: the messages between scheduler and workers."""
+"""Steps and their results: the messages between scheduler and workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class NewRow:
-    """A request that takes a row: at first admission, or again after a preemption."""
+    """A request that gets a row: at first admission, or after a preemption."""
 
     row: int
     spec: SequenceSpec
@@ -34,12 +34,12 @@ class NewRow:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step. Small and total: every worker applies the same message to its own state, in the same order.
+    """One step. Every worker applies the same message to its own state, in the same order.
 
-    A row is a place in the workers' state that a request keeps while it runs. The arrays are parallel, one
-    entry per scheduled request: `rows`, `num_tokens` (to compute now, from `num_computed` on) and `samples`
-    (whether its next token is sampled). Copies run before the step: `swap_out` (block, host block) first,
-    then `swap_in` (host block, block).
+    A row is a place in the workers' state that a request keeps while it runs. The arrays are
+    parallel, one entry per scheduled request: `rows`, `num_tokens` (to compute now, starting at
+    `num_computed`) and `samples` (its next token is sampled). Copies run before the step:
+    `swap_out` (block, host block), then `swap_in` (host block, block).
     """
 
     step: int
@@ -53,13 +53,13 @@ class SchedulerOutput:
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     prompt_logprobs: list[int] = field(default_factory=list)
-    """Indices into `rows` of requests whose prompt positions in this step are to be reported."""
+    """Indices into `rows` of requests that report their prompt positions in this step."""
     constrained: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """Indices into `rows`, rising, of requests whose next token is bound to a grammar. With any of them the step samples
-    once their masks come (`Pending.constrain`)."""
+    """Indices into `rows`, rising, of requests whose next token a grammar constrains. With any of
+    them, the step samples when their masks arrive (`Pending.constrain`)."""
     last_tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
-    """The newest token of each request that samples, for ranks that do not sample themselves: the stages of a pipeline.
-    Empty where a token is known to the device that computes on from it."""
+    """The newest token of each request that samples, for pipeline stages that do not sample
+    themselves. Empty where the device that continues knows the token."""
 
     @property
     def total_tokens(self) -> int:
@@ -68,10 +68,10 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Log-probabilities at the sampled positions of one step; entry i belongs to the i-th sampling request.
+    """Log-probabilities at the sampled positions of one step, in order of its sampling requests.
 
-    `token_ids`, `logprobs`: [num_sampled, 1 + k], the chosen token first, then the k likeliest. `ranks`:
-    [num_sampled], 1 for the likeliest token.
+    `token_ids`, `logprobs`: [num_sampled, 1 + k], the chosen token first, then the k likeliest.
+    `ranks`: [num_sampled], 1 for the likeliest token.
     """
 
     token_ids: IntArray
@@ -81,7 +81,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """The same for prompt positions `start`, `start + 1`, …: each entry tells of the token at that position."""
+    """The same for the tokens at prompt positions `start`, `start + 1`, …"""
 
     start: int
     values: TokenLogprobs
@@ -89,8 +89,10 @@ class PromptLogprobs:
 
 @dataclass(slots=True)
 class ModelOutput:
-    """What a step gave. `token_ids`: [num_sampled], in the order of the step's sampling requests; -1 marks a
-    request whose logits were not finite.
+    """Results of a step.
+
+    `token_ids`: [num_sampled], in the order of the step's sampling requests; -1 marks a request
+    whose logits were not finite.
     """
 
     step: int
@@ -99,4 +101,4 @@ class ModelOutput:
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     """By index into the step's rows."""
     pooled: dict[int, FloatArray] = field(default_factory=dict)
-    """By index among the sampling requests: the vectors of pooled prompts."""
+    """Vectors of pooled prompts, by index among the sampling requests."""

@@ -1,4 +1,4 @@
-"""What the next step is: which requests compute how many tokens, in which blocks."""
+"""Plan the next step: which requests compute how many tokens, in which blocks."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ import numpy as np
 from toolkit.scheduler.live_requests import LiveRequests
 from toolkit.scheduler.output import IntArray, NewRow, SchedulerOutput
 from toolkit.scheduler.request import Request, RequestStatus
-from toolkit.scheduler.step import BoolArray, InFlight, Lineup, Step, Together
+from toolkit.scheduler.step import BoolArray, StepInFlight, RunningBatch, StepBuilder, BatchPart
 
 
 class Planner(LiveRequests):
-    """Makes steps: running requests first, then those that wait, under one token budget.
+    """Plans steps: running requests first, then waiting ones, under one token budget.
 
-    With several stages in a row (`num_stages`), as many steps are in flight, and no request samples in two of them: it is scheduled
-    again when its token has come back, which then travels with the step. So that there is a step for each stage, a step takes no
-    more than its share of the requests that decode, and of those that come. Parts of a prompt follow each other without waiting.
+    With a pipeline of `num_stages`, as many steps are in flight, and no request samples in two of
+    them: it is scheduled again once its token has come back, and the token travels with the step.
+    A step takes no more than its share of the requests that decode, and of new ones, so that every
+    stage has a step. Chunks of a prompt follow each other without waiting.
     """
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next step, or None when nothing can run before an earlier step's tokens are known."""
-        step = Step(budget=self.max_num_batched_tokens)
+        """Return the next step, or None if all wait for the tokens of steps in flight."""
+        step = StepBuilder(budget=self.max_num_batched_tokens)
         if self.num_stages > 1:
             coming = min(len(self.running) + len(self._waiting), self.max_num_seqs)
             step.most_requests = -(-coming // self.num_stages)
-        if self._suspects or not self._schedule_together(step):
+        if self._suspects or not self._schedule_batch(step):
             self._schedule_one_by_one(step)
         if not step.preempted:
             self._schedule_waiting(step)
@@ -36,27 +37,28 @@ class Planner(LiveRequests):
         return self._close(step)
 
     def first_scheduled(self, output: SchedulerOutput) -> list[Request]:
-        """Requests that this step, the latest, runs for the first time."""
+        """Return the requests that this step, the latest, runs for the first time."""
         return [r for r in self._in_flight[output.step].admitted if not r.num_preemptions]
 
     def constrained(self, output: SchedulerOutput) -> list[Request]:
-        """The requests of a step in flight whose next token is bound to a grammar."""
+        """Return the requests of a step in flight whose next token a grammar constrains."""
         requests = self._in_flight[output.step].requests
         return [requests[index] for index in output.constrained.tolist()]
 
-    # ---- those that run
+    # ---- running requests
 
-    def _schedule_together(self, step: Step) -> bool:
-        """Gives the running requests their tokens and blocks; False, and nothing changed, when blocks lack.
+    def _schedule_batch(self, step: StepBuilder) -> bool:
+        """Give all running requests their tokens and blocks at once.
 
-        The same as one by one, in NumPy: Python is only for those that need a block or compute a prompt.
-        Blocks that decoding fills are not made findable here but when they are given up: nobody asks for them
-        sooner.
+        Return False, with nothing changed, if there are too few blocks. The result is that of
+        `_schedule_one_by_one`, in NumPy; Python runs only for requests that need a block or compute
+        a prompt. Blocks that decoding fills are registered when they are released: no request looks
+        for them sooner.
         """
-        lineup, rows = self._current_lineup(), self._rows
-        if not lineup.requests:
+        batch, rows = self._current_batch(), self._rows
+        if not batch.requests:
             return True
-        where = lineup.rows
+        where = batch.rows
         computed, tokens = rows.computed.take(where), rows.tokens.take(where)
         in_flight = rows.in_flight.take(where)
         num_tokens = tokens - computed
@@ -64,7 +66,7 @@ class Planner(LiveRequests):
         if self.num_stages > 1:
             num_tokens *= in_flight == 0
             decoding = np.flatnonzero(num_tokens == 1)
-            num_tokens[decoding[self._share_of(len(decoding)) :]] = 0
+            num_tokens[decoding[self._stage_share(len(decoding)) :]] = 0
         total = int(np.add.reduce(num_tokens))
         if total > step.budget:
             before = num_tokens.cumsum() - num_tokens
@@ -72,7 +74,7 @@ class Planner(LiveRequests):
             total = step.budget
         end = computed + num_tokens
         grows = end > rows.capacity.take(where)
-        if np.count_nonzero(grows) and not self._grow_together(lineup, grows, end, step):
+        if np.count_nonzero(grows) and not self._grow_batch(batch, grows, end, step):
             return False
         samples = end == tokens
         rows.computed[where], rows.tokens[where], rows.in_flight[where] = (
@@ -80,23 +82,25 @@ class Planner(LiveRequests):
             tokens + samples,
             in_flight + samples,
         )
-        part = Together(lineup.requests, where, lineup.rows_int32, num_tokens, computed, samples)
+        part = BatchPart(batch.requests, where, batch.rows_int32, num_tokens, computed, samples)
         if np.count_nonzero(num_tokens) < len(num_tokens):
             part = part.without_idle()
         step.budget -= total
         step.together = part
-        if lineup.wants_prompt_logprobs:
+        if batch.wants_prompt_logprobs:
             step.prompt_logprobs += part.wanting_prompt_logprobs()
         in_prompt = computed < rows.prompts.take(where)
         if np.count_nonzero(in_prompt):
             for index in np.flatnonzero(in_prompt).tolist():
-                self._remember(lineup.requests[index])
+                self._register_blocks(batch.requests[index])
         return True
 
-    def _grow_together(self, lineup: Lineup, grows: BoolArray, end: IntArray, step: Step) -> bool:
-        """Gives blocks to those that grow to `end` tokens; False, and nothing changed, when there are too few."""
+    def _grow_batch(
+        self, batch: RunningBatch, grows: BoolArray, end: IntArray, step: StepBuilder
+    ) -> bool:
+        """Give blocks to requests that grow to `end` tokens. Return False if there are too few."""
         which = np.flatnonzero(grows)
-        rows = lineup.rows.take(which)
+        rows = batch.rows.take(which)
         capacity = self._rows.capacity.take(rows)
         counts = -(-(end.take(which) - capacity) // self.block_size)
         blocks = self.pool.allocate(int(counts.sum()))
@@ -105,23 +109,25 @@ class Planner(LiveRequests):
         self._rows.capacity[rows] = capacity + counts * self.block_size
         at = 0
         for index, row, count in zip(which.tolist(), rows.tolist(), counts.tolist(), strict=True):
-            self._grow(lineup.requests[index], row, blocks[at : at + count], step)
+            self._grow(batch.requests[index], row, blocks[at : at + count], step)
             at += count
         return True
 
-    def _current_lineup(self) -> Lineup:
-        if self._lineup is None:
+    def _current_batch(self) -> RunningBatch:
+        if self._batch is None:
             rows = np.array([request.row for request in self.running], np.intp)
             wants = any(request.params.prompt_logprobs is not None for request in self.running)
-            self._lineup = Lineup(list(self.running), rows, rows.astype(np.int32), wants)
-        return self._lineup
+            self._batch = RunningBatch(list(self.running), rows, rows.astype(np.int32), wants)
+        return self._batch
 
-    def _schedule_one_by_one(self, step: Step) -> None:
-        """The same where requests may have to make room for each other, or only one may run."""
+    def _schedule_one_by_one(self, step: StepBuilder) -> None:
+        """Schedule requests that may have to preempt each other, or of which only one may run."""
         index = num_decoding = 0
         most = len(self.running)
         if self.num_stages > 1:
-            most = self._share_of(sum(self._num_wanted(request) == 1 for request in self.running))
+            most = self._stage_share(
+                sum(self._num_wanted(request) == 1 for request in self.running)
+            )
         while index < len(self.running) and step.budget > 0:
             request = self.running[index]
             wanted = self._num_wanted(request)
@@ -131,14 +137,15 @@ class Planner(LiveRequests):
                 self._take(request, num_tokens, step)
             index += 1
 
-    def _share_of(self, ready: int) -> int:
-        """How many of the requests that are ready to decode go into the next of the steps for all stages."""
+    def _stage_share(self, ready: int) -> int:
+        """Return how many requests that are ready to decode go into the next stage's step."""
         free = max(1, self.num_stages - len(self._in_flight))
         return min(-(-len(self.running) // self.num_stages), -(-ready // free))
 
-    def _make_room(self, request: Request, num_tokens: int, step: Step) -> bool:
-        """Gives the request blocks for its next tokens, preempting from the lowest rank up; False when it
-        went itself.
+    def _make_room(self, request: Request, num_tokens: int, step: StepBuilder) -> bool:
+        """Give the request blocks for its next tokens, preempting from the lowest rank up.
+
+        Return False if the request itself was preempted.
         """
         while True:
             need = self._blocks_for(request.num_computed_tokens + num_tokens) - len(request.blocks)
@@ -153,17 +160,18 @@ class Planner(LiveRequests):
             if victim is request:
                 return False
 
-    def _grow(self, request: Request, row: int, blocks: list[int], step: Step) -> None:
+    def _grow(self, request: Request, row: int, blocks: list[int], step: StepBuilder) -> None:
         held = request.blocks
         for block in blocks:
             step.new_blocks += (row, len(held), block)
             held.append(block)
-        if len(held) % self._rows.settle_every == 0:
-            request.settle()
+        if len(held) % self._rows.flush_every == 0:
+            request.flush_tail()
 
     def _num_wanted(self, request: Request) -> int:
-        """Tokens the request would compute now; none when its last token is in flight, or another is being
-        tried alone.
+        """Return the tokens that the request would compute now.
+
+        None if its last token is in flight, or if another request is being tried alone.
         """
         if self._suspects and request is not self._suspects[0]:
             return 0
@@ -173,9 +181,9 @@ class Planner(LiveRequests):
             return 0
         return request.num_tokens_to_compute
 
-    # ---- those that wait
+    # ---- waiting requests
 
-    def _schedule_waiting(self, step: Step) -> None:
+    def _schedule_waiting(self, step: StepBuilder) -> None:
         set_aside = []
         while (
             self._waiting
@@ -203,16 +211,17 @@ class Planner(LiveRequests):
         leader = request.leader
         if leader is None or leader.is_finished:
             return True
-        if leader.wants_prompt_logprobs:  # which come before anything of its siblings
+        if leader.wants_prompt_logprobs:  # they are reported before the siblings begin
             return False
         return (
             leader.num_computed_tokens
             >= (leader.num_prompt_tokens - 1) // self.block_size * self.block_size
         )
 
-    def _admit(self, request: Request, step: Step) -> bool:
-        """Gives a waiting request a row and blocks for its first tokens; False, and nothing changed, when
-        blocks lack.
+    def _admit(self, request: Request, step: StepBuilder) -> bool:
+        """Give a waiting request a row and blocks for its first tokens.
+
+        Return False, with nothing changed, if there are too few blocks.
         """
         if request.status is RequestStatus.SWAPPED:
             cached: list[int] = []
@@ -242,10 +251,10 @@ class Planner(LiveRequests):
             self._stats.prefix_cache_queries += request.num_prompt_tokens
             self._stats.prefix_cache_hits += num_computed
         request.num_computed_tokens = num_computed
-        request.num_remembered_blocks = len(cached)
+        request.num_registered_blocks = len(cached)
         request.status = RequestStatus.RUNNING
         self._rows.place(request, self._free_rows.pop(), self._num_steps, self.max_model_len)
-        self._lineup = None
+        self._batch = None
         step.new_rows.append(
             NewRow(
                 row=request.row,
@@ -261,7 +270,7 @@ class Planner(LiveRequests):
         return True
 
     def _find_cached(self, request: Request) -> list[int]:
-        """Blocks that hold the beginning of the request's tokens; at least one token is left to compute."""
+        """Return cached blocks of the request's beginning. At least one token remains."""
         if not request.cacheable or request.wants_prompt_logprobs:
             return []
         most = (request.num_tokens - 1) // self.block_size
@@ -269,8 +278,8 @@ class Planner(LiveRequests):
 
     # ---- the step itself
 
-    def _take(self, request: Request, num_tokens: int, step: Step) -> None:
-        """Puts `num_tokens` of a request into the step."""
+    def _take(self, request: Request, num_tokens: int, step: StepBuilder) -> None:
+        """Put `num_tokens` of a request into the step."""
         if (
             request.wants_prompt_logprobs
             and request.num_computed_tokens < request.num_prompt_tokens - 1
@@ -283,10 +292,10 @@ class Planner(LiveRequests):
         samples = request.num_tokens_to_compute == num_tokens
         step.samples.append(samples)
         request.schedule(num_tokens, samples=samples)
-        self._remember(request)
+        self._register_blocks(request)
 
-    def _close(self, step: Step) -> SchedulerOutput:
-        part = self._joined(step)
+    def _close(self, step: StepBuilder) -> SchedulerOutput:
+        part = self._join_parts(step)
         output = SchedulerOutput(
             step=self._num_steps,
             rows=part.rows_int32,
@@ -308,17 +317,17 @@ class Planner(LiveRequests):
             )
         self._num_steps += 1
         admitted = part.requests[len(part.requests) - len(step.new_rows) :]
-        self._in_flight[output.step] = InFlight(
-            part.requests, part.rows, admitted, self._num_rows_left
+        self._in_flight[output.step] = StepInFlight(
+            part.requests, part.rows, admitted, self._num_rows_released
         )
         return output
 
-    def _joined(self, step: Step) -> Together:
-        """Both parts of a step."""
+    def _join_parts(self, step: StepBuilder) -> BatchPart:
+        """Return both parts of a step as one."""
         if step.together is not None and not step.requests:
             return step.together
         rows = np.array([request.row for request in step.requests], np.intp)
-        part = Together(
+        part = BatchPart(
             step.requests,
             rows,
             rows.astype(np.int32),
@@ -329,7 +338,7 @@ class Planner(LiveRequests):
         if step.together is None:
             return part
         first = step.together
-        return Together(
+        return BatchPart(
             first.requests + part.requests,
             np.concatenate((first.rows, part.rows)),
             np.concatenate((first.rows_int32, part.rows_int32)),

@@ -15,7 +15,7 @@ from toolkit.scheduler.output import IntArray
 from toolkit.sequence import SequenceSpec
 
 COMPUTED, TOKENS, IN_FLIGHT = range(3)
-"""A request's counts: tokens in the KV cache, tokens sampled or given, and those of them not known yet."""
+"""Rows of a request's counts: tokens in the KV cache, all tokens, tokens not known yet."""
 NUM_COUNTS = 3
 
 
@@ -23,7 +23,7 @@ class RequestStatus(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
-    """Waiting again; its cache was dropped and is computed anew."""
+    """Waiting again; its cache was dropped and is recomputed."""
     SWAPPED = "swapped"
     """Waiting again; its cache is in host memory."""
     FINISHED = "finished"
@@ -40,11 +40,11 @@ class FinishReason(enum.StrEnum):
 class Request:
     """One sequence being generated. Lengths are in tokens.
 
-    `num_computed_tokens` counts what is in the KV cache once every step that was scheduled has run; the token
-    that such a step samples is counted by `num_in_flight` until it is known.
+    `num_computed_tokens` counts the tokens in the KV cache once every scheduled step has run. The
+    token that such a step samples is counted by `num_in_flight` until it is known.
 
-    While it runs, its counts and its newest tokens are in the scheduler's `Rows`, where a step changes those of
-    all requests at once; the properties read them there.
+    While the request runs, its counts and newest tokens are in the scheduler's `Rows`, where a step
+    changes those of all requests at once. The properties read them there.
     """
 
     id: str
@@ -55,42 +55,42 @@ class Request:
     cache_salt: str = ""
     """Salt of its block hashes: the spec's, or its own where prefix caching is off."""
     cacheable: bool = True
-    """Whether its blocks may be found by others, and others' by it."""
+    """Its blocks are shared with other requests."""
     leader: Request | None = None
-    """The sibling whose prompt blocks this one shares (n > 1): it waits until they are computed."""
+    """The sibling (n > 1) whose prompt blocks this one shares once they are computed."""
     client: int = 0
-    """Which front end asked."""
+    """Number of the front end that sent it."""
     number: int = 0
-    """The front end's name for the sequence."""
+    """The front end's number of the sequence."""
     grammar: GrammarState | None = None
-    """What its tokens are bound to."""
+    """Grammar that constrains its tokens."""
 
     status: RequestStatus = RequestStatus.WAITING
     row: int = -1
     num_cached_tokens: int = 0
-    """Prompt tokens that the prefix cache gave at first admission."""
+    """Prompt tokens found in the prefix cache at first admission."""
     num_preemptions: int = 0
     blocks: list[int] = field(default_factory=list)
     host_blocks: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
-    num_remembered_blocks: int = 0
+    num_registered_blocks: int = 0
     name: str = ""
-    """What its front end calls it, and its siblings."""
+    """Request id in the front end, shared by siblings."""
     origin: str = ""
-    """The address that it came from."""
+    """Address of the HTTP client."""
     arrived_at: float = 0.0
-    """Like `first_run_at`, in seconds on the machine's monotonic clock."""
+    """Seconds on the machine's monotonic clock, like `first_run_at`."""
     first_run_at: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    """The stop token that ended it, when it was not the model's own."""
+    """The stop token that ended it, unless it is the model's own."""
     stop_token_ids: frozenset[int] = frozenset()
     num_prompt_logprobs: int = 0
     """Prompt positions whose log-probabilities have been reported."""
     _counts: IntArray = field(default_factory=lambda: np.zeros(NUM_COUNTS, np.int32))
     _outputs: list[int] = field(default_factory=list)
     _tail: IntArray | None = None
-    """While it runs: its newest tokens, that of position p at p modulo the length. `_outputs` lacks some."""
+    """Its newest tokens while it runs: position p at p modulo the length. `_outputs` lacks some."""
 
     def __post_init__(self) -> None:
         self.stop_token_ids = frozenset(self.spec.params.stop_token_ids or ())
@@ -122,7 +122,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Those given and those sampled, known or not yet known."""
+        """Prompt tokens and sampled ones, known or not yet known."""
         return self._counts.item(TOKENS)
 
     @property
@@ -135,8 +135,8 @@ class Request:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Those known. To be read only."""
-        self.settle()
+        """Known output tokens. Read only."""
+        self.flush_tail()
         return self._outputs
 
     @property
@@ -145,7 +145,7 @@ class Request:
 
     @property
     def ending_token_ids(self) -> frozenset[int]:
-        """Tokens that end it, once there are `min_tokens`."""
+        """Tokens that end it once it has `min_tokens`."""
         return (
             self.stop_token_ids
             if self.params.ignore_eos
@@ -154,20 +154,23 @@ class Request:
 
     @property
     def stops_from(self) -> int:
-        """Tokens, prompt and output, from which on those end it. A grammar holds them back by itself, where it has others."""
+        """Number of tokens, prompt and output, from which on a stop token ends it.
+
+        A grammar enforces `min_tokens` itself.
+        """
         return self.num_prompt_tokens + (self.params.min_tokens if self.grammar is None else 0)
 
     @property
     def excludes_tokens(self) -> bool:
-        """Whether what was asked for leaves some tokens out, maybe all of them."""
+        """True if its parameters forbid some tokens, maybe all."""
         params = self.params
         return self.grammar is not None or bool(
             params.allowed_token_ids or params.bad_words_token_ids
         )
 
     @property
-    def tells_singly(self) -> bool:
-        """Whether there is something to tell beside the next token: the first one brings the cached tokens."""
+    def needs_own_output(self) -> bool:
+        """True if it reports more than its next token: the first one brings the cached tokens."""
         return not self.spec.is_final_only and (
             self.params.logprobs is not None or self.num_known_tokens == self.num_prompt_tokens
         )
@@ -178,47 +181,47 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt positions are still to be reported; such a request computes its whole prompt."""
+        """True while prompt positions are unreported. Such a request computes its whole prompt."""
         return (
             self.params.prompt_logprobs is not None
             and self.num_prompt_logprobs < self.num_prompt_tokens - 1
         )
 
     def resume(self, output_token_ids: list[int]) -> None:
-        """Goes on after tokens that it already has, before it is added; its cache is computed anew."""
+        """Set the output tokens that it already has, before it is added."""
         self._outputs = list(output_token_ids)
         self._counts[TOKENS] += len(output_token_ids)
         self.status = RequestStatus.PREEMPTED
 
     def length_limit(self, max_model_len: int) -> int:
-        """Tokens, prompt and output, with which it ends at the latest."""
+        """Return the tokens, prompt and output, with which it ends at the latest."""
         longest = min(self.num_prompt_tokens + self.spec.max_tokens, max_model_len)
         return max(longest, self.num_prompt_tokens + 1)
 
     def schedule(self, num_tokens: int, *, samples: bool) -> None:
-        """Counts tokens that the next step computes, and the one that it samples."""
+        """Count the tokens that the next step computes, and the one that it samples."""
         self._counts[COMPUTED] += num_tokens
         self._counts[TOKENS] += samples
         self._counts[IN_FLIGHT] += samples
 
     def append(self, token_id: int) -> None:
-        """Takes in a token that was in flight; for a request without a row."""
+        """Append a token that was in flight. For a request without a row."""
         self._counts[IN_FLIGHT] -= 1
         self._outputs.append(token_id)
 
     def drop_last(self) -> None:
-        """Forgets the newest token."""
-        self.settle()
+        """Drop the newest token."""
+        self.flush_tail()
         self._outputs.pop()
         self._counts[TOKENS] -= 1
 
     def drop_in_flight(self) -> None:
-        """Forgets the tokens in flight."""
+        """Drop the tokens in flight."""
         self._counts[TOKENS] -= self._counts[IN_FLIGHT]
         self._counts[IN_FLIGHT] = 0
 
     def enter(self, row: int, counts: IntArray, tail: IntArray) -> None:
-        """Moves the counts to a row, of which these are views."""
+        """Move the counts to a row. `counts` and `tail` are views of it."""
         self.row = row
         counts[:] = self._counts
         newest = self._outputs[-1] if self._outputs else self.prompt_token_ids[-1]
@@ -226,20 +229,20 @@ class Request:
         self._counts, self._tail = counts, tail
 
     def leave(self) -> None:
-        """Takes counts and tokens out of the row."""
-        self.settle()
+        """Copy counts and tokens out of the row."""
+        self.flush_tail()
         self.row = -1
         self._counts, self._tail = self._counts.copy(), None
 
-    def settle(self) -> None:
-        """Takes over what is in the tail only."""
+    def flush_tail(self) -> None:
+        """Append the tokens that are only in the tail to the outputs."""
         if self._tail is not None:
             first, end = self.num_prompt_tokens + len(self._outputs), self.num_known_tokens
             if first < end:
                 self._outputs += self._tail.take(np.arange(first, end), mode="wrap").tolist()
 
     def hashes(self, num_blocks: int, block_size: int) -> list[BlockHash]:
-        """The names of at least the first `num_blocks` blocks, which are full of known tokens."""
+        """Return hashes of at least the first `num_blocks` blocks, all full of known tokens."""
         hashes = self.block_hashes
         first = len(hashes) * block_size
         if first < num_blocks * block_size:
@@ -251,7 +254,7 @@ class Request:
         return hashes
 
     def _tokens_in(self, start: int, end: int) -> bytes:
-        """The tokens at these positions, int32 each."""
+        """Return the tokens at these positions, int32 each."""
         num_prompt = len(self.prompt_token_ids)
         tokens = self.prompt_token_ids[start:end]
         if end > num_prompt:

@@ -1,6 +1,4 @@
-"""The scheduler: over the books of live requests (`live_requests`) and what makes steps of them (`planner`), what a
-step's tokens mean for them, and what is done when a step fails.
-"""
+"""Scheduler: plans steps (`planner`), takes in their tokens, and recovers from failed ones."""
 
 from __future__ import annotations
 
@@ -9,43 +7,42 @@ import numpy as np
 from toolkit.scheduler.output import IntArray, ModelOutput, PromptLogprobs, SchedulerOutput
 from toolkit.scheduler.planner import Planner
 from toolkit.scheduler.request import FinishReason, Request, RequestStatus
-from toolkit.scheduler.step import InFlight, RowArray, Step, StepResult, StepResults
+from toolkit.scheduler.step import StepInFlight, RowArray, StepBuilder, StepResult, StepResults
 
 
 class Scheduler(Planner):
-    """Gives every request some number of tokens each step, running ones first, under one token budget.
+    """Gives requests tokens in each step, running ones first, under one token budget.
 
-    NOTE: there is no prefill and no decode. A request is behind by `num_tokens_to_compute`; the step takes as
-    much of that as the budget and the blocks allow. When it catches up, the step samples its next token.
+    There is no prefill phase and no decode phase. A request is behind by `num_tokens_to_compute`;
+    a step takes as much of that as the budget and the blocks allow. When a request catches up, the
+    step samples its next token.
 
-    Steps may be scheduled before the tokens of earlier ones are known. Each running request is then assumed
-    to go on by one token; what a request computes past its end is dropped in `update`.
+    Steps may be scheduled before the tokens of earlier ones are known. Each running request is then
+    assumed to continue by one token; tokens past its end are dropped in `update`.
     """
 
     def update(self, output: SchedulerOutput, result: ModelOutput) -> StepResults:
-        """Takes in a step's tokens: appends them and ends the requests that are done. Tokens of ended ones
-        are dropped.
-        """
+        """Append a step's tokens and end the requests that are done."""
         step = self._in_flight.pop(output.step, None)
-        if step is None:  # it was dropped
+        if step is None:  # dropped after a failure
             return StepResults(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
         others = self._new_prompt_logprobs(step, result)
         which = np.flatnonzero(output.samples)
-        results = self._take_in(step, which, output.step, result.token_ids)
+        results = self._append_all(step, which, output.step, result.token_ids)
         results.others = others + results.others
         if not self._suspects:
             self._num_unexplained_failures = 0
         elif any(step.requests[index] is self._suspects[0] for index in which.tolist()):
-            self._acquit(self._suspects.pop(0))
+            self._clear_suspect(self._suspects.pop(0))
         return results
 
-    def _take_in(
-        self, step: InFlight, which: RowArray, number: int, token_ids: IntArray
+    def _append_all(
+        self, step: StepInFlight, which: RowArray, number: int, token_ids: IntArray
     ) -> StepResults:
-        """Appends the tokens of the requests that sampled, whose indices in the step are `which`."""
+        """Append the tokens of the requests that sampled: `which`, as indices into the step."""
         table, others = self._rows, []
         rows, samples = step.rows.take(which), np.arange(len(which))
-        if step.num_rows_left != self._num_rows_left:
+        if step.num_rows_released != self._num_rows_released:
             stays = table.taken_at.take(rows) <= number
             for sample in samples[~stays].tolist():
                 others += self._append_late(
@@ -59,8 +56,8 @@ class Scheduler(Planner):
             )
         known = table.sampled(rows, token_ids)
         told = table.ended(rows, token_ids, known)
-        told |= table.single.take(rows)
-        silent = told | table.quiet.take(rows)
+        told |= table.needs_own_output.take(rows)
+        silent = told | table.is_final_only.take(rows)
         clients, numbers = table.clients.take(rows), table.numbers.take(rows)
         results = StepResults(clients, numbers, token_ids, others)
         if np.count_nonzero(silent):
@@ -69,35 +66,35 @@ class Scheduler(Planner):
         if np.count_nonzero(told):
             for at in np.flatnonzero(told).tolist():
                 request = step.requests[which.item(at)]
-                others.append(self._news(request, token_ids.item(at), samples.item(at)))
+                others.append(self._result_of(request, token_ids.item(at), samples.item(at)))
         return results
 
     def _append_late(self, request: Request, token_id: int, sample: int) -> list[StepResult]:
-        """A token of a request that has left its row since."""
+        """Append a token of a request that has left its row since."""
         if request.is_finished:
             return []
         request.append(token_id)
-        news = self._news(request, token_id, sample)
-        return [] if request.spec.is_final_only and not request.is_finished else [news]
+        results = self._result_of(request, token_id, sample)
+        return [] if request.spec.is_final_only and not request.is_finished else [results]
 
-    def _news(self, request: Request, token_id: int, sample: int) -> StepResult:
-        """What there is to tell of a request with its newest token; ends it when it is done."""
+    def _result_of(self, request: Request, token_id: int, sample: int) -> StepResult:
+        """Return a request's result with its newest token. Ends the request if it is done."""
         if token_id < 0:
             request.drop_last()
             self._finish(request, FinishReason.ERROR)
-            return StepResult(request, error=_why_nothing(request))
+            return StepResult(request, error=_no_token_reason(request))
         if request.num_known_tokens >= request.stops_from and token_id in request.ending_token_ids:
             request.stop_reason = token_id if token_id in request.stop_token_ids else None
             self._finish(request, FinishReason.STOP)
         elif request.num_known_tokens >= request.length_limit(self.max_model_len):
             self._finish(request, FinishReason.LENGTH)
         elif request.row >= 0:
-            self._rows.single[request.row] = request.tells_singly
+            self._rows.needs_own_output[request.row] = request.needs_own_output
         return StepResult(request, token_id, sample)
 
-    def _new_prompt_logprobs(self, step: InFlight, result: ModelOutput) -> list[StepResult]:
-        """The prompt positions of this step that were not reported before a preemption."""
-        news = []
+    def _new_prompt_logprobs(self, step: StepInFlight, result: ModelOutput) -> list[StepResult]:
+        """Return the prompt positions of this step that were not reported before a preemption."""
+        results = []
         for index, found in result.prompt_logprobs.items():
             request, values = step.requests[index], found.values
             skip = request.num_prompt_logprobs + 1 - found.start
@@ -109,17 +106,17 @@ class Scheduler(Planner):
                 )
             request.num_prompt_logprobs += len(values.ranks)
             prompt_logprobs = PromptLogprobs(found.start + max(skip, 0), values)
-            news.append(StepResult(request, prompt_logprobs=prompt_logprobs))
-        return news
+            results.append(StepResult(request, prompt_logprobs=prompt_logprobs))
+        return results
 
     # ---- when a step fails
 
     def recover(self, output: SchedulerOutput, *, out_of_memory: bool) -> list[Request]:
-        """After a step failed: drops all steps in flight, to compute their requests anew. Returns those given
-        up.
+        """Drop all steps in flight after one failed; their requests are recomputed.
 
-        Out of memory halves the budget and the number of running requests. Any other failure runs the step's
-        requests one at a time, until the one that fails alone is found: it is given up, and the others go on.
+        Out of memory halves the budget and the number of running requests. Any other failure runs
+        the step's requests one at a time until the one that fails alone is found. Return the
+        requests that end with an error.
         """
         step = self._in_flight.get(output.step)
         requests = (
@@ -142,16 +139,16 @@ class Scheduler(Planner):
             self._finish(request, FinishReason.ERROR)
         return given_up
 
-    def _acquit(self, request: Request) -> None:
-        """A suspect caught up alone. It goes back in line, so that the next one has the whole cache."""
+    def _clear_suspect(self, request: Request) -> None:
+        """Requeue a suspect that caught up alone, so that the next one has the whole cache."""
         if self._suspects:
             self.running.remove(request)
-            self._preempt(request, Step(budget=0), swap=False)
+            self._preempt(request, StepBuilder(budget=0), swap=False)
 
     def drop_steps_in_flight(self) -> None:
-        """Computes all requests anew and empties the prefix cache: what the steps in flight wrote is not known."""
+        """Recompute all requests and empty the prefix cache: what was written is unknown."""
         self._in_flight.clear()
-        step = Step(budget=0)
+        step = StepBuilder(budget=0)
         while self.running:
             self._preempt(self.running.pop(), step, swap=False)
         for request in self._requests.values():
@@ -161,19 +158,19 @@ class Scheduler(Planner):
                 request.host_blocks = []
                 request.num_computed_tokens = 0
                 request.status = RequestStatus.PREEMPTED
-        self.pool.forget_all()
+        self.pool.evict_all()
 
 
-def _why_nothing(request: Request) -> str:
-    """Why a request found no token to sample."""
+def _no_token_reason(request: Request) -> str:
+    """Return why a request found no token to sample."""
     params = request.params
     bound = params.allowed_token_ids or params.bad_words_token_ids or params.logit_bias
     if request.grammar is not None and bound:
         return (
-            "no token is left that both the form of the answer and allowed_token_ids, bad_words or logit_bias allow; "
-            "ask for less of one of them"
+            "no token is allowed by both the structured output and allowed_token_ids, bad_words or "
+            "logit_bias; relax one of them"
         )
-    nonsense = "the model gave logits that are not finite (NaN or infinity)"
+    nonsense = "the model's logits are not finite (NaN or infinity)"
     if params.allowed_token_ids or params.bad_words_token_ids:
         return f"allowed_token_ids and bad_words leave no token, or {nonsense}"
     return nonsense

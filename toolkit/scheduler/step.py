@@ -1,4 +1,4 @@
-"""One step while it is put together, while it runs, and what it gave."""
+"""One step: while it is built, in flight, and its results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step gave one request, when that is more than a token."""
+    """Result of one step for one request, if it is more than a token."""
 
     request: Request
     token_id: int | None = None
@@ -29,10 +29,11 @@ class StepResult:
 
 @dataclass(slots=True)
 class StepResults:
-    """What one step gave all requests.
+    """Results of one step for all requests.
 
-    `clients`, `numbers`, `token_ids` [num_plain]: requests that got a token and nothing else. `others`: those of
-    which there is more to tell. A request whose tokens are told together at its end is in neither before.
+    `clients`, `numbers`, `token_ids` [num_plain]: requests that got a token and nothing else.
+    `others`: requests with more to report. A request that reports only at its end is in neither
+    before then.
     """
 
     clients: IntArray
@@ -42,8 +43,8 @@ class StepResults:
 
 
 @dataclass(slots=True)
-class Lineup:
-    """The running requests in rank order, and their rows. Steps in flight hold on to it: it is never changed."""
+class RunningBatch:
+    """Running requests in rank order, and their rows. Immutable: steps in flight refer to it."""
 
     requests: list[Request]
     rows: RowArray
@@ -52,8 +53,8 @@ class Lineup:
 
 
 @dataclass(slots=True)
-class Together:
-    """The part of a step that was made in one go."""
+class BatchPart:
+    """A part of a step, as parallel arrays."""
 
     requests: list[Request]
     rows: RowArray
@@ -62,10 +63,10 @@ class Together:
     num_computed: IntArray
     samples: BoolArray
 
-    def without_idle(self) -> Together:
-        """Without the requests that compute nothing."""
+    def without_idle(self) -> BatchPart:
+        """Return the part without requests that compute nothing."""
         busy = np.flatnonzero(self.num_tokens)
-        return Together(
+        return BatchPart(
             [self.requests[index] for index in busy.tolist()],
             self.rows[busy],
             self.rows_int32[busy],
@@ -75,7 +76,7 @@ class Together:
         )
 
     def wanting_prompt_logprobs(self) -> list[int]:
-        """Indices of the requests that compute prompt positions which are to be reported."""
+        """Return indices of the requests that compute prompt positions to report."""
         pairs = enumerate(zip(self.requests, self.num_computed.tolist(), strict=True))
         return [
             index
@@ -85,20 +86,20 @@ class Together:
 
 
 @dataclass(slots=True)
-class Step:
-    """A step being put together: requests that were scheduled together, then others one by one."""
+class StepBuilder:
+    """A step being built: a batch of running requests, then others one by one."""
 
     budget: int
     most_requests: int = sys.maxsize
-    """Requests with which no other is admitted."""
-    together: Together | None = None
+    """Number of requests from which on no other is admitted."""
+    together: BatchPart | None = None
     requests: list[Request] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     num_computed: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     new_blocks: list[int] = field(default_factory=list)
-    """Three numbers each."""
+    """Three numbers per block: row, index, block."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     prompt_logprobs: list[int] = field(default_factory=list)
@@ -110,11 +111,11 @@ class Step:
 
 
 @dataclass(slots=True)
-class InFlight:
+class StepInFlight:
     """A step whose tokens are not known yet."""
 
     requests: list[Request]
     rows: RowArray
     admitted: list[Request]
-    num_rows_left: int
-    """How many times a row had been left when it was scheduled."""
+    num_rows_released: int
+    """Rows released before it was scheduled."""
