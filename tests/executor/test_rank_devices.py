@@ -40,7 +40,7 @@ def test_gpus_that_differ_in_memory_alone_are_told_of(caplog: pytest.LogCaptureF
 
     assert told(140) == told(139.5) == [], "drivers keep some"
     [line] = told(96)
-    assert "rank 0: 140.0 GiB; rank 1: 96.0 GiB" in line
+    assert "rank 0: 140.00 GiB; rank 1: 96.00 GiB" in line
 
 
 def test_what_the_ranks_have_is_compared_before_they_load_anything(

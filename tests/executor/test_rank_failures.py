@@ -10,7 +10,14 @@ import pytest
 from toolkit.errors import CheckpointError, WorkersLostError
 from toolkit.executor import rank_progress as progress
 from toolkit.executor.rank_failures import as_error, blamed, cause_of
-from toolkit.executor.rank_messages import Beat, Broken, Cause, Result, decode_from_rank, encode
+from toolkit.executor.rank_messages import (
+    Broken,
+    Cause,
+    Heartbeat,
+    Result,
+    decode_from_rank,
+    encode,
+)
 from toolkit.executor.rank_progress import Progress
 from toolkit.scheduler import ModelOutput, PromptLogprobs, TokenLogprobs
 
@@ -52,13 +59,13 @@ def test_a_silent_rank_keeps_the_others_waiting_else_the_one_that_has_done_least
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     ranks = Progress([1, 2, 3])
     for rank, steps in ((1, 8), (2, 7), (3, 8)):
-        ranks.note(Beat(rank, steps))
+        ranks.note(Heartbeat(rank, steps))
     assert ranks.behind(9) == [2]
     assert ranks.behind(8) == [2]
     assert ranks.behind(7) == []
-    now += progress.SILENT + 0.1
-    ranks.note(Beat(1, 8))
-    ranks.note(Beat(2, 7))
+    now += progress.SILENCE + 0.1
+    ranks.note(Heartbeat(1, 8))
+    ranks.note(Heartbeat(2, 7))
     assert ranks.behind(9) == [3]
 
 

@@ -8,17 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.config.engine import ENGINE, ParallelConfig
+from toolkit.config.engine import ENGINE_VARIABLE, ParallelConfig
 from toolkit.errors import ConfigError
-from toolkit.executor.ray.actor import Place
+from toolkit.executor.ray.actor import ActorPlace
 from toolkit.executor.ray.cluster import Cluster
 from toolkit.executor.ray.ranks import order, require_alike, visible_gpus
 
 ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
 
 
-def place(node: str, gpu: str = "", versions: str = "tk 1", has_model: bool = True) -> Place:
-    return Place(node, (gpu,) if gpu else (), 4, versions, has_model)
+def place(node: str, gpu: str = "", versions: str = "tk 1", has_model: bool = True) -> ActorPlace:
+    return ActorPlace(node, (gpu,) if gpu else (), 4, versions, has_model)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_every_rank_has_a_gpu_of_its_own(found: list[tuple[str, str]]) -> None:
         seen = visible_gpus(one, places).split(",")
         taken[one.node].append(seen[rank % len(seen)])
     assert sorted((node, gpu) for node, gpus in taken.items() for gpu in gpus) == sorted(found)
-    assert places[0].node == "b", "the first rank is beside the engine's process"
+    assert places[0].node == "b", "rank 0 is on the engine's machine"
 
 
 def test_machines_that_lack_the_model_are_named() -> None:
@@ -57,9 +57,9 @@ def test_engines_are_spread_over_the_machines_that_can_hold_one(
     def chosen(count: int) -> list[str | None]:
         found = []
         for engine in range(count):
-            monkeypatch.setenv(ENGINE, str(engine))
+            monkeypatch.setenv(ENGINE_VARIABLE, str(engine))
             parallel = ParallelConfig(tensor_parallel_size=4, data_parallel_size=count)
-            found.append(cluster.own_share("GPU", parallel))
+            found.append(cluster.own_node_for_engine("GPU", parallel))
         return found
 
     gpus = {"b": 8, "a": 4, "small": 2, "gone": 8, "none": 0}

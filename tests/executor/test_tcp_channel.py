@@ -9,19 +9,26 @@ from contextlib import suppress
 
 import pytest
 
-from toolkit.executor.channel import Channel
+from toolkit.executor.channel import SocketChannel
 from toolkit.executor.rank import RankProcess
-from toolkit.executor.rank_messages import Beat, Broken, Call, End, decode_from_rank, encode
-from toolkit.executor.tcp_channel import KEY_SIZE, Door, call
+from toolkit.executor.rank_messages import (
+    Broken,
+    Call,
+    EndRank,
+    Heartbeat,
+    decode_from_rank,
+    encode,
+)
+from toolkit.executor.tcp_channel import KEY_SIZE, TCPListener, call
 
 HOST = "127.0.0.1"
 
 
 @pytest.fixture
-def door():
-    door = Door(HOST)
-    yield door
-    door.close()
+def listener():
+    listener = TCPListener(HOST)
+    yield listener
+    listener.close()
 
 
 def in_thread(function, *arguments) -> threading.Thread:
@@ -30,39 +37,44 @@ def in_thread(function, *arguments) -> threading.Thread:
     return thread
 
 
-def test_those_that_know_the_key_come_in_under_their_numbers(door):
-    callers: dict[int, Channel] = {}
+def test_those_that_know_the_key_come_in_under_their_numbers(listener):
+    callers: dict[int, SocketChannel] = {}
     threads = [
-        in_thread(lambda rank=rank: callers.update({rank: call(HOST, door.port, door.key, rank)}))
+        in_thread(
+            lambda rank=rank: callers.update({rank: call(HOST, listener.port, listener.key, rank)})
+        )
         for rank in range(3)
     ]
-    admitted = door.admit(range(3), 20, lambda: None)
+    admitted = listener.accept(range(3), 20, lambda: None)
     for thread in threads:
         thread.join(20)
     for rank in range(3):
-        callers[rank].send(Beat(rank, 10 + rank))
-        assert decode_from_rank(admitted[rank].receive()) == Beat(rank, 10 + rank)
+        callers[rank].send(Heartbeat(rank, 10 + rank))
+        assert decode_from_rank(admitted[rank].receive()) == Heartbeat(rank, 10 + rank)
 
 
-def test_strangers_stay_outside_and_do_not_keep_others_from_coming_in(door):
+def test_strangers_stay_outside_and_do_not_keep_others_from_coming_in(listener):
     """One has another key, one another number, one says nonsense, some say nothing, one leaves, one comes twice."""
-    silent = [socket.create_connection((HOST, door.port)) for _ in range(3)]
-    admitted: dict[int, Channel] = {}
-    waiting = in_thread(lambda: admitted.update(door.admit([0, 1], 20, lambda: None)))
-    outside = [call(HOST, door.port, b"x" * KEY_SIZE, 0), call(HOST, door.port, door.key, 7)]
-    with socket.create_connection((HOST, door.port)) as nonsense:
+    silent = [socket.create_connection((HOST, listener.port)) for _ in range(3)]
+    admitted: dict[int, SocketChannel] = {}
+    waiting = in_thread(lambda: admitted.update(listener.accept([0, 1], 20, lambda: None)))
+    outside = [
+        call(HOST, listener.port, b"x" * KEY_SIZE, 0),
+        call(HOST, listener.port, listener.key, 7),
+    ]
+    with socket.create_connection((HOST, listener.port)) as nonsense:
         nonsense.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:1234567890\r\n\r\n")
-    socket.create_connection((HOST, door.port)).close()
-    twice = [call(HOST, door.port, door.key, 0) for _ in range(2)]
-    call(HOST, door.port, door.key, 1)
+    socket.create_connection((HOST, listener.port)).close()
+    twice = [call(HOST, listener.port, listener.key, 0) for _ in range(2)]
+    call(HOST, listener.port, listener.key, 1)
     waiting.join(20)
     assert sorted(admitted) == [0, 1]
-    admitted[0].send_bytes(encode(Beat(0, 5)))
+    admitted[0].send_bytes(encode(Heartbeat(0, 5)))
     heard = []
     for caller in twice:
         with suppress(EOFError):
             heard.append(decode_from_rank(caller.receive()))
-    assert heard == [Beat(0, 5)], "one of the two is inside"
+    assert heard == [Heartbeat(0, 5)], "one of the two is inside"
     for stranger in outside:
         with pytest.raises(EOFError):
             stranger.receive()
@@ -70,42 +82,42 @@ def test_strangers_stay_outside_and_do_not_keep_others_from_coming_in(door):
         stranger.close()
 
 
-def test_who_has_heard_a_proof_cannot_use_it_again(door):
+def test_who_has_heard_a_proof_cannot_use_it_again(listener):
     heard = bytearray()
 
     def relay() -> None:
-        """Between a caller and the door, and hears both."""
+        """Between a caller and the listener, and hears both."""
         caller, _ = between.accept()
-        with caller, socket.create_connection((HOST, door.port)) as onward:
+        with caller, socket.create_connection((HOST, listener.port)) as onward:
             caller.sendall(onward.recv(KEY_SIZE, socket.MSG_WAITALL))
             heard.extend(caller.recv(8 + KEY_SIZE, socket.MSG_WAITALL))
             onward.sendall(heard)
 
     with socket.create_server((HOST, 0)) as between:
         relaying = in_thread(relay)
-        calling = in_thread(lambda: call(HOST, between.getsockname()[1], door.key, 0))
-        assert list(door.admit([0], 20, lambda: None)) == [0]
+        calling = in_thread(lambda: call(HOST, between.getsockname()[1], listener.key, 0))
+        assert list(listener.accept([0], 20, lambda: None)) == [0]
         relaying.join(20)
         calling.join(20)
-    with socket.create_connection((HOST, door.port)) as again:
+    with socket.create_connection((HOST, listener.port)) as again:
         again.sendall(heard)
         with pytest.raises(TimeoutError, match="rank 0"):
-            door.admit([0], 0.1, lambda: None)
+            listener.accept([0], 0.1, lambda: None)
 
 
-def test_who_waits_for_a_rank_that_has_ended_is_told(door):
+def test_who_waits_for_a_rank_that_has_ended_is_told(listener):
     def look() -> None:
         raise LookupError("rank 1 ended")
 
     with pytest.raises(LookupError, match="rank 1 ended"):
-        door.admit([1], 20, look)
+        listener.accept([1], 20, look)
 
 
-def test_the_last_word_arrives_though_more_was_sent_than_read(door):
+def test_the_last_word_arrives_though_more_was_sent_than_read(listener):
     """A connection that is closed with something unread is reset, and what is under way is lost."""
-    admitted: dict[int, Channel] = {}
-    waiting = in_thread(lambda: admitted.update(door.admit([0], 20, lambda: None)))
-    rank = call(HOST, door.port, door.key, 0)
+    admitted: dict[int, SocketChannel] = {}
+    waiting = in_thread(lambda: admitted.update(listener.accept([0], 20, lambda: None)))
+    rank = call(HOST, listener.port, listener.key, 0)
     waiting.join(20)
     admitted[0].send_bytes(b"never read" * 10_000)
     rank.send(Broken(0, "", "why" * 10_000))
@@ -117,13 +129,13 @@ def test_the_last_word_arrives_though_more_was_sent_than_read(door):
 
 
 def test_a_rank_that_computes_for_long_is_not_taken_for_gone_whatever_waits_for_it(
-    door, monkeypatch
+    listener, monkeypatch
 ):
     """TCP gives up an end whose window stays closed."""
-    monkeypatch.setattr("toolkit.executor.tcp_channel.UNHEARD", 2)
-    ends: list[Channel] = []
-    calling = in_thread(lambda: ends.append(call(HOST, door.port, door.key, 0)))
-    ours = door.admit([0], 20, lambda: None)[0]
+    monkeypatch.setattr("toolkit.executor.tcp_channel.PEER_TIMEOUT", 2)
+    ends: list[SocketChannel] = []
+    calling = in_thread(lambda: ends.append(call(HOST, listener.port, listener.key, 0)))
+    ours = listener.accept([0], 20, lambda: None)[0]
     calling.join(20)
     rank, heard, computed = RankProcess(ends[0], far=True), [], threading.Event()
 
@@ -134,9 +146,9 @@ def test_a_rank_that_computes_for_long_is_not_taken_for_gone_whatever_waits_for_
     monkeypatch.setattr(rank, "_serve", serve)
     running = in_thread(rank.run)
     long = Call("x", ["y" * 8_000_000])
-    sending = in_thread(lambda: [ours.send(message) for message in (long, End())])
+    sending = in_thread(lambda: [ours.send(message) for message in (long, EndRank())])
     time.sleep(4.5)
     computed.set()
     running.join(20)
     sending.join(20)
-    assert heard == [long, End()]
+    assert heard == [long, EndRank()]

@@ -1,4 +1,4 @@
-"""Where a step runs."""
+"""Runs steps: in process, in ranks, or in a Ray cluster."""
 
 from toolkit.executor.base import Executor, Pending
 from toolkit.executor.choose import start_executor

@@ -11,14 +11,15 @@ from toolkit.worker import WorkerInfo
 
 
 class Pending(Protocol):
-    """A step under way."""
+    """A step in flight."""
 
     def result(self) -> ModelOutput:
-        """Waits for the step. Raises what made it fail."""
+        """Wait for the step. Raises its error."""
 
     def constrain(self, masks: Masks) -> None:
-        """Lets the step sample, when it has requests bound to a grammar: `masks` has a row for each of them. Called
-        before the next step is executed, and while this one computes.
+        """Give masks to a step with grammar-constrained requests, one row each; it samples then.
+
+        Called while this step computes, before the next one is executed.
         """
 
 
@@ -29,16 +30,16 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def execute(self, step: SchedulerOutput) -> Pending:
-        """Starts a step; steps run in the order of these calls."""
+        """Start a step. Steps run in the order of these calls."""
 
     @abc.abstractmethod
     def collective(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method on every worker; the results in rank order."""
+        """Call a method on every worker. Return the results in rank order."""
 
     @abc.abstractmethod
     def check_health(self) -> None:
-        """Raises when a worker can no longer run steps."""
+        """Raise an error if a worker can no longer run steps."""
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """Ends the workers and frees the devices."""
+        """End the workers and free the devices."""

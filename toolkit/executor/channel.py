@@ -3,49 +3,51 @@
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 from contextlib import suppress
 
 from toolkit.executor.rank_messages import FromRank, ToRank, encode
+from toolkit.framing import HEADER, frame
 
-_LENGTH = struct.Struct("<Q")
 LINGER = 2.0
-"""Seconds in which the other end may read what it was sent last."""
+"""Seconds in which the other end may read the last message."""
 
 
-class Channel:
-    """One end. Any thread may send; one receives."""
+class SocketChannel:
+    """One end. Any thread may send; one thread receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._lock = threading.Lock()
 
     def send(self, message: ToRank | FromRank) -> bool:
-        """Waits until the system has taken it; False when the other end is gone."""
+        """Send a message. Return False if the other end is gone."""
         return self.send_bytes(encode(message))
 
     def send_bytes(self, data: bytes) -> bool:
-        """The same, of an encoded message."""
+        """Send an encoded message. Return False if the other end is gone."""
         with self._lock:
             try:
-                self._socket.sendall(_LENGTH.pack(len(data)) + data)
+                self._socket.sendall(frame(data))
             except OSError:
                 return False
         return True
 
     def receive(self) -> bytearray:
-        """The next message. Raises EOFError when the other end is gone."""
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        """Return the next message. Raises EOFError if the other end is gone."""
+        (length,) = HEADER.unpack(self._read(HEADER.size))
         return self._read(length)
 
     def close(self) -> None:
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes who receives
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the receiver
         self._socket.close()
 
     def finish(self) -> None:
-        """Sends no more, and waits until all is read: to close at once may take back what is under way, over TCP."""
+        """Stop sending, and wait until the other end has read everything.
+
+        Over TCP, closing at once may discard data in transit.
+        """
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             self._socket.settimeout(LINGER)

@@ -1,4 +1,4 @@
-"""Which executor an engine's settings ask for."""
+"""Choose the executor for an engine's settings."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def start_executor(
     on_failure: Callable[[str, str], None] | None = None,
     parent: Path | None = None,
 ) -> Executor:
-    """Loads the model, in this process or over as many as the settings say. `on_failure`: see `MultiprocExecutor`; `parent`: a folder
-    for what the processes on this machine share.
+    """Load the model, in this process or in ranks.
 
-    Raises ToolkitError for what the user can mend, WorkersLostError for a rank that ended without a reason that one could.
+    `on_failure`: see `MultiprocExecutor`. `parent`: folder for files that ranks of this machine
+    share. Raises ToolkitError; WorkersLostError if a rank ended for no reason of the user's.
     """
     backend = config.parallel.distributed_executor_backend
     if config.parallel.world_size == 1 and backend == "mp":

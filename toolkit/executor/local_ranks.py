@@ -1,4 +1,4 @@
-"""Ranks on this machine: the first is the engine's process, each of the others a child of it."""
+"""Ranks on this machine: the engine's process is rank 0, the others are its children."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import weakref
 from pathlib import Path
 
 from toolkit.config import EngineConfig
-from toolkit.executor.channel import Channel
-from toolkit.executor.rank_messages import Begin
+from toolkit.executor.channel import SocketChannel
+from toolkit.executor.rank_messages import StartRank
 from toolkit.executor.ranks import Rank, Ranks
 from toolkit.logs import LogStyle
 
@@ -21,22 +21,22 @@ class Processes(Ranks):
     def __init__(
         self, config: EngineConfig, folder: Path, log: LogStyle, parent: Path | None = None
     ) -> None:
-        """`parent`: a folder in which the ranks' own is made. Default: the system's for temporary files."""
-        self.meeting = meeting = Path(tempfile.mkdtemp(prefix="tk-ranks-", dir=parent))
-        weakref.finalize(self, shutil.rmtree, meeting, ignore_errors=True)
+        """`parent`: folder for the ranks' own folder. Default: the system's temporary folder."""
+        self.rendezvous = rendezvous = Path(tempfile.mkdtemp(prefix="tk-ranks-", dir=parent))
+        weakref.finalize(self, shutil.rmtree, rendezvous, ignore_errors=True)
         self.others = [
-            RankChild(Begin(config, str(folder), str(meeting), rank, log))
+            RankChild(StartRank(config, str(folder), str(rendezvous), rank, log))
             for rank in range(1, config.parallel.world_size)
         ]
 
     def close(self) -> None:
-        shutil.rmtree(self.meeting, ignore_errors=True)
+        shutil.rmtree(self.rendezvous, ignore_errors=True)
 
 
 class RankChild(Rank):
-    """A child of this process, at the other end of a socket pair."""
+    """A child process at the other end of a socket pair."""
 
-    def __init__(self, begin: Begin) -> None:
+    def __init__(self, begin: StartRank) -> None:
         self.rank = begin.rank
         ours, theirs = socket.socketpair()
         with theirs:
@@ -46,7 +46,7 @@ class RankChild(Rank):
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        self.channel = Channel(ours)
+        self.channel = SocketChannel(ours)
         self.channel.send(begin)
 
     def how_ended(self) -> str:

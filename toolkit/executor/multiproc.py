@@ -1,4 +1,4 @@
-"""One worker for each rank, in processes of their own; on one machine the first is in the engine's."""
+"""One worker per rank, in separate processes. On one machine, rank 0 is the engine's process."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from toolkit.executor import rank_devices as devices
 from toolkit.executor.base import Executor, Pending
 from toolkit.executor.rank_failures import as_error, blamed, cause_of, describe
 from toolkit.executor.rank_messages import (
-    Answer,
-    Beat,
     Broken,
     Call,
     Cause,
     Constrain,
-    End,
-    Here,
+    EndRank,
+    Heartbeat,
     Log,
     Phase,
+    RankReady,
+    RankReply,
+    RankStarted,
     Result,
-    Running,
-    Step,
+    RunStep,
     decode_from_rank,
     encode,
 )
@@ -42,21 +42,22 @@ from toolkit.worker.worker import Worker
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-GRACE = 1.0
-"""Seconds from the first sign of a rank's end in which the others' words are awaited: the first to speak need not be the one
-that knows."""
-LOOK = 0.5
-"""Seconds between looks at whether a step takes too long."""
+REPORT_GRACE = 1.0
+"""Seconds to wait for reports of other ranks after one has ended: the first to report may not know
+the cause."""
+WATCH_INTERVAL = 0.5
+"""Seconds between checks for steps that take too long."""
 
 OnFailure = Callable[[str, str], None]
-"""Told the ToolkitError class (or "") and the message of what ended a rank, when this process cannot be relied on to go on."""
+"""Called with the ToolkitError class (or "") and the message, when this process may be stuck."""
 
 
 class MultiprocExecutor(Executor):
-    """Every rank gets the same messages in the same order, and one of them delivers what a step gave.
+    """Sends every rank the same messages in the same order. One rank returns the results.
 
-    When a rank ends, or a step takes longer than `--worker-timeout`, no rank can go on: the step raises WorkersLostError. Where the
-    process may be stuck in a collective that never ends, `on_failure` is called from another thread.
+    When a rank ends, or a step takes longer than `--worker-timeout`, no rank can continue: the step
+    raises WorkersLostError. If this process may be stuck in a collective, `on_failure` is called
+    from another thread.
     """
 
     def __init__(
@@ -67,64 +68,66 @@ class MultiprocExecutor(Executor):
         ranks: Ranks,
         on_failure: OnFailure | None = None,
     ) -> None:
-        """`ranks`: those that have processes of their own; they are ended with this."""
+        """`ranks`: those with their own processes. They end with this object."""
         self._timeout, self._on_failure = config.parallel.worker_timeout, on_failure
-        self._delivering = config.parallel.delivering_rank
+        self._output_rank = config.parallel.output_rank
         self._lock = threading.Lock()
         self._broken: list[Broken] = []
-        self._asking: set[int] = set()
-        """Ranks that are gone, while it is found out how."""
-        self._over = threading.Event()
-        """Nothing more is expected of the ranks: the end was asked for, or has been told."""
-        self._answers: queue.SimpleQueue[Answer | Here | Phase | Running] = queue.SimpleQueue()
+        self._being_examined: set[int] = set()
+        """Ended ranks whose cause of death is being looked up."""
+        self._is_closing = threading.Event()
+        """Set when the ranks end on request, or their failure is reported."""
+        self._replies: queue.SimpleQueue[RankReply | RankStarted | Phase | RankReady] = (
+            queue.SimpleQueue()
+        )
         self._results: queue.SimpleQueue[ModelOutput | None] = queue.SimpleQueue()
-        """Of another process, in the order of steps; None when a rank has ended."""
+        """Results from another process in step order. None: a rank has ended."""
         self._busy_since: float | None = None
-        """When this thread began to wait for a step."""
+        """Time at which this thread began to wait for a step."""
         self._steps = 0
-        self._runs = False
-        """Whether all ranks have started."""
+        self._has_started = False
+        """True once all ranks have started."""
         self._started, self._ranks = ranks, ranks.others
         self._names = {0: "rank 0"} | {rank.rank: rank.name for rank in self._ranks}
         self._progress = Progress(rank.rank for rank in self._ranks)
         self._worker: Worker | None = None
-        """The first rank's, when that is in this process."""
+        """Worker of rank 0, if it is in this process."""
         self._listeners = [
             threading.Thread(
-                target=self._listen, args=(rank,), daemon=True, name=f"rank-{rank.rank}"
+                target=self._read_rank, args=(rank,), daemon=True, name=f"rank-{rank.rank}"
             )
             for rank in self._ranks
         ]
         for listener in self._listeners:
             listener.start()
         try:
-            told = {here.rank: here.device for here in self._await(Here)}
+            told = {here.rank: here.device for here in self._await(RankStarted)}
             first_is_here = 0 not in told
             if first_is_here:
                 told = {0: devices.report(config.device.device, 0)} | told
             devices.require_alike({self._names[rank]: device for rank, device in told.items()})
             if first_is_here:
-                self._worker = Worker(config, folder, 0, ranks.meeting)
+                self._worker = Worker(config, folder, 0, ranks.rendezvous)
                 self.info = self._worker.start(report)
-            running = self._await(Running, report)
+            running = self._await(RankReady, report)
             if self._worker is None:
                 self.info = running[0].info
         except Exception as error:
-            lost = self._lost(error)
+            lost = self._as_loss(error)
             self.shutdown()
             raise lost from None
         except BaseException:
             self.shutdown()
             raise
         threading.Thread(target=self._watch, daemon=True, name="rank-watch").start()
-        self._runs = True
+        self._has_started = True
 
     def execute(self, step: SchedulerOutput) -> Pending:
         self.check_health()
         worker = self._worker
         self._steps += 1
-        pending = self._guarded(
-            lambda: worker.execute(step) if worker else None, encode(Step(step))
+        pending = self._run_guarded(
+            lambda: worker.execute(step) if worker else None, encode(RunStep(step))
         )
         return _Guarded(self, step.step, pending)
 
@@ -132,21 +135,21 @@ class MultiprocExecutor(Executor):
         self.check_health()
         call = encode(Call(method, list(args)))
         worker = self._worker
-        own = self._guarded(lambda: [getattr(worker, method)(*args)] if worker else [], call)
-        return [*own, *(answer.value for answer in self._await(Answer))]
+        own = self._run_guarded(lambda: [getattr(worker, method)(*args)] if worker else [], call)
+        return [*own, *(answer.value for answer in self._await(RankReply))]
 
     def check_health(self) -> None:
         if not self._ranks:
             raise RuntimeError("the executor was shut down")
         if self._broken:
-            raise WorkersLostError(self._words(self._blamed()))
+            raise WorkersLostError(self._describe(self._blamed()))
 
     def shutdown(self) -> None:
         if not self._ranks:
             return
-        self._over.set()
+        self._is_closing.set()
         if not self._broken:
-            self._send(encode(End()))
+            self._send(encode(EndRank()))
         healthy = not self._broken
         deadline = time.monotonic() + 5
         for rank in self._ranks:
@@ -154,7 +157,7 @@ class MultiprocExecutor(Executor):
         self._ranks = []
         try:
             if self._worker is not None:
-                self._worker.close(lost=bool(self._broken) or not self._runs)
+                self._worker.close(lost=bool(self._broken) or not self._has_started)
         finally:
             self._worker = None
             self._started.close()
@@ -162,62 +165,63 @@ class MultiprocExecutor(Executor):
                 listener.join(5)
 
     def constrain(self, step: int, pending: Pending | None, masks: Masks) -> None:
-        """Lets a step sample, wherever it does."""
-        self._guarded(
+        """Send masks to the ranks that sample."""
+        self._run_guarded(
             lambda: None if pending is None else pending.constrain(masks),
             encode(Constrain(step, masks)),
         )
 
     def result(self, step: int, pending: Pending | None) -> ModelOutput:
-        """What a step gave; `pending`: of this process's worker."""
-        if pending is not None and self._delivering == 0:
-            return self._guarded(pending.result)
-        return self._guarded(lambda: self._delivered(step))
+        """Return the result of a step. `pending`: this process's part of it."""
+        if pending is not None and self._output_rank == 0:
+            return self._run_guarded(pending.result)
+        return self._run_guarded(lambda: self._output_of(step))
 
-    def _delivered(self, step: int) -> ModelOutput:
-        """Leaves out what came of steps before it, which nobody wants any more."""
+    def _output_of(self, step: int) -> ModelOutput:
+        """Return the result of a step, skipping older ones that were dropped."""
         while not self._broken:
             output = self._results.get()
             if output is not None and output.step == step:
                 return output
         raise WorkersLostError("a rank has ended")
 
-    def _guarded(self, call: Callable[[], T], told: bytes | None = None) -> T:
-        """What it gives, after the ranks are told. What it raises becomes the loss of the ranks, since the others may be at another
-        point by now.
+    def _run_guarded(self, call: Callable[[], T], told: bytes | None = None) -> T:
+        """Send a message to the ranks, then make a call here and return its result.
+
+        Its error counts as the loss of the ranks, which may be at another point by now.
         """
         self._busy_since = time.monotonic()
         try:
             if told is not None:
                 self._send(told)
             value = call()
-            if self._broken:  # what a step gave that was let go means nothing
+            if self._broken:  # the result of an abandoned step means nothing
                 raise WorkersLostError("a rank has ended")
             return value
         except Exception as error:
-            raise self._lost(error) from error
-        except BaseException:  # Ctrl-C: the others go on with the step
+            raise self._as_loss(error) from error
+        except BaseException:  # Ctrl-C: the other ranks continue with the step
             self._broken.append(Broken(0, "", "was interrupted in the middle of a step"))
             raise
         finally:
             self._busy_since = None
 
     def _send(self, message: bytes) -> None:
-        """An end that is gone is noticed where it is received from."""
+        """Send to all ranks. A lost one is noticed by its reader thread."""
         for rank in self._ranks:
             rank.channel.send_bytes(message)
 
     def _await(
-        self, kind: type[Answer | Here | Running], report: Report | None = None
+        self, kind: type[RankReply | RankStarted | RankReady], report: Report | None = None
     ) -> list[Any]:
-        """A message of this kind from each rank, in rank order. `report` is told of the first rank's start-up.
+        """Return a message of this kind from each rank, in rank order.
 
-        Raises WorkersLostError when one ends first.
+        `report` gets the phases of rank 0's start-up. Raises WorkersLostError if a rank ends first.
         """
         found: list[Any] = []
         while len(found) < len(self._ranks):
             try:
-                message = self._answers.get(timeout=LOOK)
+                message = self._replies.get(timeout=WATCH_INTERVAL)
             except queue.Empty:
                 if self._broken:
                     raise WorkersLostError("a rank has ended") from None
@@ -228,74 +232,74 @@ class MultiprocExecutor(Executor):
                 report(message.name, message.seconds)
         return sorted(found, key=lambda message: message.rank)
 
-    def _listen(self, rank: Rank) -> None:
-        """Hears a rank to its end. A thread of its own."""
+    def _read_rank(self, rank: Rank) -> None:
+        """Read a rank's messages until it ends. Runs in its own thread."""
         while True:
             try:
                 message = decode_from_rank(rank.channel.receive())
             except EOFError:
-                if self._over.is_set():
+                if self._is_closing.is_set():
                     return
-                self._asking.add(rank.rank)
+                self._being_examined.add(rank.rank)
                 how = f"ended without a word ({rank.how_ended()})"
                 message = Broken(rank.rank, "", how, cause=Cause.KILLED)
             match message:
                 case Result():
                     self._results.put(message.output)
-                case Beat():
+                case Heartbeat():
                     self._progress.note(message)
                 case Log():
                     logging.getLogger(message.logger).log(
                         message.level, "%s: %s", rank.name, message.text
                     )
                 case Broken():
-                    self._broke(message)
+                    self._note_broken(message)
                     return
                 case _:
-                    self._answers.put(message)
+                    self._replies.put(message)
 
     def _watch(self) -> None:
-        """Looks for steps that never end. A thread of its own."""
-        while not self._over.wait(LOOK):
+        """Detect steps that never end. Runs in its own thread."""
+        while not self._is_closing.wait(WATCH_INTERVAL):
             since = self._busy_since
             if since is None or time.monotonic() - since < self._timeout:
                 continue
-            behind = self._progress.behind(self._steps) or [self._delivering]
+            behind = self._progress.behind(self._steps) or [self._output_rank]
             others = f", nor have ranks {behind[1:]}" if behind[1:] else ""
             what = f"has not finished step {self._steps} in {self._timeout:g} s{others}"
-            self._broke(Broken(behind[0], "", what, cause=Cause.HUNG))
+            self._note_broken(Broken(behind[0], "", what, cause=Cause.HUNG))
             return
 
-    def _broke(self, broken: Broken) -> None:
+    def _note_broken(self, broken: Broken) -> None:
         with self._lock:
             self._broken.append(broken)
-            self._asking.discard(broken.rank)
+            self._being_examined.discard(broken.rank)
             first = len(self._broken) == 1
         self._results.put(None)
-        if self._over.is_set() or not first:
+        if self._is_closing.is_set() or not first:
             return
-        if not self._over.wait(GRACE):  # else this process has noticed by itself
+        if not self._is_closing.wait(REPORT_GRACE):  # else this process has noticed itself
             told = self._blamed()
             for rank in self._ranks:
-                rank.kill()  # between CPUs this wakes a rank that waits for them
+                rank.kill()  # on CPUs this wakes ranks that wait for it
             if self._on_failure is not None:
-                self._on_failure(told.kind, self._words(told))
+                self._on_failure(told.kind, self._describe(told))
             elif self._worker is not None:
                 self._worker.abandon()
 
-    def _lost(self, error: Exception) -> Exception:
-        """What to raise for an error here: what the ranks say of it, if it is that one of them is gone."""
+    def _as_loss(self, error: Exception) -> Exception:
+        """Return the error to raise here: that of a lost rank, if this one only follows from it."""
         if isinstance(error, ToolkitError):
             return error
         if self._ranks and not self._broken:
-            deadline = time.monotonic() + GRACE
+            deadline = time.monotonic() + REPORT_GRACE
             while not self._broken and time.monotonic() < deadline:
                 time.sleep(0.02)
-        time.sleep(0.2 if self._broken else 0.0)  # for those that know more than the first
-        deadline = time.monotonic() + GRACE
-        while self._asking and time.monotonic() < deadline:
+        time.sleep(0.2 if self._broken else 0.0)  # for ranks that know more than the first
+        deadline = time.monotonic() + REPORT_GRACE
+        while self._being_examined and time.monotonic() < deadline:
             time.sleep(0.02)
-        self._over.set()
+        self._is_closing.set()
         if not self._broken:
             logger.error("rank 0 ended", exc_info=error)
             self._broken.append(
@@ -311,12 +315,12 @@ class MultiprocExecutor(Executor):
         with self._lock:
             return blamed(self._broken)
 
-    def _words(self, broken: Broken) -> str:
+    def _describe(self, broken: Broken) -> str:
         return describe(broken, self._names[broken.rank])
 
 
 class _Guarded:
-    """A step under way on all ranks."""
+    """A step in flight on all ranks."""
 
     def __init__(self, executor: MultiprocExecutor, step: int, pending: Pending | None) -> None:
         self._executor, self._step, self._pending = executor, step, pending

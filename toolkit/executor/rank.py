@@ -1,4 +1,4 @@
-"""A rank in a process of its own: `python -m toolkit.executor.rank DESCRIPTOR`, started with one end of a socket, or an actor of Ray."""
+"""A rank in its own process: `python -m toolkit.executor.rank DESCRIPTOR`, or a Ray actor."""
 
 from __future__ import annotations
 
@@ -17,70 +17,73 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.errors import ToolkitError
-from toolkit.executor.channel import Channel
+from toolkit.executor.channel import SocketChannel
 from toolkit.executor.rank_failures import cause_of
 from toolkit.executor.rank_messages import (
-    Answer,
-    Beat,
-    Begin,
     Broken,
     Call,
     Constrain,
-    Here,
+    Heartbeat,
     Log,
     Phase,
+    RankReady,
+    RankReply,
+    RankStarted,
     Result,
-    Running,
-    Step,
+    RunStep,
+    StartRank,
     ToRank,
     decode_to_rank,
 )
-from toolkit.executor.rank_progress import BEAT
-from toolkit.hardware.parent import end_with_parent
+from toolkit.executor.rank_progress import HEARTBEAT_INTERVAL
+from toolkit.hardware.parent import exit_with_parent
 
 if TYPE_CHECKING:
     from toolkit.worker.model_runner import PendingOutput
 
-ORPHAN = 2.0
-"""Seconds that a rank gets to end by itself when nobody hears it any more."""
+ORPHAN_TIMEOUT = 2.0
+"""Seconds that a rank gets to end by itself when its engine is gone."""
 
 
 class RankProcess:
-    """Applies what the engine's process sends, in order. Only one rank tells what a step gave: the others know as much."""
+    """Executes the engine's messages in order. Only one rank returns results: all have the same."""
 
-    def __init__(self, channel: Channel, far: bool = False) -> None:
-        """`far`: what this process writes to its log is not seen where the engine's is."""
-        self._channel, self._far = channel, far
+    def __init__(self, channel: SocketChannel, far: bool = False) -> None:
+        """`far`: on another machine, so that log lines must be forwarded."""
+        self._channel, self._is_remote = channel, far
         self._rank = 0
         self._steps = 0
         self._busy = True
-        """Whether a step is under way, or the start-up."""
-        self._heard: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
-        """What has come from far; None: the other end is gone."""
+        """True during start-up and steps."""
+        self._received: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
+        """Messages from another machine. None: the other end is gone."""
 
     def run(self) -> bool:
-        """Until the other end says so, or is gone: whether it said so. What ends it otherwise is told there, and nowhere else."""
-        if self._far:
-            threading.Thread(target=self._hear, daemon=True, name="hear").start()
-        return self._told(self._serve)
+        """Serve until the engine ends this rank, or is gone. Return True if it ended it.
 
-    def _hear(self) -> None:
-        """Takes in what comes while a step computes, too: TCP gives up an end that has not read for seconds."""
+        Errors are reported to the engine only.
+        """
+        if self._is_remote:
+            threading.Thread(target=self._receive_all, daemon=True, name="hear").start()
+        return self._report_errors(self._serve)
+
+    def _receive_all(self) -> None:
+        """Read messages while steps compute: TCP drops an end that does not read for seconds."""
         try:
             while True:
-                self._heard.put(self._channel.receive())
+                self._received.put(self._channel.receive())
         except EOFError:
-            self._heard.put(None)
+            self._received.put(None)
 
-    def _told(self, work: Callable[[], None]) -> bool:
-        """Whether the work came to its end."""
+    def _report_errors(self, work: Callable[[], None]) -> bool:
+        """Run `work` and report its error to the engine. Return True if there was none."""
         try:
             work()
             return True
         except ToolkitError as error:
             self._channel.send(Broken(self._rank, type(error).__name__, error.message))
         except EOFError:
-            pass  # whoever started this is gone
+            pass  # the engine is gone
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
             self._channel.send(
@@ -89,35 +92,37 @@ class RankProcess:
         return False
 
     def _receive(self) -> ToRank:
-        data = self._heard.get() if self._far else self._channel.receive()
+        data = self._received.get() if self._is_remote else self._channel.receive()
         if data is None:
             raise EOFError
         return decode_to_rank(data)
 
     def _serve(self) -> None:
         begin = self._receive()
-        assert isinstance(begin, Begin)
+        assert isinstance(begin, StartRank)
         self._rank = begin.rank
-        if self._far:
+        if self._is_remote:
             _log_to(self._channel, begin)
         else:
             begin.log.apply()
-        threading.Thread(target=self._beat, daemon=True, name="beat").start()
+        threading.Thread(target=self._send_heartbeats, daemon=True, name="beat").start()
 
         from toolkit.executor.rank_devices import report
         from toolkit.worker.worker import Worker
 
-        self._channel.send(Here(begin.rank, report(begin.config.device.device, begin.rank)))
-        meeting = begin.meeting if "://" in begin.meeting else Path(begin.meeting)
-        worker = Worker(begin.config, Path(begin.folder), begin.rank, meeting, begin.beside)
-        self._channel.send(Running(begin.rank, worker.start(self._report)))
-        deliver = self._deliverer() if begin.rank == begin.config.parallel.delivering_rank else None
+        self._channel.send(RankStarted(begin.rank, report(begin.config.device.device, begin.rank)))
+        rendezvous = begin.rendezvous if "://" in begin.rendezvous else Path(begin.rendezvous)
+        worker = Worker(
+            begin.config, Path(begin.folder), begin.rank, rendezvous, begin.num_local_ranks
+        )
+        self._channel.send(RankReady(begin.rank, worker.start(self._report)))
+        deliver = self._deliverer() if begin.rank == begin.config.parallel.output_rank else None
         unsampled: deque[tuple[int, PendingOutput]] = deque()
         while True:
             self._busy = False
             message = self._receive()
             self._busy = True
-            if isinstance(message, Step):
+            if isinstance(message, RunStep):
                 pending = worker.execute(message.output)
                 if len(message.output.constrained):
                     unsampled.append((message.output.step, pending))
@@ -133,7 +138,7 @@ class RankProcess:
                     deliver(pending)
             elif isinstance(message, Call):
                 value = getattr(worker, message.method)(*message.arguments)
-                self._channel.send(Answer(begin.rank, value))
+                self._channel.send(RankReply(begin.rank, value))
             else:
                 return
 
@@ -141,11 +146,11 @@ class RankProcess:
         self._channel.send(Phase(self._rank, phase, seconds))
 
     def _deliverer(self) -> Callable[[PendingOutput], None]:
-        """What takes steps under way, in order, and sends what each gave; meanwhile the next one can be launched."""
+        """Return a function that sends the results of steps in order, in a thread."""
         import torch
 
         steps: queue.SimpleQueue[PendingOutput] = queue.SimpleQueue()
-        begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # untyped in torch
         device = torch.cuda.current_device() if begun else None
 
         def deliver() -> None:
@@ -154,26 +159,28 @@ class RankProcess:
             while True:
                 self._channel.send(Result(self._rank, steps.get().result()))
 
-        threading.Thread(target=self._told, args=(deliver,), daemon=True, name="deliver").start()
+        threading.Thread(
+            target=self._report_errors, args=(deliver,), daemon=True, name="deliver"
+        ).start()
         return steps.put
 
-    def _beat(self) -> None:
-        """Tells of life while there is something to do, and ends the process when nobody hears it. A thread of its own."""
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats while busy, and exit when the engine is gone. Runs in its own thread."""
         told = 0
         while True:
-            time.sleep(BEAT)
+            time.sleep(HEARTBEAT_INTERVAL)
             if not self._busy and told == self._steps:
                 continue
             told = self._steps
-            if not self._channel.send(Beat(self._rank, told)):
-                time.sleep(ORPHAN)
+            if not self._channel.send(Heartbeat(self._rank, told)):
+                time.sleep(ORPHAN_TIMEOUT)
                 os._exit(1)
 
 
 class _Forward(logging.Handler):
-    """A log over the channel: all that the first rank has to say, and the warnings of the others."""
+    """Forwards log records: all of rank 0, and the warnings of other ranks."""
 
-    def __init__(self, channel: Channel, rank: int) -> None:
+    def __init__(self, channel: SocketChannel, rank: int) -> None:
         super().__init__(logging.WARNING if rank else logging.NOTSET)
         self._channel, self._rank = channel, rank
 
@@ -184,7 +191,7 @@ class _Forward(logging.Handler):
             self.handleError(record)
 
 
-def _log_to(channel: Channel, begin: Begin) -> None:
+def _log_to(channel: SocketChannel, begin: StartRank) -> None:
     ours = logging.getLogger("toolkit")
     ours.setLevel(begin.log.level.upper())
     ours.addHandler(_Forward(channel, begin.rank))
@@ -192,12 +199,12 @@ def _log_to(channel: Channel, begin: Begin) -> None:
 
 
 def main() -> None:
-    # Who asks a server to end asks its first process; this one ends with that.
+    # Signals are for the server's first process; this one ends with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    end_with_parent()
-    RankProcess(Channel(socket.socket(fileno=int(sys.argv[1])))).run()
-    os._exit(0)  # what is left of the group of ranks may wait for others that are gone
+    exit_with_parent()
+    RankProcess(SocketChannel(socket.socket(fileno=int(sys.argv[1])))).run()
+    os._exit(0)  # the rest of the process group may wait for lost ranks
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which numbers of ranks a model can be shared out over."""
+"""Check that a model can be split over a number of ranks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from toolkit.config import EngineConfig
 from toolkit.distributed import Group, parallel
 from toolkit.errors import ConfigError
 from toolkit.models.build import build_model, load_config
-from toolkit.models.pipeline_split import share_out
+from toolkit.models.pipeline_split import split_layers
 from toolkit.models.registry import CausalLM, resolve_architecture
 
 MOST = 64
-"""Ranks up to which sizes are tried, to name those that can be."""
+"""Sizes to try for the list of possible ones."""
 
 
 def require_size(config: EngineConfig, folder: Path) -> None:
-    """Raises ConfigError, with the sizes that can be, for one that cannot: more ranks than GPUs, more stages than layers, or heads
-    and features that ranks cannot share evenly.
+    """Raise ConfigError, with the possible sizes, for a size that cannot work.
+
+    That is more ranks than GPUs, more stages than layers, or heads and features that do not divide.
     """
     wanted, num_stages = (
         config.parallel.tensor_parallel_size,
@@ -39,21 +40,21 @@ def require_size(config: EngineConfig, folder: Path) -> None:
     model_config: Any = load_config(folder)
     decodes = issubclass(resolve_architecture(model_config, str(folder)), CausalLM)
     if not decodes and config.parallel.world_size > 1:
-        raise ConfigError(f"{asked}: encoders run whole on one device.", param=param)
-    share_out(model_config.num_hidden_layers, num_stages, layer=1, head=1)
+        raise ConfigError(f"{asked}: encoders run on one device only.", param=param)
+    split_layers(model_config.num_hidden_layers, num_stages, layer=1, head=1)
     problem = _problem(config, folder, wanted)
     if problem is not None:
         fits = [
             size for size in range(1, (gpus or MOST) + 1) if _problem(config, folder, size) is None
         ]
         raise ConfigError(
-            f"{problem} Sizes that can be: {', '.join(map(str, fits))}.",
+            f"{problem} Possible sizes: {', '.join(map(str, fits))}.",
             param="tensor_parallel_size",
         )
 
 
 def _problem(config: EngineConfig, folder: Path, size: int) -> str | None:
-    """Why a size cannot be: what building a sketch of the model says."""
+    """Return why a size is impossible: the error from building the model without memory."""
     try:
         with parallel(Group(0, size)):
             build_model(

@@ -1,4 +1,4 @@
-"""What each rank computes on, and whether ranks can share a model: they compute the same steps at the same time."""
+"""Devices of the ranks. They must be alike, since ranks compute the same steps together."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import msgspec
 
 from toolkit.errors import ConfigError
+from toolkit.units import size
 
 logger = logging.getLogger(__name__)
 
-ALIKE = 0.95
-"""The least share of another's memory that counts as the same: drivers keep some."""
-GIB = 2**30
+MIN_MEMORY_RATIO = 0.95
+"""Memory ratio from which two devices count as equal: drivers reserve some."""
 
 
 class DeviceReport(msgspec.Struct, frozen=True):
@@ -21,24 +21,27 @@ class DeviceReport(msgspec.Struct, frozen=True):
 
     name: str
     capability: str = ""
-    """CUDA's compute capability."""
+    """CUDA compute capability."""
     multiprocessors: int = 0
     memory: int = 0
-    """Bytes; of GPUs alone, as ranks on CPUs may share theirs."""
+    """Bytes. Only of GPUs: ranks on CPUs may share memory."""
 
     @property
     def kind(self) -> tuple[str, int]:
-        """What has to be the same. Names of one kind may differ, as they tell of memory and form, too."""
+        """Properties that must be equal. Names may differ: they include memory and form factor."""
         return self.capability or self.name, self.multiprocessors
 
     def __str__(self) -> str:
         if not self.capability:
             return self.name
-        return f"{self.name} (compute capability {self.capability}, {self.multiprocessors} multiprocessors)"
+        return (
+            f"{self.name} (compute capability {self.capability}, "
+            f"{self.multiprocessors} multiprocessors)"
+        )
 
 
 def report(wanted: str, rank: int) -> DeviceReport:
-    """Of the device that is this rank's when `wanted` is asked for. Raises ConfigError when there is none."""
+    """Return the report of this rank's device. Raises ConfigError if there is none."""
     import torch
 
     from toolkit.worker.worker import choose_device
@@ -52,25 +55,27 @@ def report(wanted: str, rank: int) -> DeviceReport:
 
 
 def require_alike(devices: Mapping[str, DeviceReport]) -> None:
-    """Raises ConfigError when devices are of different kinds; where only their memory differs, a line in the log tells. `devices`: by
-    the name of their rank.
+    """Raise ConfigError if devices differ in kind; log a warning if only their memory does.
+
+    `devices`: by name of the rank.
     """
     if len({device.kind for device in devices.values()}) > 1:
         raise ConfigError(
-            f"The devices of one engine differ: {_each({name: str(one) for name, one in devices.items()})}. Its ranks share every step "
-            "evenly, so that they have to be of one kind: CUDA_VISIBLE_DEVICES chooses among a machine's."
+            f"The devices of one engine differ: "
+            f"{_grouped({name: str(one) for name, one in devices.items()})}. Ranks share each step "
+            "evenly, so their devices must be of one kind. CUDA_VISIBLE_DEVICES selects GPUs."
         )
     sizes = [device.memory for device in devices.values()]
-    if min(sizes) < ALIKE * max(sizes):
-        each = _each({name: f"{one.memory / GIB:.1f} GiB" for name, one in devices.items()})
+    if min(sizes) < MIN_MEMORY_RATIO * max(sizes):
+        each = _grouped({name: size(one.memory) for name, one in devices.items()})
         logger.warning(
-            "the memory of the ranks' GPUs differs, and the KV cache is as the least has room for: %s",
+            "GPUs of the ranks differ in memory; the smallest limits the KV cache: %s",
             each,
         )
 
 
-def _each(told: Mapping[str, str]) -> str:
-    """Ranks that say the same together."""
+def _grouped(told: Mapping[str, str]) -> str:
+    """Return one phrase, with equal ranks grouped."""
     ranks: dict[str, list[str]] = {}
     for name, what in told.items():
         ranks.setdefault(what, []).append(name)

@@ -1,4 +1,4 @@
-"""What the engine's process and the ranks tell each other: MessagePack, in which arrays are their type, shape and bytes."""
+"""Messages between the engine's process and ranks: MessagePack, arrays as (type, shape, bytes)."""
 
 from __future__ import annotations
 
@@ -15,90 +15,90 @@ from toolkit.scheduler import ModelOutput, SchedulerOutput
 from toolkit.worker import WorkerInfo
 
 
-class Begin(msgspec.Struct, tag=True):
-    """To a new process: what to load. The ranks meet in `meeting`: a folder, or tcp://HOST:PORT."""
+class StartRank(msgspec.Struct, tag=True):
+    """First message to a rank: what to load. `rendezvous`: a folder, or tcp://HOST:PORT."""
 
     config: EngineConfig
     folder: str
-    meeting: str
+    rendezvous: str
     rank: int
     log: LogStyle
-    beside: int = 0
-    """Ranks that share this one's machine, itself included; 0: all of all engines."""
+    num_local_ranks: int = 0
+    """Ranks on this rank's machine, itself included. 0: all ranks of all engines."""
 
 
-class Step(msgspec.Struct, tag=True):
-    """The same for every rank."""
+class RunStep(msgspec.Struct, tag=True):
+    """Run a step. Every rank gets the same."""
 
     output: SchedulerOutput
 
 
 class Constrain(msgspec.Struct, tag=True):
-    """Masks of a step that waits for them; older ones that wait will get none."""
+    """Masks for a step that waits for them. Older waiting steps get none."""
 
     step: int
     masks: np.ndarray[Any, Any]
 
 
 class Call(msgspec.Struct, tag=True):
-    """Of a method of the worker, with arguments that MessagePack knows."""
+    """Call a method of the worker. Arguments are MessagePack values."""
 
     method: str
     arguments: list[Any]
 
 
-class End(msgspec.Struct, tag=True):
-    """No more is to come."""
+class EndRank(msgspec.Struct, tag=True):
+    """End the process."""
 
 
-ToRank = Begin | Step | Constrain | Call | End
+ToRank = StartRank | RunStep | Constrain | Call | EndRank
 
 
-class Here(msgspec.Struct, tag=True):
-    """A rank's process has begun, and goes to the meeting."""
+class RankStarted(msgspec.Struct, tag=True):
+    """A rank's process runs and is about to meet the others."""
 
     rank: int
     device: DeviceReport
 
 
 class Phase(msgspec.Struct, tag=True):
-    """A part of a rank's start-up is done."""
+    """A phase of a rank's start-up is done."""
 
     rank: int
     name: str
     seconds: float
 
 
-class Running(msgspec.Struct, tag=True):
-    """A rank has loaded its part."""
+class RankReady(msgspec.Struct, tag=True):
+    """A rank has loaded its shard."""
 
     rank: int
     info: WorkerInfo
 
 
-class Answer(msgspec.Struct, tag=True):
-    """To a Call."""
+class RankReply(msgspec.Struct, tag=True):
+    """Result of a Call."""
 
     rank: int
     value: Any
 
 
 class Result(msgspec.Struct, tag=True):
-    """What a step gave, of the rank that delivers."""
+    """Result of a step, from the rank that reports."""
 
     rank: int
     output: ModelOutput
 
 
-class Beat(msgspec.Struct, tag=True):
-    """A sign of life, while there is something to do: how many steps a rank has done."""
+class Heartbeat(msgspec.Struct, tag=True):
+    """Sent by a busy rank: the number of steps it has done."""
 
     rank: int
     steps: int
 
 
 class Log(msgspec.Struct, tag=True):
-    """A line for the log of the engine's process, of a rank that has none there."""
+    """A log line of a rank on another machine."""
 
     rank: int
     logger: str
@@ -129,7 +129,7 @@ class Broken(msgspec.Struct, tag=True):
     cause: Cause = Cause.FAILED
 
 
-FromRank = Here | Phase | Running | Answer | Result | Beat | Log | Broken
+FromRank = RankStarted | Phase | RankReady | RankReply | Result | Heartbeat | Log | Broken
 
 
 def encode(message: ToRank | FromRank) -> bytes:

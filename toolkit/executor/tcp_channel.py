@@ -1,4 +1,4 @@
-"""Channels over TCP, between machines. Whoever calls proves that it was given the key, without sending it."""
+"""Channels over TCP between machines. A caller proves that it has the key without sending it."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
-from toolkit.executor.channel import Channel
+from toolkit.executor.channel import SocketChannel
 
 KEY_SIZE = 32
-ANSWER = 5.0
-"""Seconds that a caller has for its proof."""
-UNHEARD = 10
-"""Seconds after which a machine that acknowledges nothing is gone: when its power is, no end of the connection comes."""
+PROOF_TIMEOUT = 5.0
+"""Seconds that a caller has to prove itself."""
+PEER_TIMEOUT = 10
+"""Seconds without an acknowledgement after which a machine is lost. One without power closes no
+connection."""
 _PROOF = struct.Struct("<q32s")
 
 
-class Door:
-    """Where an engine's ranks call; open until it is closed."""
+class TCPListener:
+    """Listens for an engine's ranks until it is closed."""
 
     def __init__(self, host: str) -> None:
-        """`host`: the one address of this machine at which it can be called."""
+        """`host`: the only address of this machine to listen on."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
         self.port: int = self._listener.getsockname()[1]
         self.key = secrets.token_bytes(KEY_SIZE)
 
-    def admit(
+    def accept(
         self, ranks: Collection[int], patience: float, look: Callable[[], None]
-    ) -> dict[int, Channel]:
-        """Waits until these have called; `look` is called now and then, and raises when one never will.
+    ) -> dict[int, SocketChannel]:
+        """Wait until these ranks have called. Raises TimeoutError.
 
-        Raises TimeoutError.
+        `look` is called regularly, and raises an error if a rank will never call.
         """
         deadline = time.monotonic() + patience
-        found: dict[int, Channel] = {}
+        found: dict[int, SocketChannel] = {}
         known: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
 
         def ask(caller: socket.socket) -> None:
-            known.put((self._who(caller), caller))
+            known.put((self._authenticate(caller), caller))
 
         self._listener.settimeout(0.1)
         while len(found) < len(ranks):
@@ -53,14 +54,14 @@ class Door:
                 )
             try:
                 caller, _ = self._listener.accept()
-                # Each in a thread of its own: one that says nothing keeps nobody else out.
+                # One thread per caller, so that a silent one does not block others.
                 threading.Thread(target=ask, args=(caller,), daemon=True, name="door").start()
             except TimeoutError:
                 look()
             while not known.empty():
                 rank, caller = known.get()
                 if rank in ranks and rank not in found:
-                    found[rank] = Channel(_tuned(caller))
+                    found[rank] = SocketChannel(_configure(caller))
                 else:
                     caller.close()
         return found
@@ -68,9 +69,9 @@ class Door:
     def close(self) -> None:
         self._listener.close()
 
-    def _who(self, caller: socket.socket) -> int:
-        """The rank that calls; -1 for somebody else."""
-        caller.settimeout(ANSWER)
+    def _authenticate(self, caller: socket.socket) -> int:
+        """Return the number of the calling rank, or -1 for a stranger."""
+        caller.settimeout(PROOF_TIMEOUT)
         nonce = secrets.token_bytes(KEY_SIZE)
         try:
             caller.sendall(nonce)
@@ -80,12 +81,12 @@ class Door:
         return int(rank) if hmac.compare_digest(proof, _proof(self.key, nonce, rank)) else -1
 
 
-def call(host: str, port: int, key: bytes, rank: int) -> Channel:
-    """The other end of a door's channel. Raises OSError."""
-    end = socket.create_connection((host, port), timeout=UNHEARD)
+def call(host: str, port: int, key: bytes, rank: int) -> SocketChannel:
+    """Connect to a listener. Raises OSError."""
+    end = socket.create_connection((host, port), timeout=PEER_TIMEOUT)
     nonce = _read(end, KEY_SIZE)
     end.sendall(_PROOF.pack(rank, _proof(key, nonce, rank)))
-    return Channel(_tuned(end))
+    return SocketChannel(_configure(end))
 
 
 def _proof(key: bytes, nonce: bytes, rank: int) -> bytes:
@@ -102,16 +103,16 @@ def _read(end: socket.socket, count: int) -> bytes:
     return data
 
 
-def _tuned(end: socket.socket) -> socket.socket:
-    """Small messages go at once, and the loss of the other machine is noticed."""
+def _configure(end: socket.socket) -> socket.socket:
+    """Send small messages at once, and detect the loss of the other machine."""
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {
-        "TCP_KEEPIDLE": UNHEARD // 2,
+        "TCP_KEEPIDLE": PEER_TIMEOUT // 2,
         "TCP_KEEPINTVL": 1,
-        "TCP_KEEPCNT": UNHEARD // 2,
-        "TCP_USER_TIMEOUT": UNHEARD * 1000,
+        "TCP_KEEPCNT": PEER_TIMEOUT // 2,
+        "TCP_USER_TIMEOUT": PEER_TIMEOUT * 1000,
     }.items():
         if hasattr(socket, name):  # Linux has all of them
             end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,4 +1,4 @@
-"""One worker, in the engine's own process."""
+"""One worker in the engine's process."""
 
 from __future__ import annotations
 

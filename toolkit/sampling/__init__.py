@@ -1,1 +1,1 @@
-"""How a token is chosen: parameters, the sampler, log-probabilities."""
+"""Choosing tokens: parameters, the sampler, log-probabilities, grammars."""

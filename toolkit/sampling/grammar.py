@@ -1,7 +1,7 @@
-"""Grammars at work: which tokens may come next, one bit each.
+"""Grammars that constrain answers: compilation, state per sequence, and token masks.
 
-A grammar is compiled once, off the engine's loop; every sequence follows its own copy, whose state is the sequence's
-tokens: whatever is preempted or taken up again stays within its grammar.
+A grammar is compiled once, outside the engine's loop. Every sequence follows its own copy, whose
+state depends on the sequence's tokens alone, so that preemption and revival change nothing.
 """
 
 from __future__ import annotations
@@ -10,52 +10,53 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from toolkit.sampling.params import THINK_END, THINK_START
 from toolkit.sampling.structured_outputs import in_thread, limits
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 Masks = npt.NDArray[np.int32]
-"""[n, ceil(vocab / 32)]: bit t % 32 of word t // 32 is set where token t may come."""
+"""[n, ceil(vocab / 32)]: bit t % 32 of word t // 32 is set if token t is allowed."""
 MAX_COMPILED = 64
-"""Compiled grammars that are kept."""
+"""Compiled grammars to keep."""
 MIN_PARALLEL = 8
-"""Sequences from which threads are worth waking."""
-THINK, END_OF_THINKING = b"<think>", b"</think>"
+"""Sequences from which threads pay off."""
+_THINK_START, _THINK_END = THINK_START.encode(), THINK_END.encode()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """What a grammar has to know of the vocabulary."""
+    """The vocabulary, as grammars need it."""
 
     spellings: Sequence[bytes]
-    """Of every token; nothing of those without text."""
+    """Bytes of every token; empty for those without text."""
     special_ids: Sequence[int]
     end_ids: Sequence[int]
-    """Tokens that end an answer; there is one at least."""
+    """Tokens that end an answer: at least one."""
 
 
 class GrammarCompiler:
-    """Compiles in threads; remembers the last grammars."""
+    """Compiles in threads and caches the latest grammars."""
 
     def __init__(self, read_tokens: Callable[[Sequence[int]], TokenTable]) -> None:
-        """`read_tokens` is called once, in a thread, when the first grammar comes, with the tokens that end answers."""
+        """`read_tokens` gets the end tokens. It is called once, in a thread."""
         self._read_tokens = read_tokens
         self._vocabulary: Future[Vocabulary] | None = None
         self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
 
     def compile(self, grammar: str, end_ids: Sequence[int]) -> Future[CompiledGrammar]:
-        """Fails with ValueError where the grammar and these tokens do not go together."""
+        """Start compiling. Fails with ValueError if the vocabulary cannot spell the grammar."""
         if self._vocabulary is None:
             self._vocabulary = in_thread(lambda: Vocabulary(self._read_tokens(end_ids)))
         found = self._compiled.pop(grammar, None)
         if found is None:
-            vocabulary = self._vocabulary  # the one before in the threads' queue
+            vocabulary = self._vocabulary  # queued before, so that it is done first
             found = in_thread(lambda: CompiledGrammar(vocabulary.result(), grammar))
         self._compiled[grammar] = found
         while len(self._compiled) > MAX_COMPILED:
@@ -64,7 +65,7 @@ class GrammarCompiler:
 
 
 class Vocabulary:
-    """The tokens as llguidance holds them."""
+    """The vocabulary in llguidance's format."""
 
     def __init__(self, table: TokenTable) -> None:
         self.table = table
@@ -72,8 +73,10 @@ class Vocabulary:
         known = np.array([bool(spelling) for spelling in table.spellings])
         known[list(table.end_ids)] = False
         self.unfinished = _packed(known)
-        """Mask of all tokens but those that end the answer."""
-        self.think_id = next((id for id, text in enumerate(table.spellings) if text == THINK), None)
+        """Mask of all tokens except end tokens."""
+        self.think_id = next(
+            (id for id, text in enumerate(table.spellings) if text == _THINK_START), None
+        )
 
 
 class CompiledGrammar:
@@ -82,17 +85,17 @@ class CompiledGrammar:
 
         self.vocabulary = vocabulary
         self._matcher = LLMatcher(vocabulary.tokenizer, grammar, limits=limits())
-        self._matcher.compute_bitmask()  # the first one prepares for those that follow
+        self._matcher.compute_bitmask()  # the first one is slow
         if self._matcher.is_error():
             raise ValueError(_reason(self._matcher))
 
     def start(self) -> LLMatcher:
-        """A copy at its beginning."""
+        """Return a copy in the initial state."""
         return self._matcher.deep_copy()
 
 
 class GrammarState:
-    """Where one sequence is in its grammar."""
+    """State of one sequence in its grammar."""
 
     def __init__(
         self,
@@ -102,20 +105,20 @@ class GrammarState:
         end_ids: Sequence[int] = (),
         reasoning: Literal["begun", "possible"] | None = None,
     ) -> None:
-        """`end_ids`: tokens that end the sequence, and may not before `min_tokens` while the grammar has others."""
+        """`end_ids`: not allowed before `min_tokens` while the grammar allows other tokens."""
         self.compiled = compiled
         self._min_tokens = min_tokens
         self._end_ids = list(end_ids)
         self._reasoning = reasoning
         self._thoughts = b""
-        """The newest of the reasoning, as far as it may be a part of its end."""
+        """Last bytes of the reasoning, which may begin its end mark."""
         self._num_tokens = 0
         self._matcher: LLMatcher | None = None
         self.error: str | None = None
 
     @property
     def failure(self) -> str | None:
-        """Why it cannot be followed, or any further."""
+        """Reason why the grammar cannot be followed, or None."""
         if (
             self.error is None
             and self.compiled.done()
@@ -136,11 +139,11 @@ class GrammarState:
 
     @property
     def thinks(self) -> bool:
-        """Whether it is within its reasoning."""
+        """True while the sequence is in its reasoning."""
         return self._reasoning == "begun"
 
     def follow(self, token_ids: list[int]) -> None:
-        """Takes in what is new of the sequence's tokens, which are all that it has so far."""
+        """Advance to the sequence's tokens: all that it has so far."""
         new = token_ids[self._num_tokens :]
         self._num_tokens = len(token_ids)
         if self._reasoning is not None and new:
@@ -149,7 +152,7 @@ class GrammarState:
             self.error = _reason(self.matcher)
 
     def adjust(self, mask: npt.NDArray[np.int32]) -> None:
-        """Makes the matcher's mask this sequence's: with reasoning, and without an end that comes too early."""
+        """Allow reasoning to start, and forbid end tokens before `min_tokens`, in place."""
         if self._reasoning == "possible" and (think := self.vocabulary.think_id) is not None:
             mask.view(np.uint8)[think // 8] |= 1 << think % 8
         if self._num_tokens < self._min_tokens:
@@ -160,13 +163,13 @@ class GrammarState:
                 mask[:] = shorter
 
     def fail(self) -> bool:
-        """Whether the matcher has met a limit; then `failure` says which."""
+        """Return True if the matcher has met a limit; `failure` has the reason."""
         if self._matcher is not None and self._matcher.is_error():
             self.error = self.error or _reason(self._matcher)
         return self.error is not None
 
     def _after_reasoning(self, new: list[int]) -> list[int]:
-        """Those of the new tokens that come after the reasoning."""
+        """Return the new tokens that follow the reasoning."""
         if self._reasoning == "possible":
             if new[0] != self.vocabulary.think_id:
                 self._reasoning = None
@@ -175,22 +178,22 @@ class GrammarState:
             new = new[1:]
         for index, token in enumerate(new):
             self._thoughts += self.vocabulary.table.spellings[token]
-            if END_OF_THINKING in self._thoughts:
+            if _THINK_END in self._thoughts:
                 self._reasoning = None
                 return new[index + 1 :]
-            self._thoughts = self._thoughts[1 - len(END_OF_THINKING) :]
+            self._thoughts = self._thoughts[1 - len(_THINK_END) :]
         return []
 
 
 class MaskFiller:
-    """Fills masks, those of several sequences in parallel."""
+    """Computes masks of several sequences in parallel."""
 
     def __init__(self, vocab_size: int) -> None:
         self._num_words = -(-vocab_size // 32)
         self._executor: LLExecutor | None = None
 
     def fill(self, states: Sequence[GrammarState | None]) -> Masks:
-        """One row for each; None, and what has failed, may go on with any token."""
+        """Return one row per state. None and failed states allow every token."""
         live = [
             (i, state) for i, state in enumerate(states) if state is not None and not state.fail()
         ]
@@ -223,11 +226,12 @@ class MaskFiller:
 def _tokenizer(table: TokenTable) -> LLTokenizer:
     from llguidance import LLTokenizer
 
-    return LLTokenizer(_Tokens(table), eos_token=list(table.end_ids))  # type: ignore[arg-type]  # what it reads of its wrapper
+    tokens: Any = _Tokens(table)  # has all that LLTokenizer reads of its wrapper
+    return LLTokenizer(tokens, eos_token=list(table.end_ids))
 
 
 class _Tokens:
-    """The tokens with the names that llguidance reads them by."""
+    """The attributes that llguidance reads of a tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -239,7 +243,7 @@ class _Tokens:
         self._byte_ids = {text: id for id, text in enumerate(table.spellings) if len(text) == 1}
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """A tokenization, for parts that a grammar leaves no choice in: nobody asks for those here."""
+        """Tokenize text that a grammar forces. Unused here."""
         encoded = text if isinstance(text, bytes) else text.encode()
         return [
             self._byte_ids[encoded[i : i + 1]]
@@ -255,4 +259,4 @@ def _packed(allowed: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
 
 def _reason(matcher: LLMatcher) -> str:
     lines = matcher.get_error().strip().splitlines()
-    return f"the form of its answer cannot be followed: {lines[0] if lines else 'the cause is not known'}"
+    return f"the structured output cannot be followed: {lines[0] if lines else 'unknown cause'}"

@@ -8,10 +8,10 @@ import torch
 def gather_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(tokens [n, 1 + k], their log-probabilities [n, 1 + k] fp32, the first one's rank [n]).
+    """Return (tokens [n, 1 + k], log-probabilities [n, 1 + k] fp32, rank of the first [n]).
 
-    logits: [n, vocab]; token_ids: [n], reported first, then the k likeliest. All values of a token are taken
-    from one tensor, so that they are equal to the last bit wherever it appears.
+    logits: [n, vocab]. token_ids: [n], reported first, then the k likeliest. All values of a token
+    come from one tensor, so that they are equal to the last bit wherever it appears.
     """
     logprobs = logits.float().log_softmax(dim=-1)
     wanted = token_ids.clamp(min=0).to(torch.int64)[:, None]

@@ -1,4 +1,4 @@
-"""What a request may ask of the sampler. Names, defaults and meanings are vLLM's."""
+"""Sampling parameters of a request. Names, defaults and meanings are vLLM's."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 
 import msgspec
 
-from toolkit.errors import InvalidRequestError
+from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.structured_outputs import StructuredOutputsParams
 
+THINK_START, THINK_END = "<think>", "</think>"  # mark the reasoning in an answer
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 256
 MAX_TEXT = 16_384
 """Characters of all `stop` strings, and of all `bad_words`."""
 MAX_BEAM_WIDTH = 64
-_GREATEST = 2**31 - 1
-_WHOLE = (
+_MAX_INT = 2**31 - 1
+_INTEGERS = (
     "n",
     "top_k",
     "seed",
@@ -30,9 +31,9 @@ _WHOLE = (
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How the tokens of one request are chosen, and when it ends.
+    """Rules by which one request's tokens are chosen and it ends. Lengths are in tokens.
 
-    Raises InvalidRequestError for a value out of its range. Lengths are in tokens.
+    Raises InvalidRequestError for a value out of range.
     """
 
     n: int = 1
@@ -46,46 +47,43 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
-    """The only tokens that can be chosen; None: all."""
+    """The only tokens that can be chosen. None: all."""
     bad_words: list[str] | None = None
-    """Texts that the answer does not have, as far as they are whole tokens: the token that would complete one is not
-    chosen."""
+    """Texts that the answer must not contain: the token that would complete one is not chosen."""
     bad_words_token_ids: list[list[int]] | None = None
-    """What `bad_words` are in tokens, which is found out where a request is taken in. More can be given."""
+    """Token sequences that it must not contain. The engine adds those of `bad_words`."""
     seed: int | None = None
     max_tokens: int | None = 16
-    """None: as many as the context holds."""
+    """None: up to the end of the context."""
     min_tokens: int = 0
     ignore_eos: bool = False
     stop: list[str] | str | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
-    """How many of the likeliest tokens to report at each output position, besides the chosen one."""
+    """Likeliest tokens to report at each output position, besides the chosen one."""
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = False
-    """Puts a space on either side of special tokens in the text, where they are not skipped."""
+    """Put a space on either side of special tokens that are not skipped."""
     detokenize: bool = True
     structured_outputs: StructuredOutputsParams | None = None
     truncate_prompt_tokens: int | None = None
-    """Keeps this many of the prompt's tokens, the last ones; -1: as many as leave room for the answer."""
+    """Keep the last so many tokens of the prompt. -1: as many as leave room for the answer."""
 
     def __post_init__(self) -> None:
         self.stop = _as_list(self.stop)
         self.stop_token_ids = list(self.stop_token_ids or [])
         self.bad_words = _as_list(self.bad_words)
-        for name in _WHOLE:
+        for name in _INTEGERS:
             value = getattr(self, name)
             if value is not None and type(value) is not int:
-                raise InvalidRequestError(
-                    f"{name} is a whole number; it got {value!r}.", param=name
-                )
+                raise InvalidParamError(name, f"must be a whole number; got {value!r}.")
         if self.top_k == -1:
             self.top_k = 0
         _within("n", self.n, 1, 128)
         _within("temperature", self.temperature, 0.0, 100.0)
-        _within("top_k", self.top_k, 0, _GREATEST)
+        _within("top_k", self.top_k, 0, _MAX_INT)
         _within("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise _out_of_range("top_p", self.top_p, "above 0 and at most 1")
@@ -96,35 +94,33 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         if self.seed is not None:
             _within("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
-            _within("max_tokens", self.max_tokens, 1, _GREATEST)
+            _within("max_tokens", self.max_tokens, 1, _MAX_INT)
         _within(
             "min_tokens",
             self.min_tokens,
             0,
-            _GREATEST if self.max_tokens is None else self.max_tokens,
+            _MAX_INT if self.max_tokens is None else self.max_tokens,
         )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _within(name, getattr(self, name), 0, MAX_LOGPROBS)
         _check_texts("stop", self.stop, MAX_STOP_STRINGS)
         if self.stop and not self.detokenize:
-            raise InvalidRequestError(
-                "stop needs the answer's text, so that detokenize stays on.", param="stop"
-            )
+            raise InvalidParamError("stop", "needs the answer's text: leave detokenize on.")
         _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS)
         for sequence in self.bad_words_token_ids or ():
             if not sequence or not all(type(token) is int for token in sequence):
                 raise InvalidRequestError(
-                    "bad_words_token_ids is made of sequences of at least one token.",
+                    "bad_words_token_ids must be lists of at least one token id.",
                     param="bad_words_token_ids",
                 )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError(
-                "allowed_token_ids is empty, so that no token could be chosen.",
+                "allowed_token_ids is empty: no token could be chosen.",
                 param="allowed_token_ids",
             )
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
-            _within("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, _GREATEST)
+            _within("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, _MAX_INT)
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             _check_token_ids(name, getattr(self, name))
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))
@@ -135,7 +131,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
     @property
     def size(self) -> int:
-        """Texts and tokens that it is made of, as a measure of what each copy of it costs: characters and numbers."""
+        """Characters and token ids in its lists: a measure of the cost of a copy."""
         lists = (
             self.stop_token_ids,
             self.allowed_token_ids,
@@ -146,7 +142,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
     @property
     def has_biases(self) -> bool:
-        """Whether some logits are changed, or taken out, one by one."""
+        """True if it changes or removes single logits."""
         return bool(
             self.logit_bias or self.min_tokens or self.allowed_token_ids or self.bad_words_token_ids
         )
@@ -166,18 +162,18 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How beam search goes. Names and meanings are those of Transformers' generation settings.
+    """Parameters of beam search. Names and meanings are those of Transformers.
 
-    A beam's score is the sum of its tokens' log-probabilities over its length to the power of `length_penalty`.
-    Raises InvalidRequestError for a value out of its range.
+    A beam's score is the sum of its tokens' log-probabilities, divided by its length to the power
+    of `length_penalty`. Raises InvalidRequestError for a value out of range.
     """
 
     beam_width: int
     max_tokens: int
     length_penalty: float = 1.0
     early_stopping: bool | str = False
-    """True: ends when there are `beam_width` finished beams. False: when those that go on are not likely to become
-    better. "never": when they cannot."""
+    """When to end. True: with `beam_width` finished beams. False: when better ones are unlikely.
+    "never": when better ones are impossible."""
     ignore_eos: bool = False
     stop_token_ids: list[int] | None = None
 
@@ -185,14 +181,14 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         for name in ("beam_width", "max_tokens"):
             if type(getattr(self, name)) is not int:
                 raise InvalidRequestError(
-                    f"{name} is a whole number; it got {getattr(self, name)!r}.", param=name
+                    f"{name} must be a whole number; got {getattr(self, name)!r}.", param=name
                 )
         _within("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
-        _within("max_tokens", self.max_tokens, 1, _GREATEST)
+        _within("max_tokens", self.max_tokens, 1, _MAX_INT)
         _within("length_penalty", self.length_penalty, -10.0, 10.0)
         if self.early_stopping not in (True, False, "never"):
             raise InvalidRequestError(
-                f"early_stopping is true, false or 'never'; it got {self.early_stopping!r}.",
+                f"early_stopping must be true, false or 'never'; got {self.early_stopping!r}.",
                 param="early_stopping",
             )
         _check_token_ids("stop_token_ids", self.stop_token_ids)
@@ -206,7 +202,7 @@ def _as_list(stop: list[str] | str | None) -> list[str]:
 
 def _check_token_ids(name: str, token_ids: Iterable[object] | None) -> None:
     if not all(type(token) is int for token in token_ids or ()):
-        raise InvalidRequestError(f"{name} names tokens by their numbers.", param=name)
+        raise InvalidRequestError(f"{name} must contain token ids.", param=name)
 
 
 def _check_texts(name: str, texts: list[str], most: int) -> None:
@@ -214,18 +210,20 @@ def _check_texts(name: str, texts: list[str], most: int) -> None:
         isinstance(text, str) and 1 <= len(text) <= 1024 for text in texts
     )
     if not good or sum(map(len, texts)) > MAX_TEXT:
-        raise InvalidRequestError(
-            f"{name} takes at most {most} texts of 1 to 1024 characters, of {MAX_TEXT} in all.",
-            param=name,
+        raise InvalidParamError(
+            name,
+            f"takes at most {most} texts of 1 to 1024 characters, {MAX_TEXT} characters in all.",
         )
 
 
 def _within(name: str, value: Any, low: float, high: float | None) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise InvalidRequestError(f"{name} is a number; it got {value!r}.", param=name)
+        raise InvalidParamError(name, f"must be a number; got {value!r}.")
     if value < low or (high is not None and value > high) or value != value:
         wanted = (
-            f"at least {_bound(low)}" if high is None else f"from {_bound(low)} to {_bound(high)}"
+            f"at least {_bound(low)}"
+            if high is None
+            else f"between {_bound(low)} and {_bound(high)}"
         )
         raise _out_of_range(name, value, wanted)
 
@@ -235,11 +233,11 @@ def _bound(value: float) -> str:
 
 
 def _out_of_range(name: str, value: Any, wanted: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name} is {wanted}; it got {value!r}.", param=name)
+    return InvalidParamError(name, f"must be {wanted}; got {value!r}.")
 
 
 class PoolingParams(msgspec.Struct, array_like=True):
-    """What a request says whose prompt is pooled, and not continued."""
+    """Parameters of a prompt that is pooled instead of continued."""
 
     second_text: int = 0
-    """Of two texts that are compared: where the second one's tokens begin. 0: there is one text."""
+    """Position of the second text's first token, if two are compared. 0: one text."""

@@ -14,6 +14,7 @@ import torch
 
 from toolkit.kernels import cpu
 from toolkit.kernels.cpu.sampling import sample as cpu_sample
+from toolkit.kernels.table import Kernels
 from toolkit.sampling.grammar import Masks
 from toolkit.sampling.sampling_state import SamplingState, to_device
 
@@ -29,26 +30,80 @@ def sample(
     rows: IntArray,
     lengths: IntArray,
     masked: tuple[npt.NDArray[np.int64], Masks] | None = None,
+    kernels: Kernels | None = None,
 ) -> torch.Tensor:
-    """The next tokens [n] int64; -1 where the logits are not finite.
+    """Return the next tokens [n]; -1 where the logits are not finite.
 
     logits: [n, vocab] fp32, changed in place; token_ids: [num_rows, max_len], the rows' tokens so far; rows,
     lengths: [n] on the host, which rows these are and how many tokens each has (the sampled one comes at that
     position); masked: indices of requests that are bound to a grammar, and what their next tokens may be.
+
+    With the device's `kernels` the tokens are int32, and are written into `token_ids`; else they are int64.
     """
-    device = logits.device
+    steps = (
+        _TorchSteps(state, token_ids, rows, lengths)
+        if kernels is None
+        else _KernelSteps(kernels, state, token_ids, rows, lengths)
+    )
     if state.biases[rows].any():
         add_biases(logits, state, token_ids, rows, lengths)
     if state.penalties[rows].any():
-        _penalize(logits, state, token_ids, rows, lengths)
+        steps.penalize(logits)
     if masked is not None:
-        mask_logits(logits, *(to_device(torch.from_numpy(part), device) for part in masked))
-    if device.type == "cpu" and cpu.available():
-        tokens: torch.Tensor = cpu_sample(
-            logits, torch.from_numpy(rows), torch.from_numpy(lengths), state.floats, state.ints
-        )
-        return tokens
-    return choose(logits, state, rows, lengths)
+        steps.mask(logits, *(to_device(torch.from_numpy(part), logits.device) for part in masked))
+    return steps.choose(logits)
+
+
+class _TorchSteps:
+    """The steps of `sample` in PyTorch; on a CPU the choice is our C++ kernel's, where it was built."""
+
+    def __init__(
+        self, state: SamplingState, token_ids: torch.Tensor, rows: IntArray, lengths: IntArray
+    ) -> None:
+        self._state, self._token_ids, self._rows, self._lengths = state, token_ids, rows, lengths
+
+    def penalize(self, logits: torch.Tensor) -> None:
+        _penalize(logits, self._state, self._token_ids, self._rows, self._lengths)
+
+    def mask(self, logits: torch.Tensor, index: torch.Tensor, masks: torch.Tensor) -> None:
+        mask_logits(logits, index, masks)
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        state, rows, lengths = self._state, self._rows, self._lengths
+        if logits.device.type == "cpu" and cpu.available():
+            return cpu_sample(
+                logits, torch.from_numpy(rows), torch.from_numpy(lengths), state.floats, state.ints
+            )
+        return choose(logits, state, rows, lengths)
+
+
+class _KernelSteps:
+    """The steps of `sample` by a GPU's kernels."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        state: SamplingState,
+        token_ids: torch.Tensor,
+        rows: IntArray,
+        lengths: IntArray,
+    ) -> None:
+        device = token_ids.device
+        self._kernels = kernels
+        self._rows = to_device(torch.from_numpy(rows), device)
+        self._lengths = to_device(torch.from_numpy(lengths), device)
+        self._tables = state.floats, state.ints, token_ids
+
+    def penalize(self, logits: torch.Tensor) -> None:
+        self._kernels.penalize(logits, self._rows, self._lengths, *self._tables)
+
+    def mask(self, logits: torch.Tensor, index: torch.Tensor, masks: torch.Tensor) -> None:
+        self._kernels.mask_logits(logits, index, masks)
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+        self._kernels.sample(logits, self._rows, self._lengths, *self._tables, out)
+        return out
 
 
 def choose(

@@ -1,4 +1,4 @@
-"""The sampling parameters of the running requests, one row each: tensors on the device, flags on the host."""
+"""Sampling parameters of the running requests, one row each, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from toolkit.sequence import SequenceSpec
 class SamplingState:
     """Row r holds the parameters of the request in row r.
 
-    `floats` [num_rows, 6] fp32: temperature, top_p, min_p, repetition, presence and frequency penalty. `ints`
-    [num_rows, 3] int64: top_k, seed, number of prompt tokens. Both are there twice, for the host and for the device.
+    `floats` [num_rows, 6] fp32: temperature, top_p, min_p, repetition, presence and frequency
+    penalty. `ints` [num_rows, 3] int64: top_k, seed, number of prompt tokens. Both exist on the
+    host and on the device.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
@@ -26,7 +27,7 @@ class SamplingState:
         self.params: list[SamplingParams] = [SamplingParams()] * num_rows
         self.stop_ids: list[list[int]] = [[]] * num_rows
         self.allowed: list[torch.Tensor | None] = [None] * num_rows
-        """On the device: the only tokens that a row may choose, where it may not choose all."""
+        """Tokens that a row may choose, on the device. None: all."""
         self.random = np.zeros(num_rows, np.bool_)
         self.filters = np.zeros(num_rows, np.bool_)
         self.penalties = np.zeros(num_rows, np.bool_)
@@ -38,7 +39,7 @@ class SamplingState:
         return self.host_ints[:, 2]
 
     def set(self, row: int, spec: SequenceSpec, seed: int) -> None:
-        """Gives a row to a request, on the host; `load` takes it to the device."""
+        """Give a row to a request, on the host. `load` copies it to the device."""
         p = spec.params
         self.host_floats[row] = (
             p.temperature,
@@ -60,11 +61,11 @@ class SamplingState:
         self.num_logprobs[row] = -1 if p.logprobs is None else p.logprobs
 
     def load(self, rows: list[int]) -> None:
-        """Copies rows to the device, waiting for it."""
+        """Copy rows to the device, synchronously."""
         self.floats[rows] = torch.from_numpy(self.host_floats[rows]).to(self.device)
         self.ints[rows] = torch.from_numpy(self.host_ints[rows]).to(self.device)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a host's tensor on a device, without waiting for the device's work."""
+    """Copy a host tensor to a device, without waiting for its work."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

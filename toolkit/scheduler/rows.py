@@ -86,7 +86,7 @@ class Rows:
     def ended(
         self, rows: npt.NDArray[np.intp], token_ids: IntArray, known: IntArray
     ) -> npt.NDArray[np.bool_]:
-        """Return which rows end with their newest token: by length, by a stop token, by an error."""
+        """Return which rows end with their newest token: length, stop token, or error."""
         ended = known >= self.limit.take(rows)
         ended |= token_ids < 0
         if self.stops.shape[1]:

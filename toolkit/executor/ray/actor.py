@@ -1,4 +1,4 @@
-"""A rank in an actor of Ray: what runs on the machine that Ray has chosen."""
+"""A rank in a Ray actor, on the machine that Ray has chosen."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import psutil
 from toolkit.executor.rank import RankProcess
 from toolkit.executor.tcp_channel import call
 from toolkit.hardware.cores import find_cores
-from toolkit.hardware.parent import wake_with_parent
+from toolkit.hardware.parent import resume_with_parent
 from toolkit.version import __version__
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where an actor is."""
+class ActorPlace:
+    """The machine of an actor."""
 
     node: str
-    """Ray's name of the machine."""
+    """Ray's id of the machine."""
     gpus: tuple[str, ...]
-    """Those that are the actor's."""
+    """Ids of the actor's GPUs."""
     cores: int
-    """Processor cores that may be used there."""
+    """CPU cores that may be used."""
     versions: str
     has_model: bool
 
 
 class RankActor:
-    def look(self, folder: str) -> Place:
-        """`folder`: the model's."""
+    def look(self, folder: str) -> ActorPlace:
+        """Describe this machine. `folder`: the model's."""
         import ray
 
         context = ray.get_runtime_context()
         cores = find_cores()
-        return Place(
+        return ActorPlace(
             node=context.get_node_id(),
             gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
             cores=max(1, int(min(len(cores.all), cores.quota or len(cores.all)))),
@@ -45,25 +45,27 @@ class RankActor:
             has_model=(Path(folder) / "config.json").exists(),
         )
 
-    def run(self, here: str, door: tuple[str, int, bytes], rank: int, gpus: str) -> None:
-        """Is a rank, until it is told to end. `here`: this machine's address in the cluster; `gpus`: those of all ranks here, so that NCCL
-        finds the ways between them.
+    def run(self, here: str, listener: tuple[str, int, bytes], rank: int, gpus: str) -> None:
+        """Run a rank until it ends.
+
+        `here`: this machine's address in the cluster. `gpus`: GPUs of all ranks on this machine, so
+        that NCCL finds the links between them.
         """
-        wake_with_parent()
+        resume_with_parent()
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus
         interface = _interface(here)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-        channel = call(*door, rank)
+        channel = call(*listener, rank)
         if RankProcess(channel, far=True).run():
-            return  # Ray ends this process when asked, without a complaint
+            return  # Ray ends this process on request
         channel.finish()
-        os._exit(1)  # what is left of the group of ranks may wait for others that are gone
+        os._exit(1)  # the rest of the process group may wait for lost ranks
 
 
 def _interface(address: str) -> str:
-    """The network interface that has an address."""
+    """Return the network interface with an address."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.split("%")[0] == address for one in addresses):
             return name

@@ -1,4 +1,4 @@
-"""Ranks on the machines of a Ray cluster. Ray places and starts them; what they are told does not pass through it."""
+"""Ranks on the machines of a Ray cluster. Ray starts them; messages do not pass through it."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from torch._C._distributed_c10d import TCPStore
 
 from toolkit.config import EngineConfig
 from toolkit.errors import ConfigError, WorkersLostError
-from toolkit.executor.channel import Channel
-from toolkit.executor.rank_messages import Begin
+from toolkit.executor.channel import SocketChannel
+from toolkit.executor.rank_messages import StartRank
 from toolkit.executor.ranks import Rank, Ranks
-from toolkit.executor.ray.actor import Place, RankActor
+from toolkit.executor.ray.actor import ActorPlace, RankActor
 from toolkit.executor.ray.cluster import Cluster
-from toolkit.executor.tcp_channel import Door
+from toolkit.executor.tcp_channel import TCPListener
 from toolkit.logs import LogStyle
 
 logger = logging.getLogger(__name__)
 
 START = 120.0
-"""Seconds in which an actor begins: Python and PyTorch may come over a network."""
-LAST_WORD = 0.7
-"""Seconds that Ray has to say how an actor ended: less than others wait for that."""
+"""Seconds for an actor to start: Python and PyTorch may come over a network."""
+END_REASON_TIMEOUT = 0.7
+"""Seconds for Ray to report how an actor ended: less than others wait for it."""
 
 
 class Actors(Ranks):
     """All ranks, each an actor of one placement group."""
 
     def __init__(self, config: EngineConfig, folder: Path, log: LogStyle) -> None:
-        """Raises ConfigError: no cluster, no room in it, machines that are not alike or lack the model."""
+        """Raises ConfigError: no cluster, no room in it, machines that differ or lack the model."""
         self._cluster = Cluster()
         self._group: Any = None
         self._store: TCPStore | None = None
@@ -55,7 +55,7 @@ class Actors(Ranks):
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
-        self._store = None  # nobody listens from here on
+        self._store = None  # stops listening
         self._cluster.leave()
 
     def _start(self, config: EngineConfig, folder: Path, log: LogStyle, resource: str) -> None:
@@ -65,18 +65,18 @@ class Actors(Ranks):
         addresses = self._cluster.addresses()
         require_alike(places, addresses, folder)
         here = addresses[self._cluster.own_node]
-        self.meeting = self._open_store(here)
-        door = Door(here)
+        self.rendezvous = self._open_store(here)
+        listener = TCPListener(here)
         try:
             actors = [
-                RankOfRay(
+                RayRank(
                     self._cluster.ray,
                     rank,
                     actor,
                     addresses[place.node],
                     actor.run.remote(
                         addresses[place.node],
-                        (here, door.port, door.key),
+                        (here, listener.port, listener.key),
                         rank,
                         visible_gpus(place, places),
                     ),
@@ -89,14 +89,15 @@ class Actors(Ranks):
                 for actor in actors:
                     actor.require_alive()
 
-            channels = door.admit(range(len(actors)), START, look)
+            channels = listener.accept(range(len(actors)), START, look)
         except TimeoutError as error:
             raise ConfigError(
-                f"A rank did not reach this machine at {here} in {START:g} s ({error}): is there a firewall between the machines?",
+                f"A rank did not reach this machine at {here} in {START:g} s ({error}): is there "
+                "a firewall between the machines?",
                 param="distributed_executor_backend",
             ) from None
         finally:
-            door.close()
+            listener.close()
         engines = -(
             -config.parallel.data_parallel_size // len(addresses)
         )  # that may be on a machine
@@ -108,11 +109,13 @@ class Actors(Ranks):
             own = config.with_settings(
                 device="cuda" if resource == "GPU" else "cpu", num_threads=threads
             )
-            begin = Begin(own, str(folder), self.meeting, actor.rank, log, on_node[place.node])
+            begin = StartRank(
+                own, str(folder), self.rendezvous, actor.rank, log, on_node[place.node]
+            )
             actor.begin(channels[actor.rank], begin)
         logger.info("Ray has placed %s", ", ".join(actor.name for actor in actors))
 
-    def _actors(self, count: int, folder: str, resource: str) -> list[tuple[Any, Place]]:
+    def _actors(self, count: int, folder: str, resource: str) -> list[tuple[Any, ActorPlace]]:
         ray = self._cluster.ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -129,14 +132,14 @@ class Actors(Ranks):
             places = ray.get([actor.look.remote(folder) for actor in actors], timeout=START)
         except ray.exceptions.RayError as error:
             raise ConfigError(
-                f"Ray could not start a rank ({_cause(error)}). Every machine needs the same Python, and the same tk: "
-                "pip install 'tk-llm[ray]'.",
+                f"Ray could not start a rank ({_cause(error)}). Every machine needs the same "
+                "Python and the same tk: pip install 'tk-llm[ray]'.",
                 param="distributed_executor_backend",
             ) from None
         return list(zip(actors, places, strict=True))
 
     def _open_store(self, host: str) -> str:
-        """The meeting of the ranks, at this machine's address alone."""
+        """Open the ranks' store, only at this machine's address in the cluster."""
         listener = socket.create_server(
             (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
         )
@@ -153,23 +156,29 @@ class Actors(Ranks):
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def order(place: Place, own_node: str) -> tuple[bool, str]:
-    """Ranks of one machine follow each other, those beside the engine's process first."""
+def order(place: ActorPlace, own_node: str) -> tuple[bool, str]:
+    """Sort key: ranks of one machine together, those of the engine's machine first."""
     return place.node != own_node, place.node
 
 
-def visible_gpus(place: Place, places: Sequence[Place]) -> str:
-    """Those of all ranks on the machine: so NCCL finds the ways between them, and a rank takes the one at its number modulo theirs."""
+def visible_gpus(place: ActorPlace, places: Sequence[ActorPlace]) -> str:
+    """Return the GPUs of all ranks on the machine.
+
+    NCCL finds the links between them; a rank takes the one at its number modulo their count.
+    """
     return ",".join(gpu for other in places if other.node == place.node for gpu in other.gpus)
 
 
-def require_alike(places: Sequence[Place], addresses: Mapping[str, str], folder: Path) -> None:
-    """Raises ConfigError for machines that lack the model, or have other versions. `addresses`: by node."""
+def require_alike(places: Sequence[ActorPlace], addresses: Mapping[str, str], folder: Path) -> None:
+    """Raise ConfigError if machines lack the model or have other versions.
+
+    `addresses`: by node id.
+    """
     lacking = sorted({addresses[place.node] for place in places if not place.has_model})
     if lacking:
         raise ConfigError(
-            f"There is no model in {folder} on {', '.join(lacking)}: every machine reads it from the same path (a shared folder, "
-            "or tk pull on each).",
+            f"There is no model in {folder} on {', '.join(lacking)}: every machine reads it from "
+            "the same path (a shared folder, or tk pull on each).",
             param="model",
         )
     if len({place.versions for place in places}) > 1:
@@ -181,11 +190,11 @@ def require_alike(places: Sequence[Place], addresses: Mapping[str, str], folder:
         )
 
 
-class RankOfRay(Rank):
-    """An actor, and a connection to its process."""
+class RayRank(Rank):
+    """An actor, and the channel to its process."""
 
     def __init__(self, ray: ModuleType, rank: int, actor: Any, address: str, running: Any) -> None:
-        """`running`: its call, which ends with the process."""
+        """`running`: its call, which returns when the process ends."""
         self.rank = rank
         self._ray, self._actor, self._address, self._running = ray, actor, address, running
 
@@ -193,19 +202,19 @@ class RankOfRay(Rank):
     def name(self) -> str:
         return f"rank {self.rank} on {self._address}"
 
-    def begin(self, channel: Channel, begin: Begin) -> None:
+    def begin(self, channel: SocketChannel, begin: StartRank) -> None:
         self.channel = channel
         channel.send(begin)
 
     def require_alive(self) -> None:
-        """Raises WorkersLostError when its process has ended."""
+        """Raise WorkersLostError if its process has ended."""
         if self._ray.wait([self._running], timeout=0)[0]:
             raise WorkersLostError(f"{self.name} ended before it began ({self.how_ended()})")
 
     def how_ended(self) -> str:
         ray = self._ray
         try:
-            ray.get(self._running, timeout=LAST_WORD)
+            ray.get(self._running, timeout=END_REASON_TIMEOUT)
         except ray.exceptions.GetTimeoutError:
             return "the connection is lost"
         except ray.exceptions.RayError as error:
@@ -222,7 +231,7 @@ class RankOfRay(Rank):
 
 
 def _cause(error: Exception) -> str:
-    """The sentence of Ray's that says it."""
+    """Return the part of Ray's message that has the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = lines[-1] if lines else type(error).__name__
     return said.split("Worker exit detail: ")[-1].split(" Some common causes")[0].rstrip(".")
