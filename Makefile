@@ -1,24 +1,28 @@
-# make serve | test | check | docs | test-gpu: each sets up .venv by itself, and does nothing when nothing changed.
+# Each target sets up .venv if needed, and does nothing when nothing has changed.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+          --constraint constraints.txt
 
 .PHONY: serve test test-gpu check docs format clean
 
 serve: $(VENV)/.runtime
 	@$(BIN)/tk serve $(ARGS)
 
-# Files of tests run side by side, in as many processes as there are cores, at most 4 (a test of the engine takes a GB or two).
-# In the order of their names: those with the fewest tests would else come last, and some of them take a minute.
+# Test files run side by side, in one process per core, at most 4: an engine test takes 1 to 2 GB.
+# They keep their order by name. The usual order puts files with few tests last, and some of those
+# take a minute. make test ARGS="-m quick" takes under two minutes.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# On a machine with an NVIDIA GPU, in the Python that holds its torch: PYTHON=python3 make test-gpu JOBS=8
-# Those that need the GPU for themselves come last, one after the other. (pytest ends with 5 where ARGS leave none.)
+# On a machine with an NVIDIA GPU, in the Python that has its torch:
+#     PYTHON=python3 make test-gpu JOBS=8
+# Tests that need the GPU for themselves run last, one by one. Exit code 5: ARGS select none.
 test-gpu:
 	@$(PYTHON) -c 'import toolkit.kernels' || { \
-	  echo "Install this checkout into $(PYTHON) first: $(PYTHON) -m pip install --no-deps --no-build-isolation --editable ." >&2; exit 1; }
+	  echo "Install this checkout into $(PYTHON) first:" \
+	    "$(PYTHON) -m pip install --no-deps --no-build-isolation --editable ." >&2; exit 1; }
 	$(PYTHON) -m pytest -m "gpu and not alone" $(if $(JOBS),-n $(JOBS)) $(ARGS) || [ $$? = 5 ]
 	$(PYTHON) -m pytest -m "gpu and alone" $(ARGS) || [ $$? = 5 ]
 
@@ -27,7 +31,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/python -m tools.typecheck
 
-# man/ and completions/, from the table of settings and the tree of commands
+# man/ and completions/ are generated from the settings and the commands.
 docs: $(VENV)/.dev
 	$(BIN)/python -m tools.docs
 
@@ -37,12 +41,13 @@ format: $(VENV)/.dev
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
-	  echo "tk needs Python 3.11 to 3.13, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	  echo "tk needs Python 3.11 to 3.13, and $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	    "Name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "Making $(VENV) ..." >&2
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.runtime: pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h) | $(BIN)/python
-	@echo "Installing tk and its dependencies (the first time this takes a few minutes) ..." >&2
+	@echo "Installing tk and its dependencies (a few minutes the first time) ..." >&2
 	@$(PIP) --editable .
 	@touch $@
 
