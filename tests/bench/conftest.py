@@ -1,4 +1,4 @@
-"""A small OpenAI server whose delays are known."""
+"""A small OpenAI-compatible server with known delays."""
 
 from __future__ import annotations
 
@@ -18,23 +18,21 @@ class FakeServer:
     runner: web.AppRunner | None = None
     delay: float = 0.0  # seconds to the first chunk
     gap: float = 0.0  # seconds between chunks
-    hold: int = 0  # requests that have to have come before any is answered
+    hold: int = 0  # requests that must have arrived before any is answered
     tokens_per_chunk: int = 1
     running_usage: bool = False
     final_usage: bool = True
-    refuse_every: int = 0  # every n-th request gets a 503
-    break_off_every: int = 0  # every n-th answer ends in the middle
+    refuse_every: int = 0  # every n-th request gets status 503
+    truncate_every: int = 0  # every n-th answer ends in the middle
     bodies: list[dict] = field(default_factory=list)
     headers: list[dict] = field(default_factory=list)
-    metrics_pages: list[str] = field(
-        default_factory=list
-    )  # what /metrics answers, one after the other
-    came: asyncio.Condition = field(default_factory=asyncio.Condition)
+    metrics_pages: list[str] = field(default_factory=list)  # successive answers of /metrics
+    arrived: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    async def have_come(self, count: int) -> None:
-        """Waits until there were so many requests."""
-        async with self.came:
-            await self.came.wait_for(lambda: len(self.bodies) >= count)
+    async def wait_for_requests(self, count: int) -> None:
+        """Wait until `count` requests have arrived."""
+        async with self.arrived:
+            await self.arrived.wait_for(lambda: len(self.bodies) >= count)
 
     async def metrics(self, request: web.Request) -> web.Response:
         if not self.metrics_pages:
@@ -49,21 +47,21 @@ class FakeServer:
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
         number = len(self.bodies)
-        async with self.came:
-            self.came.notify_all()
+        async with self.arrived:
+            self.arrived.notify_all()
         if self.refuse_every and number % self.refuse_every == 0:
             return web.json_response({"error": {"message": "The queue is full."}}, status=503)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        await self.have_come(self.hold)
+        await self.wait_for_requests(self.hold)
         await asyncio.sleep(self.delay)
         usage = {"prompt_tokens": len(body.get("prompt", "1234567")), "completion_tokens": 0}
         for start in range(0, body["max_tokens"], self.tokens_per_chunk):
             if start:
                 await asyncio.sleep(self.gap)
-            carried = min(self.tokens_per_chunk, body["max_tokens"] - start)
-            usage["completion_tokens"] += carried
-            text = "word " * carried
+            num_tokens = min(self.tokens_per_chunk, body["max_tokens"] - start)
+            usage["completion_tokens"] += num_tokens
+            text = "word " * num_tokens
             choice = (
                 {"index": 0, "delta": {"content": text}}
                 if "messages" in body
@@ -71,7 +69,7 @@ class FakeServer:
             )
             event = {"choices": [choice]} | ({"usage": usage} if self.running_usage else {})
             await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
-            if self.break_off_every and number % self.break_off_every == 0:
+            if self.truncate_every and number % self.truncate_every == 0:
                 return response
         if self.final_usage:
             await response.write(
@@ -81,7 +79,7 @@ class FakeServer:
         return response
 
     async def listen(self, port: int = 0) -> None:
-        """On one more port, any free one for 0."""
+        """Listen on another port, or on any free one for 0."""
         site = web.TCPSite(self.runner, "127.0.0.1", port)
         await site.start()
 

@@ -1,4 +1,4 @@
-"""Outcomes of runs that never were: recorded times, and all that is made of them."""
+"""Outcomes of simulated runs."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ from array import array
 
 import numpy as np
 
-from toolkit.bench.load.record import RequestRecord, Share
+from toolkit.bench.load.record import ClientResult, RequestRecord
 from toolkit.bench.report.outcome import Outcome
 from toolkit.bench.report.stats import evaluate
 from toolkit.config.load import BenchConfig
 
 
 def outcome(
-    *, ttft: float = 0.1, itl: float = 0.01, tokens: int = 21, rate: float = 20.0, seconds: float = 30.0,
-    fail_every: int = 0, seed: int = 0, **settings,
-) -> Outcome:  # fmt: skip
-    """Requests that arrive evenly; their times vary by a tenth or so. Times are in seconds."""
+    *,
+    ttft: float = 0.1,
+    itl: float = 0.01,
+    tokens: int = 21,
+    rate: float = 20.0,
+    seconds: float = 30.0,
+    fail_every: int = 0,
+    seed: int = 0,
+    **settings,
+) -> Outcome:
+    """Return the outcome of requests that arrive evenly. Times are in seconds and vary by 20 %."""
     rng = np.random.default_rng(seed)
     config = BenchConfig(request_rate=rate, duration=seconds, seed=seed, **settings)
     records = []
@@ -28,13 +35,18 @@ def outcome(
         fails = fail_every and number % fail_every == 0
         records.append(
             RequestRecord(
-                number=number, scheduled=start, woken=start, sent=start + 0.001, first_token=first, last_token=last,
-                ended=last, max_tokens=tokens, prompt_tokens=128, output_tokens=tokens, gaps=gaps,
-                sizes=array("q", [1] * len(gaps)), error=("HTTP 503", "<full>") if fails else None,
+                number=number, scheduled=start, started=start, sent=start + 0.001,
+                first_token=first, last_token=last,
+                ended=last, max_tokens=tokens, prompt_tokens=128, output_tokens=tokens,
+                chunk_gaps=gaps, chunk_tokens=array("q", [1] * len(gaps)),
+                error=("HTTP 503", "<full>") if fails else None,
             )
         )  # fmt: skip
     result = evaluate(
-        [Share(records)], paced=True, percentiles=config.percentiles, objectives=config.objectives
+        [ClientResult(records)],
+        is_paced=True,
+        percentiles=config.percentiles,
+        objectives=config.objectives,
     )
     began = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
     return Outcome(config, "org/model", result, records, False, None, "1.2.3", began)

@@ -1,4 +1,4 @@
-"""The command as a program."""
+"""`tk bench` as a program."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import sys
 import pytest
 from rich.console import Console
 
-from toolkit.bench.load.answer_stream import Counts
-from toolkit.bench.progress import Progress, sparkline
-from toolkit.cli.help import spread
+from toolkit.bench.load.answer_stream import LiveCounts
+from toolkit.bench.progress import ProgressDisplay, sparkline
+from toolkit.cli.help import repeat_flags
 from toolkit.config import options
 from toolkit.config.clients import server_url
 from toolkit.config.load import BenchConfig
@@ -22,7 +22,7 @@ PROGRAM = "from toolkit.cli import main; main()"
 
 
 async def tk(*flags):
-    """(exit code, stdout, stderr)"""
+    """Run `tk bench` and return (exit code, stdout, stderr)."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", PROGRAM, "bench", *flags),
         stdout=subprocess.PIPE,
@@ -32,7 +32,7 @@ async def tk(*flags):
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_json_goes_to_stdout_and_the_files_say_the_same(server, tmp_path):
+async def test_json_on_stdout_equals_the_saved_files(server, tmp_path):
     server.delay = 0.05
     code, out, err = await tk(
         *(
@@ -62,7 +62,7 @@ async def test_json_goes_to_stdout_and_the_files_say_the_same(server, tmp_path):
     assert "Loading" in err
 
 
-async def test_what_cannot_be_saved_is_printed_nevertheless(server, tmp_path):
+async def test_result_is_printed_even_if_it_cannot_be_saved(server, tmp_path):
     (tmp_path / "mine.html").mkdir()
     code, out, err = await tk(
         *(
@@ -81,13 +81,13 @@ async def test_what_cannot_be_saved_is_printed_nevertheless(server, tmp_path):
     assert f"cannot be saved in {tmp_path}: Is a directory" in " ".join(err.split())
 
 
-async def test_the_table_is_plain_text_in_a_pipe(server):
+async def test_table_is_plain_text_in_a_pipe(server):
     _, out, err = await tk("--url", server.url, "--num-prompts", "3")
     assert "requests     3 succeeded" in out
     assert "\x1b" not in out + err
 
 
-async def test_a_mistake_is_one_line_on_stderr(server, tmp_path):
+async def test_usage_error_is_one_line_on_stderr(server, tmp_path):
     (tmp_path / "file").touch()
     code, out, err = await tk("--url", server.url, "--result-dir", str(tmp_path / "file" / "below"))
     assert (code, out) == (2, "")
@@ -95,7 +95,7 @@ async def test_a_mistake_is_one_line_on_stderr(server, tmp_path):
     assert server.bodies == []
 
 
-def test_the_command_modules_are_light():
+def test_command_modules_import_nothing_heavy():
     heavy = {
         "torch",
         "transformers",
@@ -126,17 +126,19 @@ def test_the_command_modules_are_light():
         ("x:1 --api-key k=1 l=2", "x:1 --api-key k=1 l=2"),
     ],
 )
-def test_a_flag_of_pairs_takes_several_words(line, spread_out):
+def test_pair_flags_take_several_words(line, spread_out):
     rows = {row.name: row for row in options(BenchConfig)}
-    assert spread(line.split(), rows) == spread_out.split()
+    assert repeat_flags(line.split(), rows) == spread_out.split()
 
 
-def test_progress_tells_how_far_how_fast_and_what_fails():
-    progress = Progress(BenchConfig(num_prompts=20, request_rate=5.0, duration=9.0))
-    progress.look(1.0, Counts(sent=5, done=3, tokens=100, first_tokens=4, ttft=0.4))
-    progress.look(
+def test_progress_shows_counts_rates_and_failures():
+    progress = ProgressDisplay(BenchConfig(num_prompts=20, request_rate=5.0, duration=9.0))
+    progress.add_sample(1.0, LiveCounts(sent=5, done=3, tokens=100, first_tokens=4, ttft=0.4))
+    progress.add_sample(
         2.0,
-        Counts(sent=10, done=6, failed=1, tokens=350, first_tokens=9, ttft=0.9, error="HTTP 503"),
+        LiveCounts(
+            sent=10, done=6, failed=1, tokens=350, first_tokens=9, ttft=0.9, error="HTTP 503"
+        ),
     )
     text = io.StringIO()
     Console(file=text, width=80).print(progress.lines())
@@ -145,7 +147,7 @@ def test_progress_tells_how_far_how_fast_and_what_fails():
     assert "5.0 sent/s, 3.0 done/s, 250 tok/s, TTFT 100.0 ms" in shown
 
 
-def test_a_sparkline_is_as_high_as_its_values():
+def test_sparkline_is_scaled_to_its_highest_value():
     assert sparkline([0.0, 1.0, 4.0, 8.0]) == "▁▂▅█"
     assert sparkline([0.0, 0.0]) == "▁▁"
 
@@ -154,5 +156,5 @@ def test_a_sparkline_is_as_high_as_its_values():
     "text",
     ["127.0.0.1:9", "http://127.0.0.1:9/", "http://127.0.0.1:9/v1", "http://127.0.0.1:9/v1/"],
 )
-def test_an_address_may_be_written_in_several_ways(text):
+def test_server_url_accepts_several_spellings(text):
     assert server_url(text) == "http://127.0.0.1:9"

@@ -1,4 +1,4 @@
-"""What is said of two results."""
+"""Comparison of two results."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 import pytest
 
 from tests.bench.results import outcome
-from toolkit.bench.report.compare import Change, changes, different_settings, run_compare
+from toolkit.bench.report.compare import MetricChange, changes, different_settings, run_compare
 from toolkit.bench.report.document import as_json
-from toolkit.bench.run import to_text
+from toolkit.bench.run import to_json_text
 from toolkit.config.load import CompareConfig
 from toolkit.errors import ConfigError
 
@@ -18,35 +18,35 @@ from toolkit.errors import ConfigError
 def saved(tmp_path):
     def save(name, **settings):
         path = tmp_path / f"{name}.json"
-        path.write_text(to_text(as_json(outcome(**settings))))
+        path.write_text(to_json_text(as_json(outcome(**settings))))
         return str(path)
 
     return save
 
 
 def compare(before, after, capsys, **settings):
-    """(exit code, what was printed)"""
+    """Return (exit code, output)."""
     code = run_compare(CompareConfig(before=before, after=after, **settings))
     return code, capsys.readouterr().out
 
 
 def by_name(**settings):
-    before, after = (json.loads(to_text(as_json(outcome(**one)))) for one in ({}, settings))
+    before, after = (json.loads(to_json_text(as_json(outcome(**one)))) for one in ({}, settings))
     return {change.name: change for change in changes(before, after)}
 
 
-def test_runs_of_the_same_speed_differ_by_chance_alone(saved, capsys):
+def test_runs_of_equal_speed_differ_only_by_chance(saved, capsys):
     pairs = [
         (saved(f"a{seed}", seed=seed), saved(f"b{seed}", seed=seed + 100)) for seed in range(5)
     ]
     assert [compare(a, b, capsys, threshold=0.0)[0] for a, b in pairs].count(1) <= 1
     assert {change.verdict for change in by_name(seed=7).values()} <= {
         "within noise",
-        "cannot tell",
+        "unknown",
     }
 
 
-def test_a_slower_first_token_is_found_and_nothing_else(saved, capsys):
+def test_slower_first_token_is_the_only_regression(saved, capsys):
     code, out = compare(saved("a"), saved("b", ttft=0.13, seed=1), capsys)
     assert code == 1
     regressed = {
@@ -57,48 +57,50 @@ def test_a_slower_first_token_is_found_and_nothing_else(saved, capsys):
     assert "+30." in out or "+29." in out
 
 
-def test_a_regression_below_the_threshold_is_none(saved, capsys):
+def test_change_below_the_threshold_is_no_regression(saved, capsys):
     a, b = saved("a"), saved("b", ttft=0.13, seed=1)
     assert compare(a, b, capsys, threshold=50.0)[0] == 0
 
 
-def test_what_is_better_is_no_regression(saved, capsys):
+def test_improvement_is_no_regression(saved, capsys):
     code, out = compare(saved("a"), saved("b", ttft=0.05, itl=0.005, seed=1), capsys)
     assert code == 0
     assert "better" in out
     assert "Nothing is worse by more than 5%" in out
 
 
-def test_throughput_is_worse_when_it_is_less():
+def test_lower_throughput_is_worse():
     found = by_name(rate=10.0, seed=1)["output tok/s, steady"]
-    assert (found.worse, found.significant, found.regresses(5.0)) == (True, True, True)
+    assert (found.is_worse, found.is_significant, found.is_regression(5.0)) == (True, True, True)
     assert found.percent == pytest.approx(-50, abs=2)
 
 
-def test_a_large_difference_of_few_values_is_not_taken_for_more_than_chance():
-    assert Change("x", 10.0, 20.0, error=9.0, higher_is_better=False).verdict == "within noise"
-    assert Change("x", 10.0, 20.0, error=None, higher_is_better=False).verdict == "cannot tell"
-    assert not Change("x", 10.0, 20.0, error=None, higher_is_better=False).regresses(5.0)
+def test_large_difference_of_few_values_is_not_significant():
+    assert (
+        MetricChange("x", 10.0, 20.0, error=9.0, higher_is_better=False).verdict == "within noise"
+    )
+    assert MetricChange("x", 10.0, 20.0, error=None, higher_is_better=False).verdict == "unknown"
+    assert not MetricChange("x", 10.0, 20.0, error=None, higher_is_better=False).is_regression(5.0)
 
 
-def test_what_nobody_can_tell_is_not_passed_over(saved, capsys):
+def test_change_of_unknown_significance_is_reported(saved, capsys):
     short = {"seconds": 0.9, "rate": 8.0}
     _, out = compare(saved("a", **short), saved("b", itl=0.05, **short), capsys)
-    assert "cannot tell" in out
-    assert "of which nobody can tell whether by chance" in " ".join(out.split())
+    assert "unknown" in out
+    assert "but possibly by chance. Use longer runs." in " ".join(out.split())
     _, out = compare(saved("a", **short), saved("a", **short), capsys)
-    assert "nobody" not in out
+    assert "possibly by chance" not in out
 
 
-def test_goodput_is_compared_where_the_objectives_are_the_same(saved):
+def test_goodput_is_compared_if_the_objectives_are_equal(saved):
     strict = by_name(ttft=0.13, goodput=("ttft:120",))
     assert "good requests/s" not in strict
     before, after = (
-        json.loads(to_text(as_json(outcome(goodput=("ttft:105",), ttft=ttft))))
+        json.loads(to_json_text(as_json(outcome(goodput=("ttft:105",), ttft=ttft))))
         for ttft in (0.1, 0.2)
     )
     found = {change.name: change for change in changes(before, after)}["good requests/s"]
-    assert found.worse
+    assert found.is_worse
     assert (found.before > 5, found.after) == (True, 0.0)
 
 
@@ -108,14 +110,14 @@ def test_more_failures_are_a_regression(saved, capsys):
     assert "150 of 600 requests failed; before, 0 of 600." in out
 
 
-def test_loads_that_differ_are_named(saved, capsys):
+def test_different_settings_are_reported(saved, capsys):
     _, out = compare(saved("a"), saved("b", rate=10.0, random_input_len=64), capsys)
     assert "The loads differ: request_rate 20.0 → 10.0, random_input_len 128 → 64." in out
-    same = [json.loads(to_text(as_json(outcome(seed=seed)))) for seed in (1, 2)]
+    same = [json.loads(to_json_text(as_json(outcome(seed=seed)))) for seed in (1, 2)]
     assert different_settings(*same) == {}
 
 
-def test_json_says_the_same(saved, capsys):
+def test_json_reports_the_same(saved, capsys):
     code, out = compare(saved("a"), saved("b", ttft=0.2), capsys, json=True)
     document = json.loads(out)
     assert code == 1
@@ -123,15 +125,15 @@ def test_json_says_the_same(saved, capsys):
     assert {"name", "before", "after", "percent", "verdict"} == set(document["changes"][0])
 
 
-def test_what_cannot_be_compared_is_one_readable_error(saved, tmp_path):
+def test_invalid_result_is_an_error(saved, tmp_path):
     (tmp_path / "text").write_text("no JSON")
     (tmp_path / "old").write_text('{"schema": "tk-bench/1"}')
-    late = json.loads(to_text(as_json(outcome())))
+    late = json.loads(to_json_text(as_json(outcome())))
     late["client"]["saturated"] = "it was late"
     (tmp_path / "late").write_text(json.dumps(late))
     for name, why in (
         ("missing", "No such file"),
-        ("text", "no JSON"),
+        ("text", "not JSON"),
         ("old", "tk-bench/1"),
         ("late", "SATURATED"),
     ):

@@ -1,4 +1,4 @@
-"""The engine benchmarks, on the demo model and with small work."""
+"""The engine benchmarks, on the demo model with small workloads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.bench.models import CONFIGS, make_model, save_tokenizer, save_weights
 
 
 def tk(*arguments):
-    """(exit code, rows on stdout, stderr) of `tk bench ...`."""
+    """Run `tk bench` and return (exit code, stdout, stderr)."""
     done = subprocess.run(
         [sys.executable, "-m", "toolkit", "bench", *arguments, "--num-threads", "1"],
         capture_output=True,
@@ -28,21 +28,21 @@ def tk(*arguments):
     return done.returncode, done.stdout, done.stderr
 
 
-class TestWork:
-    """The prompts are those of the published comparisons: their sums are known."""
+class TestWorkloads:
+    """The published comparisons use these prompts, so their sums are fixed."""
 
     @pytest.mark.parametrize(
         ("context", "prompt_tokens", "output_tokens"),
         [(1024, 68_822, 68_249), (40_960, 142_827, 133_966)],
     )
-    def test_the_offline_mix_never_changes(self, context, prompt_tokens, output_tokens):
+    def test_offline_mix_never_changes(self, context, prompt_tokens, output_tokens):
         work = workloads.offline(context, 50_257)
         assert len(work.prompts) == 256
         assert work.num_prompt_tokens == prompt_tokens
         assert sum(work.output_lens) == output_tokens
         assert work.prompts[0][:4] == [6311, 6890, 663, 4242]
 
-    def test_the_other_prompts_never_change(self):
+    def test_other_prompts_never_change(self):
         assert workloads.latency(8, 50_257).prompts[7][-3:] == [6031, 7973, 4648]
         assert workloads.prefill(1024, 50_257).prompts[31][-2:] == [462, 6780]
         assert workloads.prefill(40_960, 50_257).prompts[31][-2:] == [7371, 2971]
@@ -52,7 +52,7 @@ class TestWork:
         assert {len(p) for p in workloads.prefill(1024, 50_257).prompts} == {1000}
         assert {len(p) for p in workloads.prefill(8192, 50_257).prompts} == {2048}
 
-    def test_a_small_vocabulary_has_all_ids(self):
+    def test_ids_fit_a_small_vocabulary(self):
         assert max(max(p) for p in workloads.prefill(8192, 300).prompts) == 299
 
 
@@ -80,7 +80,7 @@ class TestRows:
         assert sum(startup["phases_s"].values()) <= startup["seconds"]
         assert row["requests"] == 6
         assert row["prompt_tokens"] == work.num_prompt_tokens
-        assert row["output_tokens"] == sum(work.output_lens)  # no answer ended before its length
+        assert row["output_tokens"] == sum(work.output_lens)  # no answer ended early
         assert not row["prefix_caching"]
         assert row["seconds"] == min(row["all_seconds"])
         assert len(row["all_seconds"]) == 2
@@ -119,35 +119,35 @@ class TestRows:
         assert "prompt tok/s" in row
 
     @pytest.mark.parametrize(
-        ("arguments", "says"),
+        ("arguments", "message"),
         [
             (("prefill", "--input-len", "5000"), "sequences of 5001 tokens"),
             (
                 ("latency", "--batch-sizes", "1,x"),
-                "--batch-sizes is a list such as 1,8,64; it got '1,x'",
+                "--batch-sizes takes a list such as 1,8,64; it got '1,x'",
             ),
-            (("latency", "--batch-sizes", "0"), "--batch-sizes is a list"),
-            (("--rps", "5", "offline"), "--request-rate is no flag of 'tk bench offline'"),
+            (("latency", "--batch-sizes", "0"), "--batch-sizes takes a list"),
+            (("--rps", "5", "offline"), "--request-rate is not allowed before 'offline'"),
             (("offline", "--device", "cpu", "--profile", "/dev/null"), "--profile needs a GPU"),
             (("offline", "--profile", "/nowhere/trace.json"), "--profile cannot write"),
         ],
     )
-    def test_what_cannot_be_measured_is_one_line_on_stderr(self, arguments, says):
+    def test_usage_error_is_one_line_on_stderr(self, arguments, message):
         code, _, err = tk(*arguments)
         assert code == 2
-        assert says in err
+        assert message in err
         assert len(err.strip().splitlines()) == 1
 
 
-def test_the_gpus_busy_time_is_the_union_of_its_intervals():
+def test_gpu_busy_time_is_the_union_of_its_intervals():
     profile = pytest.importorskip("toolkit.bench.profile")
     spans = [(5, 9), (0, 2), (1, 4), (6, 7), (9, 10), (20, 21)]
-    by_hand = len({t for start, end in spans for t in range(start, end)})
-    assert profile.covered(spans) == by_hand == 10
-    assert profile.covered([]) == 0.0
+    expected = len({t for start, end in spans for t in range(start, end)})
+    assert profile.union_length(spans) == expected == 10
+    assert profile.union_length([]) == 0.0
 
 
-def test_the_longest_kernels_come_first():
+def test_longest_kernels_come_first():
     profile = pytest.importorskip("toolkit.bench.profile")
     events = [{"name": "a", "dur": 1.0}, {"name": "b", "dur": 3.0}, {"name": "a", "dur": 4.0}]
     first, second = profile.longest_kernels(events, length=10.0)
@@ -156,7 +156,7 @@ def test_the_longest_kernels_come_first():
 
 
 class TestModelFolders:
-    def test_every_id_has_a_text_and_text_survives(self, tmp_path):
+    def test_every_id_has_text_and_text_round_trips(self, tmp_path):
         from toolkit.text.tokenizer import Tokenizer
 
         make_model(tmp_path, CONFIGS["gpt2"])
@@ -169,7 +169,7 @@ class TestModelFolders:
             == "Über 3 apples,\n  naïvely"
         )
 
-    def test_tokenizers_have_exactly_the_models_ids(self, tmp_path):
+    def test_tokenizers_have_exactly_the_model_vocab_size(self, tmp_path):
         import tokenizers
 
         for size in (257, 300, 5000):
@@ -179,7 +179,7 @@ class TestModelFolders:
                 == size
             )
 
-    def test_the_engine_runs_one_with_dummy_weights(self, tmp_path):
+    def test_engine_runs_one_with_dummy_weights(self, tmp_path):
         small = {
             "vocab_size": 300,
             "n_positions": 64,
@@ -204,8 +204,8 @@ class TestModelFolders:
         assert code == 0, err
         assert json.loads(out.splitlines()[-1])["output_tokens"] == 8
 
-    def test_with_random_weights_it_is_a_checkpoint_like_any_other(self, tmp_path):
-        """In several files; the engine and Transformers say the same."""
+    def test_random_weights_make_a_valid_checkpoint(self, tmp_path):
+        """The engine and Transformers generate the same from a checkpoint in several files."""
         small = {
             "vocab_size": 300,
             "hidden_size": 32,
@@ -225,7 +225,7 @@ class TestModelFolders:
         )
         assert list(done.outputs[0].token_ids) == expected[0, 3:].tolist()
 
-    def test_weights_are_made_of_what_is_named_alone(self, tmp_path, monkeypatch, capsys):
+    def test_weights_are_created_only_for_named_models(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["models", "--weights", str(tmp_path)])
         with pytest.raises(SystemExit):
             models.main()

@@ -1,4 +1,4 @@
-"""The report with plots: one file, well formed, which says what the result says."""
+"""The HTML report: one well-formed file with the result's numbers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from toolkit.bench.report.plots import Axis, Chart, label
 VOID = {"meta", "circle", "rect", "line", "polyline", "polygon", "br"}
 
 
-class Balanced(html.parser.HTMLParser):
-    """Fails at a tag that closes another one, and gathers text, figures and addresses."""
+class BalancedParser(html.parser.HTMLParser):
+    """Fails at an unbalanced tag, and collects text, charts and addresses."""
 
     def __init__(self, page):
         super().__init__()
@@ -42,59 +42,59 @@ class Balanced(html.parser.HTMLParser):
         self.text.append(data)
 
 
-def test_the_report_needs_nothing_else_and_has_every_plot():
+def test_report_is_self_contained_and_has_every_plot():
     page = html_report(outcome(goodput=("ttft:200",), metadata=("gpu=<H200>",)))
-    found = Balanced(page)
+    found = BalancedParser(page)
     assert found.addresses == []
     assert "http" not in re.sub(r"http://127\.0\.0\.1:8000", "", page)
     assert found.charts == [
-        "Throughput", "Requests in flight", "Arrivals and ends", "Each request", "Time to first token (TTFT)",
-        "End to end (E2E)", "Between tokens", "Gaps between tokens",
+        "Throughput", "Requests in flight", "Arrivals and ends", "Each request",
+        "Time to first token (TTFT)", "End to end (E2E)", "Between tokens", "Gaps between tokens",
     ]  # fmt: skip
     text = " ".join(found.text)
     assert "org/model" in text
     assert "<H200>" in text
 
 
-def test_figures_are_those_of_the_result():
+def test_figures_equal_the_result():
     one = outcome()
-    text = " ".join(Balanced(html_report(one)).text)
+    text = " ".join(BalancedParser(html_report(one)).text)
     assert f"{one.result.latencies.ttft.at(50) * 1e3:.1f}" in text
     assert f"{one.result.per_second(one.result.output_tokens):,.0f}" in text
 
 
-def test_failures_are_drawn_and_what_they_say_is_no_markup():
+def test_failures_are_drawn_and_escaped():
     page = html_report(outcome(fail_every=5))
     assert "120 x HTTP 503: &lt;full&gt;" in page
     assert 'class="dots bad"' in page
 
 
-def test_a_saturated_clients_report_shows_nothing_of_the_server():
+def test_saturated_client_report_omits_the_server():
     one = outcome()
     late = dataclasses.replace(one, result=dataclasses.replace(one.result, saturated="it was late"))
-    found = Balanced(html_report(late))
+    found = BalancedParser(html_report(late))
     assert found.charts == ["Requests in flight", "Arrivals and ends"]
     assert "CLIENT SATURATED" in " ".join(found.text)
 
 
 @pytest.mark.parametrize("settings", [{"tokens": 2}, {"seconds": 0.06}, {"fail_every": 1}])
-def test_odd_results_have_reports_too(settings):
-    Balanced(html_report(outcome(**settings)))
+def test_unusual_results_have_reports(settings):
+    BalancedParser(html_report(outcome(**settings)))
 
 
-def test_points_lie_where_their_values_are():
+def test_points_are_at_the_positions_of_their_values():
     chart = Chart("t", Axis.linear("x", 0.0, 10.0), Axis.logarithmic("y", 1.0, 100.0))
     (line,) = re.findall(r'points="([^"]+)"', chart.line("l", "s0", [0, 5, 10], [1, 10, 100]).svg())
     (x0, y0), (x1, y1), (x2, y2) = (tuple(map(float, point.split(","))) for point in line.split())
     assert (x1, y1) == pytest.approx(((x0 + x2) / 2, (y0 + y2) / 2), abs=0.1)
     assert x0 < x2
-    assert y0 > y2  # upwards is less in SVG
+    assert y0 > y2  # y grows downwards in SVG
 
 
 @pytest.mark.parametrize(
     ("low", "high"), [(0.0, 1.0), (0.0, 7312.0), (0.0, 0.037), (0.0, 0.0), (3.0, 9.0)]
 )
-def test_linear_ticks_are_a_few_round_numbers_within_the_axis(low, high):
+def test_linear_ticks_are_a_few_round_numbers(low, high):
     axis = Axis.linear("x", low, high)
     values = [value for value, _ in axis.ticks]
     assert 3 <= len(values) <= 7
@@ -103,7 +103,7 @@ def test_linear_ticks_are_a_few_round_numbers_within_the_axis(low, high):
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 5.0), (3.0, 4.0), (7e-4, 9e5), (2.0, 2.0)])
-def test_logarithmic_axes_hold_the_values_between_round_numbers(low, high):
+def test_logarithmic_axes_enclose_the_values(low, high):
     axis = Axis.logarithmic("x", low, high)
     assert axis.low <= max(low, high * 1e-6)
     assert axis.high >= high

@@ -1,4 +1,4 @@
-"""Who sends when, against servers that are not there."""
+"""Waiting for a server, and the open loop, with fake servers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.bench.load.record import RequestRecord
 
 
 @pytest.mark.parametrize("attempts", [1, 3])
-async def test_a_proxy_that_answers_for_a_server_that_starts_is_not_the_server(attempts):
+async def test_proxy_error_does_not_count_as_ready(attempts):
     class Proxy:
         asked = 0
 
@@ -23,21 +23,21 @@ async def test_a_proxy_that_answers_for_a_server_that_starts_is_not_the_server(a
     assert proxy.asked == attempts
 
 
-async def test_a_client_that_is_behind_sends_what_it_has():
-    """Also where making a request takes longer than the time until the next."""
+async def test_late_client_keeps_sending():
+    """Requests are sent even if building one takes longer than the time until the next."""
     events = []
 
     class Server:
-        clock = Clock(0.0)  # long ago: everything is due
+        clock = Clock(0.0)  # in the past: everything is due
 
         async def send(self, body, record):
             events.append(f"sent {record.number}")
 
-    def make(number):
-        events.append(f"made {number}")
+    def build(number):
+        events.append(f"built {number}")
         return BenchRequest(b"", 1)
 
     await open_loop(
-        Server(), make, [RequestRecord(number, scheduled=0.0) for number in range(4)], None
+        Server(), build, [RequestRecord(number, scheduled=0.0) for number in range(4)], None
     )
-    assert events.index("sent 0") < events.index("made 2")
+    assert events.index("sent 0") < events.index("built 2")

@@ -1,4 +1,6 @@
-"""Whole runs against a server whose delays are known. What takes at least so long may take longer: machines are busy."""
+"""Complete runs against a server with known delays. Times are checked only from below, because the
+test machine may be busy.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def config(server, **settings):
     )
 
 
-async def test_counts_and_times_are_those_of_the_server(server):
+async def test_counts_and_times_match_the_server(server):
     server.delay, server.gap = 0.2, 0.02
     outcome = await measure(config(server, request_rate=50.0, num_prompts=20))
     result = outcome.result
@@ -39,20 +41,20 @@ async def test_counts_and_times_are_those_of_the_server(server):
     assert found.ttft.at(50) >= found.service_ttft.at(50)
     assert 0.01 <= found.itl.mean.value < 60.0
     assert found.itl.count == 20 * 3
-    assert result.sizes_known
+    assert result.has_token_counts
     assert found.tpot.mean.value == pytest.approx(found.itl.mean.value)
     assert found.service_e2el.at(50) >= 0.2 + 3 * 0.02
 
 
-async def test_the_load_is_open_loop(server):
-    """A server that answers nobody before the last has come gets every request."""
+async def test_load_is_open_loop(server):
+    """All requests are sent even if the server answers none before the last has arrived."""
     server.hold = 30
     async with asyncio.timeout(60):
         outcome = await measure(config(server, request_rate=100.0, num_prompts=30, seed=5))
     assert outcome.result.max_in_flight == 30
 
 
-async def test_a_request_that_waits_for_a_place_is_late_by_its_schedule(server):
+async def test_waiting_for_max_concurrency_counts_from_the_schedule(server):
     server.delay = 0.2
     result = (
         await measure(config(server, request_rate=1000.0, num_prompts=4, max_concurrency=1))
@@ -63,67 +65,66 @@ async def test_a_request_that_waits_for_a_place_is_late_by_its_schedule(server):
     assert result.place_wait.max >= 0.55
 
 
-async def test_without_a_rate_a_limit_makes_each_answer_start_the_next_request(server):
+async def test_without_a_rate_each_answer_starts_the_next_request(server):
     server.delay = 0.05
     result = (await measure(config(server, max_concurrency=3, num_prompts=12))).result
     assert (result.num_succeeded, result.max_in_flight) == (12, 3)
     assert result.wall >= 4 * 0.05
 
 
-async def test_a_duration_ends_the_sending_not_the_answers(server):
+async def test_duration_ends_the_sending_not_the_answers(server):
     server.delay = 0.3
     result = (await measure(config(server, max_concurrency=2, duration=0.5))).result
     assert result.num_succeeded == result.num_sent
-    assert (
-        2 <= result.num_sent <= 4
-    )  # the second two go out at 0.3 s, unless the machine is very busy
+    # The second pair is sent at 0.3 s, unless the machine is very busy.
+    assert 2 <= result.num_sent <= 4
     assert result.num_unfinished == 0
 
 
-async def test_a_gap_is_spread_over_the_tokens_of_its_chunk(server):
+async def test_gap_is_spread_over_the_tokens_of_its_chunk(server):
     server.gap, server.tokens_per_chunk, server.running_usage = 0.1, 4, True
     result = (await measure(config(server, num_prompts=3, random_output_len=12))).result
-    assert result.sizes_known
+    assert result.has_token_counts
     found = result.latencies
     assert (found.itl.count, found.chunk_gap.count) == (3 * 8, 3 * 2)
     assert found.itl.mean.value == pytest.approx(found.chunk_gap.mean.value / 4)
     assert found.chunk_gap.max >= 0.09
 
 
-async def test_chunks_of_unknown_size_are_said_to_be_such(server):
+async def test_chunks_of_unknown_size_are_reported(server):
     server.gap, server.tokens_per_chunk = 0.1, 4
     settings = config(server, num_prompts=3, random_output_len=12)
     outcome = await measure(settings)
     found = outcome.result.latencies
-    assert not outcome.result.sizes_known
+    assert not outcome.result.has_token_counts
     assert outcome.result.output_tokens == 36
     assert found.itl.mean.value == pytest.approx(found.chunk_gap.mean.value / 4)
     assert "chunk gap" in table(outcome)
     assert "Chunks carried 4.00 tokens" in table(outcome)
 
 
-async def test_without_usage_chunks_stand_for_tokens_and_the_report_says_so(server):
+async def test_without_usage_chunks_count_as_tokens(server):
     server.tokens_per_chunk, server.final_usage = 2, False
     outcome = await measure(config(server, num_prompts=3, random_output_len=12))
     assert outcome.result.output_tokens == 3 * 6
-    assert not outcome.result.sizes_known
-    assert "a chunk counts as one" in table(outcome)
-    assert "shorter than asked" not in table(outcome)
+    assert not outcome.result.has_token_counts
+    assert "Each chunk counts as one token" in table(outcome)
+    assert "shorter than requested" not in table(outcome)
 
 
 async def test_failures_are_grouped_with_an_example(server):
-    server.refuse_every, server.break_off_every = 2, 3
+    server.refuse_every, server.truncate_every = 2, 3
     settings = config(server, num_prompts=12, max_concurrency=1)
     outcome = await measure(settings)
     groups = {group.cause: group for group in outcome.result.errors}
     assert groups["HTTP 503"].count == 6
     assert groups["HTTP 503"].example == "The queue is full."
-    assert groups["answer broken off"].count == 2
+    assert groups["incomplete answer"].count == 2
     assert outcome.result.num_succeeded == 4
     assert "6 x HTTP 503: The queue is full." in table(outcome)
 
 
-async def test_chat_and_warm_ups(server):
+async def test_chat_route_and_warm_ups(server):
     result = (await measure(config(server, endpoint="chat", num_prompts=5, num_warmups=3))).result
     assert result.num_succeeded == 5
     assert len(server.bodies) == 8
@@ -131,28 +132,28 @@ async def test_chat_and_warm_ups(server):
 
 
 async def test_ctrl_c_still_reports(server):
-    server.hold = 4  # so that none of three is answered
+    server.hold = 4  # more than are sent, so that none is answered
     outcome, _ = await asyncio.gather(measure(config(server, num_prompts=3)), interrupt(server, 3))
     assert outcome.interrupted
     assert outcome.exit_code == 130
     assert outcome.result.num_unfinished == 3
 
 
-async def test_no_server_is_one_readable_error(unused_tcp_port):
+async def test_missing_server_is_an_error(unused_tcp_port):
     with pytest.raises(
         ServerError, match=f"No server answers at http://127.0.0.1:{unused_tcp_port}"
     ):
         await measure(BenchConfig(url=f"127.0.0.1:{unused_tcp_port}"))
 
 
-async def test_a_server_that_refuses_everything_is_an_exit_code_of_one(server):
+async def test_exit_code_is_1_if_every_request_is_refused(server):
     server.refuse_every = 1
     assert (await measure(config(server, num_prompts=3))).exit_code == 1
     with pytest.raises(ServerError, match="The queue is full"):
         await measure(config(server, num_prompts=3, num_warmups=2))
 
 
-async def test_the_json_is_versioned_complete_and_without_keys(server):
+async def test_json_is_versioned_complete_and_without_secrets(server):
     settings = config(
         server,
         num_prompts=3,
@@ -175,7 +176,7 @@ async def test_the_json_is_versioned_complete_and_without_keys(server):
     assert b"hidden" not in text
 
 
-async def test_keys_and_headers_are_sent_with_every_request(server):
+async def test_key_and_headers_are_sent_with_every_request(server):
     await measure(
         config(server, num_prompts=2, api_key="secret", header=("X-Team=blue", "X-Odd=a=b"))
     )
@@ -199,7 +200,7 @@ async def test_each_request_is_a_line_with_its_times(server):
             assert (row["output_tokens"], row["chunk_tokens"]) == (4, [1, 1, 1])
 
 
-async def test_the_servers_own_counters_are_compared(server):
+async def test_server_counters_are_compared(server):
     def page(queries, hits, preemptions, running):
         return (
             "# TYPE vllm:prefix_cache_queries counter\n"
@@ -226,13 +227,13 @@ async def test_the_servers_own_counters_are_compared(server):
     assert "had other requests when the run began" in shown
 
 
-async def test_counters_of_a_server_that_began_anew_are_not_taken_for_a_difference(server):
+async def test_counters_of_a_restarted_server_are_ignored(server):
     server.metrics_pages = ["x:num_preemptions_total 9\n", "x:num_preemptions_total 2\n"]
     outcome = await measure(config(server, num_prompts=3))
-    assert outcome.server.counted("num_preemptions") is None
+    assert outcome.server.increase("num_preemptions") is None
 
 
-def test_the_table_fits_80_columns_and_shows_what_was_asked_for():
+def test_table_fits_80_columns_and_shows_the_chosen_metrics():
     one = outcome(
         ttft=0.05, goodput=("ttft:200", "tpot:50"), percentile_metrics="ttft,itl", max_concurrency=9
     )
@@ -245,14 +246,14 @@ def test_the_table_fits_80_columns_and_shows_what_was_asked_for():
         "ITL",
         "p99",
         "600 succeeded, 0 failed",
-        "100.0% kept ttft:200 tpot:50 ms",
+        "100.0% met ttft:200 tpot:50 ms",
     ):
         assert name in shown
     assert "E2E" not in shown
 
 
-def test_what_counts_from_the_send_is_shown_where_it_differs():
-    assert "from send" not in table(outcome(ttft=1.0))  # by a thousandth
+def test_service_times_are_hidden_if_they_hardly_differ():
+    assert "from send" not in table(outcome(ttft=1.0))  # they differ by a thousandth
 
 
 async def test_many_percentiles_are_rows(server):
@@ -265,16 +266,16 @@ async def test_many_percentiles_are_rows(server):
     ]
 
 
-async def test_a_saturated_client_shows_nothing_of_the_server(server):
+async def test_saturated_client_omits_throughput_and_latencies(server):
     outcome = await measure(config(server, num_prompts=3))
     late = saturated(outcome, "it was late")
-    assert (kept_up(outcome).exit_code, late.exit_code) == (0, 1)
+    assert (unsaturated(outcome).exit_code, late.exit_code) == (0, 1)
     assert "TTFT" not in printed(late)
     assert "throughput" not in printed(late)
     assert "CLIENT SATURATED: it was late" in printed(late)
 
 
-async def test_a_server_that_starts_is_waited_for(server, unused_tcp_port):
+async def test_starting_server_is_waited_for(server, unused_tcp_port):
     settings = config(
         server, url=f"127.0.0.1:{unused_tcp_port}", ready_check_timeout_sec=90.0, num_prompts=1
     )
@@ -287,8 +288,8 @@ async def test_a_server_that_starts_is_waited_for(server, unused_tcp_port):
     assert outcome.result.num_succeeded == 1
 
 
-def test_a_run_without_a_request_says_so():
-    assert "No request came before the end" in table(outcome(seconds=0.0))
+def test_run_without_requests_is_reported():
+    assert "No request arrived before the end" in table(outcome(seconds=0.0))
 
 
 @pytest.mark.parametrize(
@@ -320,28 +321,29 @@ def test_a_run_without_a_request_says_so():
         {"find_max_rps": True},
     ],
 )
-def test_settings_that_cannot_be_used_are_refused(settings):
+def test_invalid_settings_are_rejected(settings):
     with pytest.raises(ConfigError):
         BenchConfig(**settings)
 
 
 async def interrupt(server, count):
-    """Ctrl-C, when so many requests have come."""
-    await server.have_come(count)
+    """Send Ctrl-C once `count` requests have arrived."""
+    await server.wait_for_requests(count)
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def saturated(outcome, why):
-    return dataclasses.replace(outcome, result=dataclasses.replace(outcome.result, saturated=why))
+def saturated(outcome, reason):
+    result = dataclasses.replace(outcome.result, saturated=reason)
+    return dataclasses.replace(outcome, result=result)
 
 
-def kept_up(outcome):
-    """As from a client that was never late, which those of busy machines are."""
+def unsaturated(outcome):
+    """Remove the saturation that a busy test machine may cause."""
     return saturated(outcome, None)
 
 
 def table(outcome):
-    return printed(kept_up(outcome))
+    return printed(unsaturated(outcome))
 
 
 def printed(outcome):

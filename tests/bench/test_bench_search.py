@@ -1,4 +1,4 @@
-"""The search for the highest rate, and several runs in a row."""
+"""The search for the highest rate, and sweeps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.bench.results import outcome
 from tests.bench.test_bench_cli import tk
 from toolkit.bench import search, sweep
 from toolkit.bench.report.summary import Summary
-from toolkit.bench.search import find_max_rate, judge
-from toolkit.bench.sweep import config_at, points, run_sweep
+from toolkit.bench.search import find_max_rate, meets_objectives
+from toolkit.bench.sweep import config_at, run_sweep, sweep_points
 from toolkit.client.wire import ServerError
 from toolkit.config.load import BenchConfig, SweepConfig
 from toolkit.errors import ConfigError
@@ -21,7 +21,7 @@ from toolkit.errors import ConfigError
 
 @pytest.fixture
 def measured(monkeypatch):
-    """The configs that runs were made with; `measured.answer` says what comes of one."""
+    """The configs of the runs so far. `measured.answer` returns the outcome of a config."""
 
     class Measured(list):
         answer = staticmethod(
@@ -40,7 +40,7 @@ def measured(monkeypatch):
 
 
 def searched(capsys, **settings):
-    """(exit code, the JSON, what was said on the way)"""
+    """Run the search. Return (exit code, JSON, stderr)."""
     settings = {"goodput": ("ttft:1000",), "json": True, "request_rate": 40.0} | settings
     code = search.run_search(BenchConfig(find_max_rps=True, **settings))
     out, err = capsys.readouterr()
@@ -50,31 +50,31 @@ def searched(capsys, **settings):
 class TestSearch:
     @pytest.mark.parametrize("limit", [0.02, 0.3, 1.0, 7.3, 50.0, 1234.5])
     @pytest.mark.parametrize("first", [1.0, 40.0])
-    def test_it_finds_a_limit_within_five_per_cent_from_wherever_it_begins(self, limit, first):
+    def test_finds_a_limit_within_5_percent_from_any_start(self, limit, first):
         tried = []
 
-        async def holds(rate):
+        async def passes(rate):
             tried.append(rate)
             return rate <= limit
 
-        found = asyncio.run(find_max_rate(holds, first))
+        found = asyncio.run(find_max_rate(passes, first))
         assert limit / 1.05 <= found <= limit
         assert len(tried) <= 24
         assert len(set(tried)) == len(tried)
 
-    def test_nothing_that_holds_is_nothing_found(self):
+    def test_finds_nothing_if_no_rate_passes(self):
         async def never(rate):
             return False
 
         assert asyncio.run(find_max_rate(never, 1.0)) == 0.0
 
-    def test_a_server_without_a_limit_ends_the_search_too(self):
+    def test_ends_even_if_every_rate_passes(self):
         async def always(rate):
             return True
 
         assert asyncio.run(find_max_rate(always, 1.0)) >= 100_000.0
 
-    def test_the_command_reports_every_run(self, measured, tmp_path, capsys):
+    def test_command_reports_every_run(self, measured, tmp_path, capsys):
         measured.answer = lambda config: outcome(
             rate=config.request_rate, seconds=2.0, ttft=0.1 if config.request_rate <= 7 else 2.0,
             goodput=config.goodput, result_dir=config.result_dir,
@@ -84,10 +84,10 @@ class TestSearch:
         assert code == 0
         assert 7 / 1.05 <= document["max_requests_per_s"] <= 7
         assert "40.00 requests/s:   0.00% good" in err
-        assert "fails" in err
+        assert "output tok/s, failed" in err
         assert {config.duration for config in measured} == {20.0}
 
-    def test_no_run_asks_what_an_earlier_one_has_asked(self, measured, capsys):
+    def test_no_run_repeats_the_prompts_of_another(self, measured, capsys):
         measured.answer = lambda config: outcome(
             rate=config.request_rate,
             seconds=2.0,
@@ -97,7 +97,7 @@ class TestSearch:
         searched(capsys, seed=5)
         assert [config.seed for config in measured] == list(range(5, 5 + len(measured)))
 
-    async def test_a_server_that_refuses_everything_ends_it_and_says_why(self, server):
+    async def test_stops_if_every_request_is_refused(self, server):
         server.refuse_every = 1
         code, out, _ = await tk(
             *("--url", server.url, "--find-max-rps", "--goodput", "ttft:1000", "--rps", "40"),
@@ -107,29 +107,23 @@ class TestSearch:
         assert len(server.bodies) == 3
         assert "Every request failed at 40.00 requests/s: HTTP 503: The queue is full." in out
 
-    def test_a_run_in_which_nothing_arrives_says_nothing_of_the_server(self, measured, capsys):
+    def test_stops_if_a_run_has_no_arrivals(self, measured, capsys):
         measured.answer = lambda config: outcome(rate=0.02, seconds=0.0, goodput=config.goodput)
         code, document, _ = searched(capsys, request_rate=0.02)
         assert (code, len(measured)) == (1, 1)
-        assert "none came in 20 s" in document["ended_early"]
+        assert "No request arrived at 0.02 requests/s in 20 s" in document["ended_early"]
 
     @pytest.mark.parametrize(
         ("ttft", "lag", "delay", "sent_rate", "verdict"),
         [
-            (
-                0.1,
-                0.05,
-                0.0,
-                20.0,
-                True,
-            ),  # the client's lateness is in the times, and they are good
-            (0.1, 0.05, 0.0, 12.0, None),  # it never sent what was asked for
-            (1.2, 0.5, 0.0, 20.0, None),  # without its lateness they might be good
-            (1.2, 0.0, 0.5, 20.0, None),  # the same, where it reads late
-            (9.0, 0.5, 0.5, 20.0, False),  # not even then
+            (0.1, 0.05, 0.0, 20.0, True),  # good in spite of the client's delay
+            (0.1, 0.05, 0.0, 12.0, None),  # the client did not send at the configured rate
+            (1.2, 0.5, 0.0, 20.0, None),  # might be good without the late sends
+            (1.2, 0.0, 0.5, 20.0, None),  # might be good without the late reads
+            (9.0, 0.5, 0.5, 20.0, False),  # bad even without them
         ],
     )
-    def test_a_late_client_ends_it_only_where_it_may_be_its_fault(
+    def test_late_client_leaves_the_verdict_open_only_if_it_matters(
         self, ttft, lag, delay, sent_rate, verdict
     ):
         run = outcome(ttft=ttft, goodput=("ttft:1000",))
@@ -139,11 +133,11 @@ class TestSearch:
             loop_delay=Summary.each([delay] * 40),
             sent_rate=sent_rate,
         )
-        records = [dataclasses.replace(one, woken=one.scheduled + lag) for one in run.records]
-        assert judge(dataclasses.replace(run, result=late, records=records)) is verdict
-        assert judge(run) is (ttft < 1.0)
+        records = [dataclasses.replace(one, started=one.scheduled + lag) for one in run.records]
+        assert meets_objectives(dataclasses.replace(run, result=late, records=records)) is verdict
+        assert meets_objectives(run) is (ttft < 1.0)
 
-    def test_a_client_that_cannot_tell_says_so(self, measured, capsys):
+    def test_stops_if_the_client_is_saturated(self, measured, capsys):
         def answer(config):
             run = outcome(rate=config.request_rate, goodput=config.goodput)
             if len(measured) < 3:
@@ -161,7 +155,7 @@ class TestSearch:
     @pytest.mark.parametrize(
         ("error", "expected"), [(ServerError("Gone."), 1), (KeyboardInterrupt(), 130)]
     )
-    def test_what_ends_it_early_loses_nothing(self, measured, capsys, error, expected):
+    def test_early_end_keeps_the_results(self, measured, capsys, error, expected):
         def answer(config):
             if len(measured) > 2:
                 raise error
@@ -176,52 +170,51 @@ class TestSearch:
 
 
 class TestSweep:
-    def test_values_are_combined_and_take_their_flags_types(self):
-        found = points(SweepConfig(vary=("rps=1,2.5", "max-concurrency=8,16", "endpoint=chat")))
+    def test_values_are_combined_and_typed(self):
+        found = sweep_points(
+            SweepConfig(vary=("rps=1,2.5", "max-concurrency=8,16", "endpoint=chat"))
+        )
         assert len(found) == 4
         assert found[1] == {"request_rate": 1.0, "max_concurrency": 16, "endpoint": "chat"}
 
-    def test_without_a_word_it_goes_through_concurrencies(self):
-        assert [point["max_concurrency"] for point in points(SweepConfig())] == [
-            1,
-            2,
-            4,
-            8,
-            16,
-            32,
-            64,
-        ]
+    def test_concurrency_is_varied_by_default(self):
+        values = [point["max_concurrency"] for point in sweep_points(SweepConfig())]
+        assert values == [1, 2, 4, 8, 16, 32, 64]
 
-    def test_settings_have_to_go_together_only_with_those_that_vary(self):
+    def test_settings_are_checked_together_with_the_varied_ones(self):
         config = SweepConfig(vary=("rps=2,4",), duration=5.0)
-        assert [config_at(config, point).request_rate for point in points(config)] == [2.0, 4.0]
+        assert [config_at(config, point).request_rate for point in sweep_points(config)] == [
+            2.0,
+            4.0,
+        ]
         with pytest.raises(ConfigError, match="--duration needs"):
             config_at(config, {})
 
-    def test_it_does_not_search(self):
+    def test_rejects_find_max_rps(self):
         with pytest.raises(ConfigError, match="does not search"):
-            points(SweepConfig(find_max_rps=True, goodput=("ttft:1",)))
+            sweep_points(SweepConfig(find_max_rps=True, goodput=("ttft:1",)))
 
     @pytest.mark.parametrize("vary", ["rsp=1", "rps", "rps=fast", "num-prompts=1.5"])
-    def test_what_cannot_be_varied_is_refused(self, vary):
+    def test_invalid_vary_is_rejected(self, vary):
         with pytest.raises(ConfigError):
-            points(SweepConfig(vary=(vary,)))
+            sweep_points(SweepConfig(vary=(vary,)))
 
-    def test_other_settings_are_those_of_the_line(self):
+    def test_other_settings_are_kept(self):
         config = SweepConfig(vary=("rps=4",), num_prompts=7, ignore_eos=False)
-        made = config_at(config, points(config)[0])
-        assert (made.request_rate, made.num_prompts, made.ignore_eos) == (4.0, 7, False)
+        point = config_at(config, sweep_points(config)[0])
+        assert (point.request_rate, point.num_prompts, point.ignore_eos) == (4.0, 7, False)
 
-    def test_no_run_asks_what_an_earlier_one_has_asked_unless_it_is_told_to(self):
+    def test_seeds_differ_between_runs_unless_varied(self):
         config = SweepConfig(vary=("rps=1,2,4",), seed=9)
         seeds = [
-            config_at(config, point, number).seed for number, point in enumerate(points(config))
+            config_at(config, point, number).seed
+            for number, point in enumerate(sweep_points(config))
         ]
         assert seeds == [9, 10, 11]
         assert config_at(config, {"seed": 3}, 2).seed == 3
         assert config_at(SweepConfig(), {}, 2).seed is None
 
-    def test_a_server_that_dies_takes_no_earlier_result_with_it(self, measured, capsys):
+    def test_earlier_results_survive_the_death_of_the_server(self, measured, capsys):
         def answer(config):
             if len(measured) > 2:
                 raise ServerError("Gone.")
@@ -232,7 +225,7 @@ class TestSweep:
             run_sweep(SweepConfig(vary=("rps=2,4,8",)))
         assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["2", "4"]
 
-    def test_the_table_names_its_percentiles_the_good_share_and_the_errors(self, measured, capsys):
+    def test_table_has_percentiles_good_share_and_errors(self, measured, capsys):
         measured.answer = lambda config: outcome(
             rate=config.request_rate,
             fail_every=4,
@@ -245,7 +238,7 @@ class TestSweep:
         assert [row.split()[-2:] for row in rows[:2]] == [["15", "75.0%"], ["30", "75.0%"]]
         assert rows[2:] == ["HTTP 503: <full>"]
 
-    async def test_a_line_and_a_file_for_each(self, server, tmp_path):
+    async def test_each_run_has_a_line_and_files(self, server, tmp_path):
         code, out, err = await tk(
             *(
                 "sweep",

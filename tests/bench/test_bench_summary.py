@@ -1,4 +1,4 @@
-"""Percentiles and what is said of their certainty, beside brute force."""
+"""Percentiles and their confidence intervals, compared with brute force."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.bench.report.summary import Summary, _ranks
 
 
 def percentile(values, share):
-    """By the definition: linear between the two nearest ranks."""
+    """Interpolate linearly between the two nearest ranks."""
     values = sorted(values)
     rank = share * (len(values) - 1)
     low = int(rank)
@@ -20,7 +20,7 @@ def percentile(values, share):
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 100, 1013])
-def test_percentiles_are_those_of_the_definition(count):
+def test_percentiles_follow_the_definition(count):
     values = np.random.default_rng(count).lognormal(size=count).tolist()
     found = Summary.each(values, (50, 90, 99.9))
     assert found.mean.value == pytest.approx(sum(values) / count)
@@ -32,27 +32,27 @@ def test_percentiles_are_those_of_the_definition(count):
     assert (found.min, found.max, found.count) == (min(values), max(values), count)
 
 
-def test_there_is_no_summary_of_nothing():
+def test_no_values_have_no_summary():
     assert Summary.each([]) is None
     assert Summary.of([[], []]) is None
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.99])
 @pytest.mark.parametrize("count", [1, 5, 40, 300, 368, 900])
-def test_the_ranks_around_a_percentile_are_the_nearest_that_miss_it_seldom_enough(count, share):
+def test_ranks_are_the_nearest_with_95_percent_coverage(count, share):
     low, high = _ranks(count, share)
 
-    def chance_of_at_most(k):
+    def probability_of_at_most(k):
         return sum(
             math.comb(count, i) * share**i * (1 - share) ** (count - i) for i in range(k + 1)
         )
 
-    assert chance_of_at_most(low - 1) <= 0.025 < chance_of_at_most(low)
-    assert chance_of_at_most(high - 1) >= 0.975 - 1e-9
-    assert high == 0 or chance_of_at_most(high - 2) < 0.975
+    assert probability_of_at_most(low - 1) <= 0.025 < probability_of_at_most(low)
+    assert probability_of_at_most(high - 1) >= 0.975 - 1e-9
+    assert high == 0 or probability_of_at_most(high - 2) < 0.975
 
 
-def test_the_normal_ranks_of_many_values_are_close_to_the_exact_ones():
+def test_normal_ranks_are_close_to_the_exact_ones():
     exact, normal = _ranks(5000, 0.99), _ranks(5001, 0.99)
     assert np.abs(np.subtract(exact, normal)).max() <= 3
 
@@ -65,7 +65,7 @@ def test_few_values_leave_the_tail_open():
 
 
 def coverage(draw, truth, percent, rounds=400):
-    """In what share of experiments the interval holds the truth."""
+    """Return the fraction of experiments whose interval contains the true value."""
     hits = 0
     for seed in range(rounds):
         estimate = dict(draw(np.random.default_rng(seed)).percentiles)[percent]
@@ -76,7 +76,7 @@ def coverage(draw, truth, percent, rounds=400):
 
 
 @pytest.mark.parametrize("percent", [50, 90])
-def test_intervals_of_independent_values_hold_the_truth_as_often_as_they_say(percent):
+def test_intervals_of_independent_values_have_95_percent_coverage(percent):
     truth = -math.log(1 - percent / 100)
     found = coverage(
         lambda rng: Summary.each(rng.exponential(size=200), (percent,)), truth, percent
@@ -84,8 +84,8 @@ def test_intervals_of_independent_values_hold_the_truth_as_often_as_they_say(per
     assert 0.92 <= found <= 0.995
 
 
-def test_values_of_one_request_resemble_each_other_and_count_as_fewer():
-    """Each of 60 requests has its own pace, as those in a small batch and in a large one do."""
+def test_values_of_one_request_are_correlated_and_count_as_fewer():
+    """Each of 60 requests has its own pace, as in batches of different sizes."""
 
     def draw(rng):
         return Summary.of(
@@ -96,19 +96,18 @@ def test_values_of_one_request_resemble_each_other_and_count_as_fewer():
         groups = [pace * rng.uniform(0.95, 1.05, 50) for pace in rng.exponential(size=60)]
         return Summary.each(np.concatenate(groups), (50,))
 
-    truth = math.log(2)  # of the paces; 5 % of noise hardly moves it
+    truth = math.log(2)  # the median pace; 5 % of noise hardly changes it
     assert coverage(draw, truth, 50, 200) >= 0.9
-    assert (
-        coverage(naive, truth, 50, 200) <= 0.6
-    )  # what would be said if they were taken for independent
+    # The coverage if the values were treated as independent.
+    assert coverage(naive, truth, 50, 200) <= 0.6
 
 
-def test_the_mean_of_groups_has_the_error_of_the_means_of_groups():
+def test_error_of_grouped_values_is_that_of_the_group_means():
     rng = np.random.default_rng(0)
     groups = [np.full(10, value) for value in rng.normal(5.0, 1.0, 50)]
     found = Summary.of(groups).mean
     means = np.array([group[0] for group in groups])
-    student = 2.0096  # its 97.5th percentile with 49 degrees of freedom
+    student = 2.0096  # 97.5th percentile with 49 degrees of freedom
     error = means.std(ddof=1) / math.sqrt(50)
     assert found.high - found.value == pytest.approx(student * error, rel=1e-3)
-    assert Summary.of([[1.0, 2.0, 3.0]]).mean.low is None  # one request tells nothing of others
+    assert Summary.of([[1.0, 2.0, 3.0]]).mean.low is None  # one group has no known error

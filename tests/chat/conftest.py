@@ -1,4 +1,4 @@
-"""A server that answers as it is told, and a terminal that remembers."""
+"""Fixtures: a scripted chat server, and a terminal whose output can be read back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.chat.fake_server import FakeServer, running
-from toolkit.chat.client import Address, ChatClient, ModelCard
+from toolkit.chat.client import Address, ChatClient, ModelInfo
 from toolkit.chat.screen.terminal import Terminal
 from toolkit.chat.session import Session
 from toolkit.config.clients import ChatConfig
@@ -27,18 +27,18 @@ def server() -> Iterator[FakeServer]:
 
 
 class Screen:
-    """A terminal whose two streams can be read back."""
+    """A terminal with stdout and stderr in memory."""
 
     def __init__(self) -> None:
         self.out, self.err = io.StringIO(), io.StringIO()
         self.terminal = Terminal(self.out, self.err)
 
     @property
-    def answers(self) -> str:
+    def stdout(self) -> str:
         return self.out.getvalue()
 
     @property
-    def talk(self) -> str:
+    def stderr(self) -> str:
         return self.err.getvalue()
 
 
@@ -49,13 +49,13 @@ def screen() -> Screen:
 
 @pytest.fixture
 async def connect(server, screen):
-    """A function from settings to a session with the fake server."""
+    """Function that makes a session with the fake server from settings."""
     clients = []
 
     def make(api_key: str | None = None, model: str = "fake", **settings) -> Session:
         client = ChatClient(Address(server.url, api_key))
         clients.append(client)
-        return Session(client, ModelCard(model, 100), ChatConfig(**settings), screen.terminal)
+        return Session(client, ModelInfo(model, 100), ChatConfig(**settings), screen.terminal)
 
     yield make
     for client in clients:

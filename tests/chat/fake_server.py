@@ -1,4 +1,4 @@
-"""A small OpenAI chat server in a thread of its own, which answers with exactly the pieces that it is told."""
+"""A scripted OpenAI chat server, in its own thread."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ USAGE = {"prompt_tokens": 5, "completion_tokens": 42, "prompt_tokens_details": {
 
 @dataclass
 class FakeServer:
-    """Answers each question with `pieces`: texts, deltas, or seconds or an event to wait for. It stops in the middle of
-    them, without an end, when told to.
-    """
+    """Answers each question with `pieces`: texts, deltas, seconds to sleep, events to wait for."""
 
     url: str = ""
     pieces: list[Any] = field(default_factory=lambda: ["Hello", ", ", "wörld", "."])
     models: list[dict] = field(default_factory=lambda: [{"id": "fake", "max_model_len": 100}])
     api_key: str | None = None
     finish_reason: str = "stop"
-    stall_after: int | None = None  # pieces, after which nothing comes any more
-    break_after: int | None = None  # pieces, after which the connection closes
-    fail_after: int | None = None  # pieces, after which an error event comes
+    stall_after: int | None = None  # pieces; then it sends nothing more
+    break_after: int | None = None  # pieces; then it closes the connection
+    fail_after: int | None = None  # pieces; then it sends an error event
     refuse_images: bool = True
     bodies: list[dict] = field(default_factory=list)
     stalled: threading.Event = field(default_factory=threading.Event)
@@ -90,7 +88,7 @@ class FakeServer:
 
     async def send(self, response: web.StreamResponse, event: dict) -> None:
         data = b"data: " + orjson.dumps(event) + b"\n\n"
-        await response.write(data[:20])  # events do not come as they were sent
+        await response.write(data[:20])  # split the event
         await response.write(data[20:])
 
     async def stall(self) -> None:
@@ -104,7 +102,7 @@ class FakeServer:
 
 @contextmanager
 def running(fake: FakeServer, port: int = 0) -> Iterator[FakeServer]:
-    """Serves on a port of this machine."""
+    """Run the server on a port of 127.0.0.1."""
     loop = asyncio.new_event_loop()
     app = web.Application(client_max_size=1 << 26)
     app.add_routes(
@@ -133,6 +131,6 @@ def running(fake: FakeServer, port: int = 0) -> Iterator[FakeServer]:
         loop.close()
 
 
-def said(body: dict) -> list[tuple[str, Any]]:
-    """What a request holds: (role, content) of each message."""
+def messages_of(body: dict) -> list[tuple[str, Any]]:
+    """Return (role, content) of each message of a request."""
     return [(message["role"], message["content"]) for message in body["messages"]]

@@ -1,4 +1,4 @@
-"""A program on a terminal of its own: what it shows is read from an emulator, and keys are typed."""
+"""A program in a pseudo-terminal: types keys and reads the emulated screen."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pyte
 
-PATIENCE = 90.0  # seconds until a screen that does not come is a failure
+TIMEOUT = 90.0  # seconds
 ENTER, ESCAPE, TAB = "\r", "\x1b", "\t"
 CTRL_C, CTRL_D, CTRL_R, CTRL_T, CTRL_Z = "\x03", "\x04", "\x12", "\x14", "\x1a"
 
 
 class PtyProgram:
-    """Runs a command in a session of its own, on `columns` and `rows`."""
+    """Runs a command in its own session, on a screen of `columns` by `rows`."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class PtyProgram:
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.before = termios.tcgetattr(self.slave)
         self.screen = pyte.HistoryScreen(columns, rows, history=10_000, ratio=0.001)
-        self.screen.write_process_input = self.type  # how a terminal answers where its cursor is
+        self.screen.write_process_input = self.type  # answers cursor position requests
         self.stream = pyte.ByteStream(self.screen)
         self.raw = b""
         slave = self.slave
@@ -43,9 +43,13 @@ class PtyProgram:
             fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
 
         self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, preexec_fn=take_terminal,
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            preexec_fn=take_terminal,
             env=os.environ | {"TERM": "xterm-256color"} | environment,
-        )  # fmt: skip
+        )
 
     def type(self, keys: str) -> None:
         os.write(self.master, keys.encode())
@@ -54,23 +58,23 @@ class PtyProgram:
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.screen.resize(rows, columns)
 
-    def wait(self, what: str | Callable[[], bool]) -> None:
-        """Until a text is on the screen, or something is true."""
-        until = time.monotonic() + PATIENCE
-        while not (what in self.text if isinstance(what, str) else what()):
+    def wait(self, condition: str | Callable[[], bool]) -> None:
+        """Wait until a text is on the screen, or a function returns True."""
+        until = time.monotonic() + TIMEOUT
+        while not (condition in self.text if isinstance(condition, str) else condition()):
             if time.monotonic() > until:
-                raise AssertionError(f"not on the screen: {what!r}\n{self.text}")
+                raise AssertionError(f"not on the screen: {condition!r}\n{self.text}")
             self.read(0.05)
 
     def read(self, seconds: float) -> None:
-        """Takes in what the program writes within this time."""
+        """Read the program's output, waiting at most `seconds` for some."""
         if select.select([self.master], [], [], seconds)[0]:
             data = os.read(self.master, 65536)
             self.raw += data
             self.stream.feed(data)
 
     def exit_code(self) -> int:
-        """When it has ended by itself."""
+        """Wait until the program ends, and return its exit code."""
         self.wait(lambda: self.process.poll() is not None)
         while select.select([self.master], [], [], 0)[0]:
             self.read(0)
@@ -85,8 +89,8 @@ class PtyProgram:
         return "\n".join(self.lines)
 
     @property
-    def is_as_before(self) -> bool:
-        """Whether the terminal's mode is what it was."""
+    def is_restored(self) -> bool:
+        """True if the terminal's mode is the original one."""
         return termios.tcgetattr(self.slave)[:4] == self.before[:4]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The chat with a real server and the demo model."""
+"""Chat with a real server and the demo model."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def real(tmp_path_factory) -> Iterator[Server]:
 
 @pytest.fixture
 def session(real, screen):
-    """With the model as the server describes it."""
+    """Session with the model that the server lists."""
     from toolkit.chat.client import Address, ChatClient
     from toolkit.chat.session import Session
     from toolkit.config.clients import ChatConfig
 
-    [card] = Address(real.url).models()
+    [model] = Address(real.url).list_models()
     return Session(
-        ChatClient(Address(real.url)), card, ChatConfig(temperature=0.0), screen.terminal
+        ChatClient(Address(real.url)), model, ChatConfig(temperature=0.0), screen.terminal
     )
 
 
-async def test_it_answers_and_counts_what_the_server_counts(real, session, screen):
+async def test_answer_and_token_counts_are_the_servers(real, session, screen):
     await handle_line(session, "What is a KV cache?")
     answer = real.openai().chat.completions.create(
         model="tk-demo",
         messages=[{"role": "user", "content": "What is a KV cache?"}],
         temperature=0.0,
     )
-    assert screen.answers == answer.choices[0].message.content + "\n"
-    told = re.search(r"in (\d+).* · out (\d+) · context (\d+)/512", screen.talk)
-    assert [int(number) for number in told.groups()] == [
+    assert screen.stdout == answer.choices[0].message.content + "\n"
+    counts = re.search(r"in (\d+).* · out (\d+) · context (\d+)/512", screen.stderr)
+    assert [int(number) for number in counts.groups()] == [
         answer.usage.prompt_tokens,
         answer.usage.completion_tokens,
         answer.usage.total_tokens,
@@ -53,32 +53,38 @@ async def test_it_answers_and_counts_what_the_server_counts(real, session, scree
     await session.client.close()
 
 
-async def test_an_answer_that_was_cut_goes_on_to_the_same_end(session, screen):
+async def test_continue_completes_a_cut_answer(session, screen):
     await handle_line(session, "What is a KV cache?")
-    whole = session.conversation.answer["content"]
+    complete = session.conversation.last_message["content"]
     await handle_line(session, "/set max_tokens 5")
     await handle_line(session, "/retry")
-    assert whole.startswith(session.conversation.answer["content"])
+    assert complete.startswith(session.conversation.last_message["content"])
     await handle_line(session, "/set max_tokens")
     await handle_line(session, "/continue")
-    assert session.conversation.answer["content"] == whole
+    assert session.conversation.last_message["content"] == complete
     await session.client.close()
 
 
-async def test_a_picture_is_refused_in_one_sentence(session, screen, tmp_path):
+async def test_image_is_refused_in_one_line(session, screen, tmp_path):
     (tmp_path / "dot.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     await handle_line(session, f"/image {tmp_path / 'dot.png'}")
-    assert "tk-demo takes no images: " in screen.talk
-    assert len(screen.talk.splitlines()) == 1
+    assert "tk-demo accepts no images: " in screen.stderr
+    assert len(screen.stderr.splitlines()) == 1
     await session.client.close()
 
 
-def test_an_answer_through_a_pipe_fits_its_schema(real, tmp_path):
+def test_piped_answer_matches_its_schema(real, tmp_path):
     schema = {"type": "object", "properties": {"a": {"enum": ["yes", "no"]}}, "required": ["a"]}
     (tmp_path / "schema.json").write_text(json.dumps(schema | {"additionalProperties": False}))
+    flags = ["--url", real.url, "--schema", "schema.json", "--temperature", "0"]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "chat", "--url", real.url, "--schema", "schema.json", "--temperature", "0"],
-        input="Is it?", capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path,
-    )  # fmt: skip
+        [sys.executable, "-c", PROGRAM, "chat", *flags],
+        input="Is it?",
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=tmp_path,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["a"] in ("yes", "no")

@@ -1,3 +1,5 @@
+"""The private server of a chat."""
+
 from __future__ import annotations
 
 import os
@@ -17,10 +19,13 @@ SERVER = """
 import http.server, os, signal, sys
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200); self.end_headers(); self.wfile.write(os.environ["TK_API_KEY"].encode())
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(os.environ["TK_API_KEY"].encode())
 if "stubborn" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("listening", flush=True)
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
@@ -30,8 +35,8 @@ def state(tmp_path, monkeypatch):
     return tmp_path / "tk"
 
 
-def gone(url):
-    """Whether nothing answers there, after a while at the latest."""
+def is_gone(url):
+    """Return True once nothing answers at the URL; False after 30 seconds."""
     for _ in range(300):
         try:
             httpx.get(url, timeout=1.0)
@@ -42,7 +47,7 @@ def gone(url):
 
 
 @pytest.mark.parametrize("manner", ["polite", "stubborn"])
-def test_a_private_server_runs_while_it_is_needed(state, monkeypatch, manner):
+def test_private_server_runs_inside_the_block(state, monkeypatch, manner):
     monkeypatch.setattr(local, "GRACE", 0.5)
     waits = []
     with local_server(
@@ -54,12 +59,15 @@ def test_a_private_server_runs_while_it_is_needed(state, monkeypatch, manner):
         assert log.stat().st_mode & 0o077 == 0
         assert "listening" in log.read_text()
     assert waits
-    assert gone(server.url)
+    assert is_gone(server.url)
     assert list(state.iterdir()) == []
 
 
-def test_a_server_that_dies_shows_the_end_of_its_log(state):
-    program = "import sys; print('\\n'.join(f'line {i}' for i in range(50))); sys.exit('no such model: x')"
+def test_server_that_exits_shows_the_end_of_its_log(state):
+    program = (
+        "import sys; print('\\n'.join(f'line {i}' for i in range(50)))\n"
+        "sys.exit('no such model: x')"
+    )
     with (
         pytest.raises(
             ServerError, match=r"exit code 1(.|\n)*line 49(.|\n)*no such model: x"
@@ -72,12 +80,12 @@ def test_a_server_that_dies_shows_the_end_of_its_log(state):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_the_server_does_not_outlive_the_chat(number):
+def test_private_server_ends_with_the_chat(number):
     program = f"""
 import signal, sys, time
-from toolkit.chat.local import local_server, turned_into_exit
+from toolkit.chat.local import local_server, exit_on_signals
 command = [sys.executable, "-c", {SERVER!r}]
-signals = turned_into_exit(signal.SIGTERM, signal.SIGHUP)
+signals = exit_on_signals(signal.SIGTERM, signal.SIGHUP)
 with signals, local_server(None, tick=lambda s: None, command=command) as server:
     print(server.url, flush=True)
     time.sleep(600)
@@ -89,9 +97,9 @@ with signals, local_server(None, tick=lambda s: None, command=command) as server
         assert httpx.get(url, timeout=60.0).status_code == 200
         os.kill(chat.pid, number)
         chat.wait(90)
-    assert gone(url)
+    assert is_gone(url)
 
 
-def test_an_empty_log_is_said_to_be_empty(tmp_path):
+def test_last_lines_of_an_empty_log(tmp_path):
     (tmp_path / "log").touch()
     assert last_lines(tmp_path / "log") == "(empty)"

@@ -1,4 +1,4 @@
-"""Markdown that comes in pieces ends up as rich shows the whole of it, and nothing that was shown is taken back."""
+"""Streamed Markdown ends up as rich renders it at once, and shown text is not taken back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.markdown import Markdown
 from tests.chat.emulator import Emulator
 from tests.combinations import pairwise
 from toolkit.chat.answer_view import Answer
-from toolkit.chat.delta import Delta
+from toolkit.chat.delta import ChatDelta
 from toolkit.chat.screen.live import LiveDisplay
 from toolkit.chat.screen.markdown import code_blocks
 from toolkit.chat.screen.region import Region
@@ -21,7 +21,8 @@ from toolkit.chat.screen.region import Region
 TOUR = """\
 # A tour
 
-Here is **bold text**, *italic*, `inline code`, ~~struck~~ and a [link](https://example.org/page) in a line that is long enough to wrap.
+Here is **bold text**, *italic*, `inline code`, ~~struck~~ and a \
+[link](https://example.org/page) in a line that is long enough to wrap.
 
 ## Lists
 
@@ -68,7 +69,7 @@ def terminal(monkeypatch):
 
 
 def cut(text: str, seed: int) -> list[str]:
-    """The text in pieces of 1 to 9 characters; seed 0: of one."""
+    """Cut the text into pieces of 1 to 9 characters; with seed 0 of one."""
     random_size = random.Random(seed)
     pieces = []
     while text:
@@ -79,10 +80,10 @@ def cut(text: str, seed: int) -> list[str]:
 
 
 def stream(pieces: list[str], emulator: Emulator, *, watch: bool = False) -> list[str]:
-    """Shows an answer piece by piece; where somebody watches, the text on the terminal after each of them."""
+    """Show an answer piece by piece. With `watch`, return the screen's text after each piece."""
     display, answer, frames = LiveDisplay(emulator.terminal, "short"), Answer(), []
     for piece in pieces:
-        answer.add(Delta(content=piece))
+        answer.add(ChatDelta(content=piece))
         display.update(answer)
         display.refresh()
         if watch:
@@ -92,20 +93,20 @@ def stream(pieces: list[str], emulator: Emulator, *, watch: bool = False) -> lis
 
 
 def shown_by_rich(text: str, columns: int) -> list[str]:
-    """What rich itself makes of the whole text."""
+    """Return the complete text as rich renders it."""
     out = io.StringIO()
     Console(file=out, width=columns).print(Markdown(text, hyperlinks=False))
     return out.getvalue().split("\n")
 
 
 def words(lines: list[str]) -> list[str]:
-    """The lines, without what is a matter of taste: indents, empty lines and rules."""
+    """Return the lines without indents, empty lines and rules."""
     stripped = [line.strip() for line in lines]
     return [re.sub(" +", " ", line) for line in stripped if line.strip("─-")]
 
 
 @pytest.mark.parametrize(("columns", "rows", "seed"), pairwise([81, 41], [60, 24, 6], [0, 1]))
-def test_the_end_is_what_rich_makes_of_the_whole(columns, rows, seed):
+def test_stream_ends_as_rich_renders_the_text(columns, rows, seed):
     emulator = Emulator(columns, rows)
     stream(cut(TOUR, seed), emulator)
     assert words(emulator.lines) == words(shown_by_rich(TOUR, columns - 1))
@@ -113,14 +114,14 @@ def test_the_end_is_what_rich_makes_of_the_whole(columns, rows, seed):
 
 @pytest.mark.parametrize("rows", [60, 24, 6])
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
-def test_pieces_do_not_matter(seed, rows):
+def test_stream_result_does_not_depend_on_the_pieces(seed, rows):
     at_once, in_pieces = Emulator(rows=1000), Emulator(rows=rows)
     stream([TOUR], at_once)
     stream(cut(TOUR, seed), in_pieces)
     assert in_pieces.lines == at_once.lines
 
 
-def test_no_frame_shows_what_a_later_one_takes_back():
+def test_stream_never_takes_shown_text_back():
     emulator = Emulator(100, 45)
     frames = stream(cut(TOUR.partition("An end")[0], 0), emulator, watch=True)
     end = re.sub("─+ ?", "", emulator.text)
@@ -140,7 +141,7 @@ def test_no_frame_shows_what_a_later_one_takes_back():
         "# Title",
     ],
 )
-def test_what_is_undecided_is_not_shown(text):
+def test_undecided_text_is_not_shown(text):
     emulator = Emulator()
     frames = stream(cut(text, 0), emulator, watch=True)
     for frame in frames:
@@ -152,7 +153,7 @@ def test_what_is_undecided_is_not_shown(text):
 @pytest.mark.parametrize(
     "text", ["It is **very imp", "It is *very imp", "It is `very imp", "a ** b **very imp"]
 )
-def test_emphasis_and_code_are_shown_before_they_are_closed(text):
+def test_emphasis_and_code_are_styled_before_they_are_closed(text):
     emulator = Emulator()
     display, answer = LiveDisplay(emulator.terminal, "short"), Answer(content=text)
     display.update(answer)
@@ -164,7 +165,7 @@ def test_emphasis_and_code_are_shown_before_they_are_closed(text):
 
 
 @pytest.mark.parametrize("rows", [24, 5])
-def test_code_longer_than_the_screen_is_whole(rows):
+def test_code_longer_than_the_screen_is_complete(rows):
     code = "\n".join(f"line_{number} = {number}" for number in range(100))
     emulator = Emulator(rows=rows)
     stream(cut(f"Before\n\n```python\n{code}\n```\n\nAfter\n", 1), emulator)
@@ -175,7 +176,7 @@ def test_code_longer_than_the_screen_is_whole(rows):
     ]
 
 
-def test_a_paragraph_longer_than_the_screen_is_whole():
+def test_paragraph_longer_than_the_screen_is_complete():
     text = " ".join(f"word{number}" for number in range(500))
     emulator = Emulator(80, 10)
     stream(cut(text, 2), emulator)
@@ -183,7 +184,7 @@ def test_a_paragraph_longer_than_the_screen_is_whole():
     assert len(emulator.lines) > 40
 
 
-def test_a_table_longer_than_the_screen_is_whole_though_its_columns_move():
+def test_table_longer_than_the_screen_is_complete():
     rows = "".join(
         f"| {number} | {'word ' * (number % 25)}{number} | {'x' * number} |\n"
         for number in range(40)
@@ -196,7 +197,7 @@ def test_a_table_longer_than_the_screen_is_whole_though_its_columns_move():
     assert any("lines above" in frame for frame in frames)
 
 
-def test_a_list_longer_than_the_screen_is_whole_though_its_numbers_grow():
+def test_list_longer_than_the_screen_is_complete():
     items = "".join(f"{number}. {'word ' * (number * 7 % 30)}{number}\n" for number in range(1, 30))
     at_once, in_pieces = Emulator(rows=1000), Emulator(rows=10)
     stream([items], at_once)
@@ -204,30 +205,27 @@ def test_a_list_longer_than_the_screen_is_whole_though_its_numbers_grow():
     assert in_pieces.lines == at_once.lines
 
 
-def test_only_what_changes_is_written():
+def test_only_changes_are_written():
     emulator = Emulator(80, 24)
     pieces = cut(" ".join(f"word{number}" for number in range(150)), 0)
     stream(pieces, emulator)
-    assert (
-        max(len(text) for text in emulator.written) < 300
-    )  # not the twelve lines of the paragraph
+    longest = max(len(text) for text in emulator.written)
+    assert longest < 300  # not the twelve lines of the paragraph
 
 
-def test_a_narrower_window_leaves_no_rests():
+def test_narrower_window_leaves_no_old_text():
     emulator = Emulator(80, 24)
     region = Region(emulator, emulator.terminal.size)
     region.draw(["a" * 60, "b" * 60])
-    emulator.terminal.console.size = (
-        40,
-        24,
-    )  # the emulator does not wrap what is there: do it by hand
+    emulator.terminal.console.size = (40, 24)
+    # The emulator does not wrap lines when it is resized.
     emulator.screen.reset()
     emulator.write("a" * 40 + "\r\n" + "a" * 20 + "\r\n" + "b" * 40 + "\r\n" + "b" * 20)
     region.draw(["c" * 39, "d"])
     assert emulator.lines == ["c" * 39, "d"]
 
 
-def test_regions_shrink_to_what_is_left():
+def test_region_shrinks_to_the_remaining_lines():
     emulator = Emulator(20, 10)
     region = Region(emulator, emulator.terminal.size)
     for lines in (["a", "b", "c"], ["a"], ["a", "x", "y", "z"], ["q", "x"], []):
@@ -246,18 +244,18 @@ def test_control_characters_do_not_reach_the_terminal():
     assert emulator.screen.title == ""
 
 
-def test_markup_of_html_is_text():
+def test_html_is_shown_as_text():
     emulator = Emulator()
     stream(["<div>block</div>\n\nand <b>inline</b>"], emulator)
     assert emulator.lines == ["<div>block</div>", "", "and <b>inline</b>"]
 
 
-def test_lines_that_the_model_begins_are_lines():
+def test_line_breaks_of_the_model_are_kept():
     emulator = Emulator()
     stream(["Roses are red\nviolets are blue"], emulator)
     assert emulator.lines == ["Roses are red", "violets are blue"]
 
 
-def test_code_blocks_are_found_for_the_clipboard():
+def test_code_blocks_are_found():
     assert code_blocks(TOUR)[0].startswith("@dataclass\nclass Point:")
     assert code_blocks("none `here`") == []

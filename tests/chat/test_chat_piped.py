@@ -1,4 +1,4 @@
-"""The command as a program, with pipes at its ends."""
+"""tk chat with pipes for stdin and stdout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tk(server, tmp_path, monkeypatch):
     return run
 
 
-def test_the_whole_of_stdin_is_one_message_and_stdout_is_the_answer(server, tk):
+def test_stdin_is_one_message_and_stdout_is_the_answer(server, tk):
     done = tk("--system", "Be brief.")
     assert (done.returncode, done.stdout, done.stderr) == (0, "Hello, wörld.\n", "")
     assert [message["content"] for message in server.bodies[0]["messages"]] == [
@@ -53,32 +53,30 @@ def test_the_whole_of_stdin_is_one_message_and_stdout_is_the_answer(server, tk):
         (("What is it?",), "", "What is it?"),
     ],
 )
-def test_a_question_on_the_command_line_comes_before_what_is_piped_in(
-    server, tk, flags, stdin, asked
-):
+def test_question_comes_before_piped_text(server, tk, flags, stdin, asked):
     assert tk(*flags, stdin=stdin).stdout == "Hello, wörld.\n"
     assert server.bodies[0]["messages"] == [{"role": "user", "content": asked}]
     assert server.bodies[0]["model"] == "fake"
 
 
-def test_markdown_and_escape_codes_go_through_a_pipe_as_they_came(server, tk):
+def test_markdown_and_escape_codes_are_piped_unchanged(server, tk):
     server.pieces = ["# **A** ", "\x1b[1mb\x1b[0m\n"]
     done = tk()
     assert (done.stdout, done.stderr) == ("# **A** \x1b[1mb\x1b[0m\n", "")
 
 
-def test_what_an_old_encoding_lacks_is_replaced(server, tk, monkeypatch):
+def test_characters_missing_in_the_encoding_are_replaced(server, tk, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     server.pieces = ["wörld 🎉"]
     assert tk("What is it?", stdin="").stdout == "w?rld ?\n"
 
 
-def test_bytes_that_are_no_text_are_replaced_in_a_question(server, tk):
+def test_question_with_invalid_bytes_has_them_replaced(server, tk):
     assert tk(b"caf\xe9 or tea?".decode(errors="surrogateescape"), stdin="").returncode == 0
     assert server.bodies[0]["messages"][0]["content"] == "caf? or tea?"
 
 
-def test_json_holds_the_answer_and_its_numbers(server, tk):
+def test_json_has_the_answer_and_its_numbers(server, tk):
     server.pieces = [
         {"reasoning_content": "Hm."},
         0.05,
@@ -86,12 +84,12 @@ def test_json_holds_the_answer_and_its_numbers(server, tk):
         {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "f", "arguments": "{}"}}]},
     ]
 
-    def at_a_rate() -> subprocess.CompletedProcess[str] | None:
-        """Where all of it was read at once, as a busy machine does, there is none."""
+    def run_with_rate() -> subprocess.CompletedProcess[str] | None:
+        """Return None if a busy machine read the answer at once: there is no rate."""
         done = tk("--json")
         return done if json.loads(done.stdout)["tokens_per_second"] is not None else None
 
-    done = until(at_a_rate)
+    done = until(run_with_rate)
     answer = json.loads(done.stdout)
     assert done.returncode == 0
     assert answer["time_to_first_token"] < answer["time"]
@@ -110,7 +108,7 @@ def test_json_holds_the_answer_and_its_numbers(server, tk):
     assert answer["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
 
 
-def test_a_schema_is_asked_for_and_an_answer_that_is_cut_is_a_failure(server, tk, tmp_path):
+def test_schema_is_sent_and_a_cut_answer_fails(server, tk, tmp_path):
     (tmp_path / "schema.json").write_text('{"type": "object"}')
     server.pieces = ['{"a": ', "1}"]
     done = tk("--schema", "schema.json", "--no-stream")
@@ -126,7 +124,7 @@ def test_a_schema_is_asked_for_and_an_answer_that_is_cut_is_a_failure(server, tk
     assert "cut" in done.stderr
 
 
-def test_an_answer_that_breaks_off_is_exit_code_1(server, tk):
+def test_incomplete_answer_has_exit_code_1(server, tk):
     server.break_after = 2
     done = tk()
     assert (done.returncode, done.stdout) == (1, "Hello, \n")
@@ -134,7 +132,7 @@ def test_an_answer_that_breaks_off_is_exit_code_1(server, tk):
     assert json.loads(tk("--json").stdout)["error"]
 
 
-def test_the_key_comes_from_the_environment(server, tk, monkeypatch):
+def test_key_comes_from_the_environment(server, tk, monkeypatch):
     server.api_key = "right"
     monkeypatch.setenv("TK_API_KEY", "right")
     assert tk().stdout == "Hello, wörld.\n"
@@ -144,11 +142,11 @@ def test_errors_are_one_line_on_stderr(server, tk, unused_tcp_port):
     for flags, message in (
         (
             ("other",),
-            "No model other. (other stands for a model here; a question of one word needs --prompt.)",
+            "No model other. (other was read as a model name; a one-word question needs --prompt.)",
         ),
         (("--url", f"127.0.0.1:{unused_tcp_port}"), "No server answers at"),
         (("--schema", "missing.json"), "cannot read missing.json"),
-        (("--continue",), "No conversation is saved yet"),
+        (("--continue",), "There is no saved conversation"),
     ):
         done = tk(*flags)
         assert done.returncode == 2
@@ -158,7 +156,7 @@ def test_errors_are_one_line_on_stderr(server, tk, unused_tcp_port):
     assert "no message" in tk(stdin="  \n").stderr
 
 
-def test_the_last_conversation_goes_on(server, tk):
+def test_continue_resumes_the_last_conversation(server, tk):
     path = store.new_path()
     messages = [{"role": "user", "content": "One"}, {"role": "assistant", "content": "Two"}]
     store.write(path, Conversation("Be kind.", messages), "fake")
@@ -176,24 +174,24 @@ def test_the_last_conversation_goes_on(server, tk):
     assert tk("-c", "--system", "Be brief.", stdin="And?").returncode == 0
     assert server.bodies[1]["messages"][0]["content"] == "Be brief."
     assert tk(stdin="Something else").returncode == 0
-    assert len(store.newest(5)) == 1  # what a script asks is not kept
+    assert len(store.newest(5)) == 1  # single questions are not saved
 
 
-def test_ctrl_c_writes_what_came_and_is_exit_code_130(server, tk):
+def test_ctrl_c_writes_the_partial_answer_and_exits_with_130(server, tk):
     server.stall_after = 2
     with subprocess.Popen(
         [*COMMAND, "What is it?"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
     ) as chat:
         assert server.stalled.wait(90)
-        came = b""
-        while came != b"Hello, ":
-            came += chat.stdout.read1(100)
+        received = b""
+        while received != b"Hello, ":
+            received += chat.stdout.read1(100)
         chat.send_signal(signal.SIGINT)
         assert (chat.stdout.read(), chat.wait(90)) == (b"\n", 130)
     assert server.disconnected.wait(90)
 
 
-def test_a_reader_that_goes_away_is_no_error(server, tk):
+def test_closed_stdout_is_no_error(server, tk):
     server.pieces = ["word "] * 20_000
     command = f"{sys.executable} -c '{PROGRAM}' chat | head -c 5"
     done = subprocess.run(

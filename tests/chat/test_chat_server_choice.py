@@ -1,4 +1,4 @@
-"""Which server a chat talks to when none is named."""
+"""Choice of the server of a chat."""
 
 from __future__ import annotations
 
@@ -14,67 +14,68 @@ from toolkit.config.clients import ChatConfig
 
 @pytest.fixture
 def private(server, monkeypatch):
-    """Models that private servers were asked for; each is the fake server."""
+    """Models of the private servers started; the fake server stands in for each."""
     started = []
 
     @contextmanager
     def start(model, *, tick):
         started.append(model)
         tick(0.0)
-        server.api_key = "of the private one"
+        server.api_key = "private"
         yield LocalServer(server.url, server.api_key)
 
     monkeypatch.setattr(run, "local_server", start)
     return started
 
 
-def test_the_server_that_runs_here_is_used(server, private, screen, monkeypatch):
+def test_server_at_the_default_address_is_used(server, private, screen, monkeypatch):
     monkeypatch.setattr(run, "DEFAULT_URL", server.url)
-    for model in (None, "fake"):
-        with run.serving(ChatConfig(model=model), screen.terminal) as (address, card):
-            assert (address.url, card.name, card.max_context) == (server.url, "fake", 100)
+    for name in (None, "fake"):
+        with run.find_server(ChatConfig(model=name), screen.terminal) as (address, model):
+            assert (address.url, model.name, model.max_context) == (server.url, "fake", 100)
     assert private == []
 
 
-def test_a_model_that_is_not_served_here_gets_a_private_server(
-    server, private, screen, monkeypatch
-):
+def test_model_without_a_server_gets_a_private_one(server, private, screen, monkeypatch):
     monkeypatch.setattr(run, "DEFAULT_URL", server.url)
-    with run.serving(ChatConfig(model="m"), screen.terminal) as (address, card):
-        assert (address.api_key, card.name) == (server.api_key, "fake")
+    with run.find_server(ChatConfig(model="m"), screen.terminal) as (address, model):
+        assert (address.api_key, model.name) == (server.api_key, "fake")
     assert private == ["m"]
-    assert "Starting m" in screen.talk
+    assert "Starting m" in screen.stderr
 
 
-def test_where_none_runs_a_private_one_is_started(private, screen, monkeypatch, unused_tcp_port):
+def test_private_server_is_started_if_none_runs(private, screen, monkeypatch, unused_tcp_port):
     monkeypatch.setattr(run, "DEFAULT_URL", f"http://127.0.0.1:{unused_tcp_port}")
-    with run.serving(ChatConfig(), screen.terminal) as (_, card):
-        assert card.name == "fake"
+    with run.find_server(ChatConfig(), screen.terminal) as (_, model):
+        assert model.name == "fake"
     assert private == [None]
 
 
-def test_a_server_whose_key_is_missing_is_named_and_not_used(server, private, screen, monkeypatch):
+def test_server_that_rejects_the_key_is_reported_and_not_used(server, private, screen, monkeypatch):
     server.api_key = "secret"
     monkeypatch.setattr(run, "DEFAULT_URL", server.url)
-    with run.serving(ChatConfig(), screen.terminal):
+    with run.find_server(ChatConfig(), screen.terminal):
         pass
-    assert "wants another API key" in screen.talk
+    assert "rejected the API key" in screen.stderr
     assert private == [None]
 
 
-def test_a_url_is_used_and_no_other(server, private, screen, unused_tcp_port):
-    with run.serving(ChatConfig(url=server.url, model="unlisted"), screen.terminal) as (_, card):
-        assert card.name == "unlisted"
+def test_url_is_used_and_no_other_server(server, private, screen, unused_tcp_port):
+    with run.find_server(ChatConfig(url=server.url, model="unlisted"), screen.terminal) as (
+        _,
+        model,
+    ):
+        assert model.name == "unlisted"
     nowhere = ChatConfig(url=f"http://127.0.0.1:{unused_tcp_port}")
     with (
         pytest.raises(ServerError, match="No server answers"),
-        run.serving(nowhere, screen.terminal),
+        run.find_server(nowhere, screen.terminal),
     ):
         pass
     assert private == []
 
 
-def test_what_has_spaces_is_a_question_and_no_model():
+def test_model_argument_with_spaces_is_a_prompt():
     assert (ChatConfig(model="review this").model, ChatConfig(model="review this").prompt) == (
         None,
         "review this",

@@ -1,4 +1,4 @@
-"""The program on a terminal: keys, signals, and what is to be seen."""
+"""tk chat in a terminal: keys, signals and the screen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLACEHOLDER = "Ask something."
 
 @pytest.fixture
 def start(server, monkeypatch):
-    """A function from flags to `tk chat` on a terminal."""
+    """Function that starts `tk chat` with flags in a terminal."""
     running = []
     monkeypatch.delenv("NO_COLOR", raising=False)
 
@@ -37,7 +37,7 @@ def questions(server):
     return [body["messages"][-1]["content"] for body in server.bodies]
 
 
-def test_a_conversation(server, start):
+def test_conversation_is_shown_saved_and_resumed(server, start):
     server.pieces = ["# Title\n\nIt is **bo", "ld**:\n\n- one\n", "- two\n"]
     chat = start()
     chat.wait(PLACEHOLDER)
@@ -52,14 +52,14 @@ def test_a_conversation(server, start):
     assert questions(server) == ["What is it?", "And then?"]
     chat.type(CTRL_D)
     assert chat.exit_code() == 0
-    assert chat.is_as_before
-    assert "'tk chat --continue' goes on from here." in chat.text
+    assert chat.is_restored
+    assert "'tk chat --continue' resumes this conversation." in chat.text
 
     chat = start("--continue")
     chat.wait(PLACEHOLDER)
     assert (
-        "Continuing the conversation of just now (2 questions): What is it?\n> And then?\nTitle\n\nIt is bold:"
-        in chat.text
+        "Resuming a conversation of 2 questions, saved just now: What is it?\n"
+        "> And then?\nTitle\n\nIt is bold:" in chat.text
     )
     chat.type("More" + ENTER)
     chat.wait("out 42")
@@ -82,55 +82,54 @@ def test_ctrl_c_stops_the_answer_and_a_second_one_leaves(server, start):
     chat.wait("stopped")
     chat.wait(PLACEHOLDER)
     chat.type(CTRL_C)
-    chat.wait(lambda: chat.process.poll() is not None or "again leaves" in chat.text)
-    while chat.process.poll() is None:  # a slow machine: more than a second lay between them
-        shown = chat.raw.count(b"again leaves")
+    chat.wait(lambda: chat.process.poll() is not None or "again to leave" in chat.text)
+    while chat.process.poll() is None:  # on a slow machine more than a second was between them
+        shown = chat.raw.count(b"again to leave")
         chat.type(CTRL_C * 2)
         chat.wait(
             lambda least=shown + 1: (
-                chat.process.poll() is not None or chat.raw.count(b"again leaves") > least
+                chat.process.poll() is not None or chat.raw.count(b"again to leave") > least
             )
-        )  # called before the next
+        )
     assert chat.exit_code() == 130
-    assert chat.is_as_before
+    assert chat.is_restored
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_ends_it_leaves_the_terminal_as_it_was(server, start, number):
+def test_signal_restores_the_terminal(server, start, number):
     server.stall_after = 2
     chat = start("Go on")
     chat.wait("Hello,")
-    assert not chat.is_as_before
+    assert not chat.is_restored
     chat.process.send_signal(number)
     assert chat.exit_code() == 128 + number
-    assert chat.is_as_before
+    assert chat.is_restored
 
 
-def test_a_question_of_several_lines_typed_and_pasted(server, start):
+def test_question_of_several_lines_is_typed_or_pasted(server, start):
     chat = start()
     chat.wait(PLACEHOLDER)
     chat.type("one" + ESCAPE + ENTER + "two" + ENTER)
     chat.wait("out 42")
     chat.type("\x1b[200~def f():\n\treturn 1\n\x1b[201~")
     chat.wait("return 1")
-    assert len(server.bodies) == 1  # the line breaks of a paste send nothing
+    assert len(server.bodies) == 1  # the line breaks of pasted text do not send it
     chat.type(ENTER)
     chat.wait(lambda: chat.text.count("out 42") == 2)
     assert questions(server) == ["one\ntwo", "def f():\n\treturn 1\n"]
 
 
-def test_keys_that_are_pressed_during_an_answer_wait_for_the_next_question(server, start):
-    goes_on = threading.Event()
-    server.pieces = ["Hello, ", goes_on, "wörld."]
+def test_keys_typed_during_an_answer_go_to_the_next_question(server, start):
+    resume = threading.Event()
+    server.pieces = ["Hello, ", resume, "wörld."]
     chat = start()
     chat.wait(PLACEHOLDER)
     chat.type("Go on" + ENTER)
     chat.wait("Hello,")
-    assert chat.raw.rfind(b"\x1b[?2004h") > chat.raw.rfind(
-        b"\x1b[?2004l"
-    )  # the terminal is asked to mark pastes
+    # Bracketed paste is on.
+    assert chat.raw.rfind(b"\x1b[?2004h") > chat.raw.rfind(b"\x1b[?2004l")
     chat.type("typed \x1b[200~and\npasted\x1b[201~ ahead")
-    goes_on.set()
+    resume.set()
     chat.wait("out 42")
     assert "typed" not in chat.text.partition("out 42")[0]
     chat.wait("pasted ahead")
@@ -139,12 +138,12 @@ def test_keys_that_are_pressed_during_an_answer_wait_for_the_next_question(serve
     assert questions(server) == ["Go on", "typed and\npasted ahead"]
 
 
-def test_keys_are_never_lost_between_an_answer_and_the_prompt(server, start):
+def test_keys_are_not_lost_between_answer_and_prompt(server, start):
     chat = start()
     chat.wait(PLACEHOLDER)
     for number in range(1, 6):
         chat.type(f"question {number}" + ENTER)
-        chat.wait(lambda: chat.text.count("out 42") == number)  # noqa: B023  # called before the next number
+        chat.wait(lambda count=number: chat.text.count("out 42") == count)
     chat.type(CTRL_D)
     assert chat.exit_code() == 0
     assert questions(server) == [f"question {number}" for number in range(1, 6)]
@@ -154,7 +153,7 @@ def test_commands_are_completed_by_any_of_their_letters(server, start):
     chat = start()
     chat.wait(PLACEHOLDER)
     chat.type("/ys")
-    chat.wait("shows or sets the system message")
+    chat.wait("show or set the system message")
     chat.type("\t Be brief." + ENTER)
     chat.wait("The system message is set.")
     chat.type("no /command" + ENTER)
@@ -162,7 +161,7 @@ def test_commands_are_completed_by_any_of_their_letters(server, start):
     assert server.bodies[0]["messages"][0] == {"role": "system", "content": "Be brief."}
 
 
-def test_earlier_questions_are_found_again(server, start):
+def test_ctrl_r_finds_earlier_questions(server, start):
     chat = start()
     chat.wait(PLACEHOLDER)
     for question in ("What is a cache?", "Who are you?"):
@@ -178,7 +177,7 @@ def test_earlier_questions_are_found_again(server, start):
     assert questions(server)[-1] == "What is a cache?"
 
 
-def test_edit_puts_the_question_back_and_ctrl_c_leaves_all_as_it_was(server, start):
+def test_edit_offers_the_question_and_ctrl_c_cancels(server, start):
     chat = start()
     chat.wait(PLACEHOLDER)
     chat.type("first" + ENTER)
@@ -186,7 +185,7 @@ def test_edit_puts_the_question_back_and_ctrl_c_leaves_all_as_it_was(server, sta
     chat.type("/edit" + ENTER)
     chat.wait(lambda: chat.text.count("> first") == 2)
     chat.type(CTRL_C)
-    chat.wait("All stays as it was.")
+    chat.wait("Edit cancelled.")
     chat.type("/edit" + ENTER)
     chat.wait(lambda: chat.text.count("> first") == 3)
     chat.type(" of all" + ENTER)
@@ -197,11 +196,11 @@ def test_edit_puts_the_question_back_and_ctrl_c_leaves_all_as_it_was(server, sta
     ]
 
 
-def test_reasoning_is_folded_and_unfolded(server, start):
-    goes_on = threading.Event()
+def test_reasoning_is_folded_and_shown_by_ctrl_t(server, start):
+    resume = threading.Event()
     server.pieces = [
         {"reasoning_content": "Let me think about it. "},
-        goes_on,
+        resume,
         {"reasoning_content": "Done."},
         "Yes.",
     ]
@@ -210,7 +209,7 @@ def test_reasoning_is_folded_and_unfolded(server, start):
     chat.type("Is it?" + ENTER)
     chat.wait("thinking")
     chat.wait("Let me think")
-    goes_on.set()
+    resume.set()
     chat.wait("out 42")
     assert "Let me think" not in chat.text
     assert "▸ thought for" in chat.text
@@ -219,9 +218,9 @@ def test_reasoning_is_folded_and_unfolded(server, start):
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash, which suspends and resumes")
-def test_ctrl_z_suspends_an_answer_and_it_goes_on_afterwards(server, start, tmp_path):
-    goes_on = threading.Event()
-    server.pieces = ["before ", goes_on, "after"]
+def test_ctrl_z_suspends_an_answer_until_fg(server, start, tmp_path):
+    resume = threading.Event()
+    server.pieces = ["before ", resume, "after"]
     (tmp_path / "tk").write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{PROGRAM}" "$@"\n')
     (tmp_path / "tk").chmod(0o755)
     shell = PtyProgram(
@@ -239,7 +238,7 @@ def test_ctrl_z_suspends_an_answer_and_it_goes_on_afterwards(server, start, tmp_
         assert "\n-icanon" not in shell.text
         assert "\n-echo" not in shell.text
         shell.type("fg" + ENTER)
-        goes_on.set()
+        resume.set()
         shell.wait("\nbefore after")
         shell.wait("out 42")
         shell.type("echo code $?" + ENTER)
@@ -248,7 +247,7 @@ def test_ctrl_z_suspends_an_answer_and_it_goes_on_afterwards(server, start, tmp_
         shell.close()
 
 
-def test_without_color_there_is_none(server, start):
+def test_no_color_turns_colors_off(server, start):
     server.pieces = ["`code` and **bold**\n\n```python\nx = 1  # remark\n```\n"]
     chat = start("What is it?", NO_COLOR="1")
     assert chat.exit_code() == 0
@@ -257,18 +256,18 @@ def test_without_color_there_is_none(server, start):
     assert colors == {"default"}
 
 
-def test_a_terminal_that_can_do_nothing_gets_plain_text(server, start):
+def test_dumb_terminal_gets_plain_text(server, start):
     chat = start("What is it?", TERM="dumb")
     assert chat.exit_code() == 0
     assert chat.raw == "Hello, wörld.\r\n".encode()
 
 
-def test_a_window_that_becomes_smaller_shows_the_rest_of_the_answer(server, start):
-    goes_on = threading.Event()
-    server.pieces = ["word " * 60, goes_on, "last"]
-    chat = start("Go on", columns=120, COLUMNS="120", LINES="24")  # as shells export them
+def test_smaller_window_shows_the_rest_of_the_answer(server, start):
+    resume = threading.Event()
+    server.pieces = ["word " * 60, resume, "last"]
+    chat = start("Go on", columns=120, COLUMNS="120", LINES="24")  # as exported by some shells
     chat.wait("word")
     chat.resize(60, 20)
-    goes_on.set()
+    resume.set()
     assert chat.exit_code() == 0
     assert "word last" in " ".join(chat.text.split())

@@ -1,4 +1,4 @@
-"""`tk config show`: what is in force, who says so, and nothing secret."""
+"""`tk config show`: values, origins, and masked secrets."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ def show(tmp_path: Path):
     def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("TK_")}
         return subprocess.run(
-            [sys.executable, "-m", "toolkit", "config", "show", *arguments], cwd=tmp_path,
-            env=kept | {"HOME": str(tmp_path)} | environment, capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+            [sys.executable, "-m", "toolkit", "config", "show", *arguments],
+            cwd=tmp_path,
+            env=kept | {"HOME": str(tmp_path)} | environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
 
     return run
 
 
-def test_it_is_a_file_that_tk_reads_and_that_changes_nothing(show, tmp_path):
-    """Every setting of every command is in it, with the value that it has or as a comment."""
+def test_config_show_output_is_a_complete_settings_file(show, tmp_path):
+    """It has every setting of every command, with its value or as a comment."""
     first = show()
     assert (first.returncode, first.stderr) == (0, "")
     content = tomllib.loads(first.stdout)
@@ -37,13 +42,13 @@ def test_it_is_a_file_that_tk_reads_and_that_changes_nothing(show, tmp_path):
     assert content["serve"]["max_num_seqs"] == SchedulerConfig().max_num_seqs
     for path, names in known_settings(tree()).items():
         section = first.stdout.split(f"[{'.'.join(path)}]\n")[1].split("\n\n")[0]
-        told = [line.removeprefix("# ").split(" =")[0] for line in section.splitlines()]
-        assert told == names
+        listed = [line.removeprefix("# ").split(" =")[0] for line in section.splitlines()]
+        assert listed == names
     (tmp_path / "tk.toml").write_text(first.stdout)
     assert show().stdout.splitlines()[1:] == first.stdout.splitlines()[1:]
 
 
-def test_it_says_who_gives_a_setting(show, tmp_path):
+def test_config_show_json_has_values_and_origins(show, tmp_path):
     (tmp_path / "tk.toml").write_text('seed = 3\n[serve]\nhost = "0.0.0.0"')
     done = show(
         "--command",
@@ -64,13 +69,16 @@ def test_it_says_who_gives_a_setting(show, tmp_path):
     }
     file = str(tmp_path / "tk.toml")
     assert given == {
-        "model": ("gpt2", "--model"), "max_num_seqs": (9, "--max-num-seqs"), "seed": (3, file),
-        "enable_prefix_caching": (False, "--enable-prefix-caching"), "dtype": ("float16", "TK_DTYPE"),
+        "model": ("gpt2", "--model"),
+        "max_num_seqs": (9, "--max-num-seqs"),
+        "seed": (3, file),
+        "enable_prefix_caching": (False, "--enable-prefix-caching"),
+        "dtype": ("float16", "TK_DTYPE"),
         "host": ("0.0.0.0", f"{file} [serve]"),
-    }  # fmt: skip
+    }
 
 
-def test_with_origins_it_is_still_a_file(show, tmp_path):
+def test_config_show_with_origins_is_a_settings_file(show, tmp_path):
     (tmp_path / "other.toml").write_text("seed = 4")
     done = show("--command", "bench offline", "--origin", "--config", "other.toml")
     assert done.stdout.startswith("# other.toml\n")
@@ -79,13 +87,13 @@ def test_with_origins_it_is_still_a_file(show, tmp_path):
     assert seed.endswith("# other.toml")
 
 
-def test_a_command_has_its_short_help_flag_here_too(show):
+def test_config_show_accepts_a_commands_help_flag(show):
     done = show("--command", "serve", "--", "-h")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Usage: tk serve ")
 
 
-def test_keys_and_passwords_are_masked(show):
+def test_config_show_masks_keys_and_passwords(show):
     done = show(
         "--origin",
         TK_API_KEY="mine,yours",
@@ -103,7 +111,7 @@ def test_keys_and_passwords_are_masked(show):
     assert 'api_key = ["***", "***"]' in flags.stdout
 
 
-def test_its_json_is_what_other_programs_read(show):
+def test_config_show_json_has_no_nonstandard_constants(show):
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
 
@@ -112,29 +120,33 @@ def test_its_json_is_what_other_programs_read(show):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("--command", "srve"), "Did you mean serve"),
         (("--command", "man"), "'man' has no settings"),
         (
             ("--command", "serve", "--prot", "1"),
-            "--prot is no flag of 'tk serve'. Did you mean --port",
+            "Unknown flag --prot of 'tk serve'. Did you mean --port",
         ),
-        (("--port", "1"), "--port is no flag of 'tk config show'"),
-        (("--config", "nowhere"), "--config names nowhere, and there is no such file"),
+        (("--port", "1"), "Unknown flag --port of 'tk config show'"),
+        (("--config", "nowhere"), "--config names nowhere, which does not exist"),
     ],
 )
-def test_mistakes_are_one_line(show, arguments, says):
+def test_config_show_usage_errors_are_one_line(show, arguments, message):
     done = show(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
-    assert says in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_a_reader_that_goes_away_is_no_fault(tmp_path):
+def test_config_show_with_a_closed_pipe_is_no_error(tmp_path):
     done = subprocess.run(
         ["bash", "-c", f"{sys.executable} -m toolkit config show | head -n 1"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.stderr == ""
     assert done.stdout.splitlines()[0] == "# no tk.toml"

@@ -1,4 +1,4 @@
-"""A fault of tk is one paragraph; its traceback is in a file that stays small, and on the terminal only for TK_DEBUG."""
+"""Internal errors: one paragraph on stderr, and a traceback in a file of bounded size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from toolkit import logs
-from toolkit.logs import LogStyle, keep_traceback
+from toolkit.logs import LogStyle, save_traceback
 
 BROKEN = """
 import sys
@@ -28,14 +28,18 @@ main()
 
 
 def broken_tk(home: Path, error: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`tk models` with a fault in it."""
+    """Run `tk models` with an internal error."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("TK_", "XDG_"))
     }
     return subprocess.run(
-        [sys.executable, "-c", BROKEN.format(error=error)], env=kept | {"HOME": str(home)} | environment,
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", BROKEN.format(error=error)],
+        env=kept | {"HOME": str(home)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
 
 
 @pytest.fixture
@@ -45,7 +49,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_fault_is_a_paragraph_that_says_where_the_traceback_is(home):
+def test_internal_error_message_has_the_path_of_the_traceback(home):
     done = broken_tk(home, "ZeroDivisionError('by zero')")
     log = home / ".local/state/tk/errors.log"
     assert (done.returncode, done.stdout) == (1, "")
@@ -62,14 +66,14 @@ def test_a_fault_is_a_paragraph_that_says_where_the_traceback_is(home):
 
 
 @pytest.mark.parametrize(("value", "shown"), [("1", True), ("0", False), ("", False)])
-def test_the_variable_shows_it_and_the_exit_code_stays(home, value, shown):
+def test_tk_debug_shows_the_traceback(home, value, shown):
     done = broken_tk(home, "ZeroDivisionError('by zero')", TK_DEBUG=value)
     assert done.returncode == 1
     assert ("Traceback" in done.stderr) == shown
-    assert "this is a fault of tk" in done.stderr
+    assert "internal error" in done.stderr
 
 
-def test_ctrl_c_before_a_command_has_begun_is_no_fault(home):
+def test_ctrl_c_before_a_command_starts_exits_with_130(home):
     done = broken_tk(home, "KeyboardInterrupt")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
     code = BROKEN.format(error="None").replace("main()", "root.tree = list_models\nmain()")
@@ -82,7 +86,7 @@ def test_ctrl_c_before_a_command_has_begun_is_no_fault(home):
     assert (early.returncode, early.stderr) == (130, "")
 
 
-def test_a_mistake_of_the_user_is_none(home):
+def test_usage_error_has_no_traceback_without_tk_debug(home):
     error = "__import__('toolkit.errors').errors.ConfigError('not so')"
     done = broken_tk(home, error)
     assert (done.returncode, done.stderr) == (2, "tk: not so\n")
@@ -92,17 +96,17 @@ def test_a_mistake_of_the_user_is_none(home):
     assert "Traceback" in debugged.stderr
 
 
-def test_where_nothing_can_be_written_there_is_still_no_traceback(home):
+def test_internal_error_without_a_writable_log(home):
     (home / ".local").write_text("a file where a folder should be")
     done = broken_tk(home, "ZeroDivisionError('by zero')")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "TK_DEBUG=1 shows its traceback" in done.stderr
 
 
-def test_the_file_stays_small(home, monkeypatch):
-    monkeypatch.setattr(logs, "MOST_KEPT", 5000)
+def test_error_log_size_is_bounded(home, monkeypatch):
+    monkeypatch.setattr(logs, "MAX_LOG_BYTES", 5000)
     for number in range(100):
-        keep_traceback(ValueError(f"number {number}"))
+        save_traceback(ValueError(f"number {number}"))
     folder = home / ".local/state/tk"
     assert {path.name for path in folder.iterdir()} == {"errors.log", "errors.log.1"}
     assert all(path.stat().st_size < 2 * 5000 for path in folder.iterdir())
@@ -110,7 +114,7 @@ def test_the_file_stays_small(home, monkeypatch):
 
 
 def logged(style: LogStyle, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a server's log has of an error in it."""
+    """Return a server's log of an exception."""
     root = logging.getLogger()
     before, root.handlers = root.handlers, []
     try:
@@ -124,7 +128,7 @@ def logged(style: LogStyle, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_a_servers_log_for_people_has_one_line_for_an_error(home, capsys, monkeypatch):
+def test_text_log_has_one_line_for_an_exception(home, capsys, monkeypatch):
     line = logged(LogStyle("info"), capsys)
     assert line.count("\n") == 1
     assert "request 7 failed (OSError: no such thing. Its traceback is in " in line
@@ -133,7 +137,7 @@ def test_a_servers_log_for_people_has_one_line_for_an_error(home, capsys, monkey
     assert "Traceback" in logged(LogStyle("info"), capsys)
 
 
-def test_a_servers_log_for_programs_has_it_in_a_field(home, capsys):
+def test_json_log_has_the_traceback_in_a_field(home, capsys):
     line = logged(LogStyle("info", json=True), capsys)
     assert line.count("\n") == 1
     assert "Traceback" in line

@@ -1,4 +1,4 @@
-"""Help that fits a screen, and what becomes of a command line with a mistake in it."""
+"""Help on one screen, usage errors on one line, version and completion scripts."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ ROOT = Path(__file__).parents[2]
 
 
 def paths_of(command, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The words of a command and of all below it."""
-    below = getattr(command, "commands", {})
-    return [path, *(one for name in below for one in paths_of(below[name], (*path, name)))]
+    """Return the words of a command and of its subcommands."""
+    commands = getattr(command, "commands", {})
+    return [path, *(one for name in commands for one in paths_of(commands[name], (*path, name)))]
 
 
 @pytest.fixture
 def tk(tk_here: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """On a terminal that is 80 columns wide."""
+    """Run tk with 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     return tk_here
 
 
 @pytest.mark.parametrize("command", paths_of(tree()), ids=" ".join)
-def test_help_fits_a_terminal_of_80_by_24_with_the_prompt(tk: Callable, command: tuple[str, ...]):
+def test_help_fits_a_terminal_of_80_by_24(tk: Callable, command: tuple[str, ...]):
     done = tk(*command, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert len(lines) <= 23
+    assert len(lines) <= 23  # and the shell's prompt
     assert max(map(len, lines)) <= 80
 
 
-def test_the_programs_help_has_every_command_once_with_what_it_does(tk: Callable):
+def test_help_of_tk_lists_every_command_once(tk: Callable):
     lines = [
         line.split(maxsplit=1) for line in tk("--help").stdout.splitlines() if line.startswith("  ")
     ]
@@ -46,10 +46,10 @@ def test_the_programs_help_has_every_command_once_with_what_it_does(tk: Callable
     assert all(text[0].isupper() and not text.endswith(("...", ".")) for _, text in lines)
 
 
-def test_help_shows_common_settings_by_subject_and_help_all_the_rest(tk: Callable):
-    short, whole = tk("serve", "--help").stdout, tk("serve", "--help-all").stdout
+def test_help_lists_common_settings_and_help_all_the_rest(tk: Callable):
+    short, complete = tk("serve", "--help").stdout, tk("serve", "--help-all").stdout
     assert "tk serve --help-all" in short
-    for text in (short, whole):
+    for text in (short, complete):
         assert (
             text.index("Model:")
             < text.index("--max-model-len")
@@ -57,11 +57,11 @@ def test_help_shows_common_settings_by_subject_and_help_all_the_rest(tk: Callabl
             < text.index("--port")
         )
     assert "--uvicorn-log-level" not in short
-    assert whole.index("Metrics, log and traces:") < whole.index("--uvicorn-log-level")
+    assert complete.index("Metrics, log and traces:") < complete.index("--uvicorn-log-level")
 
 
 @pytest.mark.parametrize(
-    ("line", "meant"),
+    ("line", "suggestion"),
     [
         ("srve", "serve"),
         ("bench ofline", "offline"),
@@ -70,41 +70,42 @@ def test_help_shows_common_settings_by_subject_and_help_all_the_rest(tk: Callabl
         ("chat --sytem=x", "--system"),
     ],
 )
-def test_what_was_meant_is_named_on_one_line(tk: Callable, line: str, meant: str):
+def test_usage_error_suggests_the_nearest_name(tk: Callable, line: str, suggestion: str):
     done = tk(*line.split())
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"Did you mean {meant}" in done.stderr
+    assert f"Did you mean {suggestion}" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     "line", ["serve --port", "serve --port x", "serve a b", "completion fsh", "zzz"]
 )
-def test_other_mistakes_are_one_line_too(tk: Callable, line: str):
+def test_usage_errors_are_one_line(tk: Callable, line: str):
     done = tk(*line.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("tk: ")
     assert done.stderr.count("\n") == 1
 
 
-def test_without_a_command_the_help_goes_to_stderr_as_a_mistake(tk: Callable):
+def test_tk_without_a_command_prints_help_to_stderr(tk: Callable):
     done = tk()
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == tk("--help").stdout
 
 
-def test_the_version_needs_no_command_line_library():
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.argv = ['tk', '--version']; from toolkit.cli import main; main(); print(*sys.modules)"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+def test_version_imports_no_command_line_library():
+    code = (
+        "import sys; sys.argv = ['tk', '--version']; from toolkit.cli import main; main()\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     version, modules = done.stdout.splitlines()
     assert version.startswith("tk 0.")
     assert not {"typer", "torch", "transformers", "textual", "pydantic"} & set(modules.split())
 
 
 @pytest.mark.parametrize("shell", COMPLETIONS)
-def test_a_completion_script_is_printed_or_installed(tk: Callable, shell: str, tmp_path: Path):
+def test_completion_script_is_printed_or_installed(tk: Callable, shell: str, tmp_path: Path):
     script = (ROOT / "completions" / COMPLETIONS[shell]).read_text()
     assert tk("completion", shell).stdout == script
     environment = {

@@ -1,4 +1,4 @@
-"""`tk run`, and what every command does with a mistake: as a user sees it, once in a process of its own."""
+"""`tk run`, and usage errors, as users see them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def tk(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_answer_goes_to_stdout_and_nothing_else_does(checkpoint):
-    """A raw prompt's greedy continuation is Transformers'."""
+def test_run_prints_only_the_answer_to_stdout(checkpoint):
+    """The greedy continuation of a raw prompt equals Transformers'."""
     folder = checkpoint("gpt2")
     done = tk("run", str(folder), "Hello, sea", "--raw", "--max-tokens", "12")
     assert done.returncode == 0, done.stderr
@@ -35,7 +35,7 @@ def test_the_answer_goes_to_stdout_and_nothing_else_does(checkpoint):
     assert "Traceback" not in done.stderr
 
 
-def test_a_piped_prompt_joins_the_given_one(checkpoint, tk_here):
+def test_run_adds_piped_text_to_the_prompt(checkpoint, tk_here):
     folder = str(checkpoint("gpt2"))
     alone = tk_here("run", folder, "--raw", "--max-tokens", "12", stdin="one\n\ntwo\n")
     both = tk_here("run", folder, "one", "--raw", "--max-tokens", "12", stdin="two\n")
@@ -43,13 +43,13 @@ def test_a_piped_prompt_joins_the_given_one(checkpoint, tk_here):
     assert alone.stdout == both.stdout != "\n"
 
 
-def test_the_demo_model_answers_without_a_model_named(tk_here):
+def test_run_without_a_model_uses_the_demo_model(tk_here):
     done = tk_here("run", stdin="who are you?")
     assert done.returncode == 0, done.stderr
     assert "demo model" in done.stdout
 
 
-def test_no_prompt_is_one_readable_line(checkpoint, tk_here):
+def test_run_without_a_prompt_is_an_error_of_one_line(checkpoint, tk_here):
     done = tk_here("run", str(checkpoint("gpt2")))
     assert done.returncode == 2
     assert done.stdout == ""
@@ -57,7 +57,7 @@ def test_no_prompt_is_one_readable_line(checkpoint, tk_here):
     assert done.stderr.count("\n") == 1
 
 
-def test_an_unknown_model_is_one_readable_paragraph_with_the_nearest_name(tk_here, tmp_path: Path):
+def test_unknown_model_error_suggests_the_nearest_name(tk_here, tmp_path: Path):
     (tmp_path / "tiny-model").mkdir()
     (tmp_path / "tiny-model" / "config.json").write_text("{}")
     done = tk_here("run", "tinny-model", "hi", cwd=tmp_path)
@@ -67,7 +67,7 @@ def test_an_unknown_model_is_one_readable_paragraph_with_the_nearest_name(tk_her
     assert "Traceback" not in done.stderr
 
 
-def test_versions_and_help_need_no_torch():
+def test_version_and_help_import_no_torch():
     script = (
         "import sys; sys.argv = ['tk', '--help']\n"
         "from toolkit.cli import main\n"
@@ -76,14 +76,12 @@ def test_versions_and_help_need_no_torch():
         "heavy = {'torch', 'transformers', 'textual', 'fastapi', 'aiohttp'} & set(sys.modules)\n"
         "sys.exit(1 if heavy else 0)"
     )
-    assert (
-        subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode
-        == 0
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert done.returncode == 0
     assert tk("--version").stdout.startswith("tk 0.")
 
 
-def test_a_prompt_in_the_models_place_is_told_where_it_belongs(tk_here):
+def test_run_with_a_prompt_as_the_model_suggests_prompt(tk_here):
     done = tk_here("run", "What is a KV cache?")
     assert done.returncode == 2
     assert "--prompt" in done.stderr

@@ -1,4 +1,4 @@
-"""Commands where standard streams are closed, the disk is full, or the folder is gone."""
+"""Commands with closed standard streams, a full disk, or a deleted working folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 TK = f"{sys.executable} -m toolkit"
 
 
-def surroundings(home: Path) -> dict[str, str]:
+def environment(home: Path) -> dict[str, str]:
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("TK_", "XDG_"))
     }
@@ -24,25 +24,32 @@ def surroundings(home: Path) -> dict[str, str]:
 
 def tk(command: str, home: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-c", command], env=surroundings(home), capture_output=True, text=True, timeout=200, check=False
-    )  # fmt: skip
+        ["bash", "-c", command],
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("command", ["models", "serve --dry-run"])
-def test_what_nobody_reads_goes_nowhere(command, closed, tmp_path):
+def test_command_with_closed_streams_succeeds(command, closed, tmp_path):
     done = tk(f"{TK} {command} {closed}", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert not re.search("fault of tk|Traceback", done.stderr)
+    assert not re.search("internal error|Traceback", done.stderr)
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-"])
-def test_a_server_without_standard_streams_ends_in_order(closed, tmp_path):
-    """Its sockets are not given their descriptors, which the event loop would not close."""
+def test_server_with_closed_streams_shuts_down_cleanly(closed, tmp_path):
+    """Its sockets must not get the streams' descriptors: the event loop would not close them."""
     process = subprocess.Popen(
         ["bash", "-c", f"exec {TK} serve --port 0 --log-format json {closed}"],
-        env=surroundings(tmp_path), stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        env=environment(tmp_path),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stderr is not None
     try:
         for line in process.stderr:
@@ -50,8 +57,8 @@ def test_a_server_without_standard_streams_ends_in_order(closed, tmp_path):
                 break
         time.sleep(0.5)
         process.send_signal(signal.SIGTERM)
-        said = process.stderr.read()
-        assert process.wait(60) == 0, said
+        log = process.stderr.read()
+        assert process.wait(60) == 0, log
     finally:
         process.kill()
         process.wait()
@@ -59,15 +66,15 @@ def test_a_server_without_standard_streams_ends_in_order(closed, tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize("command", ["--help", "config show", "models"])
-def test_a_full_disk_is_told_as_such(command, tmp_path):
+def test_full_disk_is_reported(command, tmp_path):
     done = tk(f"{TK} {command} >/dev/full", tmp_path)
     assert done.returncode == 2
     assert "No space left on device" in done.stderr
-    assert "fault" not in done.stderr
+    assert "internal error" not in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_a_folder_that_is_gone_has_no_settings(tmp_path):
+def test_command_in_a_deleted_folder_finds_no_settings(tmp_path):
     done = tk(
         f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir ../gone && {TK} config show",
         tmp_path,

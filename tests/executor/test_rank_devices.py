@@ -1,4 +1,4 @@
-"""Ranks whose devices are not of one kind."""
+"""Ranks whose devices differ."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from toolkit.executor.rank_devices import DeviceReport, require_alike
 H200 = DeviceReport("NVIDIA H200", "9.0", 132, 140 * 2**30)
 
 
-def test_gpus_of_different_kinds_are_refused_and_named() -> None:
+def test_gpus_of_different_kinds_are_refused() -> None:
     a100 = DeviceReport("NVIDIA A100", "8.0", 108, 80 * 2**30)
-    told = (
+    message = (
         r"rank 0, rank 1: NVIDIA H200 \(compute capability 9\.0, 132 multiprocessors\); "
         r"rank 2 on 10\.0\.0\.2: NVIDIA A100 \(compute capability 8\.0, 108 multiprocessors\)\."
     )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         require_alike({"rank 0": H200, "rank 1": H200, "rank 2 on 10.0.0.2": a100})
     with pytest.raises(ConfigError, match="CPU"):
         require_alike({"rank 0": H200, "rank 1": DeviceReport("CPU")})
 
 
-def test_gpus_that_differ_in_memory_alone_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    def told(memory: float) -> list[str]:
+def test_gpus_that_differ_only_in_memory_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def warnings(memory: float) -> list[str]:
         caplog.clear()
         other = DeviceReport(
             "NVIDIA H200 NVL", H200.capability, H200.multiprocessors, int(memory * 2**30)
@@ -38,12 +38,12 @@ def test_gpus_that_differ_in_memory_alone_are_told_of(caplog: pytest.LogCaptureF
             require_alike({"rank 0": H200, "rank 1": other})
         return caplog.messages
 
-    assert told(140) == told(139.5) == [], "drivers keep some"
-    [line] = told(96)
+    assert warnings(140) == warnings(139.5) == [], "drivers reserve some"
+    [line] = warnings(96)
     assert "rank 0: 140.00 GiB; rank 1: 96.00 GiB" in line
 
 
-def test_what_the_ranks_have_is_compared_before_they_load_anything(
+def test_devices_are_compared_before_ranks_load(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "report", lambda wanted, rank: H200)

@@ -1,4 +1,4 @@
-"""Of several ranks that have ended, the one to blame; and what the ranks tell."""
+"""The rank to blame when several end, progress of ranks, and their messages."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ LOST = Broken(0, "", "RuntimeError: Connection closed by peer", cause=Cause.LOST
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([LOST, FAILED, KILLED])))
-def test_one_that_was_killed_is_to_blame_whoever_speaks_first(order):
+def test_a_killed_rank_is_blamed_in_any_order(order):
     assert blamed(order) is KILLED
 
 
 @pytest.mark.parametrize("reason", [KNOWS, FAILED])
-def test_one_that_knows_a_reason_is_to_blame_rather_than_one_that_lost_it(reason):
+def test_a_rank_with_an_error_is_blamed_before_one_that_lost_it(reason):
     assert blamed([LOST, reason]) is reason
 
 
-def test_an_error_of_the_network_is_a_lost_peer():
+def test_a_network_error_is_a_lost_peer():
     lost = RuntimeError("Connection closed by peer [10.0.0.2]:1234")
     assert cause_of(lost) is Cause.LOST_PEER
     assert cause_of(ZeroDivisionError("division by zero")) is Cause.FAILED
 
 
-def test_what_a_rank_met_is_raised_as_what_it_is():
+def test_an_error_of_a_rank_keeps_its_type():
     assert isinstance(as_error(KNOWS, "rank 1"), CheckpointError)
     assert str(as_error(KILLED, "rank 2 on 10.0.0.3")).startswith(
         "rank 2 on 10.0.0.3 ended without a word"
     )
     assert str(as_error(FAILED, "rank 3")) == "rank 3: ZeroDivisionError: division by zero"
     assert isinstance(
-        as_error(Broken(1, "SystemExit", "no error of ours"), "rank 1"), WorkersLostError
+        as_error(Broken(1, "SystemExit", "not a ToolkitError"), "rank 1"), WorkersLostError
     )
 
 
-def test_a_silent_rank_keeps_the_others_waiting_else_the_one_that_has_done_least(monkeypatch):
+def test_ranks_behind_are_the_silent_ones_or_the_slowest(monkeypatch):
     now = 100.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     ranks = Progress([1, 2, 3])
@@ -69,7 +69,7 @@ def test_a_silent_rank_keeps_the_others_waiting_else_the_one_that_has_done_least
     assert ranks.behind(9) == [3]
 
 
-def test_a_result_comes_over_the_channel_as_it_was():
+def test_a_result_survives_encoding():
     def logprobs(*shape: int) -> TokenLogprobs:
         rng = np.random.default_rng(shape[0])
         return TokenLogprobs(
@@ -94,8 +94,8 @@ def test_a_result_comes_over_the_channel_as_it_was():
         (got.logprobs, sent.logprobs),
         (got.prompt_logprobs[4].values, sent.prompt_logprobs[4].values),
     ]
-    for mine, theirs in pairs:
+    for actual, expected in pairs:
         for name in ("token_ids", "logprobs", "ranks"):
-            np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
+            np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
     assert got.prompt_logprobs[4].start == 1
     np.testing.assert_array_equal(got.pooled[1], sent.pooled[1])

@@ -1,4 +1,4 @@
-"""What is made of the machines that Ray has found."""
+"""Ranks and engines on the machines of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def place(node: str, gpu: str = "", versions: str = "tk 1", has_model: bool = Tr
         [("c", "1"), ("b", "0"), ("b", "4"), ("b", "2"), ("b", "3"), ("a", "6"), ("c", "0")],
     ],
 )
-def test_every_rank_has_a_gpu_of_its_own(found: list[tuple[str, str]]) -> None:
-    """A worker takes the device at its rank modulo those that it sees."""
+def test_every_rank_has_its_own_gpu(found: list[tuple[str, str]]) -> None:
+    """A worker takes visible device number `rank` modulo their count."""
     places = sorted((place(*one) for one in found), key=lambda one: order(one, "b"))
     taken = defaultdict(list)
     for rank, one in enumerate(places):
@@ -40,18 +40,18 @@ def test_every_rank_has_a_gpu_of_its_own(found: list[tuple[str, str]]) -> None:
     assert places[0].node == "b", "rank 0 is on the engine's machine"
 
 
-def test_machines_that_lack_the_model_are_named() -> None:
+def test_machines_without_the_model_are_reported() -> None:
     places = [place("a"), place("b", has_model=False), place("c", has_model=False)]
     with pytest.raises(ConfigError, match=r"no model in /models/x on 10\.0\.0\.2, 10\.0\.0\.3: "):
         require_alike(places, ADDRESSES, Path("/models/x"))
 
 
-def test_versions_that_differ_are_told() -> None:
+def test_different_versions_are_reported() -> None:
     with pytest.raises(ConfigError, match=r"10\.0\.0\.1 has tk 1, 10\.0\.0\.2 has tk 2"):
         require_alike([place("a"), place("b", versions="tk 2")], ADDRESSES, Path("/models/x"))
 
 
-def test_engines_are_spread_over_the_machines_that_can_hold_one(
+def test_engines_are_spread_over_machines_that_can_hold_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def chosen(count: int) -> list[str | None]:
@@ -73,7 +73,7 @@ def test_engines_are_spread_over_the_machines_that_can_hold_one(
     ]
     cluster = Cluster.__new__(Cluster)
     cluster.ray = SimpleNamespace(nodes=lambda: nodes)
-    assert chosen(1) == [None], "alone, it is Ray that chooses"
+    assert chosen(1) == [None], "a single engine leaves the choice to Ray"
     assert sorted(chosen(2)) == ["a", "b"]
     assert sorted(chosen(4)) == ["a", "a", "b", "b"]
     nodes[:] = nodes[2:]

@@ -1,4 +1,4 @@
-"""Channels between machines: who may come in, and what is noticed."""
+"""Channels between machines: authentication, and lost or slow peers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def in_thread(function, *arguments) -> threading.Thread:
     return thread
 
 
-def test_those_that_know_the_key_come_in_under_their_numbers(listener):
+def test_callers_with_the_key_are_accepted_by_rank(listener):
     callers: dict[int, SocketChannel] = {}
     threads = [
         in_thread(
@@ -53,45 +53,45 @@ def test_those_that_know_the_key_come_in_under_their_numbers(listener):
         assert decode_from_rank(admitted[rank].receive()) == Heartbeat(rank, 10 + rank)
 
 
-def test_strangers_stay_outside_and_do_not_keep_others_from_coming_in(listener):
-    """One has another key, one another number, one says nonsense, some say nothing, one leaves, one comes twice."""
+def test_strangers_are_rejected_and_do_not_block_others(listener):
+    """Callers: silent, with a wrong key, with a wrong rank, not of this protocol, gone, twice."""
     silent = [socket.create_connection((HOST, listener.port)) for _ in range(3)]
     admitted: dict[int, SocketChannel] = {}
     waiting = in_thread(lambda: admitted.update(listener.accept([0, 1], 20, lambda: None)))
-    outside = [
+    rejected = [
         call(HOST, listener.port, b"x" * KEY_SIZE, 0),
         call(HOST, listener.port, listener.key, 7),
     ]
-    with socket.create_connection((HOST, listener.port)) as nonsense:
-        nonsense.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:1234567890\r\n\r\n")
+    with socket.create_connection((HOST, listener.port)) as other:
+        other.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:1234567890\r\n\r\n")
     socket.create_connection((HOST, listener.port)).close()
     twice = [call(HOST, listener.port, listener.key, 0) for _ in range(2)]
     call(HOST, listener.port, listener.key, 1)
     waiting.join(20)
     assert sorted(admitted) == [0, 1]
     admitted[0].send_bytes(encode(Heartbeat(0, 5)))
-    heard = []
+    received = []
     for caller in twice:
         with suppress(EOFError):
-            heard.append(decode_from_rank(caller.receive()))
-    assert heard == [Heartbeat(0, 5)], "one of the two is inside"
-    for stranger in outside:
+            received.append(decode_from_rank(caller.receive()))
+    assert received == [Heartbeat(0, 5)], "one of the two is accepted"
+    for stranger in rejected:
         with pytest.raises(EOFError):
             stranger.receive()
     for stranger in silent:
         stranger.close()
 
 
-def test_who_has_heard_a_proof_cannot_use_it_again(listener):
-    heard = bytearray()
+def test_a_proof_cannot_be_replayed(listener):
+    proof = bytearray()
 
     def relay() -> None:
-        """Between a caller and the listener, and hears both."""
+        """Forward between a caller and the listener, and record the proof."""
         caller, _ = between.accept()
         with caller, socket.create_connection((HOST, listener.port)) as onward:
             caller.sendall(onward.recv(KEY_SIZE, socket.MSG_WAITALL))
-            heard.extend(caller.recv(8 + KEY_SIZE, socket.MSG_WAITALL))
-            onward.sendall(heard)
+            proof.extend(caller.recv(8 + KEY_SIZE, socket.MSG_WAITALL))
+            onward.sendall(proof)
 
     with socket.create_server((HOST, 0)) as between:
         relaying = in_thread(relay)
@@ -100,12 +100,12 @@ def test_who_has_heard_a_proof_cannot_use_it_again(listener):
         relaying.join(20)
         calling.join(20)
     with socket.create_connection((HOST, listener.port)) as again:
-        again.sendall(heard)
+        again.sendall(proof)
         with pytest.raises(TimeoutError, match="rank 0"):
             listener.accept([0], 0.1, lambda: None)
 
 
-def test_who_waits_for_a_rank_that_has_ended_is_told(listener):
+def test_accept_raises_if_a_rank_has_ended(listener):
     def look() -> None:
         raise LookupError("rank 1 ended")
 
@@ -113,8 +113,8 @@ def test_who_waits_for_a_rank_that_has_ended_is_told(listener):
         listener.accept([1], 20, look)
 
 
-def test_the_last_word_arrives_though_more_was_sent_than_read(listener):
-    """A connection that is closed with something unread is reset, and what is under way is lost."""
+def test_the_last_message_arrives_with_unread_data_in_the_socket(listener):
+    """Closing a socket with unread data resets the connection and loses data in flight."""
     admitted: dict[int, SocketChannel] = {}
     waiting = in_thread(lambda: admitted.update(listener.accept([0], 20, lambda: None)))
     rank = call(HOST, listener.port, listener.key, 0)
@@ -128,20 +128,18 @@ def test_the_last_word_arrives_though_more_was_sent_than_read(listener):
     assert not ending.is_alive()
 
 
-def test_a_rank_that_computes_for_long_is_not_taken_for_gone_whatever_waits_for_it(
-    listener, monkeypatch
-):
-    """TCP gives up an end whose window stays closed."""
+def test_a_long_step_does_not_break_the_connection(listener, monkeypatch):
+    """TCP drops a peer whose receive window stays closed."""
     monkeypatch.setattr("toolkit.executor.tcp_channel.PEER_TIMEOUT", 2)
     ends: list[SocketChannel] = []
     calling = in_thread(lambda: ends.append(call(HOST, listener.port, listener.key, 0)))
     ours = listener.accept([0], 20, lambda: None)[0]
     calling.join(20)
-    rank, heard, computed = RankProcess(ends[0], far=True), [], threading.Event()
+    rank, received, computed = RankProcess(ends[0], far=True), [], threading.Event()
 
     def serve() -> None:
         computed.wait(20)
-        heard.extend(rank._receive() for _ in range(2))
+        received.extend(rank._receive() for _ in range(2))
 
     monkeypatch.setattr(rank, "_serve", serve)
     running = in_thread(rank.run)
@@ -151,4 +149,4 @@ def test_a_rank_that_computes_for_long_is_not_taken_for_gone_whatever_waits_for_
     computed.set()
     running.join(20)
     sending.join(20)
-    assert heard == [long, EndRank()]
+    assert received == [long, EndRank()]

@@ -1,4 +1,4 @@
-"""The histogram that counts many equal values at once says what Prometheus' own says."""
+"""CountedHistogram against Prometheus' Histogram."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ def lines(registry: CollectorRegistry) -> list[str]:
     ]
 
 
-def test_it_says_what_prometheus_histogram_says_of_the_same_values():
+def test_counted_histogram_equals_prometheus_histogram():
     rng = random.Random(0)
-    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    reference, registry = CollectorRegistry(), CollectorRegistry()
     labels = {"model_name": "m", "engine": "0"}
     histogram = Histogram(
-        "gap", "Text.", list(labels), buckets=SHORT_SECONDS, registry=theirs
+        "gap", "Text.", list(labels), buckets=SHORT_SECONDS, registry=reference
     ).labels(*labels.values())
-    family = CountedHistogram("gap", "Text.", list(labels), buckets=SHORT_SECONDS, registry=ours)
+    family = CountedHistogram(
+        "gap", "Text.", list(labels), buckets=SHORT_SECONDS, registry=registry
+    )
     counted = family.labels(*labels.values())
     values = [
         SHORT_SECONDS[0],
@@ -38,7 +40,7 @@ def test_it_says_what_prometheus_histogram_says_of_the_same_values():
         counted.observe(value, count)
         for _ in range(count):
             histogram.observe(value)
-    expected, got = lines(theirs), lines(ours)
+    expected, got = lines(reference), lines(registry)
     assert len(got) > len(SHORT_SECONDS)
     assert [line.rpartition(" ")[0] for line in got] == [
         line.rpartition(" ")[0] for line in expected

@@ -1,4 +1,4 @@
-"""What may not be chosen: other tokens than the allowed ones, and the ends of bad words, against Transformers' processors."""
+"""Allowed tokens and bad words, compared with Transformers' processor."""
 
 from __future__ import annotations
 
@@ -28,23 +28,21 @@ def biased(
     num_prompt_tokens: int,
     device: str,
 ) -> torch.Tensor:
-    """Row i has the i-th parameters and tokens."""
+    """Return the logits after `add_biases`. Row i has the i-th parameters and tokens."""
     state = SamplingState(len(params), torch.device(device))
     history = torch.zeros(len(params), 64, dtype=torch.int32)
-    for row, (one, had) in enumerate(zip(params, tokens, strict=True)):
+    for row, (one, known) in enumerate(zip(params, tokens, strict=True)):
         state.set(row, spec_of(one, num_prompt_tokens), 0)
-        history[row, : len(had)] = torch.tensor(had)
+        history[row, : len(known)] = torch.tensor(known)
     changed = logits.to(device, copy=True)
-    rows, lengths = (
-        np.arange(len(params), dtype=np.int32),
-        np.array([len(t) for t in tokens], np.int32),
-    )
+    rows = np.arange(len(params), dtype=np.int32)
+    lengths = np.array([len(t) for t in tokens], np.int32)
     add_biases(changed, state, history.to(device), rows, lengths)
     return changed.cpu()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_ends_of_bad_words_are_those_that_transformers_takes_out(device: str) -> None:
+def test_bad_words_match_transformers(device: str) -> None:
     rng = random.Random(5)
     num_forbidden = 0
     for seed in range(60):
@@ -53,22 +51,22 @@ def test_the_ends_of_bad_words_are_those_that_transformers_takes_out(device: str
             for _ in range(rng.randint(1, 5))
         ]
         tokens = [[rng.randrange(VOCAB) for _ in range(rng.randint(0, 9))] for _ in range(4)]
-        for had in tokens:  # often one is about to be completed
+        for output in tokens:  # often a bad word lacks only its last token
             if rng.random() < 0.7:
-                had += rng.choice(words)[:-1]
+                output += rng.choice(words)[:-1]
         logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(seed))
-        ours = biased(logits, [SamplingParams(bad_words_token_ids=words)] * 4, tokens, 0, device)
-        theirs = NoBadWordsLogitsProcessor(words, eos_token_id=None)
-        for row, had in enumerate(tokens):
-            expected = theirs(
-                torch.tensor([had], dtype=torch.int64), logits[row : row + 1].clone()
+        actual = biased(logits, [SamplingParams(bad_words_token_ids=words)] * 4, tokens, 0, device)
+        processor = NoBadWordsLogitsProcessor(words, eos_token_id=None)
+        for row, output in enumerate(tokens):
+            expected = processor(
+                torch.tensor([output], dtype=torch.int64), logits[row : row + 1].clone()
             )[0]
-            assert torch.equal(ours[row], expected)
+            assert torch.equal(actual[row], expected)
             num_forbidden += int(expected.isinf().sum())
     assert num_forbidden > 100
 
 
-def test_the_prompt_is_no_part_of_a_bad_word() -> None:
+def test_bad_words_do_not_begin_in_the_prompt() -> None:
     params = [SamplingParams(bad_words_token_ids=[[1, 2, 3]])]
     logits = torch.zeros(1, VOCAB)
     assert biased(logits, params, [[1, 2]], 2, "cpu").isfinite().all()
@@ -83,13 +81,13 @@ def test_only_allowed_tokens_keep_their_logits(device: str) -> None:
         SamplingParams(allowed_token_ids=[7, 2, 7], logit_bias={2: 5.0, 3: 50.0}),
         SamplingParams(logit_bias={1: 1.0}),
     ]
-    ours = biased(logits, params, [[1], [1]], 1, device)
-    assert ours[0].isfinite().nonzero().flatten().tolist() == [2, 7]
-    assert ours[0, 2] == logits[0, 2] + 5.0
-    assert ours[1].isfinite().all()
+    actual = biased(logits, params, [[1], [1]], 1, device)
+    assert actual[0].isfinite().nonzero().flatten().tolist() == [2, 7]
+    assert actual[0, 2] == logits[0, 2] + 5.0
+    assert actual[1].isfinite().all()
 
 
-def test_other_requests_of_a_batch_are_left_alone() -> None:
+def test_allowed_tokens_do_not_change_other_requests() -> None:
     torch.manual_seed(0)
     logits = torch.randn(3, VOCAB)
     state = SamplingState(3, torch.device("cpu"))

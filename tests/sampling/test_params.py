@@ -1,4 +1,4 @@
-"""What a request may ask for, and what is refused, by which name."""
+"""Checks of SamplingParams, and the name of the parameter in each error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WRONG = [
     ("stop_token_ids", [["a"], [1.0]]),
     (
         "logit_bias",
-        [{3: 101.0}, {3: -100.5}, {3: math.nan}, {3: math.inf}, {"3": 1.0}, {3: "much"}],
+        [{3: 101.0}, {3: -100.5}, {3: math.nan}, {3: math.inf}, {"3": 1.0}, {3: "high"}],
     ),
 ]
 
@@ -56,7 +56,7 @@ def test_a_value_out_of_range_is_refused_by_name(name, value):
         {"logprobs": 0, "prompt_logprobs": 100},
     ],
 )
-def test_values_at_the_bounds_are_taken(settings):
+def test_values_at_the_bounds_are_accepted(settings):
     SamplingParams(**settings)
 
 
@@ -74,7 +74,7 @@ def test_minus_one_and_zero_mean_every_token():
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0) == SamplingParams()
 
 
-def test_parameters_survive_the_way_to_the_core():
+def test_parameters_survive_encoding():
     params = SamplingParams(
         n=3,
         temperature=0.5,

@@ -1,4 +1,4 @@
-"""The sampler against Transformers' logits processors and against brute force, on random logits."""
+"""The sampler, compared with Transformers' processors and with brute force, on random logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EOS = 7
 
 
 def make_state(*params: SamplingParams, num_prompt_tokens: int = 0) -> SamplingState:
-    """Row i has the i-th parameters and the seed i."""
+    """Return a state whose row i has the i-th parameters, and seed i by default."""
     state = SamplingState(len(params), torch.device("cpu"))
     for row, one in enumerate(params):
         state.set(row, spec_of(one, num_prompt_tokens, [EOS]), one.seed or row)
@@ -40,7 +40,7 @@ def random_logits(seed: int, rows: int = 1) -> torch.Tensor:
 def draw_many(
     logits: torch.Tensor, params: SamplingParams, count: int, first: int = 0
 ) -> torch.Tensor:
-    """How often each token comes at `count` positions that all have the same logits [1, VOCAB]."""
+    """Count the tokens drawn at `count` positions that all have the logits [1, VOCAB]."""
     state = make_state(params)
     tokens = sample(
         logits.repeat(count, 1),
@@ -53,7 +53,10 @@ def draw_many(
 
 
 def chi_square_fits(counts: torch.Tensor, probabilities: torch.Tensor) -> bool:
-    """Pearson's test at about four standard deviations; tokens expected less than 10 times are taken together."""
+    """Pearson's test at about four standard deviations.
+
+    Tokens expected less than 10 times are counted together.
+    """
     expected = probabilities * counts.sum()
     common = expected >= 10
     pairs = list(zip(counts[common].tolist(), expected[common].tolist(), strict=True))
@@ -80,7 +83,7 @@ CASES = {
 
 
 def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Probabilities by Transformers, its processors applied in our order: min-p and top-k, then top-p of what they leave."""
+    """Return Transformers' probabilities, in our order: min-p, top-k, then top-p of the rest."""
     scores = TemperatureLogitsWarper(params.temperature)(None, logits)
     if params.min_p:
         scores = MinPLogitsWarper(params.min_p)(None, scores)
@@ -93,25 +96,25 @@ def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", range(3))
-def test_tokens_are_drawn_as_often_as_transformers_gives_them_probability(case, seed):
+def test_frequencies_of_tokens_match_transformers(case, seed):
     params = SamplingParams(seed=1000 + seed, **{"temperature": 1.0} | CASES[case])
     logits = random_logits(seed)
     expected = warped(logits, params)
     counts = draw_many(logits, params, 30_000)
-    assert counts[expected == 0].sum() == 0, "a token that was taken out was drawn"
-    assert (counts[expected > 1e-3] > 0).all(), "a token that was kept was never drawn"
+    assert counts[expected == 0].sum() == 0, "a filtered token was drawn"
+    assert (counts[expected > 1e-3] > 0).all(), "a kept token was never drawn"
     assert chi_square_fits(counts, expected)
 
 
-def test_the_fit_would_notice_a_small_bias():
+def test_the_fit_detects_a_small_bias():
     logits = random_logits(0)
     counts = draw_many(logits, SamplingParams(seed=5), 30_000)
     assert chi_square_fits(counts, logits.softmax(-1)[0])
     assert not chi_square_fits(counts, (logits * 1.05).softmax(-1)[0])
 
 
-def test_tokens_are_drawn_right_over_seeds_too():
-    """One position, many requests: seeds that follow one another are independent draws."""
+def test_frequencies_over_seeds_match_the_probabilities():
+    """At one position, consecutive seeds are independent draws."""
     logits = random_logits(3)
     count = 20_000
     state = SamplingState(count, torch.device("cpu"))
@@ -129,7 +132,7 @@ def test_tokens_are_drawn_right_over_seeds_too():
     assert chi_square_fits(tokens.bincount(minlength=VOCAB), logits.softmax(-1)[0])
 
 
-def test_temperature_zero_takes_the_likeliest_and_so_does_one_close_to_it():
+def test_a_temperature_of_zero_or_close_to_it_is_greedy():
     logits = random_logits(1, 4)
     for temperature in (0.0, 1e-45, 1e-38, 1e-12, 1e-6):
         state = make_state(*[SamplingParams(temperature=temperature)] * 4)
@@ -138,8 +141,8 @@ def test_temperature_zero_takes_the_likeliest_and_so_does_one_close_to_it():
         assert tokens.tolist() == logits.argmax(-1).tolist(), temperature
 
 
-def test_what_is_drawn_does_not_depend_on_the_neighbours():
-    """Greedy ones, ones that filter and ones that do not share a step; ties in the logits make any order visible."""
+def test_samples_do_not_depend_on_other_requests():
+    """Greedy, filtering and plain requests share a step. Ties show any dependence on order."""
     kinds = [SamplingParams(temperature=0.0), *[SamplingParams(**c) for c in CASES.values()]]
     rounded = random_logits(2, len(kinds)).round()
     tokens_of = torch.zeros(len(kinds), 1, dtype=torch.int32)
@@ -163,92 +166,95 @@ def random_history(rng: np.random.Generator, length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 5.0])
-def test_repetition_penalty_is_transformers(penalty):
+def test_repetition_penalty_matches_transformers(penalty):
     history = random_history(np.random.default_rng(0), 25)
     logits = random_logits(4)
     expected = RepetitionPenaltyLogitsProcessor(penalty)(history.long(), logits.clone())
     state = make_state(
         SamplingParams(temperature=0.0, repetition_penalty=penalty), num_prompt_tokens=10
     )
-    ours = logits.clone()
-    token = sample(ours, state, history, np.array([0], np.int32), np.array([25], np.int32))
-    torch.testing.assert_close(ours, expected)
+    actual = logits.clone()
+    token = sample(actual, state, history, np.array([0], np.int32), np.array([25], np.int32))
+    torch.testing.assert_close(actual, expected)
     assert token.item() == expected.argmax().item()
-    assert not torch.equal(ours, logits)
+    assert not torch.equal(actual, logits)
 
 
 @pytest.mark.parametrize(
     ("presence", "frequency"), [(1.5, 0.0), (0.0, 0.7), (-2.0, 2.0), (0.3, -0.4)]
 )
-def test_presence_and_frequency_penalties_count_the_output_alone(presence, frequency):
+def test_presence_and_frequency_penalties_ignore_the_prompt(presence, frequency):
     history = random_history(np.random.default_rng(1), 30)
-    prompt, length = 12, 26  # what lies beyond `length` is of another request
+    prompt, length = 12, 26  # tokens after `length` belong to an earlier request
     logits = random_logits(5)
     expected = logits.clone()
     for token in range(VOCAB):
         count = history[0, prompt:length].tolist().count(token)
         expected[0, token] -= frequency * count + (presence if count else 0.0)
     params = SamplingParams(temperature=0.0, presence_penalty=presence, frequency_penalty=frequency)
-    ours = logits.clone()
+    actual = logits.clone()
     sample(
-        ours,
+        actual,
         make_state(params, num_prompt_tokens=prompt),
         history,
         np.array([0], np.int32),
         np.array([length], np.int32),
     )
-    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(actual, expected)
 
 
-def test_penalties_touch_only_the_rows_that_ask_for_them():
+def test_penalties_change_only_requests_that_have_them():
     history = random_history(np.random.default_rng(2), 9).repeat(3, 1)
     logits = random_logits(6, 3)
     params = [
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.0, repetition_penalty=2.0),
     ]
-    ours = logits.clone()
+    actual = logits.clone()
     sample(
-        ours,
+        actual,
         make_state(*params, params[0]),
         history,
         np.arange(3, dtype=np.int32),
         np.full(3, 9, np.int32),
     )
-    assert torch.equal(ours[[0, 2]], logits[[0, 2]])
-    assert not torch.equal(ours[1], logits[1])
+    assert torch.equal(actual[[0, 2]], logits[[0, 2]])
+    assert not torch.equal(actual[1], logits[1])
 
 
 @pytest.mark.parametrize("bias", [{3: 100.0, 9: -100.0}, {3: 2, 4: -1}])
 def test_logit_bias_is_added(bias):
-    """Whole numbers too."""
+    """A bias may be an int."""
     logits = random_logits(7)
     expected = logits.clone()
     for token, value in bias.items():
         expected[0, token] += value
-    ours = logits.clone()
+    actual = logits.clone()
     state = make_state(SamplingParams(temperature=0.0, logit_bias=bias))
     token = sample(
-        ours,
+        actual,
         state,
         torch.zeros(1, 1, dtype=torch.int32),
         np.zeros(1, np.int32),
         np.zeros(1, np.int32),
     )
-    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(actual, expected)
     assert token.item() == expected.argmax().item()
 
 
-def test_min_tokens_forbids_every_end_until_there_are_enough():
+def test_min_tokens_forbids_eos_and_stop_tokens():
     params = SamplingParams(
         temperature=0.0, min_tokens=4, stop_token_ids=[20, 21], logit_bias={EOS: 50.0, 20: 40.0}
     )
     state = make_state(params, num_prompt_tokens=5)
     for length in range(5, 12):
         token = sample(
-            random_logits(length), state, torch.zeros(1, 20, dtype=torch.int32), np.zeros(1, np.int32),
+            random_logits(length),
+            state,
+            torch.zeros(1, 20, dtype=torch.int32),
+            np.zeros(1, np.int32),
             np.array([length], np.int32),
-        ).item()  # fmt: skip
+        ).item()
         if length - 5 < 4:
             assert token not in (EOS, 20, 21)
         else:
@@ -257,9 +263,7 @@ def test_min_tokens_forbids_every_end_until_there_are_enough():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_are_marked_and_the_neighbours_are_drawn_as_ever(
-    bad, temperature
-):
+def test_non_finite_logits_do_not_change_other_requests(bad, temperature):
     logits = random_logits(8, 3)
     spoiled = logits.clone()
     spoiled[1, 30] = bad
@@ -272,7 +276,7 @@ def test_logits_that_are_not_finite_are_marked_and_the_neighbours_are_drawn_as_e
     assert sample(spoiled, state, history, rows, lengths).tolist() == [good[0], -1, good[2]]
 
 
-def test_a_token_of_no_probability_is_never_drawn():
+def test_a_token_with_probability_zero_is_never_drawn():
     probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
     uniform = torch.tensor([0.0, 0.25, 0.5 - 1e-12, 0.5, 1 - 2**-53], dtype=torch.float64)
     drawn = [draw(probabilities, u[None]).item() for u in uniform]
@@ -288,7 +292,7 @@ def test_uniform_numbers_are_in_range_and_well_spread():
     for row in numbers:
         bins = torch.histc(row, 100, 0, 1)
         assert chi_square_fits(bins, torch.full((100,), 0.01))
-        # one position tells nothing of the next
+        # Consecutive positions are independent.
         pairs = (row[:-1] * 10).long() * 10 + (row[1:] * 10).long()
         assert chi_square_fits(pairs.bincount(minlength=100), torch.full((100,), 0.01))
     assert len(set(numbers.flatten().tolist())) == numbers.numel()
@@ -297,7 +301,7 @@ def test_uniform_numbers_are_in_range_and_well_spread():
 
 
 def test_uniform_numbers_are_splitmix64():
-    """The first outputs of the published generator for the seed 1234567, whose k-th state is seed + k * gamma."""
+    """Published: the first outputs for seed 1234567, whose k-th state is seed + k * gamma."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    ours = uniform_at(torch.tensor([1234567]), torch.arange(4))
-    assert ours.tolist() == [(value >> 11) * 2.0**-53 for value in published]
+    actual = uniform_at(torch.tensor([1234567]), torch.arange(4))
+    assert actual.tolist() == [(value >> 11) * 2.0**-53 for value in published]

@@ -1,4 +1,4 @@
-"""The same seed gives the same text, whatever else runs and however often it is interrupted."""
+"""A seed gives the same text with any other requests, and after preemptions."""
 
 from __future__ import annotations
 
@@ -29,16 +29,15 @@ def seeded(kind: str, seed: int, **more: object) -> SamplingParams:
     return SamplingParams(max_tokens=24, ignore_eos=True, seed=seed, **KINDS[kind] | more)
 
 
-def strangers(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
-    """Neighbours of every sort."""
-    made = []
+def random_requests(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
+    requests = []
     for _ in range(rng.randrange(1, 7)):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 50))]
         settings = dict(rng.choice([*KINDS.values(), {"temperature": 0.0}]))
-        made.append(
+        requests.append(
             (prompt, SamplingParams(max_tokens=rng.randrange(1, 40), ignore_eos=True, **settings))
         )
-    return made
+    return requests
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def llm(checkpoint: Callable[[str], Path]) -> LLM:
 
 @pytest.fixture(scope="module")
 def tight(checkpoint: Callable[[str], Path]) -> Callable[[float], LLM]:
-    """Preempts all the time: by recompute, or with swap space."""
+    """Start an engine that preempts all the time: by recompute, or with swap space."""
     return lambda swap: LLM(
         str(checkpoint("qwen3")),
         device="cpu",
@@ -67,26 +66,26 @@ def tokens(llm: LLM, *requests: tuple[list[int], SamplingParams]) -> list[list[i
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_neighbours_change_nothing(llm, kind):
-    mine = (PROMPT, seeded(kind, 11))
-    (alone,) = tokens(llm, mine)
+def test_other_requests_do_not_change_the_text(llm, kind):
+    request = (PROMPT, seeded(kind, 11))
+    (alone,) = tokens(llm, request)
     rng = random.Random(kind)
     for _ in range(5):
-        others = strangers(rng)
+        others = random_requests(rng)
         place = rng.randrange(len(others) + 1)
-        assert tokens(llm, *others[:place], mine, *others[place:])[place] == alone
+        assert tokens(llm, *others[:place], request, *others[place:])[place] == alone
 
 
 @pytest.mark.parametrize("swap", [0.0, 0.001])
-def test_preemption_changes_nothing(llm, tight, swap):
-    mine = [(PROMPT * 3, seeded(kind, 5, min_tokens=24)) for kind in KINDS]
-    expected = [tokens(llm, one)[0] for one in mine]
+def test_preemption_does_not_change_the_text(llm, tight, swap):
+    requests = [(PROMPT * 3, seeded(kind, 5, min_tokens=24)) for kind in KINDS]
+    expected = [tokens(llm, one)[0] for one in requests]
     small = tight(swap)
     counts: list[int] = []
     take = small._core.scheduler.take_stats
     small._core.scheduler.take_stats = lambda: (s := take(), counts.append(s.num_preemptions))[0]
     filler = [([i] * 30, SamplingParams(max_tokens=60, ignore_eos=True)) for i in range(4)]
-    assert tokens(small, *filler, *mine)[4:] == expected
+    assert tokens(small, *filler, *requests)[4:] == expected
     assert sum(counts) > 0
 
 
@@ -95,13 +94,13 @@ def test_different_seeds_give_different_texts(llm):
     assert len({tuple(answer) for answer in answers}) == 20
 
 
-def test_without_a_seed_two_answers_differ(llm):
+def test_answers_without_a_seed_differ(llm):
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.5)
     first, second = tokens(llm, (PROMPT, params), (PROMPT, params))
     assert first != second
 
 
-def test_the_engines_own_seed_makes_all_of_it_reproducible(checkpoint):
+def test_the_seed_of_the_engine_makes_it_reproducible(checkpoint):
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.5)
 
     def run(seed: int) -> list[list[int]]:
@@ -112,10 +111,10 @@ def test_the_engines_own_seed_makes_all_of_it_reproducible(checkpoint):
     assert run(1) != run(2)
 
 
-def test_several_answers_of_one_seed_differ_and_come_again(llm):
+def test_answers_of_one_seed_differ_and_are_reproducible(llm):
     params = seeded("plain", 99, n=4)
     answers = tokens(llm, (PROMPT, params))
     assert len({tuple(answer) for answer in answers}) == 4
-    neighbours = strangers(random.Random(1))
-    assert tokens(llm, *neighbours, (PROMPT, params))[len(neighbours) :] == answers
+    others = random_requests(random.Random(1))
+    assert tokens(llm, *others, (PROMPT, params))[len(others) :] == answers
     assert tokens(llm, (PROMPT, seeded("plain", 99)))[0] == answers[0]

@@ -1,4 +1,4 @@
-"""Rendered conversations against `apply_chat_template`, and templates that would not end."""
+"""Rendering compared with `apply_chat_template` of Transformers, and limits of the sandbox."""
 
 from __future__ import annotations
 
@@ -40,25 +40,35 @@ CHATML = """{%- if tools %}
         {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
     {%- elif message.role == 'assistant' %}
         {%- set content = message.content if message.content is string else '' %}
-        {%- set thought = message.reasoning_content if message.reasoning_content is defined else '' %}
+        {%- set thought = message.reasoning_content
+            if message.reasoning_content is defined else '' %}
         {{- '<|im_start|>assistant\\n' }}
-        {%- if thought and loop.index0 > ns.last %}{{- '<think>\\n' ~ thought.strip('\\n') ~ '\\n</think>\\n\\n' }}{%- endif %}
+        {%- if thought and loop.index0 > ns.last %}
+            {{- '<think>\\n' ~ thought.strip('\\n') ~ '\\n</think>\\n\\n' }}
+        {%- endif %}
         {{- content.lstrip('\\n') }}
         {%- for call in message.tool_calls or [] %}
             {{- '\\n<tool_call>\\n{"name": "' ~ call.function.name ~ '", "arguments": ' }}
-            {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
+            {{- call.function.arguments if call.function.arguments is string
+                else call.function.arguments | tojson }}
             {{- '}\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- elif message.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
         {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
 {%- endif %}"""
 
 LLAMA = """{{- bos_token }}
@@ -86,20 +96,27 @@ LLAMA = """{{- bos_token }}
 {{- system_message + "<|eot_id|>" }}
 {%- for message in messages %}
     {%- if not (message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'
+            + message['content'] | trim + '<|eot_id|>' }}
     {%- elif 'tool_calls' in message %}
-        {%- if message.tool_calls | length != 1 %}{{- raise_exception("one tool call at a time") }}{%- endif %}
+        {%- if message.tool_calls | length != 1 %}
+            {{- raise_exception("one tool call at a time") }}
+        {%- endif %}
         {%- set call = message.tool_calls[0].function %}
-        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+        {{- '{"name": "' + call.name + '", "parameters": ' }}
         {{- call.arguments | tojson(sort_keys=true) }}{{- "}<|eot_id|>" }}
     {%- else %}
         {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}
-        {%- if message.content is mapping or message.content is iterable %}{{- message.content | tojson }}
+        {%- if message.content is mapping or message.content is iterable %}
+            {{- message.content | tojson }}
         {%- else %}{{- message.content }}{%- endif %}
         {{- "<|eot_id|>" }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}"""
 
 MISTRAL = """{%- if messages[0]["role"] == "system" %}
     {%- set system_message = messages[0]["content"] %}
@@ -135,17 +152,22 @@ MISTRAL = """{%- if messages[0]["role"] == "system" %}
     {%- elif message["role"] == "tool" %}
         {%- continue %}
     {%- else %}
-        {{- raise_exception("Only user and assistant roles are supported, with the exception of an initial system message!") }}
+        {{- raise_exception("Only user and assistant roles are supported,"
+            ~ " with the exception of an initial system message!") }}
     {%- endif %}
 {%- endfor %}
 """
 
 GEMMA = """{{ bos_token }}
-{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('System role not supported') }}{%- endif -%}
+{%- if messages[0]['role'] == 'system' -%}
+    {{ raise_exception('System role not supported') }}
+{%- endif -%}
 {%- macro text(content) -%}
     {%- if content is string -%}{{ content | trim }}
     {%- else -%}
-        {%- for item in content -%}{%- if item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}
+        {%- for item in content -%}
+            {%- if item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}
+        {%- endfor -%}
     {%- endif -%}
 {%- endmacro -%}
 {% for message in messages %}
@@ -156,7 +178,9 @@ GEMMA = """{{ bos_token }}
     {% if loop.index0 > 6 %}{% break %}{% endif %}
 {{ '<start_of_turn>' + role + '\n' + text(message['content']) + '<end_of_turn>\n' }}
 {% endfor %}
-{%- for group in messages | groupby('role') recursive %}{{ group.grouper ~ group.list | length }}{% endfor -%}
+{%- for group in messages | groupby('role') recursive %}
+    {{- group.grouper ~ group.list | length }}
+{%- endfor -%}
 {% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}
 """
 
@@ -164,10 +188,14 @@ ODD = """  {% for message in messages %}
 {# spaces and lines that trim_blocks and lstrip_blocks take away #}
     {% if message.content %}  {{ message.content * 2 }}  {{ 2 ** 3 + 1 }} {{ 7 % 4 }}
     {% endif %}
-  {{ message | tojson }}|{{ message | tojson(indent=2, separators=(', ', ' : ')) }}|{{ message.thinking }}
-  {% endfor %}{% set x = [1] + [2] %}{{ x }} {{ x * 2 }} {{ 'a' ~ undefined_thing ~ none ~ true ~ 1.5 }}
-{%- generation -%}{% set inner = 'here' %}{{ inner }}{%- endgeneration -%}{{ inner | default('not there') }}
-{%- for a in [[1, [2, [3]]]] recursive %}{% if a is iterable %}{{ loop(a) }}{% else %}{{ a }}{% endif %}{% endfor %}
+  {{ message | tojson }}|{{ message | tojson(indent=2, separators=(', ', ' : ')) }}|{{
+  message.thinking }}
+  {% endfor %}{% set x = [1] + [2] %}{{ x }} {{ x * 2 }} {{
+  'a' ~ undefined_thing ~ none ~ true ~ 1.5 }}
+{%- generation -%}{% set inner = 'here' %}{{ inner }}{%- endgeneration -%}
+{{ inner | default('not there') }}
+{%- for a in [[1, [2, [3]]]] recursive %}{% if a is iterable %}{{ loop(a) }}{%
+else %}{{ a }}{% endif %}{% endfor %}
 {%- for x in [] %}never{% else %}nothing{% endfor %}
 {%- macro wrap() %}{{ caller(1) ~ caller('&') }}{% endmacro %}
 {% call(x) wrap() %}<{{ x }}>{% endcall %} {{ documents }} {{ pad_token }} {{ my_token }}
@@ -201,7 +229,7 @@ CONTENTS = [
 
 
 def conversation(choose: random.Random) -> list[dict]:
-    """Some as a template wants them, some not."""
+    """A random conversation. Some are valid for the templates, some are not."""
     messages = []
     if choose.random() < 0.4:
         messages.append({"role": "system", "content": choose.choice(CONTENTS)})
@@ -255,7 +283,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def make(folder: Path, template: object, to: Path) -> Path:
-    """The tokenizer with another template in tokenizer_config.json."""
+    """Copy the tokenizer, with `template` in its tokenizer_config.json."""
     for path in folder.iterdir():
         (to / path.name).write_bytes(path.read_bytes())
     checkpoints.edit_json(to / "tokenizer_config.json", chat_template=template)
@@ -264,7 +292,7 @@ def make(folder: Path, template: object, to: Path) -> Path:
 
 class TestParity:
     @pytest.mark.parametrize("name", TEMPLATES)
-    def test_conversations_read_as_transformers_renders_them(self, folder, tmp_path, name):
+    def test_render_equals_transformers(self, folder, tmp_path, name):
         made = make(folder, TEMPLATES[name], tmp_path)
         theirs, ours = AutoTokenizer.from_pretrained(made), Tokenizer(made)
         choose = random.Random(7)
@@ -272,7 +300,7 @@ class TestParity:
         for _ in range(300):
             messages, given = conversation(choose), options(choose)
             try:
-                # A template that writes the message twice shows Transformers' mark.
+                # A template that writes the message twice leaves Transformers' marker in the text.
                 expected = theirs.apply_chat_template(messages, tokenize=False, **given).replace(
                     "CONTINUE_FINAL_MESSAGE_TAG ", ""
                 )
@@ -289,10 +317,11 @@ class TestParity:
         assert refused or name == "chatml"
 
     @pytest.mark.parametrize("field", ["content", "reasoning_content", "thinking"])
-    def test_the_message_to_go_on_with_may_be_named_and_keeps_or_loses_its_spaces(
-        self, folder, tmp_path, field
-    ):
-        template = "{% for m in messages %}<{{ m.reasoning_content }}|{{ m.content if keep else m.content | trim }}>{% endfor %}"
+    def test_continued_field_keeps_or_loses_its_spaces(self, folder, tmp_path, field):
+        template = (
+            "{% for m in messages %}<{{ m.reasoning_content }}|"
+            "{{ m.content if keep else m.content | trim }}>{% endfor %}"
+        )
         made = make(folder, template, tmp_path)
         theirs, ours = AutoTokenizer.from_pretrained(made), Tokenizer(made)
         messages = [{"role": "assistant", "content": "so far  ", "thinking": "hm  "}]
@@ -302,7 +331,7 @@ class TestParity:
             assert ours.render_chat(messages, **given) == expected
             assert expected.rstrip().endswith("so far" if field == "content" else "hm")
 
-    def test_a_function_is_a_tool_by_its_signature(self, folder, tmp_path):
+    def test_function_becomes_a_tool_by_its_signature(self, folder, tmp_path):
         def add(a: int, b: int = 2) -> int:
             """
             Adds numbers.
@@ -321,8 +350,8 @@ class TestParity:
         assert Tokenizer(made).render_chat(messages, tools=[add]) == expected
 
 
-class TestWhereTemplatesAre:
-    def test_a_list_has_names_and_tools_choose(self, folder, tmp_path):
+class TestTemplateSources:
+    def test_named_templates_are_chosen_by_tools_or_name(self, folder, tmp_path):
         named = [{"name": name, "template": name} for name in ("default", "tool_use", "rag")]
         tokenizer = Tokenizer(make(folder, named, tmp_path))
         messages = [{"role": "user", "content": "x"}]
@@ -331,12 +360,12 @@ class TestWhereTemplatesAre:
         assert tokenizer.render_chat(messages, chat_template="rag") == "rag"
         assert tokenizer.render_chat(messages, chat_template="{{ messages[0].content }}") == "x"
 
-    def test_without_a_default_one_must_be_named(self, folder, tmp_path):
+    def test_missing_default_requires_a_name(self, folder, tmp_path):
         tokenizer = Tokenizer(make(folder, [{"name": "rag", "template": "rag"}], tmp_path))
         with pytest.raises(InvalidRequestError, match="rag"):
             tokenizer.render_chat([{"role": "user", "content": "x"}])
 
-    def test_files_come_before_the_config_as_in_transformers(self, folder, tmp_path):
+    def test_template_files_win_over_the_config(self, folder, tmp_path):
         made = make(folder, "of the config", tmp_path)
         (made / "chat_template.jinja").write_text("of the file")
         (made / "additional_chat_templates").mkdir()
@@ -348,7 +377,7 @@ class TestWhereTemplatesAre:
             assert ours.render_chat(messages, tools=tools) == expected
         assert expected == "for tools"
 
-    def test_a_folder_without_any_has_none(self, folder, tmp_path):
+    def test_folder_without_templates_has_none(self, folder, tmp_path):
         assert read_templates(tmp_path, {}) == {}
         with pytest.raises(InvalidRequestError) as caught:
             Tokenizer(folder).render_chat([{"role": "user", "content": "x"}])
@@ -377,7 +406,7 @@ class TestRefusals:
             ("{{ lipsum(n=1000000) }}", "undefined"),
         ],
     )
-    def test_what_goes_wrong_is_named(self, folder, tmp_path, template, cause):
+    def test_template_error_names_the_cause(self, folder, tmp_path, template, cause):
         with pytest.raises(InvalidRequestError, match=cause) as caught:
             render(folder, tmp_path, template)
         assert caught.value.param == "messages"
@@ -398,13 +427,15 @@ class TestRefusals:
             ),
         ],
     )
-    def test_what_is_no_conversation_is_refused(self, folder, tmp_path, messages, options):
+    def test_invalid_conversation_is_refused(self, folder, tmp_path, messages, options):
         tokenizer = Tokenizer(make(folder, "{{ messages[0].content }}", tmp_path))
         with pytest.raises(InvalidRequestError, match="refuses these messages"):
             tokenizer.render_chat(messages, **options)
 
 
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}%s{% endfor %}{% endfor %}"
+GROWING = "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = %s %}{% endfor %}"
+TOO_LARGE = f"more than {sandbox.MAX_CHARACTERS} characters"
 
 
 class TestLimits:
@@ -415,15 +446,17 @@ class TestLimits:
             NESTED.replace("%s", "").replace(
                 "range(99999) %}{% endfor", "range(99999) if false %}{% endfor"
             ),
-            "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
-            "{% for a in [40] recursive %}{% if a %}{{ loop([a - 1, a - 1]) }}{% endif %}{% endfor %}",
-            "{% macro m() %}{{ caller() }}{% endmacro %}{% for a in range(99999) %}{% for b in range(99999) %}"
-            "{% call m() %}{% endcall %}{% endfor %}{% endfor %}",
+            "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
+            "{{ m(60) }}",
+            "{% for a in [40] recursive %}{% if a %}{{ loop([a - 1, a - 1]) }}{% endif %}"
+            "{% endfor %}",
+            "{% macro m() %}{{ caller() }}{% endmacro %}"
+            + NESTED.replace("%s", "{% call m() %}{% endcall %}"),
         ],
         ids=["loops", "filtered-loops", "macros", "recursive-loop", "calls"],
     )
-    def test_what_does_not_end_is_ended(self, folder, tmp_path, monkeypatch, template):
-        monkeypatch.setattr(sandbox, "SECONDS", 0.3)
+    def test_endless_template_is_stopped(self, folder, tmp_path, monkeypatch, template):
+        monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.3)
         start = time.monotonic()
         with pytest.raises(InvalidRequestError, match=r"longer than 0\.3 seconds"):
             render(folder, tmp_path, template)
@@ -433,16 +466,16 @@ class TestLimits:
         "template",
         [
             NESTED.replace("%s", "{{ 'text' * 10000 }}"),
-            "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-            "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
-            "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+            GROWING.replace("%s", "n.x ~ n.x"),
+            GROWING.replace("%s", "n.x + n.x"),
+            GROWING.replace("%s", "n.x + n.x").replace("'ab'", "[1]"),
             "{{ 'x' * 10 ** 12 }}",
             "{{ 10 ** 12 * 'x' }}",
             "{{ ([1] * 10 ** 12) | length }}",
         ],
     )
-    def test_what_grows_without_bound_is_ended(self, folder, tmp_path, template):
-        with pytest.raises(InvalidRequestError, match=f"more than {sandbox.CHARACTERS} characters"):
+    def test_growing_text_is_stopped(self, folder, tmp_path, template):
+        with pytest.raises(InvalidRequestError, match=TOO_LARGE):
             render(folder, tmp_path, template)
 
     @pytest.mark.parametrize(
@@ -461,12 +494,12 @@ class TestLimits:
             "{{ '\t'.expandtabs(10 ** 9) }}",
         ],
     )
-    def test_what_filters_and_methods_make_is_measured_first(self, folder, tmp_path, template):
-        with pytest.raises(InvalidRequestError, match=f"more than {sandbox.CHARACTERS} characters"):
+    def test_filters_and_methods_check_the_size_first(self, folder, tmp_path, template):
+        with pytest.raises(InvalidRequestError, match=TOO_LARGE):
             render(folder, tmp_path, template)
 
     @pytest.mark.parametrize(
-        "writes",
+        "use",
         [
             "{{ many }}",
             "{{ many | string | length }}",
@@ -492,16 +525,14 @@ class TestLimits:
             "{{ ([1] * 1000) | tojson(separators=('x' * 100000, '')) }}",
         ],
     )
-    def test_a_list_with_one_long_text_many_times_is_weighed_before_it_is_written(
-        self, folder, tmp_path, writes
-    ):
-        """Written out it would be a thousand gigabytes."""
+    def test_list_is_measured_before_it_is_printed(self, folder, tmp_path, use):
+        """One long text a million times: printed, it would be a thousand gigabytes."""
         many = "{% set many = ['text' * 250000] * 1000000 %}"
-        with pytest.raises(InvalidRequestError, match=f"more than {sandbox.CHARACTERS} characters"):
-            render(folder, tmp_path, many + writes)
+        with pytest.raises(InvalidRequestError, match=TOO_LARGE):
+            render(folder, tmp_path, many + use)
 
     @pytest.mark.parametrize(
-        "compares",
+        "use",
         [
             "{{ n.a }}",
             "{{ n.a == n.b }}",
@@ -514,24 +545,25 @@ class TestLimits:
             "{{ {}[n.a] }}",
         ],
     )
-    def test_what_branches_without_end_is_not_written_nor_compared(
-        self, folder, tmp_path, monkeypatch, compares
-    ):
-        """Two tuples of 2 to the power of 40 numbers each, that are made of a few."""
-        made = (
-            "{% set n = namespace(a=(0,), b=(0,)) %}{% for i in range(40) %}{% set n.a = (n.a, n.a) %}"
-            "{% set n.b = (n.b, n.b) %}{% endfor %}"
+    def test_nested_tuples_are_measured_before_use(self, folder, tmp_path, monkeypatch, use):
+        """Two tuples of 2 to the power of 40 numbers each, built from shared parts."""
+        tuples = (
+            "{% set n = namespace(a=(0,), b=(0,)) %}"
+            "{% for i in range(40) %}"
+            "{% set n.a = (n.a, n.a) %}{% set n.b = (n.b, n.b) %}{% endfor %}"
         )
-        monkeypatch.setattr(sandbox, "SECONDS", 0.3)
+        monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.3)
         with pytest.raises(InvalidRequestError, match=r"longer than 0\.3 seconds"):
-            render(folder, tmp_path, made + compares)
+            render(folder, tmp_path, tuples + use)
 
-    def test_lists_and_tables_are_written_and_compared_as_jinja_does(self, folder, tmp_path):
+    def test_lists_and_dicts_behave_as_in_jinja(self, folder, tmp_path):
         template = (
-            "{{ [1, 'a', {'b': (2, none)}] }}|{{ {'k': [1]}.items() | list }}|{{ [1] ~ {} }}|{{ [1, 2] == [1, 2] }}|"
-            "{{ [1] in [[1], 2] }}|{{ [[2], [1]] | sort }}|{{ [1, 1, 2] | unique | list }}|{{ ['a'] | string | upper }}|"
-            "{{ [3, 1] | map('string') | join('-') }}|{{ 2 is in [1, 2] }}|{{ {(1, 2): 3}[(1, 2)] }}|{{ [1] is string }}|"
-            "{{ '%s and %s' % ([1], {}) }}|{{ '{} {a}'.format([1], a=2) }}|{{ none }}|{{ undefined_thing }}|{{ 1.50 }}"
+            "{{ [1, 'a', {'b': (2, none)}] }}|{{ {'k': [1]}.items() | list }}|{{ [1] ~ {} }}|"
+            "{{ [1, 2] == [1, 2] }}|{{ [1] in [[1], 2] }}|{{ [[2], [1]] | sort }}|"
+            "{{ [1, 1, 2] | unique | list }}|{{ ['a'] | string | upper }}|"
+            "{{ [3, 1] | map('string') | join('-') }}|{{ 2 is in [1, 2] }}|"
+            "{{ {(1, 2): 3}[(1, 2)] }}|{{ [1] is string }}|{{ '%s and %s' % ([1], {}) }}|"
+            "{{ '{} {a}'.format([1], a=2) }}|{{ none }}|{{ undefined_thing }}|{{ 1.50 }}"
         )
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -550,43 +582,43 @@ class TestLimits:
             "{{ 1.5 | round(10 ** 9, 'floor') }}",
         ],
     )
-    def test_what_cannot_be_measured_is_refused(self, folder, tmp_path, template):
-        with pytest.raises(InvalidRequestError, match=r"numbers only|width of its own|too large"):
+    def test_unmeasurable_results_are_refused(self, folder, tmp_path, template):
+        with pytest.raises(
+            InvalidRequestError, match=r"numbers only|formats with a width|too large"
+        ):
             render(folder, tmp_path, template)
 
-    def test_filters_and_methods_do_what_jinja_s_do(self, folder, tmp_path):
+    def test_filters_and_methods_behave_as_in_jinja(self, folder, tmp_path):
         template = (
-            "{{ 'a'.ljust(3) }}|{{ 'a' | center(3) }}|{{ 'aba'.replace('a', 'c', 1) }}|{{ 'x' | indent(2, true) }}|"
-            "{{ ['a', 'b'] | map('upper') | join(', ') }}|{{ [{'n': 1}, {'n': 2}] | join('-', attribute='n') }}|"
-            "{{ ', '.join(['a', 'b']) }}|{{ [1, 2] | sum }}|{{ '%5.1f %s' % (1.25, 'x') }}|{{ '{}: {:>3}'.format('a', 1) }}|"
-            "{{ 'aa' | replace('a', 'b', count=1) }}|{{ [{'n': 1}] | sum(attribute='n') }}|{{ 2.55 | round(1) }}|"
-            "{{ 'User: %s {' | format('x') }}"
+            "{{ 'a'.ljust(3) }}|{{ 'a' | center(3) }}|{{ 'aba'.replace('a', 'c', 1) }}|"
+            "{{ 'x' | indent(2, true) }}|{{ ['a', 'b'] | map('upper') | join(', ') }}|"
+            "{{ [{'n': 1}, {'n': 2}] | join('-', attribute='n') }}|{{ ', '.join(['a', 'b']) }}|"
+            "{{ [1, 2] | sum }}|{{ '%5.1f %s' % (1.25, 'x') }}|{{ '{}: {:>3}'.format('a', 1) }}|"
+            "{{ 'aa' | replace('a', 'b', count=1) }}|{{ [{'n': 1}] | sum(attribute='n') }}|"
+            "{{ 2.55 | round(1) }}|{{ 'User: %s {' | format('x') }}"
         )
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         expected = ImmutableSandboxedEnvironment().from_string(template).render()
         assert render(folder, tmp_path, template) == expected
 
-    def test_numbers_and_ranges_have_bounds_too(self, folder, tmp_path):
+    def test_powers_and_ranges_have_limits(self, folder, tmp_path):
         for template in ("{{ 9 ** (9 ** 9) }}", "{% for i in range(10 ** 9) %}{% endfor %}"):
             with pytest.raises(InvalidRequestError, match=r"too large|too big"):
                 render(folder, tmp_path, template)
 
-    def test_a_long_conversation_is_within_them(self, folder, tmp_path, monkeypatch):
-        monkeypatch.setattr(
-            sandbox, "SECONDS", 60.0
-        )  # it takes well under one, and a busy machine's time
+    def test_long_conversation_stays_within_the_limits(self, folder, tmp_path, monkeypatch):
+        # It takes well under one second, but a busy machine may be slower.
+        monkeypatch.setattr(sandbox, "MAX_SECONDS", 60.0)
         messages = [
             {"role": ("user", "assistant")[i % 2], "content": "word " * 200} for i in range(4000)
         ]
         text = render(folder, tmp_path, CHATML, *messages)
         assert len(text) > 4_000_000
 
-    async def test_conversations_rendered_at_once_have_each_their_own_time(
-        self, folder, tmp_path, monkeypatch
-    ):
-        """One that is stopped does not stop the one beside it."""
-        monkeypatch.setattr(sandbox, "SECONDS", 0.5)
+    async def test_concurrent_renders_have_separate_deadlines(self, folder, tmp_path, monkeypatch):
+        """Stopping one does not stop another."""
+        monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.5)
         template = (
             "{% if messages[0].content == 'long' %}" + NESTED.replace("%s", "") + "{% endif %}done"
         )

@@ -1,4 +1,4 @@
-"""Ids and texts against AutoTokenizer, over small tokenizers with the files that published models have."""
+"""Ids and texts compared with AutoTokenizer, for small tokenizers with the files of real models."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ WORDS = [
     "日本語 テキスト العربية עברית 12345 x  y\n\n\tdef f(x):\r\n    return x  # don't",
     "user assistant system hello Hello HELLO [INST] [/INST] ééé e\u0301e\u0301",
 ]
-QWEN_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 LLAMA_WORDS = QWEN_WORDS.replace(r"\p{N}| ", r"\p{N}{1,3}| ")
 
 
 def save(folder: Path, backend: Backend, config: dict, model: dict, **files: dict) -> Path:
-    """The files of a published model: tokenizer.json, tokenizer_config.json, config.json and others."""
+    """Write the files of a published model."""
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text(json.dumps(model))
@@ -69,7 +72,7 @@ def split_by(pattern: str) -> pre_tokenizers.Sequence:
 
 
 def gpt2(folder: Path) -> Path:
-    """Its files name no special token: the class knows them."""
+    """A tokenizer whose files name no special tokens; its class does."""
     backend = train_bytes("<|endoftext|>")
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
     return save(folder, backend, {"model_max_length": 1024}, {"model_type": "gpt2"})
@@ -216,7 +219,7 @@ def word_pieces(folder: Path) -> Path:
 
 
 def late_specials(folder: Path) -> Path:
-    """Tokens that only the files beside tokenizer.json name: of the vocabulary, and new ones."""
+    """A tokenizer with special tokens, some of them new, that only the other files name."""
     backend = train_bytes("<|endoftext|>")
     return save(
         folder,
@@ -233,7 +236,7 @@ def late_specials(folder: Path) -> Path:
 
 
 def split_specials(folder: Path) -> Path:
-    """Special tokens in text are text."""
+    """A tokenizer that reads special tokens in a text as ordinary text."""
     made = llama3(folder, "PreTrainedTokenizerFast")
     checkpoints.edit_json(made / "tokenizer_config.json", split_special_tokens=True)
     return made
@@ -257,10 +260,11 @@ KINDS: dict[str, Callable[[Path], Path]] = {
 
 PIECES = [
     *"aetx.,!?'\"[]/ \t\n\r\0\x07\x1b\x7f\u200b\u200f\u202e\ufeff\ufffd\u2581",
-    *["the", " sea", "The", "hello", " Hello", "  ", "\n\n", "\r\n", "12345", "don't", "[INST]", " 2024", "Ġ"],
-    *["é", "e\u0301", "ﬁ", "Å", "日本", "العربية", "עברית", "☃", "👩‍👩‍👧", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "𝕏", "\U0010ffff", "ß", "İ"],
-    *["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</think>", "<|begin_of_text|>", "<|eot_id|>"],
-    *["<s>", "</s>", "<unk>", "<0x41>", "[CLS]", "[MASK]", "##ing", "<image>", "<pad>", "<x>", "<plain>", "<|im"],
+    *["the", " sea", "The", "hello", " Hello", "  ", "\n\n", "\r\n", "12345", "don't", "[INST]"],
+    *[" 2024", "Ġ", "é", "e\u0301", "ﬁ", "Å", "日本", "العربية", "עברית", "☃", "👩‍👩‍👧"],
+    *["🏴󠁧󠁢󠁥󠁮󠁧󠁿", "𝕏", "\U0010ffff", "ß", "İ", "<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    *["<tool_call>", "</think>", "<|begin_of_text|>", "<|eot_id|>", "<s>", "</s>", "<unk>"],
+    *["<0x41>", "[CLS]", "[MASK]", "##ing", "<image>", "<pad>", "<x>", "<plain>", "<|im"],
 ]  # fmt: skip
 
 
@@ -278,15 +282,15 @@ def both(request, tmp_path_factory) -> tuple[str, PreTrainedTokenizerBase, Token
 
 class TestParity:
     @pytest.mark.parametrize("special", [True, False])
-    def test_any_text_has_the_ids_that_transformers_gives(self, both, special):
+    def test_encode_equals_transformers(self, both, special):
         _, theirs, ours = both
         for text in texts():
             expected = theirs.encode(text, add_special_tokens=special)
             assert ours.encode(text, add_special_tokens=special) == expected, repr(text)
 
     @pytest.mark.parametrize("skip", [True, False])
-    def test_ids_come_back_as_the_text_that_transformers_gives(self, both, skip):
-        """Words begin with a space, of which Transformers takes the first away."""
+    def test_decode_equals_transformers(self, both, skip):
+        """Transformers drops the space before the first word; tk keeps it."""
         name, theirs, ours = both
         for text in texts():
             ids = theirs.encode(text)
@@ -295,7 +299,7 @@ class TestParity:
             first = "" if not name.startswith(("llama2", "mistral", "word")) else " "
             assert found in (expected, first + expected), repr(text)
 
-    def test_what_is_asked_about_tokens_is_the_same(self, both):
+    def test_token_properties_equal_transformers(self, both):
         _, theirs, ours = both
         special = {id for id, token in theirs.added_tokens_decoder.items() if token.special}
         special |= set(theirs.all_special_ids)
@@ -305,15 +309,15 @@ class TestParity:
         assert ours._files.special_tokens == theirs.special_tokens_map
         assert not ours.has_chat_template
 
-    def test_the_kinds_differ(self, both):
-        """Else agreement would say little: special tokens are found in text, and words are more than letters."""
+    def test_tokenizers_have_words_and_special_tokens(self, both):
+        """Without them, equal results would prove little."""
         name, theirs, ours = both
         assert len(ours.encode("the sea is the sea")) < 18
         if name not in ("word-pieces", "split-specials"):
             assert theirs.eos_token_id in ours.encode(f"a{theirs.eos_token}b")
 
 
-def test_a_folder_with_a_vocabulary_and_merges_alone_is_read_by_transformers(tmp_path):
+def test_vocabulary_and_merges_are_read_by_transformers(tmp_path):
     made = gpt2(tmp_path)
     vocabulary = json.loads((made / "tokenizer.json").read_text())["model"]
     (made / "tokenizer.json").unlink()
@@ -328,7 +332,7 @@ def test_a_folder_with_a_vocabulary_and_merges_alone_is_read_by_transformers(tmp
         assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
 
 
-def test_a_long_text_is_neither_cut_nor_padded(tmp_path):
+def test_encode_neither_truncates_nor_pads(tmp_path):
     backend = train_bytes("<|endoftext|>")
     backend.enable_truncation(4)
     backend.enable_padding(length=8)
@@ -337,7 +341,7 @@ def test_a_long_text_is_neither_cut_nor_padded(tmp_path):
     assert len(Tokenizer(folder).encode("q")) == 1
 
 
-def test_half_a_pair_is_the_callers_mistake(tmp_path):
+def test_half_a_surrogate_pair_is_an_invalid_request(tmp_path):
     with pytest.raises(InvalidRequestError, match="UTF-16"):
         Tokenizer(gpt2(tmp_path)).encode("a\ud800b")
 
@@ -354,7 +358,7 @@ def test_half_a_pair_is_the_callers_mistake(tmp_path):
         ("special_tokens_map.json", '{"eos_token": {}}'),
     ],
 )
-def test_a_file_that_cannot_be_used_is_an_error_that_names_the_folder(tmp_path, name, content):
+def test_unusable_file_is_an_error_that_names_the_folder(tmp_path, name, content):
     folder = gpt2(tmp_path)
     (folder / name).write_text(content)
     with pytest.raises(CheckpointError) as caught:
@@ -363,7 +367,7 @@ def test_a_file_that_cannot_be_used_is_an_error_that_names_the_folder(tmp_path, 
     assert "\n" not in caught.value.message
 
 
-def test_the_front_end_needs_neither_torch_nor_transformers():
+def test_front_end_imports_neither_torch_nor_transformers():
     code = (
         "import sys\n"
         "import toolkit.serving.lifecycle, toolkit.serving.api_worker, toolkit.engine.async_llm\n"
@@ -371,13 +375,14 @@ def test_the_front_end_needs_neither_torch_nor_transformers():
         "from toolkit.text.tokenizer import load_tokenizer\n"
         "tokenizer = load_tokenizer(MODEL_DIR)\n"
         "text = tokenizer.render_chat([{'role': 'user', 'content': 'Hello there'}])\n"
-        "print(len(tokenizer.encode(text)) > 3, tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)))\n"
+        "ids = tokenizer.encode(text, add_special_tokens=False)\n"
+        "print(len(tokenizer.encode(text)) > 3, tokenizer.decode(ids))\n"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ
     )
     assert done.returncode == 0, done.stderr
-    said, modules = done.stdout.splitlines()
-    assert said.split(maxsplit=1) == ["True", "hello there"]
+    result, modules = done.stdout.splitlines()
+    assert result.split(maxsplit=1) == ["True", "hello there"]
     assert modules == "[]"

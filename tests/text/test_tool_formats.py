@@ -1,4 +1,4 @@
-"""Calls of tools in a model's text: what is read is the same in whatever pieces the text comes."""
+"""Parsers of tool calls and reasoning: the output does not depend on how the text is split."""
 
 from __future__ import annotations
 
@@ -10,129 +10,145 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.text.reasoning import ReasoningSplitter
-from toolkit.text.tool_formats import FORMATS, Hermes, Llama3, Mistral, ToolFormat, detect
+from toolkit.text.tool_formats import (
+    FORMATS,
+    HermesFormat,
+    Llama3Format,
+    MistralFormat,
+    ToolFormat,
+    detect_format,
+)
 
 PARIS = '{"city": "Paris", "days": [1, 2]}'
 TRICKY = r'{"text": "a \"}\" and \\", "more": {"b": [{}, "]"]}}'
 HERMES_CALL = f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>'
 
 ANSWERS: list[tuple[type[ToolFormat], str, str, list[tuple[str, str]]]] = [
-    # format, the model's text, content, calls
-    (Hermes, "Just words, and a < b.", "Just words, and a < b.", []),
-    (Hermes, "Words \n ", "Words \n ", []),
-    (Hermes, HERMES_CALL, "", [("weather", PARIS)]),
-    (Hermes, f"I look.\n{HERMES_CALL}\n", "I look.", [("weather", PARIS)]),
-    (Hermes, f"{HERMES_CALL}\n{HERMES_CALL}", "", [("weather", PARIS)] * 2),
+    # format, text of the model, content, calls
+    (HermesFormat, "Just words, and a < b.", "Just words, and a < b.", []),
+    (HermesFormat, "Words \n ", "Words \n ", []),
+    (HermesFormat, HERMES_CALL, "", [("weather", PARIS)]),
+    (HermesFormat, f"I look.\n{HERMES_CALL}\n", "I look.", [("weather", PARIS)]),
+    (HermesFormat, f"{HERMES_CALL}\n{HERMES_CALL}", "", [("weather", PARIS)] * 2),
     (
-        Hermes,
+        HermesFormat,
         f'<tool_call>{{"name": "note", "arguments": {TRICKY}}}</tool_call> done',
         " done",
         [("note", TRICKY)],
     ),
     (
-        Hermes,
+        HermesFormat,
         '<tool_call>{"arguments": {"a": 1}, "name": "late"}</tool_call>',
         "",
         [("late", '{"a": 1}')],
     ),
-    (Hermes, '<tool_call>{"name": "bare"}</tool_call>', "", [("bare", "{}")]),
-    (Hermes, "See <tool_call>no JSON</tool_call>", "See <tool_call>no JSON</tool_call>", []),
-    (Hermes, '<tool_call>{"nome": "x"}</tool_call>', '<tool_call>{"nome": "x"}</tool_call>', []),
-    (Hermes, '<tool_call>\n{"name": "wea', '<tool_call>\n{"name": "wea', []),
-    (Hermes, '<tool_call>{"name": "weather", "arguments": {"ci', "", [("weather", '{"ci')]),
-    (Hermes, "<tool_cal", "<tool_cal", []),
-    (Hermes, "é 漢 <tool_call>", "é 漢 <tool_call>", []),
-    (Llama3, f'{{"name": "weather", "parameters": {PARIS}}}', "", [("weather", PARIS)]),
+    (HermesFormat, '<tool_call>{"name": "bare"}</tool_call>', "", [("bare", "{}")]),
+    (HermesFormat, "See <tool_call>no JSON</tool_call>", "See <tool_call>no JSON</tool_call>", []),
     (
-        Llama3,
+        HermesFormat,
+        '<tool_call>{"nome": "x"}</tool_call>',
+        '<tool_call>{"nome": "x"}</tool_call>',
+        [],
+    ),
+    (HermesFormat, '<tool_call>\n{"name": "wea', '<tool_call>\n{"name": "wea', []),
+    (HermesFormat, '<tool_call>{"name": "weather", "arguments": {"ci', "", [("weather", '{"ci')]),
+    (HermesFormat, "<tool_cal", "<tool_cal", []),
+    (HermesFormat, "é 漢 <tool_call>", "é 漢 <tool_call>", []),
+    (Llama3Format, f'{{"name": "weather", "parameters": {PARIS}}}', "", [("weather", PARIS)]),
+    (
+        Llama3Format,
         f' <|python_tag|>{{"name": "weather", "parameters": {PARIS}}}',
         "",
         [("weather", PARIS)],
     ),
     (
-        Llama3,
+        Llama3Format,
         f'{{"name": "weather", "parameters": {PARIS}}}; {{"name": "note", "arguments": {TRICKY}}}',
         "",
         [("weather", PARIS), ("note", TRICKY)],
     ),
-    (Llama3, '{"name": "Bob", "age": 5}', '{"name": "Bob", "age": 5}', []),
-    (Llama3, '{"a": [1, 2]} and more', '{"a": [1, 2]} and more', []),
-    (Llama3, "  Hello {", "  Hello {", []),
-    (Llama3, "", "", []),
-    (Llama3, '{"name": "weath', '{"name": "weath', []),
+    (Llama3Format, '{"name": "Bob", "age": 5}', '{"name": "Bob", "age": 5}', []),
+    (Llama3Format, '{"a": [1, 2]} and more', '{"a": [1, 2]} and more', []),
+    (Llama3Format, "  Hello {", "  Hello {", []),
+    (Llama3Format, "", "", []),
+    (Llama3Format, '{"name": "weath', '{"name": "weath', []),
     (
-        Mistral,
+        MistralFormat,
         f'[TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}]',
         "",
         [("weather", PARIS)],
     ),
     (
-        Mistral,
-        f'Sure.[TOOL_CALLS][{{"name": "weather", "arguments": {PARIS}}}, {{"arguments": {TRICKY}, "name": "note"}}]',
+        MistralFormat,
+        f'Sure.[TOOL_CALLS][{{"name": "weather", "arguments": {PARIS}}}, '
+        f'{{"arguments": {TRICKY}, "name": "note"}}]',
         "Sure.",
         [("weather", PARIS), ("note", TRICKY)],
     ),
     (
-        Mistral,
+        MistralFormat,
         f"[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]note[CALL_ID]abc123DEF[ARGS]{TRICKY}",
         "",
         [("weather", PARIS), ("note", TRICKY)],
     ),
-    (Mistral, f"[TOOL_CALLS]weather{PARIS}", "", [("weather", PARIS)]),
-    (Mistral, "[TOOL_CALLS] nothing here", "[TOOL_CALLS] nothing here", []),
-    (Mistral, "a [TOOL", "a [TOOL", []),
+    (MistralFormat, f"[TOOL_CALLS]weather{PARIS}", "", [("weather", PARIS)]),
+    (MistralFormat, "[TOOL_CALLS] nothing here", "[TOOL_CALLS] nothing here", []),
+    (MistralFormat, "a [TOOL", "a [TOOL", []),
 ]
 
 
-def read(parser: ToolFormat, parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
+def parse(parser: ToolFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """Return the content, and each call as (name, arguments)."""
     content, calls = "", []
-    for piece in [piece for part in parts for piece in parser.add(part)] + parser.end():
-        if piece.index is None:
-            content += piece.text
-        elif piece.name is not None:
-            assert piece.index == len(calls)
-            calls.append((piece.name, piece.text))
+    for part in [part for piece in pieces for part in parser.add(piece)] + parser.end():
+        if part.index is None:
+            content += part.text
+        elif part.name is not None:
+            assert part.index == len(calls)
+            calls.append((part.name, part.text))
         else:
-            calls[piece.index] = (calls[piece.index][0], calls[piece.index][1] + piece.text)
+            calls[part.index] = (calls[part.index][0], calls[part.index][1] + part.text)
     return content, calls
 
 
-def cut_everywhere(text: str) -> list[list[str]]:
-    """Whole, character by character, and cut at any one or two places."""
+def splits(text: str) -> list[list[str]]:
+    """The text as one piece, as characters, and cut at any one or two places."""
     places = range(1, len(text))
     cuts = [
         (),
         *itertools.combinations(places, 1),
         *itertools.islice(itertools.combinations(places, 2), 0, None, 7),
     ]
-    parts = [[text[a:b] for a, b in itertools.pairwise((0, *cut, len(text)))] for cut in cuts]
-    return [*parts, list(text)]
+    pieces = [[text[a:b] for a, b in itertools.pairwise((0, *cut, len(text)))] for cut in cuts]
+    return [*pieces, list(text)]
 
 
-@pytest.mark.parametrize(("form", "text", "content", "calls"), ANSWERS)
-def test_an_answer_is_read_the_same_in_whatever_pieces_it_comes(form, text, content, calls):
-    for parts in cut_everywhere(text):
-        assert read(form(["weather", "note"]), parts) == (content, calls), parts
+@pytest.mark.parametrize(("tool_format", "text", "content", "calls"), ANSWERS)
+def test_parser_output_does_not_depend_on_splits(tool_format, text, content, calls):
+    for pieces in splits(text):
+        assert parse(tool_format(["weather", "note"]), pieces) == (content, calls), pieces
 
 
-@pytest.mark.parametrize("form", [Hermes, Mistral, Llama3])
-def test_only_the_first_call_counts_where_calls_are_not_parallel(form):
+@pytest.mark.parametrize("tool_format", [HermesFormat, MistralFormat, Llama3Format])
+def test_parser_without_parallel_ignores_later_calls(tool_format):
+    llama_call = f'{{"name": "weather", "parameters": {PARIS}}}'
+    mistral_call = f'{{"name": "weather", "arguments": {PARIS}}}'
     text = {
-        Hermes: f"{HERMES_CALL}\n{HERMES_CALL} bye",
-        Llama3: f'{{"name": "weather", "parameters": {PARIS}}}; {{"name": "weather", "parameters": {PARIS}}}',
-        Mistral: f'[TOOL_CALLS][{{"name": "weather", "arguments": {PARIS}}}, {{"name": "b", "arguments": {{}}}}]',
-    }[form]
-    for parts in cut_everywhere(text):
-        assert read(form(["weather"], parallel=False), parts) == ("", [("weather", PARIS)])
+        HermesFormat: f"{HERMES_CALL}\n{HERMES_CALL} bye",
+        Llama3Format: f"{llama_call}; {llama_call}",
+        MistralFormat: f'[TOOL_CALLS][{mistral_call}, {{"name": "b", "arguments": {{}}}}]',
+    }[tool_format]
+    for pieces in splits(text):
+        assert parse(tool_format(["weather"], parallel=False), pieces) == ("", [("weather", PARIS)])
 
 
-def test_arguments_are_told_as_they_come():
-    parser = Hermes(["weather"])
-    told = [
-        parser.add(part)
-        for part in ('<tool_call>{"name": "weather", "arguments": {', '"ci', 'ty": 1}', "}")
+def test_parser_streams_arguments():
+    parser = HermesFormat(["weather"])
+    outputs = [
+        parser.add(piece)
+        for piece in ('<tool_call>{"name": "weather", "arguments": {', '"ci', 'ty": 1}', "}")
     ]
-    assert [[(p.index, p.name, p.text) for p in pieces] for pieces in told] == [
+    assert [[(one.index, one.name, one.text) for one in output] for output in outputs] == [
         [(0, "weather", "{")],
         [(0, None, '"ci')],
         [(0, None, 'ty": 1}')],
@@ -141,7 +157,7 @@ def test_arguments_are_told_as_they_come():
 
 
 @pytest.mark.parametrize(
-    ("marks", "expected"),
+    ("template", "expected"),
     [
         ("{% if tools %}<tool_call>{% endif %}", "hermes"),
         ("<tool_call><function=...>", None),
@@ -150,19 +166,20 @@ def test_arguments_are_told_as_they_come():
         ("{{ messages }}", None),
     ],
 )
-def test_the_format_is_found_in_the_template(marks, expected):
-    assert detect(marks) == expected
+def test_detect_format_reads_the_template(template, expected):
+    assert detect_format(template) == expected
 
 
-def test_ids_are_what_the_formats_templates_take():
-    assert len(Mistral.new_id()) == 9
-    assert Mistral.new_id().isalnum()
-    assert len({form.new_id() for form in FORMATS.values() for _ in range(100)}) == 300
+def test_call_ids_are_unique_and_fit_the_templates():
+    assert len(MistralFormat.new_id()) == 9
+    assert MistralFormat.new_id().isalnum()
+    ids = {tool_format.new_id() for tool_format in FORMATS.values() for _ in range(100)}
+    assert len(ids) == 300
 
 
-def split(splitter: ReasoningSplitter, parts: list[str]) -> tuple[str, str]:
-    told = [splitter.add(part) for part in parts] + [splitter.add("", ended=True)]
-    return "".join(reasoning for reasoning, _ in told), "".join(rest for _, rest in told)
+def split(splitter: ReasoningSplitter, pieces: list[str]) -> tuple[str, str]:
+    outputs = [splitter.add(piece) for piece in pieces] + [splitter.add("", is_last=True)]
+    return "".join(reasoning for reasoning, _ in outputs), "".join(rest for _, rest in outputs)
 
 
 @pytest.mark.parametrize(
@@ -185,20 +202,18 @@ def split(splitter: ReasoningSplitter, parts: list[str]) -> tuple[str, str]:
         (None, "<think>x</think>", ("", "<think>x</think>")),
     ],
 )
-def test_reasoning_is_split_the_same_in_whatever_pieces_it_comes(state, text, expected):
-    for parts in cut_everywhere(text):
-        assert split(ReasoningSplitter(state), parts) == expected, parts
+def test_reasoning_splitter_output_does_not_depend_on_splits(state, text, expected):
+    for pieces in splits(text):
+        assert split(ReasoningSplitter(state), pieces) == expected, pieces
 
 
 @pytest.mark.parametrize(
     "text", [text for _, text, _, calls in ANSWERS if calls and "ci" not in text[-3:]]
 )
-def test_whole_calls_have_arguments_that_are_json(text):
-    form = next(form for form, other, _, _ in ANSWERS if other == text)
-    assert all(
-        isinstance(json.loads(arguments), dict)
-        for _, arguments in read(form(["weather", "note"]), [text])[1]
-    )
+def test_complete_calls_have_json_arguments(text):
+    tool_format = next(one for one, other, _, _ in ANSWERS if other == text)
+    _, calls = parse(tool_format(["weather", "note"]), [text])
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
 
 
 PIECES = [
@@ -224,17 +239,17 @@ PIECES += [
 
 
 @given(
-    form=st.sampled_from(list(FORMATS.values())),
+    tool_format=st.sampled_from(list(FORMATS.values())),
     parts=st.lists(st.sampled_from(PIECES), max_size=14),
     cuts=st.lists(st.integers(0, 200), max_size=6),
     parallel=st.booleans(),
 )
 @settings(max_examples=600, deadline=None)
-def test_no_text_breaks_a_parser_or_is_read_differently_in_pieces(form, parts, cuts, parallel):
+def test_parser_accepts_any_text_in_any_pieces(tool_format, parts, cuts, parallel):
     text = "".join(parts)
     places = sorted({cut for cut in cuts if cut < len(text)})
     pieces = [text[a:b] for a, b in itertools.pairwise((0, *places, len(text)))]
-    whole = read(form(["weather"], parallel=parallel), [text])
-    assert read(form(["weather"], parallel=parallel), pieces) == whole
-    if not whole[1]:
-        assert whole[0] == text
+    content, calls = parse(tool_format(["weather"], parallel=parallel), [text])
+    assert parse(tool_format(["weather"], parallel=parallel), pieces) == (content, calls)
+    if not calls:
+        assert content == text

@@ -1,4 +1,4 @@
-"""A model with random weights that is held to calls of tools, in each format, and what reads them."""
+"""Tool calls of a model with random weights, constrained to each format and parsed again."""
 
 from __future__ import annotations
 
@@ -16,46 +16,58 @@ from toolkit.api.openai.schemas import ChatRequest
 from toolkit.api.openai.tools import Tool
 from toolkit.config import ServerConfig
 from toolkit.errors import InvalidRequestError
-from toolkit.text.tool_formats import FORMATS, held_to_calls
+from toolkit.text.tool_formats import FORMATS, build_call_grammar
 
 SCHEMAS: dict[str, Any] = {
     "weather": {
         "type": "object",
-        "properties": {"city": {"enum": ["Oslo", 'q"\\ é'], "description": "城市"}, "days": {"enum": [1, 22]}},
+        "properties": {
+            "city": {"enum": ["Oslo", 'q"\\ é'], "description": "城市"},
+            "days": {"enum": [1, 22]},
+        },
         "required": ["city"],
         "additionalProperties": False,
     },
     "tree": {
-        "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "additionalProperties": False}},
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {"next": {"$ref": "#/$defs/node"}},
+                "additionalProperties": False,
+            }
+        },
         "$ref": "#/$defs/node",
     },
-    "set": {"type": "object", "properties": {"v": {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}}},
+    "set": {
+        "type": "object",
+        "properties": {"v": {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}},
+    },
     "now": {"type": "object", "additionalProperties": False},
-}  # fmt: skip
+}
 TOOLS = [
     Tool.model_validate(
         {"function": {"name": name} | ({} if name == "now" else {"parameters": schema})}
     )
     for name, schema in SCHEMAS.items()
 ]
-MARKS = ["[TOOL_CALLS]", "<tool_call>"]
+MARKERS = ["[TOOL_CALLS]", "<tool_call>"]
 
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    """Two marks are special tokens of its tokenizer."""
+    """A model in whose tokenizer two markers are special tokens."""
     folder = checkpoints.save(
         checkpoints.make_reference("llama3-gqa"), tmp_path_factory.mktemp("tools") / "m"
     )
     checkpoints.edit_json(folder / "config.json", max_position_embeddings=2048)
     tokenizer = checkpoints.make_tokenizer()
-    tokenizer.add_tokens(MARKS, special_tokens=True)
+    tokenizer.add_tokens(MARKERS, special_tokens=True)
     tokenizer.chat_template = "{{ tools }}<tool_call>"
     tokenizer.save_pretrained(folder)
     return LLM(str(folder), num_gpu_blocks_override=4096)
 
 
-def plan(llm: LLM, config: ServerConfig | None = None, **body: Any) -> AnswerPlan:
+def make_plan(llm: LLM, config: ServerConfig | None = None, **body: Any) -> AnswerPlan:
     tools = [{"function": {"name": "f"}}]
     request = ChatRequest.model_validate({"messages": [], "tools": tools} | body)
     return AnswerPlan.of(request, [1], llm.tokenizer, config or ServerConfig())
@@ -63,14 +75,14 @@ def plan(llm: LLM, config: ServerConfig | None = None, **body: Any) -> AnswerPla
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("parallel", [True, False])
-def test_calls_are_read_back_with_arguments_that_validate(llm, name, parallel):
-    form = FORMATS[name]
-    asked = StructuredOutputsParams(grammar=held_to_calls(form, TOOLS, parallel=parallel))
+def test_constrained_calls_are_parsed_with_valid_arguments(llm, name, parallel):
+    tool_format = FORMATS[name]
+    grammar = build_call_grammar(tool_format, TOOLS, parallel=parallel)
     bias = {llm.tokenizer.encode(c)[0]: 20.0 for c in '"}]'} | {checkpoints.EOS: 30.0}
     params = SamplingParams(
         n=8,
         max_tokens=600,
-        structured_outputs=asked,
+        structured_outputs=StructuredOutputsParams(grammar=grammar),
         seed=1,
         temperature=4.0,
         logit_bias=bias,
@@ -80,36 +92,34 @@ def test_calls_are_read_back_with_arguments_that_validate(llm, name, parallel):
     called = []
     for answer in output.outputs:
         assert answer.finish_reason == "stop"
-        parser = form(list(SCHEMAS))
-        pieces = parser.add(answer.text) + parser.end()
-        calls = [piece for piece in pieces if piece.name is not None]
-        assert len(calls) == len(pieces) >= 1  # and no content
+        parser = tool_format(list(SCHEMAS))
+        parts = parser.add(answer.text) + parser.end()
+        calls = [part for part in parts if part.name is not None]
+        assert len(calls) == len(parts) >= 1  # and no content
         assert parallel or len(calls) == 1
         for call in calls:
             schema = SCHEMAS[call.name]
-            if call.name == "set":  # not strict: what cannot be held is passed over
+            if call.name == "set":  # not strict: uniqueItems cannot be enforced, and is ignored
                 schema = {"type": "object"}
             jsonschema.Draft202012Validator(schema).validate(json.loads(call.text))
             called.append(call.name)
     assert len(set(called)) > 1
 
 
-def test_special_tokens_that_mark_calls_are_kept_in_the_text(llm):
-    hidden = SamplingParams()
-    assert not plan(llm).params(hidden, llm.tokenizer).skip_special_tokens
-    assert plan(llm, tool_choice="none").params(hidden, llm.tokenizer).skip_special_tokens
-    assert (
-        plan(llm, ServerConfig(tool_call_parser="llama3_json"))
-        .params(hidden, llm.tokenizer)
-        .skip_special_tokens
-    )
+def test_plan_keeps_special_tokens_that_mark_calls(llm):
+    def skips_special_tokens(plan: AnswerPlan) -> bool:
+        return plan.constrain(SamplingParams(), llm.tokenizer).skip_special_tokens
+
+    assert not skips_special_tokens(make_plan(llm))
+    assert skips_special_tokens(make_plan(llm, tool_choice="none"))
+    assert skips_special_tokens(make_plan(llm, ServerConfig(tool_call_parser="llama3_json")))
 
 
-def test_where_nobody_knows_how_calls_are_written_they_can_be_required_and_not_left_open(llm):
+def test_plan_with_an_unknown_format_allows_only_required_calls(llm):
     unknown = ServerConfig(tool_call_parser="none")
-    assert plan(llm, unknown, tool_choice="required").form is not None
+    assert make_plan(llm, unknown, tool_choice="required").tool_format is not None
     with pytest.raises(InvalidRequestError, match="--tool-call-parser"):
-        plan(llm, unknown)
+        make_plan(llm, unknown)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +133,8 @@ def test_where_nobody_knows_how_calls_are_written_they_can_be_required_and_not_l
         ("deepseek_r1", "</think>", None),
     ],
 )
-def test_the_prompts_end_tells_how_the_answer_begins(parser, end, expected):
+def test_plan_finds_reasoning_at_the_end_of_the_prompt(parser, end, expected):
     tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: end)
     body = ChatRequest.model_validate({"messages": []})
-    assert (
-        AnswerPlan.of(body, [1, 2], tokenizer, ServerConfig(reasoning_parser=parser)).reasoning
-        == expected
-    )
+    plan = AnswerPlan.of(body, [1, 2], tokenizer, ServerConfig(reasoning_parser=parser))
+    assert plan.reasoning == expected

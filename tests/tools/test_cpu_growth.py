@@ -1,26 +1,26 @@
-"""The limits that a CPU's decode speed is held against, and how they are told."""
+"""Limits of a CPU's decode speed, and their table and plot."""
 
 from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from tools.bench.cpu_growth import Limits, Point, plot, table
+from tools.bench.cpu_growth import MachineLimits, Measurement, plot, table
 
-LIMITS = Limits(
+LIMITS = MachineLimits(
     bandwidth=20e9, rate=200e9, weight_bytes=500_000_000, kv_bytes=73_728, flops=250_000_000
 )
 
 
-def test_few_requests_are_bound_by_the_weights_and_many_by_arithmetic_or_their_keys() -> None:
+def test_limit_is_weights_then_arithmetic_then_kv_cache() -> None:
     assert LIMITS.tokens_per_second(1, 0) == 40.0  # 0.5 GB at 20 GB/s
     assert LIMITS.tokens_per_second(64, 0) == 800.0  # 200 / 0.25 GFLOP
     long = LIMITS.tokens_per_second(64, 1000)
     assert round(long, 1) == round(64 / ((5e8 + 64 * 1000 * 73_728) / 20e9), 1) < 800
 
 
-def test_the_table_and_the_plot_tell_every_point() -> None:
+def test_table_and_plot_have_every_point() -> None:
     points = [
-        Point(batch, context, 10.0 * batch, 40.0 * batch)
+        Measurement(batch, context, 10.0 * batch, 40.0 * batch)
         for batch in (1, 8)
         for context in (128, 512)
     ]

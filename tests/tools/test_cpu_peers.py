@@ -1,4 +1,4 @@
-"""The comparison of engines on a CPU: how their answers are held against each other, and what the converters make."""
+"""Comparison of CPU engines: agreement of their answers, the engine processes, the converters."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from tools.bench import cpu_gguf, cpu_peers, versus_cpu
 from tools.bench.versus_cpu import Engine, agreement
 
 
-def test_agreement_ends_at_the_first_token_that_is_another() -> None:
+def test_agreement_ends_at_the_first_different_token() -> None:
     ours = [[1, 2, 3, 4], [5, 6]]
     assert agreement(ours, ours) == 1.0
     assert agreement(ours, [[1, 9, 3, 4], [5, 6]]) == (0.25 + 1.0) / 2
     assert agreement(ours, [[9, 2, 3, 4], [0, 6]]) == 0.0
 
 
-def test_an_engine_answers_over_its_pipe_whatever_it_prints_and_is_held_to_the_number_of_tokens(
+def test_engine_process_answers_over_its_pipe_and_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that repeats the prompt's last token, and of a prompt of one token makes too few."""
+    """The fake engine repeats the prompt's last token. After a prompt of one token it returns too
+    few. It also prints to stdout, which must not disturb the answers.
+    """
     peer = tmp_path / "peer.py"
     peer.write_text(
         f"""
@@ -33,10 +35,12 @@ import atexit, os, sys, time
 sys.path.insert(0, {str(Path(cpu_peers.__file__).parents[2])!r})
 from tools.bench import cpu_peers
 def echo(folder, dtype, threads):
-    if dtype == "for ever":
+    if dtype == "no exit":
         atexit.register(time.sleep, 100)
     os.write(1, b"loading...\\n")
-    return lambda prompts, lengths: [[p[-1]] * (n - (len(p) == 1)) for p, n in zip(prompts, lengths)]
+    return lambda prompts, lengths: [
+        [p[-1]] * (n - (len(p) == 1)) for p, n in zip(prompts, lengths)
+    ]
 cpu_peers.ENGINES["echo"] = echo
 cpu_peers.main()
 """
@@ -46,19 +50,18 @@ cpu_peers.main()
     assert engine.start_up >= 0
     seconds, tokens = engine.run(([[3, 4], [5, 6]], [2, 3]))
     assert (seconds >= 0, tokens) == (True, [[4, 4], [6, 6, 6]])
-    until(
-        lambda: [process.status() for process in engine.processes] == ["stopped"]
-    )  # others have their turns
-    with pytest.raises(SystemExit, match=r"asked for \[2\] tokens and made \[1\]"):
+    # Suspended between its turns.
+    until(lambda: [process.status() for process in engine.processes] == ["stopped"])
+    with pytest.raises(SystemExit, match=r"returned \[1\] tokens instead of \[2\]"):
         engine.run(([[3]], [2]))
     engine.close()
-    monkeypatch.setattr(versus_cpu, "ENDING", 0.5)
-    engine = Engine(sys.executable, "echo", tmp_path, "for ever", 1)
+    monkeypatch.setattr(versus_cpu, "EXIT_TIMEOUT", 0.5)
+    engine = Engine(sys.executable, "echo", tmp_path, "no exit", 1)
     engine.close()
-    assert engine._process.returncode == -signal.SIGKILL, "one that does not end by itself"
+    assert engine._process.returncode == -signal.SIGKILL, "killed: it does not exit"
 
 
-def test_the_reader_of_safetensors_reads_what_transformers_wrote(checkpoint) -> None:
+def test_safetensors_reader_reads_transformers_files(checkpoint) -> None:
     file = checkpoint("gpt2") / "model.safetensors"
     ours, theirs = cpu_gguf.read(file), load_file(file)
     assert ours.keys() == theirs.keys()
@@ -66,7 +69,7 @@ def test_the_reader_of_safetensors_reads_what_transformers_wrote(checkpoint) -> 
         assert torch.equal(torch.from_numpy(ours[name]), tensor), name
 
 
-def test_every_weight_of_gpt2_has_its_name_in_gguf(checkpoint) -> None:
+def test_every_gpt2_weight_has_a_gguf_name(checkpoint) -> None:
     """https://github.com/ggml-org/llama.cpp: llm_tensor_names, LLM_ARCH_GPT2"""
     names = {
         name: cpu_gguf.gguf_name(name)

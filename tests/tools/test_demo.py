@@ -1,4 +1,4 @@
-"""The bundled demo model, and the corpus and recipe that it comes from."""
+"""The bundled demo model, its corpus and its training."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def questions_of(documents):
     }
 
 
-def test_the_corpus_knows_several_hundred_facts():
+def test_corpus_has_several_hundred_facts():
     facts = [fact for fact in corpus.facts() if fact.category == FACTS]
     assert len(facts) >= 300
     assert len({fact.answer for fact in facts}) >= 400
     assert all(fact.answer.endswith((".", "`", '".')) for fact in facts)
 
 
-def test_every_flag_that_the_corpus_explains_exists_with_the_default_it_names():
+def test_explained_flags_exist_with_the_right_defaults():
     table = {row.flag: row for config in (*PARTS.values(), ServerConfig) for row in options(config)}
     defaults = {fact.names[0]: fact.answer for fact in corpus.facts() if fact.kind == "default"}
     for fact in corpus.facts():
@@ -52,15 +52,15 @@ def test_every_flag_that_the_corpus_explains_exists_with_the_default_it_names():
             if row.default not in (None, ()) and not isinstance(row.default, bool):
                 number = f"{row.default:g}" if isinstance(row.default, float) else str(row.default)
                 assert number in defaults[row.flag], row.flag
-    assert EngineConfig().cache.block_size == 16  # "16 by default in tk", says the corpus
+    assert EngineConfig().cache.block_size == 16  # corpus: "16 by default in tk"
 
 
-def test_the_corpus_is_the_same_each_time():
+def test_corpus_is_reproducible():
     assert training_documents(seed=3, samples=4) == training_documents(seed=3, samples=4)
     assert training_documents(seed=3, samples=4) != training_documents(seed=4, samples=4)
 
 
-def test_no_held_out_question_is_trained_on():
+def test_held_out_questions_are_not_trained_on():
     from tools.demo.train import Recipe
 
     trained = questions_of(training_documents(Recipe.seed, Recipe.samples))
@@ -69,12 +69,11 @@ def test_no_held_out_question_is_trained_on():
     assert not asked & trained
 
 
-def test_of_the_questions_in_other_words_about_a_third_is_held_out_for_every_fact():
+def test_a_third_of_the_questions_in_other_words_is_held_out():
     held, every = 0, 0
     for fact in corpus.facts():
-        if (
-            fact.category == FACTS and fact.kind != "flag"
-        ):  # a flag is asked for by its "which flag" fact
+        # Questions about a flag in other words belong to its "which flag" fact.
+        if fact.category == FACTS and fact.kind != "flag":
             parts = fact.split(seed=0)
             assert sorted(text for part in parts.values() for text in part) == sorted(
                 fact.in_other_words
@@ -85,7 +84,7 @@ def test_of_the_questions_in_other_words_about_a_third_is_held_out_for_every_fac
     assert 0.28 < held / every < 0.38
 
 
-def test_no_spelling_of_a_question_held_out_is_trained_on_and_no_clue_says_it_word_for_word():
+def test_no_spelling_or_clue_of_a_held_out_question_is_trained_on():
     trained = questions_of(training_documents(seed=0, samples=40))
     assert not trained & held_out_texts(seed=0)
     for fact in corpus.facts():
@@ -100,16 +99,16 @@ def test_no_spelling_of_a_question_held_out_is_trained_on_and_no_clue_says_it_wo
         ]
 
 
-def test_every_fact_that_answers_the_questions_of_another_exists():
+def test_facts_that_answer_questions_of_others_exist():
     keys = {fact.key for fact in corpus.facts()}
     assert not {key for fact in corpus.facts() for key in fact.also} - keys
 
 
-def test_the_whole_shipped_folder_is_at_most_8_megabytes():
+def test_model_folder_is_at_most_8_megabytes():
     assert sum(file.stat().st_size for file in MODEL_DIR.iterdir()) <= 8_000_000
 
 
-def test_the_shipped_model_loads_offline_as_gpt2_with_the_chat_template_that_it_was_trained_with():
+def test_shipped_model_loads_with_the_trained_chat_template():
     from transformers import AutoConfig, AutoTokenizer
 
     from tools.demo.train import Recipe, encode
@@ -125,7 +124,7 @@ def test_the_shipped_model_loads_offline_as_gpt2_with_the_chat_template_that_it_
             assert ids == encode(tokenizer.backend_tokenizer, document, Recipe().finish())[0]
 
 
-def test_the_tokenizer_gives_every_text_back():
+def test_tokenizer_round_trip():
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
@@ -133,7 +132,7 @@ def test_the_tokenizer_gives_every_text_back():
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_the_chat_template_takes_content_in_parts_and_refuses_roles_it_does_not_know():
+def test_chat_template_accepts_parts_and_refuses_unknown_roles():
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
@@ -143,29 +142,29 @@ def test_the_chat_template_takes_content_in_parts_and_refuses_roles_it_does_not_
             "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}],
         }
     ]
-    whole = [{"role": "user", "content": "Hello"}]
+    plain = [{"role": "user", "content": "Hello"}]
     text = tokenizer.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
-    assert text == tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+    assert text == tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
     assert text == "<|user|> hello<|end|><|assistant|>"
     with pytest.raises(Exception, match="system, user and assistant, not tool"):
         tokenizer.apply_chat_template([{"role": "tool", "content": "1"}], tokenize=False)
 
 
 @pytest.mark.slow
-def test_most_held_out_questions_about_facts_are_answered_right():
+def test_most_held_out_questions_are_answered_right():
     asked = random.Random(0).sample([q for q in held_out() if q.category == FACTS], 60)
     right, count = evaluate.right_shares(evaluate.ask(MODEL_DIR, asked))[FACTS]
     assert right >= evaluate.REQUIRED * count
 
 
 @pytest.mark.slow
-def test_about_half_of_the_held_out_questions_in_entirely_other_words_are_answered_right():
+def test_questions_in_other_words_are_often_answered_right():
     asked = random.Random(0).sample([q for q in held_out() if q.category == OTHER_WORDS], 80)
     right, count = evaluate.right_shares(evaluate.ask(MODEL_DIR, asked))[OTHER_WORDS]
     assert right >= 0.4 * count
 
 
-def test_the_questions_of_a_first_run_are_answered():
+def test_first_questions_are_answered():
     asked = {
         "What is a KV cache?": "keys and values",
         "How do I start a server?": "`tk serve MODEL`",
@@ -179,7 +178,7 @@ def test_the_questions_of_a_first_run_are_answered():
         assert expected in answer.text
 
 
-def test_asked_who_it_is_it_says_that_it_is_the_demo_model_and_no_substitute_for_a_real_one():
+def test_model_says_that_it_is_the_demo_model():
     asked = [Question("identity", "", text, "") for text in ("who are you?", "What is your name?")]
     for answer in evaluate.ask(MODEL_DIR, asked):
         assert "demo model" in answer.text
@@ -187,7 +186,7 @@ def test_asked_who_it_is_it_says_that_it_is_the_demo_model_and_no_substitute_for
         assert answer.ended
 
 
-def test_a_second_question_in_a_chat_is_answered_too():
+def test_second_question_in_a_chat_is_answered():
     before = (
         ("user", "What does --port do?"),
         (
@@ -196,10 +195,10 @@ def test_a_second_question_in_a_chat_is_answered_too():
         ),
     )
     question = Question(FACTS, "", "What is its default?", "The default of --port is 8000.", before)
-    assert evaluate.ask(MODEL_DIR, [question])[0].right
+    assert evaluate.ask(MODEL_DIR, [question])[0].is_right
 
 
-def test_a_few_steps_of_the_recipe_write_a_folder_that_loads(tmp_path):
+def test_short_training_writes_a_loadable_folder(tmp_path):
     from tools.demo.train import Recipe, train
 
     recipe = Recipe(

@@ -1,4 +1,4 @@
-"""The least time for the engine benchmarks' work, beside cases worked out by hand."""
+"""Lower bounds of the engine benchmarks, compared with cases worked out by hand."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from tests import checkpoints
 from toolkit.attention import AttentionShape
 from toolkit.bench.workloads import Workload
-from tools.bench.floor import Machine, Sizes, floor, sizes_of
+from tools.bench.floor import Machine, ModelSizes, load_sizes, minimum_seconds
 
-SIZES = Sizes(
+SIZES = ModelSizes(
     layers=1000,
     head=500,
     attention=(
@@ -20,47 +20,57 @@ SIZES = Sizes(
         AttentionShape(num_heads=1, num_kv_heads=1, head_size=2, scale=1.0),
     ),
 )
-"""Queries of 6 and 2 numbers for each token, and 12 and 8 bytes of keys and values."""
+"""Per token: queries of 6 and 2 numbers, and 12 and 8 bytes of keys and values."""
 
 
-def test_a_prompt_takes_its_arithmetic():
-    """3 tokens: 2 · 1000 · 3 for the layers, 2 · 500 for one token's logits, 4 · 8 · (1 + 2 + 3) for attention."""
+def test_prompt_takes_its_arithmetic():
+    """3 tokens: 2 · 1000 · 3 for the layers, 2 · 500 for one token's logits, and
+    4 · 8 · (1 + 2 + 3) for attention.
+    """
     work = Workload("prefill", [[1, 2, 3]], [1])
-    assert floor(SIZES, work, Machine(bandwidth=1e6, rate=1e3)) == pytest.approx(7.192)
+    assert minimum_seconds(SIZES, work, Machine(bandwidth=1e6, rate=1e3)) == pytest.approx(7.192)
 
 
-def test_a_prompt_reads_the_weights_at_least():
+def test_prompt_reads_at_least_the_weights():
     work = Workload("prefill", [[1]], [1])
-    assert floor(SIZES, work, Machine(bandwidth=1e3, rate=1e9)) == pytest.approx(3.0)
+    assert minimum_seconds(SIZES, work, Machine(bandwidth=1e3, rate=1e9)) == pytest.approx(3.0)
 
 
-def test_next_tokens_read_weights_and_what_is_cached():
-    """Two steps behind the prompts: contexts of 2 + 1 and 3 + 1 tokens, then of 3 + 2 alone."""
+def test_decode_reads_weights_and_kv_cache():
+    """Two steps after the prompts: contexts of 2 + 1 and 3 + 1 tokens, then only of 3 + 2."""
     work = Workload("latency", [[1] * 2, [1] * 3], [2, 3])
     machine = Machine(bandwidth=1e3, rate=1e12)
-    assert floor(SIZES, work, machine) == pytest.approx(3.0 + (3.0 + 0.02 * 7) + (3.0 + 0.02 * 5))
+    assert minimum_seconds(SIZES, work, machine) == pytest.approx(
+        3.0 + (3.0 + 0.02 * 7) + (3.0 + 0.02 * 5)
+    )
 
 
 def test_steps_of_many_requests_are_bound_by_arithmetic():
-    """Prompts of one token, and then of a second one, which sees two."""
+    """A step for prompts of one token, and one for a second token, which attends to two."""
     work = Workload("latency", [[1]] * 100, [2] * 100)
     expected = 2 * 1500 * 100 + 4 * 8 * 100 + 2 * 1500 * 100 + 4 * 8 * 2 * 100
-    assert floor(SIZES, work, Machine(bandwidth=1e15, rate=1e3)) == pytest.approx(expected / 1e3)
+    assert minimum_seconds(SIZES, work, Machine(bandwidth=1e15, rate=1e3)) == pytest.approx(
+        expected / 1e3
+    )
 
 
-def test_a_window_leaves_out_what_it_does_not_see():
-    """Of a prompt of 5 tokens a window of 2 leaves 1 + 2 + 2 + 2 + 2 keys; of the context behind it 2."""
-    sizes = Sizes(layers=0, head=0, attention=(AttentionShape(5, 1, 2, 1.0, sliding_window=2),) * 3)
+def test_sliding_window_limits_the_keys():
+    """With a window of 2, the prompt of 5 tokens reads 1 + 2 + 2 + 2 + 2 keys, the next token 2."""
+    sizes = ModelSizes(
+        layers=0, head=0, attention=(AttentionShape(5, 1, 2, 1.0, sliding_window=2),) * 3
+    )
     work = Workload("latency", [[1] * 5], [2])
-    assert floor(sizes, work, Machine(bandwidth=1e15, rate=1.0)) == pytest.approx(
+    assert minimum_seconds(sizes, work, Machine(bandwidth=1e15, rate=1.0)) == pytest.approx(
         3 * 4 * 10 * (9 + 2)
     )
-    assert floor(sizes, work, Machine(bandwidth=1.0, rate=1e15)) == pytest.approx(3 * 8 * 2)
+    assert minimum_seconds(sizes, work, Machine(bandwidth=1.0, rate=1e15)) == pytest.approx(
+        3 * 8 * 2
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3-gqa", "qwen3", "mistral-window"])
-def test_sizes_are_those_of_the_model(checkpoint, name):
-    sizes, context, vocab_size = sizes_of(checkpoint(name))
+def test_sizes_match_the_model(checkpoint, name):
+    sizes, context, vocab_size = load_sizes(checkpoint(name))
     model = checkpoints.make_reference(name)
     config = model.config
     parts = {part: number.numel() for part, number in model.named_parameters()}
@@ -80,7 +90,7 @@ def test_sizes_are_those_of_the_model(checkpoint, name):
     assert len(sizes.attention) == config.num_hidden_layers
 
 
-def test_it_says_all_five(checkpoint):
+def test_command_prints_all_five(checkpoint):
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""What a decode step's layers cost, on a CPU."""
+"""The benchmark of a decode step's layers, on a CPU."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from toolkit.kernels import cpu
 from tools.bench import layers
 
 
-def test_times_are_those_of_a_layer_for_each_number_of_requests():
+def test_each_number_of_requests_has_a_time():
     times = layers.measure(MODEL_DIR, [1, 3], context=20, layers=2, dtype="auto")
     assert list(times) == [1, 3]
     assert all(0 < seconds < 1 for seconds in times.values())
 
 
 @pytest.mark.skipif(not cpu.available(), reason=cpu.problem() or "")
-def test_kernels_run_on_as_many_threads_as_pytorch_has():
+def test_kernels_use_as_many_threads_as_pytorch():
     before, pytorch = cpu.num_threads(), torch.get_num_threads()
     try:
         cpu.set_num_threads(1)

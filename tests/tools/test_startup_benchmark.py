@@ -1,4 +1,4 @@
-"""Starts of a server, timed from the command to the first answer."""
+"""The start-up benchmark of a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-def test_each_start_is_a_row_with_the_phases_that_the_server_tells(checkpoint):
+def test_each_start_is_a_row_with_the_phases_of_the_log(checkpoint):
     done = run(
         str(checkpoint("gpt2")), "--starts", "2", "--num-threads", "1", "--kv-cache-memory", "0.01"
     )
@@ -25,10 +25,10 @@ def test_each_start_is_a_row_with_the_phases_that_the_server_tells(checkpoint):
         assert row["first_answer_ms"] > 0
 
 
-def test_of_a_server_that_does_not_start_its_own_words_are_told(tmp_path):
+def test_output_of_a_failed_server_is_printed(tmp_path):
     done = run(str(tmp_path), "--starts", "2")
     assert done.returncode == 1
     assert done.stdout == ""
-    told, ended = done.stderr.strip().splitlines()
-    assert str(tmp_path) in told
-    assert ended == "tk serve ended with exit code 2."
+    server_error, summary = done.stderr.strip().splitlines()
+    assert str(tmp_path) in server_error
+    assert summary == "tk serve ended with exit code 2."

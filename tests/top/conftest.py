@@ -1,4 +1,4 @@
-"""Canned servers: their metrics written out by hand, and answered without a network."""
+"""Canned servers: they answer with metrics written by hand, without a network."""
 
 from __future__ import annotations
 
@@ -39,22 +39,41 @@ tk:time_to_first_token_seconds_sum{{engine="0",model_name="demo"}} {ttft_sum}
 tk:time_to_first_token_seconds_count{{engine="0",model_name="demo"}} {finished}
 """
 
-LIVE = {
-    "requests": [
-        {"id": "cmpl-old", "state": "running", "age": 9.0, "num_prompt_tokens": 100, "num_cached_tokens": 80,
-         "num_output_tokens": 40, "tokens_per_second": 20.5, "num_blocks": 9, "num_preemptions": 1, "priority": 0,
-         "origin": "10.0.0.1", "n": 1},
-        {"id": "cmpl-new", "state": "waiting", "age": 0.5, "num_prompt_tokens": 12, "num_cached_tokens": 0,
-         "num_output_tokens": 0, "tokens_per_second": 0.0, "num_blocks": 0, "num_preemptions": 0, "priority": 3,
-         "origin": "10.0.0.2", "n": 2},
-    ],
-    "object": "list",
-}  # fmt: skip
+LIVE = [
+    {
+        "id": "cmpl-old",
+        "state": "running",
+        "age": 9.0,
+        "num_prompt_tokens": 100,
+        "num_cached_tokens": 80,
+        "num_output_tokens": 40,
+        "tokens_per_second": 20.5,
+        "num_blocks": 9,
+        "num_preemptions": 1,
+        "priority": 0,
+        "origin": "10.0.0.1",
+        "n": 1,
+    },
+    {
+        "id": "cmpl-new",
+        "state": "waiting",
+        "age": 0.5,
+        "num_prompt_tokens": 12,
+        "num_cached_tokens": 0,
+        "num_output_tokens": 0,
+        "tokens_per_second": 0.0,
+        "num_blocks": 0,
+        "num_preemptions": 0,
+        "priority": 3,
+        "origin": "10.0.0.2",
+        "n": 2,
+    },
+]
 
 
 @pytest.fixture
 def metrics():
-    """A function from an amount of finished work, in requests, to the server's metrics then."""
+    """Return a function from the number of finished requests to the server's metrics."""
 
     def write(
         requests: float, running: float = 12.0, waiting: float = 3.0, start: float = 1.7e9
@@ -74,9 +93,9 @@ def metrics():
 
 
 class Canned:
-    """A server that answers one reading after the other, and then the last; None stands for one that is gone.
+    """A server that answers with `readings` in turn, and then with the last one.
 
-    `key` is what /tk/requests and /server_info want, `asked` what was asked for.
+    None is a refused connection. `key` is the operator's key; `requested` lists the requests.
     """
 
     def __init__(
@@ -85,15 +104,15 @@ class Canned:
         self.readings = readings
         self.is_tk = is_tk
         self.key = key
-        self.asked: list[str] = []
-        self.live = [dict(one) for one in LIVE["requests"]]
+        self.requested: list[str] = []
+        self.live = [dict(one) for one in LIVE]
 
     @property
     def transport(self) -> httpx.MockTransport:
         return httpx.MockTransport(self.answer)
 
     def answer(self, request: httpx.Request) -> httpx.Response:
-        self.asked.append(f"{request.method} {request.url.path}")
+        self.requested.append(f"{request.method} {request.url.path}")
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "demo-model"}]})
         if request.url.path == "/version":
@@ -106,11 +125,11 @@ class Canned:
         return self.operate(request)
 
     def operate(self, request: httpx.Request) -> httpx.Response:
-        """What only tk servers have, for whoever may."""
+        """Answer the operator's routes, which only tk servers have."""
         if not self.is_tk:
             return httpx.Response(404, json={"detail": "Not Found"})
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
-            return httpx.Response(401, json={"error": {"message": "This wants the admin key."}})
+            return httpx.Response(401, json={"error": {"message": "This needs the admin key."}})
         if request.url.path == "/server_info":
             scheduler = {"max_num_seqs": 99, "scheduling_policy": "fcfs"}
             return httpx.Response(
@@ -130,7 +149,7 @@ class Canned:
 
 @pytest.fixture
 def vllm_text() -> str:
-    """What a vLLM 0.32 on a CPU had in /metrics under load, without what nobody here reads."""
+    """/metrics of a vLLM 0.32 on a CPU under load, without the metrics that are not read."""
     return (Path(__file__).parent / "data" / "vllm-0.32-metrics.txt").read_text()
 
 

@@ -1,4 +1,7 @@
-"""The demo's screens at a fixed moment, as text. `python -m tests.top.screens` writes them anew, to be looked at and committed."""
+"""The demo's screens at a fixed moment, as text.
+
+`python -m tests.top.screens` writes them again. Look at the difference before you commit it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 
 from toolkit.top.app import TopApp
 from toolkit.top.readings.demo import demo_sources
-from toolkit.top.run import show_past
+from toolkit.top.run import add_demo_history
 from toolkit.top.state import State
 
 FOLDER = Path(__file__).parent / "screens"
@@ -26,33 +29,32 @@ SCREENS = {
     "help": ("question_mark",),
     "abort": ("2", "x"),
 }
-"""What to press to get there."""
+"""Names of screens, and the keys that lead to them."""
 SIZES = ((80, 24), (200, 60))
 
 
 @cache
-def the_demo():
-    """The demo's servers with their past, which takes a while to make up."""
+def demo_state():
+    """Return the demo's servers with their history, which takes a while to simulate."""
     state = State(demo_sources(lambda: MOMENT), interval=1.0, window=30.0)
-    show_past(state, 1.0)
+    add_demo_history(state, 1.0)
     return state
 
 
 def demo_app(**settings):
-    """The dashboard over the demo, whose clock stands still; `settings` are those of TopApp."""
-    return TopApp(deepcopy(the_demo()), **settings)
+    """Return the dashboard of the demo, with a stopped clock. `settings` are those of TopApp."""
+    return TopApp(deepcopy(demo_state()), **settings)
 
 
-def shown(app):
-    """The screen as lines of text."""
-    strips = (
-        app.screen._compositor.render_strips()
-    )  # what goes to the terminal; the public way is a picture, and slow
+def screen_text(app):
+    """Return the screen as lines of text."""
+    # Private: the public way renders an SVG, which is slow.
+    strips = app.screen._compositor.render_strips()
     return "".join(f"{strip.text.rstrip()}\n" for strip in strips)
 
 
 async def screen(keys, size, expected=None, **settings):
-    """What is shown once `keys` have been pressed; a machine that is slow to show what is `expected` gets some time."""
+    """Return the screen after `keys`. On a slow machine, wait up to 5 s for `expected`."""
     app = demo_app(**settings)
     async with app.run_test(size=size) as pilot:
         await pilot.pause(0.1)
@@ -60,10 +62,10 @@ async def screen(keys, size, expected=None, **settings):
             await pilot.press(key)
             await pilot.pause(0.1)
         for _ in range(100 * (expected is not None)):
-            if shown(app) == expected:
+            if screen_text(app) == expected:
                 break
             await pilot.pause(0.05)
-        return shown(app)
+        return screen_text(app)
 
 
 def file_of(name, size):
@@ -71,7 +73,6 @@ def file_of(name, size):
 
 
 async def write():
-    """All of them."""
     FOLDER.mkdir(exist_ok=True)
     for name, keys in SCREENS.items():
         for size in SIZES:

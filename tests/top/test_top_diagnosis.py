@@ -1,3 +1,5 @@
+"""Diagnosis: bottleneck, evidence and advice."""
+
 from __future__ import annotations
 
 import re
@@ -16,10 +18,13 @@ from toolkit.top.readings.server import Server
 from toolkit.top.view import View
 
 SETTINGS = {
-    "engine": {"scheduler": {"max_num_seqs": 64, "max_num_batched_tokens": None}, "cache": {"enable_prefix_caching": True}},
+    "engine": {
+        "scheduler": {"max_num_seqs": 64, "max_num_batched_tokens": None},
+        "cache": {"enable_prefix_caching": True},
+    },
     "server": {"api_workers": 1},
     "device": {"device": "cuda:0", "max_num_batched_tokens": 8192},
-}  # fmt: skip
+}
 BUSY = {
     "span": 30.0,
     "running": 64.0,
@@ -43,24 +48,28 @@ def itl(p50, p99):
 @pytest.mark.parametrize(
     ("numbers", "kind", "evidence", "flag"),
     [
-        ({"running": 0.0}, "idle", "nothing runs", ""),
-        ({"running": 5.0, "batch_size": 4.0}, "client", "5 of 64 places taken", "send more"),
-        ({"running": 60.0}, "fine", "60 run", ""),
-        ({"waiting": 9.0, "latencies": itl(0.01, 0.02)}, "queue", "9 wait for 400 ms while 64 run",
-         "--max-num-seqs (64 now)"),
-        ({"waiting": 9.0, "kv_usage": 0.99, "running": 20.0}, "KV cache", "99% used, 9 wait", "--gpu-memory-utilization"),
+        ({"running": 0.0}, "idle", "no requests", ""),
+        ({"running": 5.0, "batch_size": 4.0}, "client", "5 of 64 slots used", "send more"),
+        ({"running": 60.0}, "fine", "60 running", ""),
+        ({"waiting": 9.0, "latencies": itl(0.01, 0.02)},
+         "queue", "9 waiting for 400 ms, 64 running", "--max-num-seqs (64 now)"),
+        ({"waiting": 9.0, "kv_usage": 0.99, "running": 20.0},
+         "KV cache", "99% used, 9 waiting", "--gpu-memory-utilization"),
         ({"recent_preemptions": 3.0}, "KV cache", "3 preempted in 30 s", "--kv-cache-dtype fp8"),
-        ({"mean_prompt_rate": 9000.0, "latencies": itl(0.01, 0.2)}, "prefill", "91% of computing is prompts",
+        ({"mean_prompt_rate": 9000.0, "latencies": itl(0.01, 0.2)},
+         "prefill", "prompts are 91% of the computed tokens",
          "lower --max-num-batched-tokens (8192 now)"),
-        ({"mean_prompt_rate": 9000.0, "prefix_hit_rate": 0.99, "latencies": itl(0.01, 0.2)}, "fine", "64 run", ""),
-        ({"mean_prompt_rate": 9000.0, "waiting": 4.0, "running": 10.0}, "prefill", "91%",
-         "raise --max-num-batched-tokens"),
-        ({"gpu_power": 690.0, "gpu_power_limit": 700.0}, "power", "690 of the 700 W", "--quantization fp8"),
+        ({"mean_prompt_rate": 9000.0, "prefix_hit_rate": 0.99, "latencies": itl(0.01, 0.2)},
+         "fine", "64 running", ""),
+        ({"mean_prompt_rate": 9000.0, "waiting": 4.0, "running": 10.0},
+         "prefill", "91%", "raise --max-num-batched-tokens"),
+        ({"gpu_power": 690.0, "gpu_power_limit": 700.0},
+         "power", "690 W, its limit is 700 W", "--quantization fp8"),
         ({"cpu_cores": {"server": 0.97}}, "front end", "97% of a core", "--api-workers 2"),
         ({"rejected": 12.0}, "queue", "12 refused in 30 s", "--max-queue"),
     ],
 )  # fmt: skip
-def test_each_bottleneck_is_named_with_its_evidence_and_its_flag(numbers, kind, evidence, flag):
+def test_bottleneck_has_its_evidence_and_its_flag(numbers, kind, evidence, flag):
     found = diagnose(a_server(), View(**(BUSY | numbers)))
     assert found.kind == kind
     assert evidence in found.text
@@ -70,7 +79,7 @@ def test_each_bottleneck_is_named_with_its_evidence_and_its_flag(numbers, kind, 
     )
 
 
-def test_on_a_cpu_the_flag_is_that_of_its_memory():
+def test_advice_on_a_cpu_is_the_flag_of_its_memory():
     server = a_server(SETTINGS | {"device": {"device": "cpu"}})
     assert (
         "--kv-cache-memory" in diagnose(server, View(**(BUSY | {"recent_preemptions": 3.0}))).advice
@@ -86,29 +95,29 @@ def test_on_a_cpu_the_flag_is_that_of_its_memory():
         ),
         (
             {"gpu_memory_utilization": "0.92", "kv_cache_memory_bytes": "1073741824"},
-            "raise --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE (1.0 GiB now)",
+            "raise --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE (1.00 GiB now)",
         ),
     ],
 )
-def test_vllms_cache_is_as_large_as_its_bytes_say_where_they_are_given(labels, advice):
-    """A share of the memory decides nothing then; on a CPU they are the usual way."""
+def test_advice_for_vllm_prefers_the_cache_size_in_bytes(labels, advice):
+    """With a size in bytes, which is usual on a CPU, vLLM ignores the share of memory."""
     server = a_server(None, tuple(labels.items()))
     assert diagnose(server, View(**(BUSY | {"recent_preemptions": 3.0}))).advice == advice
 
 
-def test_a_cache_of_a_given_size_is_raised_by_that():
+def test_advice_for_a_cache_of_given_size_is_its_flag():
     settings = SETTINGS | {"engine": {"cache": {"kv_cache_memory": 2.0}}}
     found = diagnose(a_server(settings), View(**(BUSY | {"recent_preemptions": 3.0})))
     assert found.advice == "raise --kv-cache-memory, or --kv-cache-dtype fp8"
 
 
-def test_without_the_prefix_cache_prompts_are_its_fault():
+def test_advice_for_prompts_is_the_prefix_cache_if_it_is_off():
     settings = {"engine": {"cache": {"enable_prefix_caching": False}}}
     numbers = BUSY | {"mean_prompt_rate": 9000.0, "latencies": itl(0.01, 0.2)}
     assert diagnose(a_server(settings), View(**numbers)).advice == "--enable-prefix-caching"
 
 
-def test_vllm_gets_its_own_flags():
+def test_advice_for_vllm_has_its_flags():
     server = a_server(None, (("cache_dtype", "auto"),))
     assert (
         diagnose(server, View(**(BUSY | {"cpu_cores": {"server": 0.97}}))).advice
@@ -116,11 +125,11 @@ def test_vllm_gets_its_own_flags():
     )
 
 
-def test_without_numbers_nothing_is_claimed():
+def test_diagnosis_without_numbers_is_unknown():
     assert diagnose(Server("http://a:1", 30.0)).kind == "unknown"
 
 
-def test_of_several_servers_the_worst_is_told():
+def test_worst_of_several_servers_has_its_name():
     servers = [a_server(), a_server()]
     assert worst(servers).kind == "unknown"
     servers[1].add(
@@ -129,16 +138,16 @@ def test_of_several_servers_the_worst_is_told():
         )
     )
     found = worst(servers)
-    assert found.text.startswith("a:1: 3 of 64 places taken")
+    assert found.text.startswith("a:1: 3 of 64 slots used")
 
 
-def test_settings_are_what_the_device_has_made_of_them():
+def test_setting_prefers_the_value_in_use_on_the_device():
     assert setting(a_server(), "max_num_batched_tokens") == 8192
     assert setting(a_server(None), "scheduling_policy") == "fcfs"
     assert setting(a_server(), "no_such_setting") is None
 
 
-def test_every_flag_that_it_advises_exists():
+def test_every_advised_flag_exists():
     known = {row.flag for config in (*PARTS.values(), ServerConfig) for row in options(config)}
     advised = set(re.findall(r"--[a-z-]+[a-z]", Path(diagnosis.__file__).read_text()))
     assert advised - known == {"--api-server-count", "--kv-cache-memory-bytes"}  # vLLM's

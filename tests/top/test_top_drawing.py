@@ -1,4 +1,4 @@
-"""What is drawn says what the numbers say, in exactly the room there is."""
+"""Drawings show their numbers and have exactly their size."""
 
 from __future__ import annotations
 
@@ -7,18 +7,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from toolkit.top.drawing.bands import NUM_BANDS, band_of, lower_bound, spread
-from toolkit.top.drawing.draw import EIGHTHS, LABEL, bar, chart, heatmap, nice_top, spark, time_axis
+from toolkit.top.drawing.bands import NUM_BANDS, band_of, count_by_band, lower_bound
+from toolkit.top.drawing.draw import (
+    EIGHTHS,
+    LABEL,
+    axis_top,
+    bar,
+    chart,
+    heatmap,
+    sparkline,
+    time_axis,
+)
 from toolkit.top.drawing.listing import Column, Listing
 from toolkit.top.drawing.paint import (
-    beside,
     cut,
-    ends,
+    cut_middle,
     fit,
+    heading,
     plain,
-    rule,
-    share_out,
-    squeeze,
+    side_by_side,
+    split_width,
+    spread,
     width_of,
     wrap,
 )
@@ -29,11 +38,11 @@ lines = st.lists(st.tuples(st.text("ab 中文─é", max_size=12), st.just("")),
 
 @settings(max_examples=100, deadline=None)
 @given(points=points, width=st.integers(1, 30), height=st.integers(1, 9))
-def test_columns_of_a_chart_are_as_high_as_their_values(points, width, height):
+def test_chart_columns_are_as_high_as_their_values(points, width, height):
     drawn = chart(points, width, height, "gen")
     assert [width_of(line) for line in drawn] == [width] * height
     rows = plain([*drawn, [("|", "")]]).split("\n")[:-1]
-    top = nice_top(max((p for p in points[-width:] if p is not None), default=0.0))
+    top = axis_top(max((p for p in points[-width:] if p is not None), default=0.0))
     shown = [None] * (width - len(points[-width:])) + points[-width:]
     for column, point in enumerate(shown):
         cells = [row[column] if column < len(row) else " " for row in rows]
@@ -45,27 +54,27 @@ def test_columns_of_a_chart_are_as_high_as_their_values(points, width, height):
             assert cells == sorted(cells, key=EIGHTHS.index)  # no holes
 
 
-def test_the_scale_of_a_chart_is_round_and_above_all():
-    assert [nice_top(value) for value in (0, 1e-300, 0.07, 1, 1.01, 4.2, 5.1, 8.2, 730, 1234)] == [
+def test_chart_scale_is_a_round_number_above_all_values():
+    assert [axis_top(value) for value in (0, 1e-300, 0.07, 1, 1.01, 4.2, 5.1, 8.2, 730, 1234)] == [
         1.0, 1.0, 0.08, 1, 2, 5, 8, 10, 800, 2000
     ]  # fmt: skip
 
 
-def test_a_spark_leaves_gaps_where_nothing_is_known():
-    assert plain([spark([None, 0.0, 1.0, 2.0, 4.0], 6)]) == "  ▁▂▄▇"
-    assert plain([spark([], 3)]) == ""
+def test_sparkline_leaves_gaps_for_unknown_points():
+    assert plain([sparkline([None, 0.0, 1.0, 2.0, 4.0], 6)]) == "  ▁▂▄▇"
+    assert plain([sparkline([], 3)]) == ""
 
 
 @pytest.mark.parametrize(
     ("share", "text"),
     [(0.5, "━━━━━─────"), (None, "──────────"), (1.7, "━━━━━━━━━━"), (-1, "──────────")],
 )
-def test_bars_end_at_their_share(share, text):
+def test_bar_ends_at_its_share(share, text):
     assert plain([bar(share, 10)]) == text
 
 
-def test_a_time_axis_names_the_column_of_that_time():
-    ages = [float(age) for age in range(99, -1, -1)]  # a second for each column
+def test_time_axis_labels_the_right_columns():
+    ages = [float(age) for age in range(99, -1, -1)]  # one second per column
     text = plain([time_axis(ages, 100)])
     assert text.endswith("now")
     assert 99 - text.index("-30 s") == 30
@@ -77,8 +86,8 @@ def test_a_time_axis_names_the_column_of_that_time():
 
 @pytest.mark.parametrize("colors", [True, False])
 @pytest.mark.parametrize("seconds", [0.0003, 0.02, 1.5, 300.0])
-def test_a_heatmap_shows_a_time_at_its_height(colors, seconds):
-    history = [spread(()), spread([(seconds, seconds, 5.0)])]
+def test_heatmap_shows_a_time_at_its_height(colors, seconds):
+    history = [count_by_band(()), count_by_band([(seconds, seconds, 5.0)])]
     drawn = heatmap(history, 30, 12, colors=colors)
     assert len(drawn) == 12
     assert all(width_of(line) == 30 for line in drawn)
@@ -93,45 +102,44 @@ def test_a_heatmap_shows_a_time_at_its_height(colors, seconds):
     scale = {"ms": 1e-3, "s": 1.0}
     bounds = {y: float(text.split()[0]) * scale[text.split()[1]] for y, text in labels.items()}
     assert hot
-    for y, bound in bounds.items():  # the label of a line is the shortest time in it
+    for y, bound in bounds.items():  # the label of a line is its shortest time
         if y < min(hot):
             assert bound > seconds * 0.99
         elif y >= max(hot):
             assert bound <= lower_bound(band_of(seconds) + 1) * 1.01
 
 
-def test_a_heatmap_of_nothing_says_so():
-    assert "nothing observed yet" in plain(heatmap([[0.0] * NUM_BANDS] * 5, 60, 9, colors=True))
-    assert "nothing observed yet" in plain(heatmap([], LABEL, 3, colors=True))
+def test_heatmap_without_observations_says_so():
+    assert "no observations yet" in plain(heatmap([[0.0] * NUM_BANDS] * 5, 60, 9, colors=True))
+    assert "no observations yet" in plain(heatmap([], LABEL, 3, colors=True))
 
 
 @settings(max_examples=200, deadline=None)
 @given(line=lines, other=lines, width=st.integers(1, 40))
-def test_lines_are_filled_or_cut_to_their_width(line, other, width):
+def test_lines_are_padded_or_cut_to_their_width(line, other, width):
     assert width_of(fit(line, width)) == width
-    assert width_of(ends(line, fit(other, min(width, 5)), width + 6)) == width + 6
+    assert width_of(spread(line, fit(other, min(width, 5)), width + 6)) == width + 6
     assert cell_len(cut("".join(text for text, _ in line), width)) <= width
-    left, right = share_out(width + 4, 2)
-    assert [width_of(row) for row in beside(([line], left), ([other, line], right))] == [
-        width + 4
-    ] * 2
+    left, right = split_width(width + 4, 2)
+    rows = side_by_side(([line], left), ([other, line], right))
+    assert [width_of(row) for row in rows] == [width + 4] * 2
 
 
-def test_servers_keep_both_ends_of_their_names():
-    assert squeeze("127.0.0.1:8731", 9) == "127.…8731"
-    assert squeeze("10.0.0.1", 9) == "10.0.0.1 "
-    assert squeeze("127.0.0.1:8731", 1) == "…"
+def test_cut_middle_keeps_both_ends():
+    assert cut_middle("127.0.0.1:8731", 9) == "127.…8731"
+    assert cut_middle("10.0.0.1", 9) == "10.0.0.1 "
+    assert cut_middle("127.0.0.1:8731", 1) == "…"
 
 
-def test_texts_are_wrapped_between_words_and_the_last_line_is_cut():
+def test_wrap_breaks_between_words_and_cuts_the_last_line():
     assert wrap("the server does not answer", 11, 3) == ["the server", "does not", "answer"]
     assert wrap("the server does not answer", 11, 2) == ["the server", "does not a…"]
     assert wrap("", 5, 2) == [""]
 
 
-def test_a_heading_drops_its_remark_where_there_is_no_room():
-    assert plain([rule("KV cache", 24, "now")]) == "─ KV cache ─────── now ─"
-    assert plain([rule("KV cache", 14, "a long remark")]) == "─ KV cache ───"
+def test_heading_drops_its_note_if_too_narrow():
+    assert plain([heading("KV cache", 24, "now")]) == "─ KV cache ─────── now ─"
+    assert plain([heading("KV cache", 14, "a long remark")]) == "─ KV cache ───"
 
 
 def a_listing():
@@ -143,21 +151,21 @@ def a_listing():
     return Listing(columns, str, str, sort="size")
 
 
-def test_a_narrow_table_gives_up_what_can_be_spared_and_sorts_by_what_is_seen():
+def test_narrow_table_drops_columns_and_sorts_by_visible_ones():
     listing = a_listing()
     listing.show(["bb", "a", "ccc"])
     assert listing.rows == ["ccc", "bb", "a"]
     assert "first" in plain(listing.draw(18, 5))
     assert "first" not in plain(listing.draw(13, 5))
     listing.sort_next()
-    assert listing.sort == "name"  # the third is not to be seen
+    assert listing.sort == "name"  # the third is hidden
     listing.draw(40, 5)
     listing.sort_next()
     listing.sort_next()
     assert listing.sort == "first"
 
 
-def test_a_table_scrolls_with_its_cursor():
+def test_table_scrolls_with_its_cursor():
     listing = a_listing()
     listing.show([f"{index:03}" for index in range(100)])
     listing.draw(40, 11)

@@ -1,4 +1,4 @@
-"""The dashboard under its user's fingers, over canned servers and the demo."""
+"""The dashboard with keys and mouse, over canned servers and the demo."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from tests.top.screens import demo_app, shown
+from tests.top.screens import demo_app, screen_text
 from toolkit.top.app import TopApp
 from toolkit.top.dialogs import Dialog, RequestDialog
 from toolkit.top.readings.demo import demo_sources
-from toolkit.top.readings.recording import Recorder, replays
+from toolkit.top.readings.recording import RecordingWriter, recorded_sources
 from toolkit.top.readings.source import HTTPSource
 from toolkit.top.state import State
 
@@ -26,53 +26,61 @@ def app_over(*servers, interval=0.1, keys=(None, None), recorder=None):
 
 
 async def until(app, pilot, pattern):
-    """Waits until the screen shows it, for at most twenty seconds."""
+    """Wait until the screen matches, for at most twenty seconds."""
     for _ in range(400):
-        if re.search(pattern, shown(app)):
+        if re.search(pattern, screen_text(app)):
             return
         await pilot.pause(0.05)
-    pytest.fail(f"{pattern!r} never came; the screen has:\n{shown(app)}")
+    pytest.fail(f"{pattern!r} did not appear. The screen:\n{screen_text(app)}")
 
 
-async def test_the_overview_shows_what_the_server_says(metrics, canned):
+async def test_overview_shows_the_metrics(metrics, canned):
     app = app_over(canned([metrics(10), metrics(30)]))
     async with app.run_test(size=(80, 24)) as pilot:
         await until(app, pilot, r"TTFT\s+5\.00 ms\s+9\.00 ms\s+9\.90 ms\s+6\.00 ms\s+20")
-        text = shown(app)
-        for expected in (r"demo-model  127\.0\.0\.1:8000  version 9\.8\.7", r"running\s+12\b", r"waiting\s+3\b",
-                         r"used\s+━+─+\s+43%", r"hits\s+━+─+\s+25%", r"preempted\s+7", r"Generation", "why slow"):  # fmt: skip
+        text = screen_text(app)
+        for expected in (
+            r"demo-model  127\.0\.0\.1:8000  version 9\.8\.7",
+            r"running\s+12\b",
+            r"waiting\s+3\b",
+            r"used\s+━+─+\s+43%",
+            r"hits\s+━+─+\s+25%",
+            r"preempted\s+7",
+            "Generation",
+            "why slow",
+        ):
             assert re.search(expected, text), expected
 
 
-async def test_a_server_that_goes_is_called_stale_and_comes_back(metrics, canned):
+async def test_server_that_goes_away_is_stale_until_it_is_back(metrics, canned):
     server = canned([None])
     app = app_over(server)
     async with app.run_test(size=(80, 24)) as pilot:
         await until(app, pilot, r"no answer.*No server answers at")
         server.readings[:] = [metrics(10)]
         await until(app, pilot, r"running\s+12")
-        assert "No server" not in shown(app)
+        assert "No server" not in screen_text(app)
         server.readings[:] = [None]
         await until(app, pilot, r"stale, \d+ s old")
-        assert re.search(r"running\s+12", shown(app))  # the last numbers stay
-        server.readings[:] = [metrics(1, running=4.0)]  # another server: less done than before
+        assert re.search(r"running\s+12", screen_text(app))  # the last numbers stay
+        server.readings[:] = [metrics(1, running=4.0)]  # a new server: its counters are lower
         await until(app, pilot, r"running\s+4\b")
-        assert not re.search(r"-\d+ tok/s", shown(app))
+        assert not re.search(r"-\d+ tok/s", screen_text(app))
 
 
-async def test_pause_stops_the_reading_and_q_quits(metrics, canned):
+async def test_pause_stops_reading_and_q_quits(metrics, canned):
     server = canned([metrics(10)])
     app = app_over(server)
     async with app.run_test(size=(80, 24)) as pilot:
         await until(app, pilot, r"running\s+12")
         await pilot.press("p")
         await until(app, pilot, "paused")
-        for _ in range(20):  # what was asked for when the key came is still taken in
-            asked = len(server.asked)
+        for _ in range(20):  # a request may be in flight
+            before = len(server.requested)
             await pilot.pause(0.5)
-            if len(server.asked) == asked:
+            if len(server.requested) == before:
                 break
-        assert len(server.asked) == asked
+        assert len(server.requested) == before
         await pilot.press("p")
         await until(app, pilot, r"● every 0\.1 s")
         await pilot.press("q")
@@ -91,18 +99,18 @@ async def test_plus_and_minus_change_the_interval(metrics, canned):
             await until(app, pilot, expected)
 
 
-async def test_live_requests_are_asked_for_only_when_they_are_looked_at(metrics, canned):
+async def test_live_requests_are_read_only_while_shown(metrics, canned):
     server = canned([metrics(10)])
     app = app_over(server)
     async with app.run_test(size=(200, 60)) as pilot:
         await until(app, pilot, r"running\s+12")
-        assert "GET /tk/requests" not in server.asked
+        assert "GET /tk/requests" not in server.requested
         await pilot.press("2")
         await until(
             app, pilot, r"old\s+9\.00 s running\s+100\s+80\s+40\s+20\.5\s+9\s+1\s+0\s+10\.0\.0\.1"
         )
         assert re.search(
-            r"new\s+500 ms waiting\s+12\s+0\s+0\s+0\s+0\s+0\s+3\s+10\.0\.0\.2", shown(app)
+            r"new\s+500 ms waiting\s+12\s+0\s+0\s+0\s+0\s+0\s+3\s+10\.0\.0\.2", screen_text(app)
         )
 
 
@@ -117,24 +125,24 @@ async def test_rows_are_sorted_reversed_and_filtered(metrics, canned):
         await until(app, pilot, r"(?s)state▲.*old.*new")
         await pilot.press("slash", *"wait")
         await until(app, pilot, r"/wait\s+1 of 2")
-        assert "old" not in shown(app)
+        assert "old" not in screen_text(app)
         await pilot.press("enter")
         await until(app, pilot, "Enter Open")
-        assert "old" not in shown(app)
+        assert "old" not in screen_text(app)
         await pilot.press("q")  # not typed into the filter
         assert app.return_code == 0
 
 
-async def test_escape_leaves_the_filter(metrics, canned):
+async def test_escape_clears_the_filter(metrics, canned):
     app = app_over(canned([metrics(10)]))
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("2", "slash", *"nothing like it")
-        await until(app, pilot, "Nothing fits the filter 'nothing like it'")
+        await until(app, pilot, "No row matches the filter 'nothing like it'")
         await pilot.press("escape")
         await until(app, pilot, "old")
 
 
-async def test_the_cursor_stays_on_its_request_while_others_come(metrics, canned):
+async def test_cursor_stays_on_its_request_when_others_come(metrics, canned):
     server = canned([metrics(10)])
     app = app_over(server)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -151,7 +159,7 @@ async def test_the_cursor_stays_on_its_request_while_others_come(metrics, canned
         assert app.page.listing.current.request.id == "cmpl-new"
 
 
-async def test_a_request_is_opened_followed_and_closed(metrics, canned):
+async def test_request_dialog_is_updated_until_it_is_closed(metrics, canned):
     server = canned([metrics(10)])
     app = app_over(server)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -168,7 +176,7 @@ async def test_a_request_is_opened_followed_and_closed(metrics, canned):
         assert not isinstance(app.screen, RequestDialog)
 
 
-async def test_a_request_is_ended_only_after_asking(metrics, canned):
+async def test_request_is_ended_only_after_confirmation(metrics, canned):
     server = canned([metrics(10)])
     app = app_over(server)
     async with app.run_test(size=(80, 24), notifications=True) as pilot:
@@ -178,14 +186,14 @@ async def test_a_request_is_ended_only_after_asking(metrics, canned):
         await until(app, pilot, r"End this request\?")
         await pilot.press("escape")
         await pilot.pause(0.2)
-        assert not any(asked.startswith("DELETE") for asked in server.asked)
+        assert not any(one.startswith("DELETE") for one in server.requested)
         await pilot.press("x", "enter")
-        await until(app, pilot, "has been ended")
-        assert "DELETE /tk/requests/cmpl-old" in server.asked
+        await until(app, pilot, "Ended cmpl-old")
+        assert "DELETE /tk/requests/cmpl-old" in server.requested
         assert [one["id"] for one in server.live] == ["cmpl-new"]
 
 
-async def test_what_the_server_says_to_an_end_that_fails_is_shown(metrics, canned):
+async def test_error_of_ending_a_request_is_shown(metrics, canned):
     server = canned([metrics(10)])
     app = app_over(server)
     async with app.run_test(size=(120, 30), notifications=True) as pilot:
@@ -197,7 +205,7 @@ async def test_what_the_server_says_to_an_end_that_fails_is_shown(metrics, canne
         await until(app, pilot, "There is no live request")
 
 
-async def test_a_plain_vllm_server_is_watched_and_says_what_it_lacks(vllm_text, canned):
+async def test_vllm_server_is_shown_without_operator_pages(vllm_text, canned):
     app = app_over(canned([vllm_text], is_tk=False))
     async with app.run_test(size=(80, 24)) as pilot:
         await until(app, pilot, r"running\s+1")
@@ -205,18 +213,18 @@ async def test_a_plain_vllm_server_is_watched_and_says_what_it_lacks(vllm_text, 
         await pilot.press("2")
         await until(app, pilot, "only tk servers have /tk/requests")
         await until(app, pilot, r"finished\s.*since the start: length 47\d")
-        assert "Open" not in shown(app)  # there is nothing that could be
+        assert "Open" not in screen_text(app)  # there is no row to open
         await pilot.press("x", "enter", "j", "s", "5")
-        await until(app, pilot, "tells only what stands in its metrics")
+        await until(app, pilot, "reports only the settings in its metrics")
         await until(app, pilot, r"effective_attention_block_size\s+metrics")
-        assert not re.search(r"●\s+(block_size|gpu_memory)|_block_size_resolved", shown(app))
+        assert not re.search(r"●\s+(block_size|gpu_memory)|_block_size_resolved", screen_text(app))
 
 
-async def test_the_operators_pages_want_the_operators_key(metrics, canned):
+async def test_operator_pages_need_the_admin_key(metrics, canned):
     app = app_over(canned([metrics(10)], key="boss"), keys=("user", None))
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("2")
-        await until(app, pilot, "give the key with --admin-key")
+        await until(app, pilot, "set --admin-key")
     app = app_over(canned([metrics(10)], key="boss"), keys=("user", "boss"))
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("2")
@@ -225,13 +233,13 @@ async def test_the_operators_pages_want_the_operators_key(metrics, canned):
         await until(app, pilot, r"●\s+max_num_seqs\s+scheduler\s+99")
 
 
-async def test_several_servers_are_shown_together_and_alone(metrics, canned):
+async def test_several_servers_are_shown_together_or_one_alone(metrics, canned):
     app = app_over(canned([metrics(10)]), canned([metrics(10, running=30.0)]), canned([None]))
     async with app.run_test(size=(120, 30)) as pilot:
         await until(app, pilot, r"running\s+42")
         await until(app, pilot, "3 servers, 2 answer")
         await pilot.press("4")
-        await until(app, pilot, r"127\.0\.0\.1:80002\s+away")
+        await until(app, pilot, r"127\.0\.0\.1:80002\s+no answer")
         await pilot.press("j", "enter")
         await until(app, pilot, r"running\s+30")
         await until(app, pilot, r"demo-model  127\.0\.0\.1:80001")
@@ -239,7 +247,7 @@ async def test_several_servers_are_shown_together_and_alone(metrics, canned):
         await until(app, pilot, r"running\s+42")
 
 
-async def test_pages_turn_by_number_by_tab_and_by_click():
+async def test_pages_change_by_number_by_tab_and_by_click():
     app = demo_app()
     async with app.run_test(size=(80, 24)) as pilot:
         for number in range(1, 6):
@@ -253,9 +261,7 @@ async def test_pages_turn_by_number_by_tab_and_by_click():
         assert app.page is app.pages[2]
         await pilot.press("2")
         await until(app, pilot, "only tk servers have")
-        await pilot.click(
-            "#body", offset=(5, 4)
-        )  # below a line of remark and the header: the third row
+        await pilot.click("#body", offset=(5, 4))  # third row, below a note and the header
         assert app.page.listing.cursor == 2
         await pilot.press("3")
         first = app.page.first
@@ -265,11 +271,11 @@ async def test_pages_turn_by_number_by_tab_and_by_click():
         assert app.page.first == 5
 
 
-async def test_help_and_the_theme_and_the_palette_of_commands():
+async def test_help_theme_and_command_palette():
     app = demo_app()
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("question_mark")
-        await until(app, pilot, r"Ctrl-P\s+All of this by name")
+        await until(app, pilot, r"Ctrl-P\s+All commands by name")
         await pilot.press("escape")
         assert not isinstance(app.screen, Dialog)
         ground = app.screen.styles.background
@@ -283,34 +289,36 @@ async def test_help_and_the_theme_and_the_palette_of_commands():
         await until(app, pilot, r"borealis\s+up")
 
 
-async def test_what_is_seen_is_recorded_and_can_be_seen_again(metrics, canned, tmp_path):
+async def test_recording_can_be_replayed(metrics, canned, tmp_path):
     path = str(tmp_path / "seen.jsonl")
-    app = app_over(canned([metrics(10), None, metrics(30)]), recorder=Recorder(path, [URL]))
+    app = app_over(canned([metrics(10), None, metrics(30)]), recorder=RecordingWriter(path, [URL]))
     async with app.run_test(size=(80, 24), notifications=True) as pilot:
         await until(app, pilot, r"● rec")
         await until(app, pilot, r"TTFT\s+5\.00 ms")
-    again = TopApp(State(replays(path), interval=0.1, window=30.0))
+    again = TopApp(State(recorded_sources(path), interval=0.1, window=30.0))
     async with again.run_test(size=(80, 24), notifications=True) as pilot:
         await until(again, pilot, "end of the recording")
-        assert re.search(r"TTFT\s+5\.00 ms\s+9\.00 ms\s+9\.90 ms\s+6\.00 ms\s+20", shown(again))
+        assert re.search(
+            r"TTFT\s+5\.00 ms\s+9\.00 ms\s+9\.90 ms\s+6\.00 ms\s+20", screen_text(again)
+        )
         await pilot.press("2")
         await until(again, pilot, "old")
         await pilot.press("x", "enter")
         await until(again, pilot, "This is a recording")
 
 
-async def test_a_table_sorted_by_a_server_survives_that_it_is_left_alone():
+async def test_sorting_by_a_server_survives_focus_on_another():
     app = demo_app()
     async with app.run_test(size=(200, 30)) as pilot:
         await pilot.press("5", *"ssss")
         assert app.page.listing.sort == "borealis"
         await pilot.press("4", "g", "enter", "5")
-        await until(app, pilot, "setting +of +atlas")
+        await until(app, pilot, "setting +section +atlas")
         await pilot.press("s")
         assert app.page.listing.sort == "setting"
 
 
-def test_a_pause_does_not_make_numbers_stale():
+def test_paused_numbers_are_not_stale():
     now = [1000.0]
     state = State(demo_sources(lambda: now[0]), interval=1.0, window=30.0)
     for source, server in zip(state.sources, state.servers, strict=True):

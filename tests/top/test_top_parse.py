@@ -1,4 +1,4 @@
-"""The parser against Prometheus' own, on text that Prometheus' own client writes."""
+"""The parser against Prometheus' parser, on text of Prometheus' client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit.top.readings.parse import HISTOGRAMS, RENAMED, Parser
 
 
 def reference(text, prefix):
-    """Name to sum over all series, by the general parser; names without the prefix."""
+    """Sum all series by name without the prefix, with the general parser."""
     sums = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -27,7 +27,7 @@ def reference(text, prefix):
 
 
 def cumulative(text, name):
-    """Upper bound to count, by the general parser."""
+    """Return cumulative counts by bound, from the general parser."""
     counts = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -37,22 +37,22 @@ def cumulative(text, name):
 
 
 @pytest.mark.parametrize("prefix", ["tk", "vllm", "other"])
-def test_a_server_s_metrics_are_read_as_prometheus_reads_them(prefix):
+def test_parser_agrees_with_prometheus_on_tk_metrics(prefix):
     metrics = Metrics(prefix, 'a "model" \\ with } and {')
     for index in range(50):
         metrics.observe_prompt(1000 + index, 16 * index)
         metrics.time_to_first_token.observe(0.001 * 1.3**index)
         metrics.inter_token_latency.observe(0.01 / (index + 1), 7)
-        metrics.finished("stop" if index % 3 else "length")
+        metrics.count_finished("stop" if index % 3 else "length")
     text = metrics.expose().decode()
     found = Parser().parse(text)
     expected = reference(text, f"{prefix}:")
-    told = dict(found.numbers)
+    numbers = dict(found.numbers)
     for name, histogram in found.histograms.items():
-        told[f"{name}_count"], told[f"{name}_sum"] = histogram.count, histogram.sum
+        numbers[f"{name}_count"], numbers[f"{name}_sum"] = histogram.count, histogram.sum
     for name in set(expected) - {"kv_cache_usage_perc"}:
         if not name.endswith("_created"):
-            assert told[name] == pytest.approx(expected[name]), name
+            assert numbers[name] == pytest.approx(expected[name]), name
     assert found.model == 'a "model" \\ with } and {'
     assert found.parts["request_success_total"] == {"stop": 33, "length": 17}
     assert set(found.histograms) == HISTOGRAMS - set(RENAMED)
@@ -62,7 +62,7 @@ def test_a_server_s_metrics_are_read_as_prometheus_reads_them(prefix):
                 assert (
                     sum(
                         n
-                        for above, up_to, n in found.histograms[name].pieces
+                        for above, up_to, n in found.histograms[name].buckets
                         if up_to <= bound and above < bound
                     )
                     == count
@@ -78,19 +78,19 @@ def test_a_server_s_metrics_are_read_as_prometheus_reads_them(prefix):
         unique_by=lambda v: v[0],
     )
 )
-def test_labels_of_any_text_are_told_apart(values):
+def test_labels_may_have_any_text(values):
     registry = CollectorRegistry()
     Gauge("tk:num_requests_running", "", registry=registry).set(1)
     ended = Counter("tk:request_success", "", ("finished_reason",), registry=registry)
     for reason, value in values:
         ended.labels(reason).inc(value)
     parser = Parser()
-    for _ in range(2):  # the second time from memory
+    for _ in range(2):  # the second time from the cache
         found = parser.parse(generate_latest(registry).decode())
         assert found.parts["request_success_total"] == pytest.approx(dict(values))
 
 
-def test_several_engines_are_added_and_shares_are_averaged():
+def test_engines_are_added_and_shares_averaged():
     text = "".join(
         f'p:num_requests_running{{engine="{engine}",model_name="m"}} {engine + 1}\n'
         f'p:kv_cache_usage_perc{{engine="{engine}",model_name="m"}} 0.{engine}\n'
@@ -102,30 +102,33 @@ def test_several_engines_are_added_and_shares_are_averaged():
     assert found.model == "m"
 
 
-def test_what_lies_above_the_last_bound_stands_at_it():
+def test_values_above_the_last_bound_count_as_it():
     registry = CollectorRegistry()
     Gauge("tk:num_requests_running", "", registry=registry).set(0)
-    seen = Histogram("tk:time_to_first_token_seconds", "", buckets=(1.0, 2.0), registry=registry)
+    histogram = Histogram(
+        "tk:time_to_first_token_seconds", "", buckets=(1.0, 2.0), registry=registry
+    )
     for value in (0.5, 1.5, 1.6, 99.0):
-        seen.observe(value)
+        histogram.observe(value)
     found = (
         Parser().parse(generate_latest(registry).decode()).histograms["time_to_first_token_seconds"]
     )
-    assert found.pieces == [(0.0, 1.0, 1.0), (1.0, 2.0, 2.0), (2.0, 2.0, 1.0)]
+    assert found.buckets == [(0.0, 1.0, 1.0), (1.0, 2.0, 2.0), (2.0, 2.0, 1.0)]
     assert found.count == 4
     assert found.sum == pytest.approx(102.6)
 
 
-def test_older_vllm_s_names_are_known():
+def test_names_of_older_vllm_are_known():
     text = "vllm:num_requests_running 1\nvllm:gpu_cache_usage_perc 0.25\n"
     assert Parser().parse(text).numbers["kv_cache_usage_perc"] == 0.25
     text += "vllm:kv_cache_usage_perc 0.5\n"  # a version with both
     assert Parser().parse(text).numbers["kv_cache_usage_perc"] == 0.5
-    text += 'vllm:time_per_output_token_seconds_bucket{le="0.1"} 3\nvllm:time_per_output_token_seconds_count 3\n'
+    text += 'vllm:time_per_output_token_seconds_bucket{le="0.1"} 3\n'
+    text += "vllm:time_per_output_token_seconds_count 3\n"
     assert Parser().parse(text).histograms["inter_token_latency_seconds"].count == 3
 
 
-def test_what_is_no_number_is_left_out_and_a_lone_count_is_enough():
+def test_nan_and_foreign_metrics_are_left_out():
     text = """vllm:num_requests_running 1
 vllm:spec_decode_draft_acceptance_rate NaN
 vllm:e2e_request_latency_seconds_bucket{le="1.0"} 4
@@ -152,12 +155,12 @@ process_cpu_seconds_total 12.5
         "tk:num_requests_running one\n",
     ],
 )
-def test_metrics_of_something_else_are_a_readable_error(text):
+def test_text_of_something_else_is_a_readable_error(text):
     with pytest.raises(ServerError, match="/metrics"):
         Parser().parse(text)
 
 
-def test_what_vllm_writes_is_read_as_prometheus_reads_it(vllm_text):
+def test_parser_agrees_with_prometheus_on_vllm_metrics(vllm_text):
     found, expected = Parser().parse(vllm_text), reference(vllm_text, "vllm:")
     means = {"cache_config_info", "kv_cache_usage_perc"}
     assert {
@@ -169,7 +172,7 @@ def test_what_vllm_writes_is_read_as_prometheus_reads_it(vllm_text):
     assert {"prompt_tokens_total", "num_requests_running"} < found.numbers.keys()
     for name, histogram in found.histograms.items():
         assert histogram.count == expected[f"{name}_count"]
-        assert sum(count for _, _, count in histogram.pieces) == histogram.count
+        assert sum(count for _, _, count in histogram.buckets) == histogram.count
     assert found.model == "demo"
     assert found.labels["num_gpu_blocks"] == "1024"
     assert found.parts["process_cpu_seconds_total"] == {

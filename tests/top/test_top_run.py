@@ -1,4 +1,4 @@
-"""The command without a screen, its sources, and its mistakes."""
+"""The command without a screen: snapshots, recordings, errors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from toolkit.errors import ConfigError, ToolkitError
 from toolkit.top import background, wording
 from toolkit.top.background import is_light
 from toolkit.top.plain import as_json, snapshot
-from toolkit.top.readings.recording import Recorder, replays
+from toolkit.top.readings.recording import RecordingWriter, recorded_sources
 from toolkit.top.readings.source import HTTPSource
-from toolkit.top.run import look, run, sources_of
+from toolkit.top.run import open_sources, run, take_readings
 from toolkit.top.state import State
 
 URL = "http://127.0.0.1:8000"
@@ -32,9 +32,9 @@ def state_over(*servers, interval=0.1, api_key=None, admin_key=None):
     return State(sources, interval=interval, window=30.0)
 
 
-async def test_the_snapshot_is_plain_text_that_a_terminal_has_room_for(metrics, canned):
+async def test_snapshot_is_plain_text_of_100_columns(metrics, canned):
     state = state_over(canned([metrics(10), metrics(12)]))
-    await look(state, None)
+    await take_readings(state, None)
     text = snapshot(state)
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 100
@@ -47,12 +47,12 @@ async def test_the_snapshot_is_plain_text_that_a_terminal_has_room_for(metrics, 
     assert re.search(r"why slow    \w+: .*\ntry         .*--max-num", text)
 
 
-async def test_the_json_has_numbers_in_base_units(metrics, canned):
+async def test_json_has_numbers_in_base_units(metrics, canned):
     state = state_over(canned([metrics(10), metrics(12)]), canned([None]))
-    await look(state, None)
-    told = json.loads(as_json(state))
-    up, down = told["servers"]
-    assert told["schema"] == 1
+    await take_readings(state, None)
+    content = json.loads(as_json(state))
+    up, down = content["servers"]
+    assert content["schema"] == 1
     assert (up["up"], up["url"], up["model"], up["error"]) == (True, URL, "demo-model", None)
     assert up["latencies"]["TTFT"] == pytest.approx(
         {"p50": 0.005, "p90": 0.009, "p99": 0.0099, "mean": 0.006, "count": 12}
@@ -63,25 +63,25 @@ async def test_the_json_has_numbers_in_base_units(metrics, canned):
     assert up["why_slow"]["kind"]
     assert down["up"] is False
     assert "No server answers" in down["error"]
-    assert told["total"]["running"] == 12
+    assert content["total"]["running"] == 12
 
 
-async def test_a_snapshot_of_no_server_is_one_readable_error(unused_tcp_port):
+async def test_snapshot_without_a_server_is_one_error(unused_tcp_port):
     url = f"127.0.0.1:{unused_tcp_port}"
     with pytest.raises(ToolkitError, match=f"No server answers at http://{url}"):
-        await look(State(sources_of(TopConfig(url=(url,))), interval=0.1, window=30.0), None)
+        await take_readings(
+            State(open_sources(TopConfig(url=(url,))), interval=0.1, window=30.0), None
+        )
 
 
-async def test_a_snapshot_of_a_recording_is_that_of_its_end(metrics, canned, tmp_path):
+async def test_snapshot_of_a_recording_is_of_its_end(metrics, canned, tmp_path):
     path = str(tmp_path / "seen.jsonl")
     seen = state_over(canned([metrics(10), metrics(12)]), canned([metrics(5), metrics(6)]))
-    await look(seen, Recorder(path, [source.url for source in seen.sources]))
+    await take_readings(seen, RecordingWriter(path, [source.url for source in seen.sources]))
     with open(path, "a") as file:
-        file.write(
-            '{"url": "http://127.0.0.1:8000", "time"'
-        )  # the disk was full, or the power was gone
-    again = State(replays(path), interval=0.1, window=30.0)
-    await look(again, None)
+        file.write('{"url": "http://127.0.0.1:8000", "time"')  # cut off: the disk was full
+    again = State(recorded_sources(path), interval=0.1, window=30.0)
+    await take_readings(again, None)
     assert snapshot(again) == snapshot(seen)
     assert again.servers[0].requests == seen.servers[0].requests
     assert again.servers[0].settings == seen.servers[0].settings
@@ -90,8 +90,8 @@ async def test_a_snapshot_of_a_recording_is_that_of_its_end(metrics, canned, tmp
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "no recording of tk top"),
-        (b"root:x:0:0\n", "no recording of tk top"),
+        (b"", "not a recording of tk top"),
+        (b"root:x:0:0\n", "not a recording of tk top"),
         (
             b'{"format": "tk-top", "version": 99, "urls": []}\n',
             "version 99; this tk reads version 1",
@@ -99,7 +99,7 @@ async def test_a_snapshot_of_a_recording_is_that_of_its_end(metrics, canned, tmp
         (None, "cannot read"),
     ],
 )
-def test_what_is_no_recording_is_one_readable_error(content, problem, tmp_path):
+def test_file_that_is_not_a_recording_is_one_error(content, problem, tmp_path):
     path = tmp_path / "file"
     if content is not None:
         path.write_bytes(content)
@@ -107,16 +107,16 @@ def test_what_is_no_recording_is_one_readable_error(content, problem, tmp_path):
         run(TopConfig(replay=str(path), once=True))
 
 
-def test_a_recording_that_cannot_be_written_is_one_readable_error(tmp_path):
+def test_recording_that_cannot_be_written_is_one_error(tmp_path):
     with pytest.raises(ToolkitError, match="cannot write"):
         run(TopConfig(record=str(tmp_path / "no" / "such" / "folder"), demo=True, once=True))
 
 
-def test_the_demo_needs_no_server(capsys):
+def test_demo_needs_no_server(capsys):
     assert run(TopConfig(demo=True, json=True, interval=0.1)) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [server["up"] for server in told["servers"]] == [True, True, True]
-    assert told["servers"][2]["requests"] is None
+    content = json.loads(capsys.readouterr().out)
+    assert [server["up"] for server in content["servers"]] == [True, True, True]
+    assert content["servers"][2]["requests"] is None
 
 
 @pytest.mark.parametrize(
@@ -130,16 +130,16 @@ def test_the_demo_needs_no_server(capsys):
         ({"theme": "pink"}, "dark"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings, problem):
+def test_invalid_settings_are_errors(settings, problem):
     with pytest.raises(ConfigError, match=problem):
         TopConfig(**settings)
 
 
-def test_a_server_named_twice_is_watched_once():
+def test_duplicate_urls_are_removed():
     assert TopConfig(url=("a:1", "http://a:1/v1/", "b")).url == ("http://a:1", "http://b")
 
 
-async def test_the_key_is_sent_and_the_operators_rather_than_the_users(metrics, canned):
+async def test_admin_key_is_preferred_over_the_api_key(metrics, canned):
     for keys, sent in (
         (("user", None), "user"),
         (("user", "boss"), "boss"),
@@ -150,7 +150,7 @@ async def test_the_key_is_sent_and_the_operators_rather_than_the_users(metrics, 
         assert [one.id for one in reading.requests] == ["cmpl-old", "cmpl-new"]
 
 
-async def test_an_id_is_escaped_in_the_request_that_ends_it():
+async def test_id_is_escaped_in_the_request_that_ends_it():
     paths = []
 
     def answer(request):
@@ -161,21 +161,19 @@ async def test_an_id_is_escaped_in_the_request_that_ends_it():
     assert paths == [b"/tk/requests/a%2F..%2Fb%3Fc"]
 
 
-async def test_a_server_that_is_slow_to_say_who_it_is_is_asked_again_when_it_comes_back(
-    metrics, canned
-):
+async def test_server_info_is_read_again_after_a_reconnect(metrics, canned):
     server = canned([metrics(1), None, metrics(1)])
     source = HTTPSource(URL, transport=server.transport)
-    told = [await source.read(requests=False) for _ in range(4)]
-    assert [bool(one.error) for one in told] == [False, True, False, False]
-    assert [one.settings is not None for one in told] == [True, False, True, False]
-    assert server.asked.count("GET /server_info") == 2
+    readings = [await source.read(requests=False) for _ in range(4)]
+    assert [bool(one.error) for one in readings] == [False, True, False, False]
+    assert [one.settings is not None for one in readings] == [True, False, True, False]
+    assert server.requested.count("GET /server_info") == 2
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "-"), (0.0000004, "0.00 ms"), (0.00512, "5.12 ms"), (0.0512, "51.2 ms"), (0.512, "512 ms"), (0.9996, "1.00 s"),
-     (5.123, "5.12 s"), (9.996, "10.0 s"), (512.3, "512 s")],
+    [(None, "-"), (0.0000004, "0.00 ms"), (0.00512, "5.12 ms"), (0.0512, "51.2 ms"),
+     (0.512, "512 ms"), (0.9996, "1.00 s"), (5.123, "5.12 s"), (9.996, "10.0 s"), (512.3, "512 s")],
 )  # fmt: skip
 def test_times_have_three_digits(value, text):
     assert wording.seconds(value) == text
@@ -183,14 +181,14 @@ def test_times_have_three_digits(value, text):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "-"), (0, "0"), (7.54, "7.5"), (9.96, "10"), (812.4, "812"), (9999, "9999"), (12_345, "12.3k"), (999_499, "999k"),
-     (999_500, "1.0M"), (4.5e6, "4.5M"), (7.2e9, "7.2G")],
+    [(None, "-"), (0, "0"), (7.54, "7.5"), (9.96, "10"), (812.4, "812"), (9999, "9999"),
+     (12_345, "12.3k"), (999_499, "999k"), (999_500, "1.0M"), (4.5e6, "4.5M"), (7.2e9, "7.2G")],
 )  # fmt: skip
 def test_counts_fit_five_columns(value, text):
     assert wording.short(value) == text
 
 
-def test_help_and_a_mistake_cost_no_screen():
+def test_usage_error_does_not_import_textual():
     command = [
         sys.executable,
         "-X",
@@ -221,14 +219,14 @@ def test_help_and_a_mistake_cost_no_screen():
         (b"", "", False),
     ],
 )
-def test_the_terminal_is_asked_for_its_background(answer, variable, light, monkeypatch):
+def test_background_is_read_from_the_terminal(answer, variable, light, monkeypatch):
     import os
     import pty
     import threading
 
     monkeypatch.setenv("COLORFGBG", variable)
     if answer:
-        monkeypatch.setattr(background, "PATIENCE", 60.0)
+        monkeypatch.setattr(background, "TIMEOUT", 60.0)
     ours, theirs = pty.openpty()
 
     class Stream:
@@ -252,8 +250,8 @@ def test_the_terminal_is_asked_for_its_background(answer, variable, light, monke
     os.close(theirs)
 
 
-def test_looks_are_an_interval_apart(metrics, canned):
+def test_readings_are_an_interval_apart(metrics, canned):
     state = state_over(canned([metrics(10), metrics(20)]), interval=0.3)
-    asyncio.run(look(state, None))
+    asyncio.run(take_readings(state, None))
     server = state.servers[0]
     assert server.last.time - server.first.time >= 0.29

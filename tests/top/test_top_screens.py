@@ -1,4 +1,4 @@
-"""Every page and dialog as it was last looked at, and nothing sticks out at any size."""
+"""Pages and dialogs equal the committed screens and fit terminals of any size."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from toolkit.top.drawing import chrome
 from toolkit.top.drawing.paint import width_of
 from toolkit.top.drawing.palette import DARK, LIGHT, Palette
 from toolkit.top.readings.demo import demo_sources
-from toolkit.top.run import show_past
+from toolkit.top.run import add_demo_history
 from toolkit.top.state import State
 
 
 @pytest.mark.parametrize(("name", "size"), [*product(SCREENS, SIZES)])
-async def test_a_screen_is_as_it_was_last_looked_at(name, size):
-    """When this fails on purpose: `python -m tests.top.screens`, look at what `git diff` shows, and commit it."""
+async def test_screen_equals_the_committed_one(name, size):
+    """After an intended change: `python -m tests.top.screens`, look at `git diff`, commit."""
     expected = file_of(name, size).read_text()
     assert await screen(SCREENS[name], size, expected) == expected
 
@@ -41,28 +41,28 @@ def test_pages_fit_any_terminal(number, servers):
         if width >= 78:
             assert max(width_of(line) for line in lines) <= width, (width, height)
     for width in (20, 80, 200):
-        assert width_of(chrome.title(state, width)) <= max(width, 60)
-        assert width_of(chrome.keys(page, state, width)) <= width
-        assert all(width_of(line) <= width for line in chrome.why(state, width, 2))
+        assert width_of(chrome.title_line(state, width)) <= max(width, 60)
+        assert width_of(chrome.key_line(page, state, width)) <= width
+        assert all(width_of(line) <= width for line in chrome.bottleneck_lines(state, width, 2))
 
 
 @pytest.mark.parametrize("colors", [DARK, LIGHT, None])
-def test_every_style_that_is_drawn_exists(colors):
+def test_every_style_in_use_exists(colors):
     palette = Palette(colors)
     app = demo_app()
     state = app.state
     for server, source in zip(state.servers, state.sources, strict=True):
         server.add(asyncio.run(source.read(requests=True)))
-    state.colors = colors is not None
+    state.has_colors = colors is not None
     state.refresh()
     drawn = [
-        chrome.title(state, 80),
-        chrome.tabs(app.pages, app.page, 80),
-        *chrome.why(state, 80, 2),
+        chrome.title_line(state, 80),
+        chrome.tab_line(app.pages, app.page, 80),
+        *chrome.bottleneck_lines(state, 80, 2),
     ]
     for page in app.pages:
         page.show(state)
-        drawn += [chrome.keys(page, state, 80), *page.draw(state, 198, 55)]
+        drawn += [chrome.key_line(page, state, 80), *page.draw(state, 198, 55)]
     styles = {palette.style(style) for line in drawn for _, style in line}
     if colors is None:
         assert not any(style.color or style.bgcolor for style in styles)
@@ -70,7 +70,7 @@ def test_every_style_that_is_drawn_exists(colors):
         assert len({style.color for style in styles}) > 20
 
 
-async def test_no_color_is_sent_when_none_is_wanted(monkeypatch):
+async def test_no_color_removes_all_colors(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     app = demo_app()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -90,17 +90,17 @@ async def test_no_color_is_sent_when_none_is_wanted(monkeypatch):
             ]
             assert all(color.is_default for color in colors)
             if number == "3":
-                assert "▓" in "".join(segment.text for segment in segments)  # shades instead
+                assert "▓" in "".join(segment.text for segment in segments)  # instead of colors
 
 
-def test_all_screens_have_the_width_they_are_for():
+def test_committed_screens_have_their_size():
     for name, size in product(SCREENS, SIZES):
         lines = file_of(name, size).read_text().splitlines()
         assert len(lines) == size[1], name
         assert max(map(cell_len, lines)) <= size[0], name
 
 
-def test_the_demo_has_a_past():
+def test_demo_has_a_history():
     state = State(demo_sources(lambda: MOMENT), interval=1.0, window=30.0)
-    show_past(state, 1.0)
+    add_demo_history(state, 1.0)
     assert all(len(server.points["generation"]) > 100 for server in state.servers)

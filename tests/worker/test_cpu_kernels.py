@@ -1,4 +1,4 @@
-"""The engine with the CPU kernels and without them: the same tokens."""
+"""The engine produces the same tokens with and without the CPU kernels."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def greedy(folder, **settings) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3-gqa", "mistral-window", "qwen3"])
-def test_without_the_library_pytorch_gives_the_same_tokens(checkpoint, name, monkeypatch):
+def test_pytorch_gives_the_same_tokens_without_the_library(checkpoint, name, monkeypatch):
     folder = checkpoint(name)
     with_kernels = greedy(folder)
     monkeypatch.setattr(cpu, "available", lambda: False)
     assert greedy(folder) == with_kernels
 
 
-def test_every_variant_gives_the_same_tokens_on_any_number_of_threads(checkpoint):
+def test_variants_and_numbers_of_threads_give_the_same_tokens(checkpoint):
     folder = checkpoint("llama3-gqa")
     expected = greedy(folder, num_threads=1)
     for variant in cpu.variants():
@@ -51,25 +51,25 @@ def test_every_variant_gives_the_same_tokens_on_any_number_of_threads(checkpoint
     ("own_process", "dtype", "inside"),
     [(True, "float32", 1), (True, "float16", 2), (False, "float32", 2)],
 )
-def test_where_kernels_compute_pytorch_has_one_thread_within_the_model(
+def test_pytorch_uses_one_thread_in_a_model_of_cpu_kernels(
     checkpoint, own_process, dtype, inside, monkeypatch
 ):
-    """What samples, and computes log-probabilities, has all of them. In a user's process the number is the user's."""
+    """Sampling uses all threads. tk does not change the number in a user's process."""
     assert not parent.is_own_process()
     monkeypatch.setattr(parent, "_has_parent", own_process)
     forward, choose = Decoder.forward, ModelRunner._choose
-    seen, sampling = [], []
+    computing, sampling = [], []
 
-    def looking(model, *inputs):
-        seen.append(torch.get_num_threads())
+    def counted_forward(model, *inputs):
+        computing.append(torch.get_num_threads())
         return forward(model, *inputs)
 
-    def choosing(runner, *inputs):
+    def counted_choose(runner, *inputs):
         sampling.append(torch.get_num_threads())
         return choose(runner, *inputs)
 
-    monkeypatch.setattr(Decoder, "forward", looking)
-    monkeypatch.setattr(ModelRunner, "_choose", choosing)
+    monkeypatch.setattr(Decoder, "forward", counted_forward)
+    monkeypatch.setattr(ModelRunner, "_choose", counted_choose)
     llm = LLM(
         str(checkpoint("gpt2")), device="cpu", dtype=dtype, kv_cache_memory=0.05, num_threads=2
     )
@@ -78,6 +78,6 @@ def test_where_kernels_compute_pytorch_has_one_thread_within_the_model(
     )
     after = torch.get_num_threads()
     llm.shutdown()
-    assert set(seen) == {inside}
+    assert set(computing) == {inside}
     assert set(sampling) == {2}
     assert after == 2

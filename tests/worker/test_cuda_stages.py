@@ -1,4 +1,4 @@
-"""The GPU's runner in stages of a pipeline, on the CPU through Triton's interpreter: equal to the plain one that has all layers."""
+"""Pipeline stages of the GPU runner match the CPU runner with all layers (Triton interpreter)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from toolkit import LLM, SamplingParams
 from toolkit.config import EngineConfig
 from toolkit.distributed import Stage
 from toolkit.executor import Executor, Pending
+from toolkit.kernels.table import Kernels
 from toolkit.scheduler import SchedulerOutput
 from toolkit.worker.model_runner import PendingOutput
 from toolkit.worker.worker import Worker
 
 
-class Way:
-    """From one stage to the next, in one process."""
+class LocalLink:
+    """Link between two stages in one process."""
 
     def __init__(self) -> None:
         self._sent: deque[torch.Tensor] = deque()
@@ -36,17 +37,16 @@ class Way:
 
 class TwoStages(Executor):
     def __init__(self, config: EngineConfig, folder: Path) -> None:
-        way: Any = Way()
+        link: Any = LocalLink()
         self.workers = [Worker(config, folder) for _ in range(2)]
         for index, worker in enumerate(self.workers):
-            worker.stage = Stage(index, 2, way)
+            worker.stage = Stage(index, 2, link)
             self.info = worker.start(lambda name, seconds: None)
 
     def execute(self, step: SchedulerOutput) -> Pending:
         self.workers[0].execute(step)
-        output = (
-            self.workers[1].execute(step).result()
-        )  # on a CPU it is no copy, and the next step writes over it
+        # On a CPU the output is not a copy: the next step overwrites it.
+        output = self.workers[1].execute(step).result()
         return PendingOutput(lambda: output)
 
     def collective(self, method: str, *args: Any) -> list[Any]:
@@ -59,7 +59,7 @@ class TwoStages(Executor):
         pass
 
 
-def test_two_stages_sample_what_one_plain_runner_does(
+def test_two_gpu_stages_sample_as_one_cpu_runner(
     checkpoint: Callable[[str], Path], triton_runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not triton_runs:
@@ -88,7 +88,7 @@ def test_two_stages_sample_what_one_plain_runner_does(
         )
         return llm.generate(prompts, params, use_tqdm=False)
 
-    plain = answers(1)
+    expected = answers(1)
     made: list[TwoStages] = []
 
     def start(config: EngineConfig, folder: Path, *others: object) -> TwoStages:
@@ -96,12 +96,12 @@ def test_two_stages_sample_what_one_plain_runner_does(
         return made[-1]
 
     monkeypatch.setattr("toolkit.engine.llm.start_executor", start)
-    monkeypatch.setattr("toolkit.worker.worker.fused", lambda device: True)
-    ours = answers(2)
+    monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda device: Kernels())
+    actual = answers(2)
     assert [type(worker.runner).__name__ for worker in made[0].workers] == ["CudaRunner"] * 2
-    for a, b in zip(plain, ours, strict=True):
+    for a, b in zip(expected, actual, strict=True):
         assert list(a.outputs[0].token_ids) == list(b.outputs[0].token_ids)
-    for theirs, mine in zip(plain[0].prompt_logprobs[1:], ours[0].prompt_logprobs[1:], strict=True):
-        assert {t: x.logprob for t, x in mine.items()} == pytest.approx(
-            {t: x.logprob for t, x in theirs.items()}, abs=1e-4
+    for a, b in zip(expected[0].prompt_logprobs[1:], actual[0].prompt_logprobs[1:], strict=True):
+        assert {t: x.logprob for t, x in b.items()} == pytest.approx(
+            {t: x.logprob for t, x in a.items()}, abs=1e-4
         )

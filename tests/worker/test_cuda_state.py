@@ -1,11 +1,9 @@
-"""The GPU's batch state and runner, on the CPU through Triton's interpreter: equal to the plain ones."""
+"""The GPU's batch state and runner match those of the CPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-import sys
-import types
 
 import numpy as np
 import pytest
@@ -14,10 +12,13 @@ import torch
 from toolkit import LLM, SamplingParams
 from toolkit.attention import AttentionBatch, AttentionShape, HeadTransform
 from toolkit.attention.triton import TritonBackend
+from toolkit.kernels.table import Kernels
 from toolkit.sampling.params import SamplingParams as Params
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.sequence import SequenceSpec
 from toolkit.worker.batch_state import BatchState, StepShape
+from toolkit.worker.cuda_runner import CudaRunner, Graph, graph_shapes
+from toolkit.worker.cuda_state import CudaBatchState
 from toolkit.worker.warm_up import WarmUp
 
 ROWS, LENGTH, BLOCK = 7, 100, 4
@@ -27,13 +28,11 @@ ROWS, LENGTH, BLOCK = 7, 100, 4
 def cuda_state(triton_runs: bool):
     if not triton_runs:
         pytest.skip("Triton was imported without its interpreter")
-    from toolkit.worker.cuda_state import CudaBatchState
-
-    return CudaBatchState(ROWS, LENGTH, BLOCK, torch.device("cpu"), 512)
+    return CudaBatchState(ROWS, LENGTH, BLOCK, torch.device("cpu"), 512, Kernels())
 
 
 def random_steps(rng: random.Random, count: int) -> list[SchedulerOutput]:
-    """Requests come, grow by some tokens at a time, and leave their rows to others."""
+    """Steps in which requests arrive, grow by some tokens at a time, and are replaced."""
     lengths: dict[int, int] = {}
     computed: dict[int, int] = {}
     steps = []
@@ -61,15 +60,15 @@ def random_steps(rng: random.Random, count: int) -> list[SchedulerOutput]:
         rows = [row for row in lengths if computed[row] < LENGTH - 8 and rng.random() < 0.8]
         counts, starts = [], []
         for row in rows:
-            behind = lengths[row] - computed[row]
-            counts.append(min(behind, rng.randint(1, 30)) if behind else 1)
+            missing = lengths[row] - computed[row]
+            counts.append(min(missing, rng.randint(1, 30)) if missing else 1)
             starts.append(computed[row])
             have, need = -(-lengths[row] // BLOCK), -(-(computed[row] + counts[-1]) // BLOCK)
             new_blocks += [(row, index, rng.randrange(500)) for index in range(have, need)]
             computed[row] += counts[-1]
             lengths[row] = max(lengths[row], computed[row])
         samples = np.array([rng.random() < 0.7 for _ in rows], np.bool_)
-        brings_tokens = rng.random() < 0.5
+        has_last_tokens = rng.random() < 0.5
         steps.append(
             SchedulerOutput(
                 step=number,
@@ -80,7 +79,7 @@ def random_steps(rng: random.Random, count: int) -> list[SchedulerOutput]:
                 new_rows=new_rows,
                 new_blocks=np.array(new_blocks, np.int32).reshape(-1, 3),
                 last_tokens=np.array(
-                    [rng.randrange(1000) for _ in range(brings_tokens * int(samples.sum()))],
+                    [rng.randrange(1000) for _ in range(has_last_tokens * int(samples.sum()))],
                     np.int32,
                 ),
             )
@@ -89,34 +88,34 @@ def random_steps(rng: random.Random, count: int) -> list[SchedulerOutput]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_inputs_equal_those_of_the_plain_state(cuda_state, seed):
+def test_inputs_equal_those_of_the_cpu_state(cuda_state, seed):
     rng = random.Random(seed)
-    plain = BatchState(ROWS, LENGTH, BLOCK, torch.device("cpu"))
+    cpu_state = BatchState(ROWS, LENGTH, BLOCK, torch.device("cpu"))
     for step in random_steps(rng, 25):
-        plain.apply(step)
+        cpu_state.apply(step)
         cuda_state.apply(step)
-        assert torch.equal(cuda_state.token_ids[:ROWS], plain.token_ids)
-        assert torch.equal(cuda_state.block_table[:ROWS], plain.block_table)
-        assert torch.equal(cuda_state.sampling.ints[:ROWS], plain.sampling.ints)
-        assert torch.equal(cuda_state.sampling.floats[:ROWS], plain.sampling.floats)
+        assert torch.equal(cuda_state.token_ids[:ROWS], cpu_state.token_ids)
+        assert torch.equal(cuda_state.block_table[:ROWS], cpu_state.block_table)
+        assert torch.equal(cuda_state.sampling.ints[:ROWS], cpu_state.sampling.ints)
+        assert torch.equal(cuda_state.sampling.floats[:ROWS], cpu_state.sampling.floats)
         if not len(step.rows):
             continue
-        token_ids, batch = plain.inputs(step)
+        token_ids, batch = cpu_state.inputs(step)
         n, total = len(step.rows), step.total_tokens
         padded = StepShape(total + rng.randint(0, 9), min(n + 2, ROWS), total, LENGTH)
         cuda_state.send(step)
         inputs = cuda_state.expanded(padded)
-        ours = inputs.batch
+        actual = inputs.batch
         assert torch.equal(inputs.token_ids[:total], token_ids)
-        assert torch.equal(ours.positions[:total], batch.positions.int())
-        assert torch.equal(ours.slot_mapping[:total], batch.slot_mapping)
-        assert (ours.slot_mapping[total:] == -1).all()
-        assert torch.equal(ours.query_start_loc[: n + 1], batch.query_start_loc)
-        assert torch.equal(ours.seq_lens[:n], batch.seq_lens)
-        assert (ours.seq_lens[n:] == 0).all()
-        assert torch.equal(ours.rows[:n], batch.rows)
-        assert sorted(ours.order.tolist()) == list(range(padded.num_reqs))
-        in_order = ours.seq_lens[ours.order].tolist()
+        assert torch.equal(actual.positions[:total], batch.positions.int())
+        assert torch.equal(actual.slot_mapping[:total], batch.slot_mapping)
+        assert (actual.slot_mapping[total:] == -1).all()
+        assert torch.equal(actual.query_start_loc[: n + 1], batch.query_start_loc)
+        assert torch.equal(actual.seq_lens[:n], batch.seq_lens)
+        assert (actual.seq_lens[n:] == 0).all()
+        assert torch.equal(actual.rows[:n], batch.rows)
+        assert sorted(actual.order.tolist()) == list(range(padded.num_reqs))
+        in_order = actual.seq_lens[actual.order].tolist()
         assert in_order == sorted(in_order, reverse=True)
         wanted = np.where(step.samples, step.num_computed + step.num_tokens, -1)
         assert inputs.sample_positions[:n].tolist() == wanted.tolist()
@@ -139,10 +138,8 @@ PARAMS = {
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
-def test_the_gpu_runner_samples_what_the_plain_runner_does(
-    checkpoint, triton_runs, monkeypatch, name
-):
-    """Model and attention are the plain ones in both; inputs, sampling and state are the kernels' in one of them."""
+def test_the_gpu_runner_samples_as_the_cpu_runner(checkpoint, triton_runs, monkeypatch, name):
+    """Both use the same model and attention; inputs, sampling and state differ."""
     if not triton_runs:
         pytest.skip("Triton was imported without its interpreter")
     rng = random.Random(name)
@@ -157,15 +154,15 @@ def test_the_gpu_runner_samples_what_the_plain_runner_does(
         llm.shutdown()
         return [type(runner).__name__, *(result.outputs[0] for result in found)]
 
-    plain = answers()
-    monkeypatch.setattr("toolkit.worker.worker.fused", lambda device: True)
-    ours = answers()
-    assert (plain[0], ours[0]) == ("ModelRunner", "CudaRunner")
-    for a, b in zip(plain[1:], ours[1:], strict=True):
+    expected = answers()
+    monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda device: Kernels())
+    actual = answers()
+    assert (expected[0], actual[0]) == ("ModelRunner", "CudaRunner")
+    for a, b in zip(expected[1:], actual[1:], strict=True):
         assert list(a.token_ids) == list(b.token_ids)
-    (theirs,) = (a.logprobs for a in plain[1:] if a.logprobs)
-    (mine,) = (b.logprobs for b in ours[1:] if b.logprobs)
-    for a, b in zip(theirs, mine, strict=True):
+    (expected_logprobs,) = (a.logprobs for a in expected[1:] if a.logprobs)
+    (logprobs,) = (b.logprobs for b in actual[1:] if b.logprobs)
+    for a, b in zip(expected_logprobs, logprobs, strict=True):
         assert list(a) == list(b)
         assert next(iter(a.values())).rank == next(iter(b.values())).rank
         assert [x.logprob for x in a.values()] == pytest.approx(
@@ -174,15 +171,15 @@ def test_the_gpu_runner_samples_what_the_plain_runner_does(
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_start_up_goes_through_all_kinds_of_steps(checkpoint, triton_runs, monkeypatch, backend):
-    """As before kernels are compiled, but computed: with padding, and on backends that nothing is captured on."""
+def test_warm_up_compiles_all_kinds_of_steps(checkpoint, triton_runs, monkeypatch, backend):
+    """Nothing is compiled here. Steps run, padded ones only if the backend can be captured."""
     if not triton_runs:
         pytest.skip("Triton was imported without its interpreter")
-    ahead = types.ModuleType("ahead")
-    ahead.compiled_side_by_side = lambda num_threads: contextlib.nullcontext()
-    monkeypatch.setitem(sys.modules, "toolkit.kernels.triton.ahead", ahead)
-    monkeypatch.setattr("toolkit.worker.worker.fused", lambda device: True)
-    monkeypatch.setattr(TritonBackend, "unfit", classmethod(lambda cls, *fit: None))
+    kernels = Kernels()
+    kernels.compiled_side_by_side = lambda num_threads: contextlib.nullcontext()
+    monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda device: kernels)
+    monkeypatch.setattr("toolkit.attention.triton.kernels_for", lambda device: kernels)
+    monkeypatch.setattr(TritonBackend, "unsupported_reason", classmethod(lambda cls, *fit: None))
     settings = {
         "max_num_seqs": 3,
         "block_size": 4,
@@ -200,21 +197,21 @@ def test_start_up_goes_through_all_kinds_of_steps(checkpoint, triton_runs, monke
         return attend(qkv, k_cache, v_cache, batch, *rest)
 
     monkeypatch.setattr(worker.runner.backend, "forward", forward)
-    WarmUp(worker.runner, worker.info, 3).compile(2, padded=worker.runner.backend.capturable)
+    WarmUp(worker.runner, worker.info, 3).compile(2, padded=worker.runner.backend.is_capturable)
     padded = {(3, 1), (2, 1), (1, 1), (64, 64)}
-    assert {(1, 1), (3, 1), (63, 21)} <= set(sizes), "what the warm-up has"
-    assert (set(sizes) >= padded) == worker.runner.backend.capturable
+    assert {(1, 1), (3, 1), (63, 21)} <= set(sizes), "steps of the warm-up"
+    assert (set(sizes) >= padded) == worker.runner.backend.is_capturable
     llm.shutdown()
 
 
-def test_decode_attention_is_told_the_order():
+def test_decode_attention_gets_the_order():
     batch = AttentionBatch(
         *[torch.zeros(3)] * 6, max_query_len=1, max_seq_len=9, order=torch.tensor([2, 0, 1])
     )
-    backend, told = TritonBackend.__new__(TritonBackend), {}
-    backend._decode = lambda *tensors, **more: told.update(more)
+    backend, received = TritonBackend.__new__(TritonBackend), {}
+    backend._decode = lambda *tensors, **more: received.update(more)
     backend.forward(*[torch.zeros(3)] * 3, batch, AttentionShape(4, 2, 32, 1.0), HeadTransform())
-    assert told["order"] is batch.order
+    assert received["order"] is batch.order
 
 
 def a_step(counts: list[int], computed: list[int], **more) -> SchedulerOutput:
@@ -229,9 +226,7 @@ def a_step(counts: list[int], computed: list[int], **more) -> SchedulerOutput:
     )
 
 
-def test_a_step_takes_the_smallest_graph_that_serves_it():
-    from toolkit.worker.cuda_runner import CudaRunner, Graph, graph_shapes
-
+def test_a_step_uses_the_smallest_graph_that_fits():
     runner = CudaRunner.__new__(CudaRunner)
     graphs = [Graph(shape, None, None) for shape in reversed(graph_shapes(100, 2048, 32768))]
     runner._decode = [g for g in graphs if g.shape.max_query_len == 1]
@@ -246,11 +241,9 @@ def test_a_step_takes_the_smallest_graph_that_serves_it():
     assert chosen([1] * 97, [9] * 97) == (100, 1)
     assert chosen([2], [9]) == (64, 64)
     assert chosen([300, 1, 1], [0, 8000, 4]) == (512, 512)
-    assert chosen([300, 1], [0, 8192]) is None, (
-        "a long context that the captured step would not split"
-    )
-    assert chosen([300, 20], [20_000, 9]) == (512, 512), "long prompts are no trouble"
-    assert chosen([1100], [0]) is None, "padding to 1536 would cost more than it gives"
+    assert chosen([300, 1], [0, 8192]) is None, "graphs do not split a long context of one token"
+    assert chosen([300, 20], [20_000, 9]) == (512, 512), "long prompts are split"
+    assert chosen([1100], [0]) is None, "padding to 1536 costs too much"
     assert chosen([1153], [0]) == (1536, 1536)
     assert chosen([2000], [0], prompt_logprobs=[0]) is None
     assert chosen([2049], [0]) is None

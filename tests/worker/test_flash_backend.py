@@ -1,5 +1,7 @@
-"""The flash backend hands flash-attn what its documentation asks for. A stand-in, written from that documentation, computes
-with plain loops over pages; with flash-attn and a GPU the real one does.
+"""The flash backend calls flash-attn as documented.
+
+A fake of its documented interface computes with plain loops over pages. With a GPU, flash-attn
+itself is tested too.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from toolkit.attention import flash as flash_module
 from toolkit.attention.flash import FlashBackend
 from toolkit.attention.torch import TorchBackend
 from toolkit.errors import ConfigError
+from toolkit.kernels.table import Kernels
 
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 16, 8
 LENS = ((5, 12), (1, 30), (20, 20), (3, 9))  # (queries, context)
 
 
 def attend_by_pages(q, k, v, starts, lengths, table, *, scale, window, cap):
-    """Causal attention, the last query at the last key; `window[0]` keys before each query's own are seen."""
+    """Causal attention, aligned at the last key. A query sees `window[0]` keys before its own."""
     out = torch.zeros_like(q)
     for request in range(len(lengths)):
         keys = torch.cat([k[page] for page in table[request].tolist()])[: lengths[request]]
@@ -118,44 +121,46 @@ def a_step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch]:
 
 @pytest.mark.parametrize("shape_options", [{}, {"sliding_window": 7}, {"soft_cap": 2.0}])
 @pytest.mark.parametrize("cute", [True, False], ids=["flash-attn-4", "flash-attn 2"])
-def test_prompts_go_to_flash_attn_with_their_pages(monkeypatch, cute, shape_options):
+def test_flash_attn_gets_the_prompts_and_their_pages(monkeypatch, cute, shape_options):
     package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
     package.flash_attn_varlen_func, interface.flash_attn_varlen_func = flash_2, flash_4
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", interface)
     monkeypatch.setattr(flash_module, "_prefers_cute", lambda device: cute)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("toolkit.attention.triton.kernels_for", lambda device: Kernels())
+    cpu = torch.device("cpu")
     q, k, v, batch = a_step()
     shape = AttentionShape(HEADS, KV_HEADS, SIZE, SIZE**-0.5, **shape_options)
-    expected = TorchBackend().attend(q, k, v, batch, shape)
+    expected = TorchBackend(cpu).attend(q, k, v, batch, shape)
     torch.testing.assert_close(
-        FlashBackend().attend(q, k, v, batch, shape), expected, rtol=1e-4, atol=1e-5
+        FlashBackend(cpu).attend(q, k, v, batch, shape), expected, rtol=1e-4, atol=1e-5
     )
 
 
-def test_without_a_gpu_it_is_passed_over_and_says_why_when_asked_for():
+def test_without_a_gpu_flash_is_rejected_with_the_reason():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     cpu = torch.device("cpu")
-    backend, why = choose_backend("auto", cpu, torch.float32, 64, 16)
+    backend, reason = choose_backend("auto", cpu, torch.float32, 64, 16)
     assert backend.name == "cpu"
-    assert "flash: needs an NVIDIA GPU" in why
+    assert "flash: needs an NVIDIA GPU" in reason
     with pytest.raises(ConfigError, match="flash: needs an NVIDIA GPU"):
         choose_backend("flash", cpu, torch.float32, 64, 16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape_options", [{}, {"sliding_window": 7}, {"soft_cap": 2.0}])
-def test_the_real_one_agrees_with_the_reference(shape_options):
+def test_flash_attn_matches_the_reference(shape_options):
     device = torch.device("cuda", 0)
-    if (problem := FlashBackend.unfit(device, torch.bfloat16, SIZE, BLOCK)) is not None:
-        pytest.skip(problem)
+    reason = FlashBackend.unsupported_reason(device, torch.bfloat16, SIZE, BLOCK)
+    if reason is not None:
+        pytest.skip(reason)
     q, k, v, batch = a_step()
     q, k, v = (x.to(device, torch.bfloat16) for x in (q, k, v))
     for name in ("query_start_loc", "seq_lens", "rows", "block_table"):
         setattr(batch, name, getattr(batch, name).to(device))
     shape = AttentionShape(HEADS, KV_HEADS, SIZE, SIZE**-0.5, **shape_options)
-    ours, expected = (
-        backend.attend(q, k, v, batch, shape) for backend in (FlashBackend(), TorchBackend())
+    actual, expected = (
+        backend(device).attend(q, k, v, batch, shape) for backend in (FlashBackend, TorchBackend)
     )
-    torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)

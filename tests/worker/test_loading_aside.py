@@ -1,4 +1,4 @@
-"""Weights that are loaded on a thread of their own, and what ends that."""
+"""Loading of weights in a thread, and how it ends."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from toolkit.worker.worker import Worker, _Phases
 CPU = torch.device("cpu")
 
 
-def names() -> list[str]:
+def thread_names() -> list[str]:
     return [thread.name for thread in threading.enumerate()]
 
 
-def test_it_is_loaded_meanwhile_and_waited_for():
+def test_loading_runs_in_a_thread_until_wait():
     go, done = threading.Event(), []
 
     def fill(stop):
@@ -41,10 +41,10 @@ def test_it_is_loaded_meanwhile_and_waited_for():
     go.set()
     loading.wait()
     assert done == [True]
-    assert "loading" not in names()
+    assert "loading" not in thread_names()
 
 
-def test_what_it_fails_with_is_raised_where_it_is_waited_for():
+def test_wait_raises_the_error_of_the_thread():
     def fill(stop):
         raise CheckpointError("x ends early.")
 
@@ -52,8 +52,8 @@ def test_what_it_fails_with_is_raised_where_it_is_waited_for():
         Loading(fill, CPU).wait()
 
 
-def test_a_load_that_fails_keeps_no_memory(checkpoint, monkeypatch):
-    """Not even until Python looks for cycles: whoever tries again needs it."""
+def test_a_failed_load_keeps_no_memory(checkpoint, monkeypatch):
+    """Not even until the garbage collector runs: a retry needs the memory."""
     config = EngineConfig.from_settings({"model": str(checkpoint("gpt2")), "device": "cpu"})
     worker, models = Worker(config, checkpoint("gpt2")), []
 
@@ -78,7 +78,7 @@ def test_a_load_that_fails_keeps_no_memory(checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("no kernel"), KeyboardInterrupt()])
-def test_a_start_that_fails_meanwhile_ends_it(checkpoint, monkeypatch, failure):
+def test_a_failed_start_stops_loading(checkpoint, monkeypatch, failure):
     stopped = []
     config = EngineConfig.from_settings({"model": str(checkpoint("gpt2")), "device": "cpu"})
     worker = Worker(config, checkpoint("gpt2"))
@@ -91,10 +91,10 @@ def test_a_start_that_fails_meanwhile_ends_it(checkpoint, monkeypatch, failure):
     with pytest.raises(type(failure)):
         worker.start(lambda phase, seconds: None)
     assert stopped == [True]
-    assert "loading" not in names()
+    assert "loading" not in thread_names()
 
 
-def test_reading_pickled_tensors_ends_where_it_is_stopped(checkpoint, tmp_path, monkeypatch):
+def test_reading_pickled_tensors_can_be_stopped(checkpoint, tmp_path, monkeypatch):
     shutil.copy(checkpoint("gpt2") / "config.json", tmp_path)
     torch.save(load_file(checkpoint("gpt2") / "model.safetensors"), tmp_path / "pytorch_model.bin")
     model = build_model(
@@ -107,7 +107,7 @@ def test_reading_pickled_tensors_ends_where_it_is_stopped(checkpoint, tmp_path, 
 
 
 @pytest.mark.parametrize("read", [read_mapped, lambda *given: read_buffered(*given, pinned=False)])
-def test_reading_ends_where_it_is_stopped(checkpoint, read):
+def test_reading_safetensors_can_be_stopped(checkpoint, read):
     (file,) = checkpoint("gpt2").glob("*.safetensors")
     tensors, stop = read_header(file), threading.Event()
     targets = [torch.full(tensor.shape, torch.nan) for tensor in tensors]
@@ -119,29 +119,29 @@ def test_reading_ends_where_it_is_stopped(checkpoint, read):
     assert not any(target.isnan().any() for target in targets)
 
 
-def test_times_of_parts_add_up(monkeypatch):
-    """The time that the weights take while the cache is made is no part of the cache's."""
+def test_nested_phases_count_separately(monkeypatch):
+    """The time of the weights, loaded while the cache is made, does not count for the cache."""
     moments = iter([100.0, 103.0, 107.0, 108.0, 200.0, 201.0])
     monkeypatch.setattr("toolkit.worker.worker.time.perf_counter", lambda: next(moments))
-    told = {}
-    phases = _Phases(told.__setitem__)
+    reported = {}
+    phases = _Phases(reported.__setitem__)
     with phases("KV cache"), phases("weights", 10.0):
         pass
     with phases("graphs"):
         pass
-    assert told == {"weights": 14.0, "KV cache": 4.0, "graphs": 1.0}
+    assert reported == {"weights": 14.0, "KV cache": 4.0, "graphs": 1.0}
 
 
-def test_on_a_cpu_weights_are_told_of_when_they_are_loaded(checkpoint, monkeypatch):
-    told = []
+def test_the_weights_phase_on_a_cpu_ends_when_they_are_loaded(checkpoint, monkeypatch):
+    events = []
     choose = worker_module.choose_backend
     monkeypatch.setattr(
         worker_module,
         "choose_backend",
-        lambda *fit, **more: told.append("backend") or choose(*fit, **more),
+        lambda *fit, **more: events.append("backend") or choose(*fit, **more),
     )
     config = EngineConfig.from_settings(
         {"model": str(checkpoint("gpt2")), "device": "cpu", "max_num_seqs": 2}
     )
-    Worker(config, checkpoint("gpt2")).start(lambda phase, seconds: told.append(phase))
-    assert told == ["config", "weights", "backend", "KV cache"]
+    Worker(config, checkpoint("gpt2")).start(lambda phase, seconds: events.append(phase))
+    assert events == ["config", "weights", "backend", "KV cache"]

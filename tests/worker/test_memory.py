@@ -1,4 +1,4 @@
-"""Memory of the host."""
+"""Out-of-memory errors, and release of memory."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import torch
 
 from toolkit import LLM
 from toolkit.errors import OutOfMemoryError
-from toolkit.hardware.memory import room_for
+from toolkit.hardware.memory import explain_out_of_memory
 from toolkit.models.build import build_model
 from toolkit.worker.memory_budget import require_one_request_fits, require_weights_fit
 
 PROGRAM = """
 import psutil
-from toolkit.hardware.memory import give_back
+from toolkit.hardware.memory import trim_heap
 process = psutil.Process()
-bytearray(30 * 2**20)  # from then on blocks up to this size are of the heap
+bytearray(30 * 2**20)  # makes later blocks up to this size come from the heap
 blocks = [bytearray(8 * 2**20) for _ in range(20)]
-last = bytearray(2**20)  # behind them, so that the heap's end stays where it is
+last = bytearray(2**20)  # after them, so that the end of the heap stays in use
 blocks.clear()
 held = process.memory_info().rss
-give_back()
+trim_heap()
 print((held - process.memory_info().rss) // 2**20)
 """
 
 
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc",
-    reason="other C libraries keep nothing, or have no way to say so",
+    reason="only glibc has malloc_trim",
 )
-def test_what_was_freed_is_given_back():
-    """20 blocks of 8 MiB."""
+def test_trim_heap_returns_freed_memory():
+    """The program frees 20 blocks of 8 MiB."""
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
@@ -45,19 +45,19 @@ def test_what_was_freed_is_given_back():
     "full",
     [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")],
 )
-def test_what_there_was_no_room_for_is_named_with_what_to_do(full):
+def test_out_of_memory_names_its_cause_and_advice(full):
     with (
         pytest.raises(
             OutOfMemoryError,
-            match=r"^There is no room for x \(.+ of cpu memory are free\); do y\.$",
+            match=r"^Not enough memory for x \(.+ of cpu memory are free\); do y\.$",
         ),
-        room_for("x", torch.device("cpu"), "do y"),
+        explain_out_of_memory("x", torch.device("cpu"), "do y"),
     ):
         raise full
 
 
-def test_what_there_was_no_room_for_is_named_even_where_nothing_is_given_back_any_more(monkeypatch):
-    """As after a graph whose capture broke."""
+def test_out_of_memory_names_its_cause_after_a_failed_capture(monkeypatch):
+    """PyTorch may then refuse to empty its cache."""
 
     def refuse() -> None:
         raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
@@ -66,9 +66,9 @@ def test_what_there_was_no_room_for_is_named_even_where_nothing_is_given_back_an
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**30, 2**40))
     with (
         pytest.raises(
-            OutOfMemoryError, match=r"^There is no room for x \(3\.00 GiB of cuda memory are free"
+            OutOfMemoryError, match=r"^Not enough memory for x \(3\.00 GiB of cuda memory are free"
         ),
-        room_for("x", torch.device("cuda", 0), "do y"),
+        explain_out_of_memory("x", torch.device("cuda", 0), "do y"),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -81,7 +81,7 @@ def test_what_there_was_no_room_for_is_named_even_where_nothing_is_given_back_an
     ],
     ids=["weights", "cache"],
 )
-def test_a_gpu_that_other_programs_fill_is_told_from_one_that_is_too_small(refused, monkeypatch):
+def test_memory_errors_name_other_programs_only_if_they_use_much(refused, monkeypatch):
     free = 8 * 2**30
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 140 * 2**30))
@@ -89,7 +89,7 @@ def test_a_gpu_that_other_programs_fill_is_told_from_one_that_is_too_small(refus
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
     with pytest.raises(
         OutOfMemoryError,
-        match=r"Other programs have some 126 of this GPU's 140 GiB \(nvidia-smi lists them\)\.",
+        match=r"Other programs use about 126 of this GPU's 140 GiB \(nvidia-smi lists them\)\.",
     ):
         refused(torch.device("cuda", 0))
     reserved = 131 * 2**30
@@ -98,15 +98,16 @@ def test_a_gpu_that_other_programs_fill_is_told_from_one_that_is_too_small(refus
     assert "ther programs" not in str(alone.value)
 
 
-def test_other_failures_stay_what_they_are():
-    with pytest.raises(RuntimeError, match="shapes"), room_for("x", torch.device("cpu"), "do y"):
+def test_other_errors_keep_their_type():
+    with (
+        pytest.raises(RuntimeError, match="shapes"),
+        explain_out_of_memory("x", torch.device("cpu"), "do y"),
+    ):
         raise RuntimeError("shapes do not fit")
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_end_gives_a_gpus_memory_back_and_survives_one_that_has_failed(
-    checkpoint, monkeypatch, caplog, fails
-):
+def test_shutdown_frees_gpu_memory_and_logs_a_failed_gpu(checkpoint, monkeypatch, caplog, fails):
     calls = []
 
     def empty_cache() -> None:
@@ -120,31 +121,33 @@ def test_the_end_gives_a_gpus_memory_back_and_survives_one_that_has_failed(
     llm.shutdown()
     llm.shutdown()
     assert calls == [1]
-    said = [
-        "the GPU's memory could not be given back: CUDA error: an illegal memory access was encountered"
-    ]
-    assert [
-        record.getMessage() for record in caplog.records if record.levelname == "WARNING"
-    ] == said * fails
+    warning = (
+        "the GPU's memory could not be freed: CUDA error: an illegal memory access was encountered"
+    )
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        warning
+    ] * fails
 
 
-def test_a_cache_that_there_is_no_room_for(checkpoint, monkeypatch):
+def test_a_cache_that_does_not_fit_is_reported(checkpoint, monkeypatch):
     def full(*args, **kwargs):
         raise MemoryError
 
     monkeypatch.setattr("toolkit.worker.worker.KVCache", full)
     with pytest.raises(
-        OutOfMemoryError, match=r"no room for a KV cache of .* and 0\.0 MiB of swap space"
+        OutOfMemoryError, match=r"enough memory for a KV cache of .* and 0 B of swap space"
     ):
         LLM(str(checkpoint("gpt2")), device="cpu", kv_cache_memory=0.05)
 
 
-def test_weights_that_there_is_no_room_for(checkpoint, monkeypatch):
+def test_weights_that_do_not_fit_are_reported(checkpoint, monkeypatch):
     def full(config, folder, *, device, **more):
         if device.type == "cpu":
             raise MemoryError
         return build_model(config, folder, device=device, **more)
 
     monkeypatch.setattr("toolkit.worker.worker.build_model", full)
-    with pytest.raises(OutOfMemoryError, match=r"no room for the model's weights .*--quantization"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"enough memory for the model's weights .*--quantization"
+    ):
         LLM(str(checkpoint("gpt2")), device="cpu", kv_cache_memory=0.05)

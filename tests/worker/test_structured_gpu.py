@@ -1,4 +1,4 @@
-"""Grammars on a GPU: masks on the device, after the graphs, in steps that overlap: `make test-gpu`."""
+"""Grammars on a GPU, with CUDA graphs and overlapping steps (`make test-gpu`)."""
 
 from __future__ import annotations
 
@@ -25,24 +25,23 @@ PROMPT = list(b"The sea is")
 FREE = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
-def held(**options) -> SamplingParams:
-    form = {name: options.pop(name) for name in ("choice", "regex", "json") if name in options}
-    return SamplingParams(
-        n=2, seed=3, max_tokens=60, structured_outputs=StructuredOutputsParams(**form), **options
-    )
+def constrained(**options) -> SamplingParams:
+    grammar = {name: options.pop(name) for name in ("choice", "regex", "json") if name in options}
+    outputs = StructuredOutputsParams(**grammar)
+    return SamplingParams(n=2, seed=3, max_tokens=60, structured_outputs=outputs, **options)
 
 
 @pytest.mark.parametrize("settings", [{}, {"async_scheduling": False}, {"enforce_eager": True}])
-def test_forms_hold_and_the_others_in_the_batch_get_what_they_would_get_alone(checkpoint, settings):
+def test_grammars_hold_and_do_not_change_other_requests(checkpoint, settings):
     model = checkpoints.make_reference("qwen3")
     llm = LLM(str(checkpoint("qwen3")), dtype="float32", num_gpu_blocks_override=512, **settings)
     many = [
         FREE,
-        held(choice=["yes", "no"]),
-        held(regex="[a-f]{5,20}"),
+        constrained(choice=["yes", "no"]),
+        constrained(regex="[a-f]{5,20}"),
         FREE,
-        held(json=SCHEMA),
-        held(regex="[0-9]{3}", min_tokens=3, repetition_penalty=1.2, logprobs=2),
+        constrained(json=SCHEMA),
+        constrained(regex="[0-9]{3}", min_tokens=3, repetition_penalty=1.2, logprobs=2),
     ]
     outputs = llm.generate([{"prompt_token_ids": PROMPT}] * len(many), many, use_tqdm=False)
     free = checkpoints.greedy(model, PROMPT, 24)

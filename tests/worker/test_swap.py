@@ -1,4 +1,4 @@
-"""Blocks that go to the host and come back are what they were, however many pieces they travel in."""
+"""Blocks survive the copy to the host and back, in pieces of any size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_swapped_blocks_come_back_unchanged(checkpoint, monkeypatch, piece):
     assert cache.blocks.abs().sum(dim=(0, 1, 3, 4, 5)).count_nonzero() == 30
 
 
-def test_errors_of_the_driver_are_told_apart_by_their_words():
+def test_driver_errors_are_classified_by_their_text():
     full = [
         RuntimeError("CUDA error: out of memory"),
         torch.OutOfMemoryError("CUDA out of memory. Tried"),

@@ -1,4 +1,4 @@
-"""Warm-up runs steps over rows and blocks that no request holds; nothing of it may show afterwards."""
+"""Warm-up uses rows and blocks without a request, and must leave no trace in them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from toolkit import LLM, SamplingParams
 from toolkit.worker.warm_up import WarmUp
 
 
-def test_warming_up_changes_no_answer(checkpoint):
+def test_warm_up_changes_no_answer(checkpoint):
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     prompts = [[1, 2, 3], list(range(50))]
 

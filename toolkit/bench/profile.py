@@ -1,4 +1,4 @@
-"""What the GPU does during a short part of a run: a Chrome trace, and how much of the time it was busy."""
+"""GPU profile of a short part of a run: a Chrome trace and the fraction of busy time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from toolkit.engine.messages import EngineOutputs
 from toolkit.errors import EngineError
 
 WINDOW = 0.35
-"""Seconds: hundreds of decode steps of a small model, and a trace that a browser still opens."""
+"""Seconds: hundreds of decode steps of a small model, and a trace that a browser can open."""
 
-ON_THE_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
-"""Categories of a trace's events that keep the GPU busy."""
+GPU_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
+"""Categories of trace events that keep the GPU busy."""
 
 NUM_KERNELS = 20
-"""How many kernels are listed: those that took longest."""
+"""Kernels to list."""
 
 
 class ProfiledLLM(LLM):
-    """An LLM that says when it begins a step."""
+    """An LLM that calls `before_step` before each step."""
 
     before_step: Callable[[], None] | None = None
 
@@ -36,11 +36,11 @@ class ProfiledLLM(LLM):
         super()._step(on_step)
 
 
-class _Window:
-    """Profiles from the first step that begins after `begin` seconds to the first after WINDOW more.
+class _ProfileWindow:
+    """Profiles from the first step after `begin` seconds to the first step WINDOW seconds later.
 
-    Only the GPU's activity and the calls to it are recorded: recording PyTorch's operators too would slow down the
-    very loop whose gaps are looked for.
+    Records only GPU activity and the calls to it: recording PyTorch's operators would slow down the
+    loop whose gaps are of interest.
     """
 
     def __init__(self, begin: float) -> None:
@@ -48,54 +48,54 @@ class _Window:
         self._start = time.perf_counter()
         self.profiler = profile(activities=[ProfilerActivity.CUDA])
         self.steps = 0
-        self.opened = self.closed = False
+        self.is_open = self.is_closed = False
 
     def before_step(self) -> None:
         elapsed = time.perf_counter() - self._start
-        if not self.opened and elapsed >= self._begin:
+        if not self.is_open and elapsed >= self._begin:
             self.profiler.start()
-            self.opened = True
+            self.is_open = True
             self._end = time.perf_counter() - self._start + WINDOW
-        elif self.opened and not self.closed:
+        elif self.is_open and not self.is_closed:
             self.steps += 1
             if elapsed >= self._end:
                 self.close()
 
     def close(self) -> None:
-        if self.opened and not self.closed:
+        if self.is_open and not self.is_closed:
             torch.cuda.synchronize()
             self.profiler.stop()
-            self.closed = True
+            self.is_closed = True
 
 
 def profile_window(
     llm: ProfiledLLM, run: Callable[[], object], seconds: float, path: Path
 ) -> dict[str, Any]:
-    """Profiles a part of `run`, which takes about `seconds`, and writes its trace to `path`.
+    """Profile a part of `run`, which takes about `seconds`, and write its trace to `path`.
 
-    The part lies in the middle of a long run and is all of a short one. The result has the window's seconds, the
-    share of them for which at least one kernel ran, and the kernels that took longest. Raises EngineError when
+    The part is in the middle of a long run, or all of a short one. Returns the window's length, the
+    fraction of it in which a kernel ran, and the kernels that took longest. Raises EngineError if
     nothing was recorded.
     """
-    with profile(
-        activities=[ProfilerActivity.CUDA]
-    ):  # the first use of the profiler takes a second
+    with profile(activities=[ProfilerActivity.CUDA]):  # the first use takes a second
         torch.zeros(1, device="cuda")
         torch.cuda.synchronize()
-    window = _Window(0.4 * seconds if seconds > 2 * WINDOW else 0.0)
+    window = _ProfileWindow(0.4 * seconds if seconds > 2 * WINDOW else 0.0)
     llm.before_step = window.before_step
     try:
         run()
     finally:
         llm.before_step = None
         window.close()
-    if not window.closed:
-        raise EngineError("The run ended before the profiled part of it began.")
+    if not window.is_closed:
+        raise EngineError("The run ended before the profiler started. Use a longer workload.")
     window.profiler.export_chrome_trace(str(path))
-    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in ON_THE_GPU]
+    events = [
+        e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in GPU_CATEGORIES
+    ]
     if not events:
         raise EngineError(
-            "The profiler recorded no kernel: is another profiler attached to the GPU?"
+            "The profiler recorded no kernel. Is another profiler attached to the GPU?"
         )
     spans = [(e["ts"], e["ts"] + e["dur"]) for e in events]
     length = max(end for _, end in spans) - min(start for start, _ in spans)
@@ -103,13 +103,13 @@ def profile_window(
         "trace": str(path),
         "window_s": round(length / 1e6, 6),
         "steps": window.steps,
-        "gpu_busy": round(covered(spans) / length, 4),
+        "gpu_busy": round(union_length(spans) / length, 4),
         "kernels": longest_kernels(events, length),
     }
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals (start, end)."""
+def union_length(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of (start, end) intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -118,7 +118,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def longest_kernels(events: list[dict[str, Any]], length: float) -> list[dict[str, Any]]:
-    """Kernels by name, those with the most time first: their share of `length` µs, count and mean µs."""
+    """Return the kernels with the most time: name, share of `length` µs, count and mean µs."""
     times: dict[str, list[float]] = {}
     for event in events:
         times.setdefault(event["name"], []).append(event["dur"])

@@ -1,4 +1,4 @@
-"""The lines that move while a run goes on. On stderr, and only where that is a terminal."""
+"""Live display of a run, on stderr if that is a terminal."""
 
 from __future__ import annotations
 
@@ -11,53 +11,52 @@ from contextlib import asynccontextmanager
 from copy import copy
 from typing import TYPE_CHECKING
 
-from toolkit.bench.load.answer_stream import Counts
+from toolkit.bench.load.answer_stream import LiveCounts
 from toolkit.config.load import BenchConfig
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-REFRESH = 0.25  # seconds; drawing takes about a millisecond of the event loop
+REFRESH_INTERVAL = 0.25  # seconds; drawing takes about a millisecond of the event loop
 BARS = "▁▂▃▄▅▆▇█"
-HISTORY = 44
-"""Columns of the sparkline, one for each half second."""
-LOOKS_PER_COLUMN = 2
+HISTORY = 44  # columns of the sparkline, one per half second
+SAMPLES_PER_COLUMN = 2
 
 
-class Progress:
-    """What the display remembers of a run."""
+class ProgressDisplay:
+    """Recent samples of a run's counts."""
 
     def __init__(self, config: BenchConfig) -> None:
         self.config = config
         self.rates: deque[float] = deque(maxlen=HISTORY)
-        self._looks: deque[tuple[float, Counts]] = deque(maxlen=LOOKS_PER_COLUMN * 2 + 1)
-        self._number = 0
+        self._samples: deque[tuple[float, LiveCounts]] = deque(maxlen=SAMPLES_PER_COLUMN * 2 + 1)
+        self._num_samples = 0
 
-    def look(self, now: float, counts: Counts) -> None:
-        """Takes in where the run is, `now` seconds after its beginning."""
-        self._looks.append((now, copy(counts)))
-        self._number += 1
-        if self._number % LOOKS_PER_COLUMN == 0:
+    def add_sample(self, now: float, counts: LiveCounts) -> None:
+        """Record the counts `now` seconds after the start."""
+        self._samples.append((now, copy(counts)))
+        self._num_samples += 1
+        if self._num_samples % SAMPLES_PER_COLUMN == 0:
             self.rates.append(self._rate("tokens"))
 
     def _rate(self, name: str) -> float:
-        """How fast a count grows now, per second."""
-        (first, before), (last, after) = self._looks[0], self._looks[-1]
+        """Return the current growth of a count per second."""
+        (first, before), (last, after) = self._samples[0], self._samples[-1]
         return float(getattr(after, name) - getattr(before, name)) / max(last - first, 1e-9)
 
     def lines(self) -> Group:
-        """Three lines: how far, how fast, how it has been."""
+        """Return three lines: progress, rates, and the history of the token rate."""
         from rich.console import Group
         from rich.text import Text
 
-        now, counts = self._looks[-1]
-        of = f"/{self.config.count:,}" if self.config.count is not None else ""
+        now, counts = self._samples[-1]
+        total = f"/{self.config.max_requests:,}" if self.config.max_requests is not None else ""
         until = f"/{self.config.duration:g}" if self.config.duration is not None else ""
         first = Text(
             f"{max(0.0, now):6.1f}{until} s  ", style="bold", no_wrap=True, overflow="ellipsis"
         )
         first.append(
-            f"sent {counts.sent:,}{of}, running {counts.running:,}, done {counts.done:,}",
+            f"sent {counts.sent:,}{total}, running {counts.running:,}, done {counts.done:,}",
             "not bold",
         )
         if counts.failed:
@@ -72,27 +71,27 @@ class Progress:
         return Group(first, second, third)
 
     def _ttft(self) -> str:
-        """The mean of what came since the oldest look."""
-        (_, before), (_, after) = self._looks[0], self._looks[-1]
+        """Return the mean TTFT since the oldest sample."""
+        (_, before), (_, after) = self._samples[0], self._samples[-1]
         count = after.first_tokens - before.first_tokens
         return f", TTFT {(after.ttft - before.ttft) / count * 1e3:,.1f} ms" if count else ""
 
 
 def sparkline(values: deque[float]) -> str:
-    """One character for each value, as high as it is beside the highest."""
+    """Return one character per value, scaled to the highest."""
     top = max(values, default=0.0) or 1.0
     return "".join(BARS[min(len(BARS) - 1, int(value / top * len(BARS)))] for value in values)
 
 
 @asynccontextmanager
 async def showing_progress(
-    config: BenchConfig, counts: Callable[[], Counts], clock: Callable[[], float]
+    config: BenchConfig, counts: Callable[[], LiveCounts], clock: Callable[[], float]
 ) -> AsyncIterator[None]:
-    """Draws for as long as the block runs, then clears what it drew."""
+    """Draw while the block runs, then clear the display."""
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield
         return
-    drawing = asyncio.create_task(_draw(Progress(config), counts, clock))
+    drawing = asyncio.create_task(_draw(ProgressDisplay(config), counts, clock))
     try:
         yield
     finally:
@@ -101,13 +100,13 @@ async def showing_progress(
 
 
 async def _draw(
-    progress: Progress, counts: Callable[[], Counts], clock: Callable[[], float]
+    progress: ProgressDisplay, counts: Callable[[], LiveCounts], clock: Callable[[], float]
 ) -> None:
     from rich.console import Console
     from rich.live import Live
 
     with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
         while True:
-            progress.look(clock(), counts())
+            progress.add_sample(clock(), counts())
             live.update(progress.lines(), refresh=True)
-            await asyncio.sleep(REFRESH)
+            await asyncio.sleep(REFRESH_INTERVAL)

@@ -1,7 +1,8 @@
-"""`tk bench sweep`: one run after the other, over values of one flag or of several, and a line for each."""
+"""`tk bench sweep`: one run for each value of a flag, or for each combination of several."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.bench.report.document import SCHEMA, as_json
 from toolkit.bench.report.outcome import Outcome
 from toolkit.bench.report.summary import Summary
-from toolkit.bench.run import measure, run_loop, save_numbered, seed_of_run, to_text
+from toolkit.bench.run import measure, run_loop, run_seed, save_numbered, to_json_text
 from toolkit.config.fields import Option, build, options
 from toolkit.config.load import BenchConfig, SweepConfig
 from toolkit.errors import ConfigError, did_you_mean
@@ -21,17 +22,13 @@ if TYPE_CHECKING:
 DEFAULT = "max-concurrency=1,2,4,8,16,32,64"
 
 Point = dict[str, Any]
-"""The settings of one run that differ from the others'."""
+"""Settings of one run that vary between runs."""
 
 
-def points(config: SweepConfig) -> list[Point]:
-    """Every combination of the values. Raises ConfigError for a flag that there is not, or a value that it does not
-    take.
-    """
+def sweep_points(config: SweepConfig) -> list[Point]:
+    """Return all combinations of values. Raises ConfigError for an unknown flag or value."""
     if config.find_max_rps:
-        raise ConfigError(
-            "A sweep does not search: leave --find-max-rps out.", param="find_max_rps"
-        )
+        raise ConfigError("A sweep does not search; remove --find-max-rps.", param="find_max_rps")
     rows: dict[str, Option] = {}
     for row in options(BenchConfig):
         rows |= {flag.removeprefix("--"): row for flag in (row.flag, *row.aliases)}
@@ -41,7 +38,8 @@ def points(config: SweepConfig) -> list[Point]:
         flag = flag.lstrip("-").replace("_", "-")
         if flag not in rows or not values:
             raise ConfigError(
-                f"--vary takes a flag and values, such as {DEFAULT}; it got {text!r}.{did_you_mean(flag, rows)}",
+                f"--vary takes a flag and values, such as {DEFAULT}; it got {text!r}."
+                f"{did_you_mean(flag, rows)}",
                 param="vary",
             )
         row = rows[flag]
@@ -52,49 +50,44 @@ def points(config: SweepConfig) -> list[Point]:
 
 
 def config_at(config: SweepConfig, point: Point, number: int = 0) -> BenchConfig:
-    """The config of run `number`, from 0. Raises ConfigError when its settings do not go together."""
+    """Return the config of run `number`, from 0. Raises ConfigError if its settings conflict."""
     shared = {row.name: getattr(config, row.name) for row in options(BenchConfig)}
-    shared["seed"] = seed_of_run(config.seed, number)
+    shared["seed"] = run_seed(config.seed, number)
     return build(BenchConfig, shared | point)
 
 
 def run_sweep(config: SweepConfig) -> int:
-    """Measures and reports; the exit code of the command: 1 when a run says 1. Runs that have ended are reported also
-    when the next one cannot be made.
-    """
-    where = points(config)
-    configs = [
-        config_at(config, point, number) for number, point in enumerate(where)
-    ]  # all, before any is run
+    """Measure and report, also if a later run fails. Returns the highest exit code of the runs."""
+    points = sweep_points(config)
+    # Check all configs before the first run.
+    configs = [config_at(config, point, number) for number, point in enumerate(points)]
     outcomes: list[Outcome] = []
     try:
-        for number, (point, one) in enumerate(zip(where, configs, strict=True), 1):
-            shown = ", ".join(f"{name}={_short(value)}" for name, value in point.items())
-            print(f"{number}/{len(where)}: {shown}", file=sys.stderr)
-            outcome = run_loop(lambda one=one: measure(one))  # type: ignore[misc]  # a lambda's default has no type
+        for number, (point, one) in enumerate(zip(points, configs, strict=True), 1):
+            settings = ", ".join(f"{name}={_short(value)}" for name, value in point.items())
+            print(f"{number}/{len(points)}: {settings}", file=sys.stderr)
+            outcome = run_loop(functools.partial(measure, one))
             outcomes.append(outcome)
             save_numbered(outcome, number)
             if outcome.interrupted:
                 break
     finally:
         if outcomes:
-            _report(config, where, outcomes)
+            _report(config, points, outcomes)
     return max(outcome.exit_code for outcome in outcomes)
 
 
-def _report(config: SweepConfig, where: list[Point], outcomes: list[Outcome]) -> None:
+def _report(config: SweepConfig, points: list[Point], outcomes: list[Outcome]) -> None:
     if config.json:
         runs = [as_json(outcome) for outcome in outcomes]
-        print(
-            to_text({"schema": f"{SCHEMA}-sweep", "varied": where[: len(runs)], "runs": runs}),
-            end="",
-        )
+        document = {"schema": f"{SCHEMA}-sweep", "varied": points[: len(runs)], "runs": runs}
+        print(to_json_text(document), end="")
     else:
         from rich.console import Console
         from rich.text import Text
 
         console = Console(highlight=False)
-        console.print(_table(where, outcomes))
+        console.print(_table(points, outcomes))
         for outcome in outcomes:
             if outcome.result.saturated is not None:
                 console.print(f"CLIENT SATURATED: {outcome.result.saturated}.", style="bold red")
@@ -107,12 +100,12 @@ def _report(config: SweepConfig, where: list[Point], outcomes: list[Outcome]) ->
             )
 
 
-def _table(where: list[Point], outcomes: list[Outcome]) -> Table:
-    """A row for each run: throughput and latencies in milliseconds."""
+def _table(points: list[Point], outcomes: list[Outcome]) -> Table:
+    """Return a table of throughput and latencies in milliseconds, one row per run."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for name in where[0]:  # a long name in several lines, so that eight numbers fit beside it
+    for name in points[0]:  # split long names over several lines to leave room for the numbers
         table.add_column(name.replace("_", "\n"), justify="right", style="bold")
     percentiles = outcomes[0].config.percentiles
     first, last = f"p{percentiles[0]:g}", f"p{percentiles[-1]:g}"
@@ -128,7 +121,7 @@ def _table(where: list[Point], outcomes: list[Outcome]) -> Table:
         *good,
     ):
         table.add_column(name, justify="right")
-    for point, outcome in zip(where, outcomes, strict=False):
+    for point, outcome in zip(points, outcomes, strict=False):
         table.add_row(*(_short(value) for value in point.values()), *_cells(outcome))
     return table
 
@@ -140,15 +133,15 @@ def _cells(outcome: Outcome) -> Iterator[str]:
     else:
         yield f"{result.per_second(result.num_succeeded):,.2f}"
         yield f"{result.per_second(result.output_tokens):,.0f}"
-        yield from _ends(result.latencies.ttft)
-        yield from _ends(result.latencies.itl)
+        yield from _first_and_last(result.latencies.ttft)
+        yield from _first_and_last(result.latencies.itl)
     yield f"{result.num_failed:,}" if result.num_failed else ""
     if result.good_share is not None and result.saturated is None:
         yield f"{result.good_share:.1%}"
 
 
-def _ends(summary: Summary | None) -> tuple[str, str]:
-    """The lowest and the highest percentile, in milliseconds."""
+def _first_and_last(summary: Summary | None) -> tuple[str, str]:
+    """Return the lowest and the highest percentile in milliseconds."""
     if summary is None:
         return "-", "-"
     return (

@@ -1,1 +1,1 @@
-"""A conversation in the terminal."""
+"""Terminal chat with an OpenAI-compatible server."""

@@ -1,4 +1,4 @@
-"""An answer as it comes: its pieces, what they add up to, and how fast they came."""
+"""An answer while it is streamed: text, reasoning, tool calls, token counts and speed."""
 
 from __future__ import annotations
 
@@ -6,42 +6,39 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.chat.delta import CallPart, Delta, Usage
+from toolkit.chat.delta import CallPart, ChatDelta, Usage
 
-AT_ONCE = (
-    0.001  # seconds: what comes within them was waiting in a buffer, and tells nothing of speed
-)
+MIN_INTERVAL = 0.001  # seconds; deltas closer together were buffered and do not show the speed
 Message = dict[str, Any]
-"""As the API has it: role, content, ..."""
+"""A message in the API's format: role, content, ..."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What has come so far. Times are seconds after the question was sent."""
+    """The part of an answer received so far. Times are in seconds since the question was sent."""
 
     content: str = ""
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
-    stopped: bool = False
-    error: str | None = None  # what broke it off
+    is_stopped: bool = False  # by Ctrl-C
+    error: str | None = None
     usage: Usage = field(default_factory=Usage)
-    sent: float = field(default_factory=time.monotonic)
-    first: float | None = None
-    last: float | None = None
-    thought: float | None = None  # when the reasoning ended
-    pieces: int = 0
+    sent: float = field(default_factory=time.monotonic)  # on the monotonic clock
+    first_token: float | None = None
+    last_token: float | None = None
+    reasoning_end: float | None = None
+    num_deltas: int = 0
 
-    def add(self, delta: Delta) -> None:
-        """Takes a piece in."""
-        if delta.is_token:
-            self.last = time.monotonic() - self.sent
-            self.first = self.last if self.first is None else self.first
-            self.pieces += 1
-            if self.reasoning and self.thought is None and not delta.reasoning:
-                self.thought = self.last
-        follows_thought = self.reasoning and not self.content
-        self.content += delta.content.lstrip() if follows_thought else delta.content
+    def add(self, delta: ChatDelta) -> None:
+        if delta.has_token:
+            self.last_token = time.monotonic() - self.sent
+            self.first_token = self.last_token if self.first_token is None else self.first_token
+            self.num_deltas += 1
+            if self.reasoning and self.reasoning_end is None and not delta.reasoning:
+                self.reasoning_end = self.last_token
+        follows_reasoning = self.reasoning and not self.content
+        self.content += delta.content.lstrip() if follows_reasoning else delta.content
         self.reasoning += delta.reasoning
         for position, part in enumerate(delta.calls):
             self._add_call(position if part.index is None else part.index, part)
@@ -65,11 +62,11 @@ class Answer:
 
     @property
     def message(self) -> Message:
-        """The assistant's turn, as it is kept."""
+        """The assistant message to store. A stopped answer has no tool calls."""
         message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
-        if self.tool_calls and not self.stopped:
+        if self.tool_calls and not self.is_stopped:
             message["tool_calls"] = self.tool_calls
         return message
 
@@ -79,36 +76,33 @@ class Answer:
 
     @property
     def cached_tokens(self) -> int | None:
-        return (
-            self.usage.prompt_tokens_details.cached_tokens
-            if self.usage.prompt_tokens_details
-            else None
-        )
+        details = self.usage.prompt_tokens_details
+        return details.cached_tokens if details else None
 
     @property
     def completion_tokens(self) -> int:
-        """By the server's count, which comes with the end of an answer; until then the number of pieces."""
-        return self.usage.completion_tokens or self.pieces
+        """The server's count, which arrives at the end; until then the number of deltas."""
+        return self.usage.completion_tokens or self.num_deltas
 
     @property
     def context_tokens(self) -> int | None:
-        """Tokens of the context that the conversation fills now."""
+        """Tokens of prompt and answer."""
         return None if self.prompt_tokens is None else self.prompt_tokens + self.completion_tokens
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of decoding: without the first token and the time until it came."""
-        if self.first is None or self.last is None or self.completion_tokens < 2:
+        """Decoding speed, without the first token and the time to it. None if unknown."""
+        if self.first_token is None or self.last_token is None or self.completion_tokens < 2:
             return None
-        if self.last - self.first < AT_ONCE:
+        if self.last_token - self.first_token < MIN_INTERVAL:
             return None
-        return (self.completion_tokens - 1) / (self.last - self.first)
+        return (self.completion_tokens - 1) / (self.last_token - self.first_token)
 
     def stats(self, max_context: int | None = None) -> str:
-        """One line: time to the first token, speed, tokens in, cached and out, the share of the context in use."""
-        if self.first is None:
+        """Return one line: TTFT, speed, tokens in, cached and out, and context use."""
+        if self.first_token is None:
             return ""
-        parts = [f"TTFT {self.first:.2f} s"]
+        parts = [f"TTFT {self.first_token:.2f} s"]
         if self.tokens_per_second is not None:
             parts.append(f"{self.tokens_per_second:,.1f} tok/s")
         if self.prompt_tokens is not None:

@@ -1,4 +1,4 @@
-"""Asks an OpenAI-compatible server and gives its answer piece by piece."""
+"""Client of an OpenAI-compatible server that streams chat answers."""
 
 from __future__ import annotations
 
@@ -8,57 +8,56 @@ from typing import Any
 
 import httpx
 
-from toolkit.chat.delta import Delta, read_delta
+from toolkit.chat.delta import ChatDelta, parse_delta
 from toolkit.client.wire import DONE, EventBuffer, ServerError, error_message, goes_through_proxy
 
-TIMEOUT = httpx.Timeout(
-    10.0, read=None
-)  # a long queue or a long thought is no failure; Ctrl-C ends the wait
+TIMEOUT = httpx.Timeout(10.0, read=None)  # a queue or reasoning may take long; Ctrl-C ends the wait
 
 
 @dataclass(frozen=True, slots=True)
-class ModelCard:
-    """What a server tells of a model."""
+class ModelInfo:
+    """A model as the server describes it."""
 
     name: str
     max_context: int | None = None  # tokens
-    takes_images: bool | None = None  # None: it does not say
+    accepts_images: bool | None = None  # None: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is, and what it wants to see first."""
+    """A server's URL and API key."""
 
     url: str
     api_key: str | None = None
 
-    def http(self) -> dict[str, Any]:
-        """Arguments of an httpx client."""
+    def client_options(self) -> dict[str, Any]:
+        """Return the arguments of an httpx client."""
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key is not None else {}
-        trust_env = goes_through_proxy(self.url)
         return {
             "base_url": self.url,
             "headers": headers,
             "timeout": TIMEOUT,
-            "trust_env": trust_env,
+            "trust_env": goes_through_proxy(self.url),
         }
 
-    def models(self) -> list[ModelCard]:
-        """Every model that the server lists, in its order. Raises ServerError, also when there is none."""
+    def list_models(self) -> list[ModelInfo]:
+        """Return the server's models, in its order. Raises ServerError, also if there are none."""
         try:
-            with httpx.Client(**self.http()) as http:
+            with httpx.Client(**self.client_options()) as http:
                 response = http.get("/v1/models", timeout=10.0)
         except httpx.HTTPError as error:
             raise self.unreachable(error) from None
         if response.status_code != 200:
             raise self.refused(response.status_code, response.content)
         try:
-            cards = [_card(model) for model in response.json()["data"]]
+            models = [_parse_model(model) for model in response.json()["data"]]
         except (ValueError, LookupError, TypeError, AttributeError):
-            cards = []
-        if not cards:
-            raise ServerError(f"{self.url} lists no model: it is not an OpenAI-compatible server.")
-        return cards
+            models = []
+        if not models:
+            raise ServerError(
+                f"{self.url} lists no models, so it is not an OpenAI-compatible server."
+            )
+        return models
 
     def unreachable(self, error: Exception) -> ServerError:
         return ServerError(f"No server answers at {self.url} ({error}). 'tk serve' starts one.")
@@ -67,60 +66,59 @@ class Address:
         reason = error_message(body)
         if status in (401, 403):
             return ServerError(
-                f"The server at {self.url} wants another API key (--api-key): {reason}"
+                f"The server at {self.url} rejected the API key (--api-key): {reason}"
             )
-        return ServerError(f"The server at {self.url} refused (HTTP {status}): {reason}")
+        return ServerError(
+            f"The server at {self.url} refused the request (HTTP {status}): {reason}"
+        )
 
 
 class ChatClient:
-    """Requests to one server. It belongs to one event loop."""
+    """Sends chat requests to one server. Belongs to one event loop."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
-        self.http = httpx.AsyncClient(**address.http())
+        self.http = httpx.AsyncClient(**address.client_options())
 
     async def close(self) -> None:
         await self.http.aclose()
 
-    async def ask(self, body: dict[str, Any]) -> AsyncGenerator[Delta]:
-        """The answer to a request, piece by piece. Cancelling it closes the connection, which ends the answer on
-        the server.
+    async def ask(self, body: dict[str, Any]) -> AsyncGenerator[ChatDelta]:
+        """Send a request and yield its answer. Cancelling ends the request on the server too.
 
-        Raises ServerError when the server cannot be reached, refuses, or breaks off.
+        Raises ServerError if the server cannot be reached, refuses, or disconnects.
         """
         try:
             async with self.http.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     raise self.address.refused(response.status_code, await response.aread())
                 if body["stream"]:
-                    async for delta in self._pieces(response):
+                    async for delta in self._stream(response):
                         yield delta
                 else:
-                    yield read_delta(await response.aread())
+                    yield parse_delta(await response.aread())
         except httpx.ConnectError as error:
             raise self.address.unreachable(error) from None
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
-            raise ServerError(
-                f"The connection to {self.address.url} broke off ({reason})."
-            ) from None
+            raise ServerError(f"Lost the connection to {self.address.url} ({reason}).") from None
 
-    async def _pieces(self, response: httpx.Response) -> AsyncGenerator[Delta]:
+    async def _stream(self, response: httpx.Response) -> AsyncGenerator[ChatDelta]:
         events = EventBuffer()
-        ended = False
+        has_ended = False
         async for data in response.aiter_bytes():
             for event in events.feed(data):
                 if event == DONE:
                     return
-                delta = read_delta(event)
-                ended |= delta.finish_reason is not None
+                delta = parse_delta(event)
+                has_ended |= delta.finish_reason is not None
                 yield delta
-        if not ended:
-            raise ServerError("The server broke the answer off.")
+        if not has_ended:
+            raise ServerError("The server closed the connection before the end of the answer.")
 
 
-def _card(model: dict[str, Any]) -> ModelCard:
-    """Of what servers write: vLLM and tk, OpenRouter, llama.cpp, Mistral."""
+def _parse_model(model: dict[str, Any]) -> ModelInfo:
+    """Read an entry of /v1/models as written by vLLM and tk, OpenRouter, llama.cpp or Mistral."""
     context = (
         model.get("max_model_len")
         or model.get("context_length")
@@ -130,11 +128,11 @@ def _card(model: dict[str, Any]) -> ModelCard:
         "input_modalities"
     )
     capabilities = model.get("capabilities")
-    takes_images = None
+    accepts_images = None
     if isinstance(modalities, list):
-        takes_images = "image" in modalities
+        accepts_images = "image" in modalities
     elif isinstance(capabilities, list):
-        takes_images = "multimodal" in capabilities or "vision" in capabilities
+        accepts_images = "multimodal" in capabilities or "vision" in capabilities
     elif isinstance(capabilities, dict) and "vision" in capabilities:
-        takes_images = bool(capabilities["vision"])
-    return ModelCard(str(model["id"]), int(context) if context else None, takes_images)
+        accepts_images = bool(capabilities["vision"])
+    return ModelInfo(str(model["id"]), int(context) if context else None, accepts_images)

@@ -1,4 +1,4 @@
-"""What begins with a slash."""
+"""Slash commands of the chat."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.chat import store
-from toolkit.chat.history import Conversation, short, text_of
-from toolkit.chat.images import as_data_url, takes_images
+from toolkit.chat.history import Conversation, shorten, text_of
+from toolkit.chat.images import to_data_url, why_images_are_refused
 from toolkit.chat.request import SAMPLING
 from toolkit.chat.screen.clipboard import copy
 from toolkit.chat.session import Session
@@ -21,28 +21,28 @@ from toolkit.config.fields import Option, options
 from toolkit.errors import ConfigError, InvalidRequestError, ToolkitError, did_you_mean
 
 SETTABLE = (*SAMPLING, "schema", "tools", "stream", "reasoning")
-LISTED = 10  # saved conversations that /load shows
+MAX_LISTED = 10  # saved conversations shown by /load
 KEYS = (
-    ("Enter", "sends; Alt-Enter, or Esc and Enter: a new line"),
-    ("Ctrl-C", "stops the answer; what came is kept. Twice: leaves"),
-    ("Ctrl-T", "shows the reasoning behind the last answer"),
-    ("Ctrl-R", "searches earlier questions"),
-    ("Ctrl-X Ctrl-E", "opens an editor for the question"),
-    ("Ctrl-D, Ctrl-Z", "leaves; suspends"),
+    ("Enter", "send; Alt-Enter, or Esc and Enter: new line"),
+    ("Ctrl-C", "stop the answer and keep the text so far; twice: leave"),
+    ("Ctrl-T", "show the reasoning of the last answer"),
+    ("Ctrl-R", "search earlier questions"),
+    ("Ctrl-X Ctrl-E", "write the question in an editor"),
+    ("Ctrl-D, Ctrl-Z", "leave; suspend"),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """`run` does it; `argument` and `help` are what /help and the completion show of it."""
+class SlashCommand:
+    """A command's function, and the argument and help text shown by /help and the completion."""
 
     run: Callable[[Session, str], Awaitable[None]]
     argument: str
     help: str
 
 
-COMMAND = re.compile(r"(/[a-z]*)(?:\s+(.*))?", re.DOTALL)
-"""A line that is a command; a path like /etc/hosts is not. `//` begins a question with a slash."""
+COMMAND_LINE = re.compile(r"(/[a-z]*)(?:\s+(.*))?", re.DOTALL)
+"""Matches a line that is a command, but no path such as /etc/hosts. `//` escapes the slash."""
 
 
 async def handle_line(session: Session, line: str) -> bool:
@@ -50,18 +50,18 @@ async def handle_line(session: Session, line: str) -> bool:
     if not line.strip():
         return True
     try:
-        if found := COMMAND.fullmatch(line.strip()):
+        if found := COMMAND_LINE.fullmatch(line.strip()):
             return await run_command(session, found[1], (found[2] or "").strip())
-        await session.say(line.strip().replace("//", "/", 1) if line.startswith("//") else line)
+        await session.submit(line.strip().replace("//", "/", 1) if line.startswith("//") else line)
     except ToolkitError as error:
         session.terminal.error(error.message)
     return True
 
 
 async def run_command(session: Session, name: str, argument: str) -> bool:
-    """Does a command, which may be cut short where that is clear; False for the one that leaves.
+    """Run a command, given by its name or an unambiguous prefix. Return False for /exit.
 
-    Raises ToolkitError when it cannot be done.
+    Raises ToolkitError if the command is unknown or fails.
     """
     near = [known for known in COMMANDS if known.startswith(name)]
     known = name if name in COMMANDS else near[0] if len(near) == 1 else None
@@ -71,7 +71,7 @@ async def run_command(session: Session, name: str, argument: str) -> bool:
             if 1 < len(near) < 7
             else did_you_mean(name, COMMANDS)
         )
-        raise InvalidRequestError(f"There is no command {name}.{hint or ' /help lists them.'}")
+        raise InvalidRequestError(f"Unknown command {name}.{hint or ' /help lists them.'}")
     if known == "/exit":
         return False
     await COMMANDS[known].run(session, argument)
@@ -82,10 +82,10 @@ async def show_help(session: Session, argument: str) -> None:
     rows = [
         (f"{name} {command.argument}".strip(), command.help) for name, command in COMMANDS.items()
     ]
-    _table(session, [*rows, *KEYS])
+    _print_table(session, [*rows, *KEYS])
 
 
-async def system(session: Session, argument: str) -> None:
+async def set_system(session: Session, argument: str) -> None:
     if argument:
         session.conversation.system = argument
         session.terminal.note("The system message is set.")
@@ -97,15 +97,17 @@ async def change_setting(session: Session, argument: str) -> None:
     name, _, value = argument.partition(" ")
     rows = _settings()
     if not name:
-        _table(session, [(row.name, _shown(session.config, row)) for row in rows.values()])
+        _print_table(
+            session, [(row.name, _format_value(session.config, row)) for row in rows.values()]
+        )
         return
     row = rows.get(name.replace("-", "_"))
     if row is None:
-        hint = did_you_mean(name, rows) or f" There are: {', '.join(rows)}."
-        raise ConfigError(f"There is no setting {name}.{hint}")
+        hint = did_you_mean(name, rows) or f" Settings: {', '.join(rows)}."
+        raise ConfigError(f"Unknown setting {name}.{hint}")
     new = row.parse(value.strip(), f"/set {row.name}") if value.strip() else row.default
     session.config = replace(session.config, **{row.name: new})
-    session.terminal.note(f"{row.name}: {_shown(session.config, row)}")
+    session.terminal.note(f"{row.name}: {_format_value(session.config, row)}")
 
 
 async def show(session: Session, argument: str) -> None:
@@ -116,105 +118,99 @@ async def show(session: Session, argument: str) -> None:
             found.get("reasoning_content", "").strip() or "The last answer has no reasoning."
         )
     elif argument == "messages":
-        session.terminal.note(conversation.transcript())
+        session.terminal.note(conversation.to_markdown())
     elif argument:
-        raise InvalidRequestError("/show, /show messages or /show reasoning.")
+        raise InvalidRequestError("Usage: /show, /show messages or /show reasoning.")
     else:
-        _table(
+        context = session.model.max_context
+        _print_table(
             session,
             [
                 ("server", session.client.address.url),
-                ("model", session.card.name),
-                (
-                    "context",
-                    f"{session.card.max_context:,} tokens"
-                    if session.card.max_context
-                    else "unknown",
-                ),
+                ("model", session.model.name),
+                ("context", _format_context(context) or "unknown"),
                 ("system", conversation.system or "none"),
                 ("questions", str(conversation.num_questions)),
                 ("saved in", str(session.path)),
-                *((row.name, _shown(session.config, row)) for row in _settings().values()),
+                *((row.name, _format_value(session.config, row)) for row in _settings().values()),
             ],
         )
 
 
-async def model(session: Session, argument: str) -> None:
-    cards = {card.name: card for card in session.client.address.models()}
+async def change_model(session: Session, argument: str) -> None:
+    models = {model.name: model for model in session.client.address.list_models()}
     if not argument:
-        _table(
+        _print_table(
             session,
             [
                 (
-                    f"{'*' if card.name == session.card.name else ' '} {card.name}",
-                    _context(card.max_context),
+                    f"{'*' if model.name == session.model.name else ' '} {model.name}",
+                    _format_context(model.max_context),
                 )
-                for card in cards.values()
+                for model in models.values()
             ],
         )
         return
-    if argument not in cards:
-        hint = did_you_mean(argument, cards) or f" It lists: {', '.join(list(cards)[:8])}."
-        raise InvalidRequestError(f"The server lists no model {argument}.{hint}")
-    session.card = cards[argument]
-    session.terminal.note(f"{argument} answers from here on.")
+    if argument not in models:
+        hint = did_you_mean(argument, models) or f" It lists: {', '.join(list(models)[:8])}."
+        raise InvalidRequestError(f"The server does not list a model {argument}.{hint}")
+    session.model = models[argument]
+    session.terminal.note(f"The model is now {argument}.")
 
 
 async def retry(session: Session, argument: str) -> None:
-    _needs_question(session)
+    _require_question(session)
     await session.ask_again()
 
 
 async def edit(session: Session, argument: str) -> None:
-    _needs_question(session)
-    waiting = session.conversation.unanswered
-    questions = [m for m in waiting or session.conversation.messages if m["role"] == "user"]
+    _require_question(session)
+    unanswered = session.conversation.unanswered
+    questions = [m for m in unanswered or session.conversation.messages if m["role"] == "user"]
     session.draft = text_of(questions[-1]) if questions else ""
-    session.is_edit = True
-    session.terminal.note(
-        "Enter asks it in the place of the last question; Ctrl-C leaves all as it is."
-    )
+    session.is_editing = True
+    session.terminal.note("Enter replaces the last question; Ctrl-C cancels.")
 
 
 async def undo(session: Session, argument: str) -> None:
-    _needs_question(session)
-    [question, *_] = session.conversation.take_back()
-    session.results = []
+    _require_question(session)
+    [question, *_] = session.conversation.pop_question()
+    session.tool_results = []
     session.save()
-    session.terminal.note(f"Taken back: {short(text_of(question))}")
+    session.terminal.note(f"Removed: {shorten(text_of(question))}")
 
 
-async def go_on(session: Session, argument: str) -> None:
-    answer = session.conversation.answer
-    if answer is None or answer["role"] != "assistant" or session.conversation.open_calls:
+async def continue_answer(session: Session, argument: str) -> None:
+    message = session.conversation.last_message
+    if message is None or message["role"] != "assistant" or session.conversation.pending_calls:
         raise InvalidRequestError("There is no answer to continue.")
-    await session.go_on()
+    await session.continue_answer()
 
 
 async def save(session: Session, argument: str) -> None:
     if not argument:
         session.save()
         session.terminal.note(
-            f"Saved to {session.path}, as after each answer. /save FILE.md writes it to read."
+            f"Saved to {session.path}, as after each answer. /save FILE.md writes Markdown."
         )
         return
     path = Path(argument).expanduser()
     try:
         if path.suffix == ".json":
-            store.write(path, session.conversation, session.card.name)
+            store.write(path, session.conversation, session.model.name)
         else:
-            path.write_text(session.conversation.transcript())
+            path.write_text(session.conversation.to_markdown())
     except OSError as error:
         raise InvalidRequestError(f"Cannot write {path}: {error.strerror}.") from None
     session.terminal.note(f"Saved to {path}")
 
 
 async def load(session: Session, argument: str) -> None:
-    saved = [found for found in store.newest(LISTED) if found.path != session.path]
+    saved = [found for found in store.newest(MAX_LISTED) if found.path != session.path]
     if not argument and not saved:
-        session.terminal.note("No conversation is saved.")
+        session.terminal.note("There are no saved conversations.")
     elif not argument:
-        _table(
+        _print_table(
             session,
             [
                 (f"/load {number}", f"{found.age}, {found.model}: {found.conversation.title}")
@@ -229,24 +225,24 @@ async def load(session: Session, argument: str) -> None:
         session.resume(store.read(Path(argument).expanduser()))
 
 
-async def stats(session: Session, argument: str) -> None:
+async def show_stats(session: Session, argument: str) -> None:
     answers = session.answers
     if not answers:
-        session.terminal.note("Nothing has been answered yet.")
+        session.terminal.note("There are no answers yet.")
         return
     speeds = [
         answer.tokens_per_second for answer in answers if answer.tokens_per_second is not None
     ]
     cached = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
-    _table(
+    _print_table(
         session,
         [
             ("answers", f"{len(answers):,}"),
             ("tokens in", f"{sum(answer.prompt_tokens or 0 for answer in answers):,}"),
-            ("of them cached", f"{sum(cached):,}" if cached else "the server does not say"),
+            ("cached", f"{sum(cached):,}" if cached else "not reported by the server"),
             ("tokens out", f"{sum(answer.completion_tokens for answer in answers):,}"),
             ("mean tok/s", f"{sum(speeds) / len(speeds):,.1f}" if speeds else "unknown"),
-            ("last answer", answers[-1].stats(session.card.max_context) or "nothing came"),
+            ("last answer", answers[-1].stats(session.model.max_context) or "no tokens"),
         ],
     )
 
@@ -263,47 +259,49 @@ async def copy_answer(session: Session, argument: str) -> None:
         if not text:
             raise InvalidRequestError("The last answer has no code.")
     elif argument:
-        raise InvalidRequestError("/copy takes the last answer, /copy code its code.")
+        raise InvalidRequestError("Usage: /copy for the last answer, /copy code for its code.")
     session.terminal.note(copy(text, session.terminal))
 
 
 async def clear(session: Session, argument: str) -> None:
-    session.begin(Conversation(session.conversation.system))
-    session.terminal.note("A new conversation. /load finds the old one.")
+    session.start_conversation(Conversation(session.conversation.system))
+    session.terminal.note("New conversation. /load lists the old one.")
 
 
-async def image(session: Session, argument: str) -> None:
+async def attach_image(session: Session, argument: str) -> None:
     if not argument:
-        raise InvalidRequestError("/image FILE: a picture that goes with the next question.")
-    url = as_data_url(Path(argument).expanduser())
-    if reason := await takes_images(session.client, session.card):
-        raise InvalidRequestError(f"{session.card.name} takes no images: {reason}")
-    session.card = replace(session.card, takes_images=True)  # it is not asked again
+        raise InvalidRequestError("Usage: /image FILE, which attaches it to the next question.")
+    url = to_data_url(Path(argument).expanduser())
+    if reason := await why_images_are_refused(session.client, session.model):
+        raise InvalidRequestError(f"{session.model.name} accepts no images: {reason}")
+    session.model = replace(session.model, accepts_images=True)  # so that it is not tried again
     session.images.append(url)
-    session.terminal.note(f"{Path(argument).name} goes with the next question.")
+    session.terminal.note(f"{Path(argument).name} is attached to the next question.")
 
 
 async def leave(session: Session, argument: str) -> None:
-    """`run_command` has left before."""
+    """Do nothing: `run_command` handles /exit."""
 
 
 COMMANDS = {
-    "/help": Command(show_help, "", "this text"),
-    "/system": Command(system, "[TEXT]", "shows or sets the system message"),
-    "/set": Command(change_setting, "[NAME [VALUE]]", "shows or changes settings; no VALUE: back"),
-    "/show": Command(show, "[messages|reasoning]", "what is in force, was said, was thought"),
-    "/model": Command(model, "[NAME]", "shows the server's models, or changes to one"),
-    "/retry": Command(retry, "", "answers the last question again"),
-    "/edit": Command(edit, "", "changes the last question and asks it again"),
-    "/undo": Command(undo, "", "takes the last question and its answer back"),
-    "/continue": Command(go_on, "", "lets the last answer go on"),
-    "/save": Command(save, "[FILE]", "writes the conversation, as Markdown or .json"),
-    "/load": Command(load, "[NUMBER|FILE]", "lists saved conversations, or goes on with one"),
-    "/stats": Command(stats, "", "tokens and speed so far"),
-    "/copy": Command(copy_answer, "[code]", "the last answer, or its code, to the clipboard"),
-    "/clear": Command(clear, "", "begins a new conversation"),
-    "/image": Command(image, "FILE", "a picture for the next question"),
-    "/exit": Command(leave, "", "leaves"),
+    "/help": SlashCommand(show_help, "", "list commands and keys"),
+    "/system": SlashCommand(set_system, "[TEXT]", "show or set the system message"),
+    "/set": SlashCommand(
+        change_setting, "[NAME [VALUE]]", "show or change settings; no VALUE: reset"
+    ),
+    "/show": SlashCommand(show, "[messages|reasoning]", "show state, messages or reasoning"),
+    "/model": SlashCommand(change_model, "[NAME]", "list the server's models, or switch to one"),
+    "/retry": SlashCommand(retry, "", "answer the last question again"),
+    "/edit": SlashCommand(edit, "", "change the last question and ask it again"),
+    "/undo": SlashCommand(undo, "", "remove the last question and its answer"),
+    "/continue": SlashCommand(continue_answer, "", "continue the last answer"),
+    "/save": SlashCommand(save, "[FILE]", "write the conversation, as Markdown or .json"),
+    "/load": SlashCommand(load, "[NUMBER|FILE]", "list saved conversations, or resume one"),
+    "/stats": SlashCommand(show_stats, "", "show tokens and speed so far"),
+    "/copy": SlashCommand(copy_answer, "[code]", "copy the last answer, or its code"),
+    "/clear": SlashCommand(clear, "", "start a new conversation"),
+    "/image": SlashCommand(attach_image, "FILE", "attach an image to the next question"),
+    "/exit": SlashCommand(leave, "", "leave"),
 }
 
 
@@ -311,24 +309,24 @@ def _settings() -> dict[str, Option]:
     return {row.name: row for row in options(ChatConfig) if row.name in SETTABLE}
 
 
-def _shown(config: ChatConfig, row: Option) -> str:
+def _format_value(config: ChatConfig, row: Option) -> str:
     value = getattr(config, row.name)
     if value is None:
-        return "the server's" if row.name in SAMPLING else "none"
+        return "the server's default" if row.name in SAMPLING else "none"
     return {True: "on", False: "off"}[value] if row.type is bool else str(value)
 
 
-def _needs_question(session: Session) -> None:
+def _require_question(session: Session) -> None:
     if session.conversation.unanswered is None and not session.conversation.num_questions:
-        raise InvalidRequestError("Nothing has been asked yet.")
+        raise InvalidRequestError("There is no question yet.")
 
 
-def _context(tokens: int | None) -> str:
+def _format_context(tokens: int | None) -> str:
     return f"{tokens:,} tokens" if tokens else ""
 
 
-def _table(session: Session, rows: list[tuple[str, str]]) -> None:
+def _print_table(session: Session, rows: list[tuple[str, str]]) -> None:
     table = Table.grid(padding=(0, 2))
     for left, right in rows:
         table.add_row(Text(left), Text(right, style="dim"))
-    session.terminal.talk.print(table)
+    session.terminal.err_console.print(table)

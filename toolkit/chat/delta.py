@@ -1,4 +1,4 @@
-"""What a server sends of an answer: as the API has it, and as a piece."""
+"""Parts of a streamed answer, parsed from the API's JSON."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from msgspec import Meta, Struct
 
 from toolkit.client.wire import ServerError, error_message
 
-MOST_CALLS = 256  # of tools in one answer
+MAX_TOOL_CALLS = 256  # in one answer
 
 
 class FunctionPart(Struct):
-    """A part of a call: the name at once, the arguments in pieces of JSON."""
+    """Part of a tool call: the whole name, or a piece of the JSON arguments."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class CallPart(Struct):
-    """Which call of the answer it belongs to, and what it adds."""
+    """Part of the tool call number `index` of the answer."""
 
-    index: Annotated[int, Meta(ge=0, lt=MOST_CALLS)] | None = None
+    index: Annotated[int, Meta(ge=0, lt=MAX_TOOL_CALLS)] | None = None
     id: str | None = None
     function: FunctionPart | None = None
 
@@ -33,23 +33,23 @@ class PromptDetails(Struct):
 
 
 class Usage(Struct):
-    """Tokens of a request and its answer."""
+    """Token counts of a request and its answer."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: PromptDetails | None = None
 
 
-class _Said(Struct):
+class _Message(Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: Annotated[list[CallPart], Meta(max_length=MOST_CALLS)] | None = None
+    tool_calls: Annotated[list[CallPart], Meta(max_length=MAX_TOOL_CALLS)] | None = None
 
 
 class _Choice(Struct):
-    delta: _Said | None = None
-    message: _Said | None = None
+    delta: _Message | None = None
+    message: _Message | None = None
     finish_reason: str | None = None
 
 
@@ -63,8 +63,8 @@ _decoder = msgspec.json.Decoder(_Event)
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """What one event brings, or a whole answer that was not streamed."""
+class ChatDelta:
+    """Content of one event, or of a complete answer that was not streamed."""
 
     content: str = ""
     reasoning: str = ""
@@ -73,26 +73,24 @@ class Delta:
     usage: Usage | None = None
 
     @property
-    def is_token(self) -> bool:
+    def has_token(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
 
 
-def read_delta(data: bytes) -> Delta:
-    """The piece in one event, or in a whole response. Raises ServerError for an error in its place, or nonsense."""
+def parse_delta(data: bytes) -> ChatDelta:
+    """Parse an event or a complete response. Raises ServerError if it is an error or invalid."""
     try:
         event = _decoder.decode(data)
     except msgspec.DecodeError as error:
-        raise ServerError(
-            f"The server sent something unreadable ({error}): {data[:200]!r}"
-        ) from None
+        raise ServerError(f"The server sent invalid data ({error}): {data[:200]!r}") from None
     if event.error:
-        raise ServerError(f"The server gave up on the answer: {error_message(data)}")
+        raise ServerError(f"The server failed during the answer: {error_message(data)}")
     choice = event.choices[0] if event.choices else _Choice()
-    said = choice.delta or choice.message or _Said()
-    return Delta(
-        content=said.content or "",
-        reasoning=said.reasoning_content or said.reasoning or "",
-        calls=tuple(said.tool_calls or ()),
+    message = choice.delta or choice.message or _Message()
+    return ChatDelta(
+        content=message.content or "",
+        reasoning=message.reasoning_content or message.reasoning or "",
+        calls=tuple(message.tool_calls or ()),
         finish_reason=choice.finish_reason,
         usage=event.usage,
     )

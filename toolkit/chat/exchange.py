@@ -1,4 +1,8 @@
-"""One question and its answer: a task reads, another one draws, and Ctrl-C cancels the first."""
+"""Asks one question and shows its answer.
+
+One task reads the answer, another draws it. Ctrl-C cancels the reader, which closes the connection
+and so ends the request on the server.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +13,27 @@ from toolkit.chat.answer_view import Answer
 from toolkit.chat.client import ChatClient
 from toolkit.chat.screen.display import Display
 from toolkit.chat.screen.signals import Signals
-from toolkit.chat.thinking import ThinkTags
+from toolkit.chat.thinking import ThinkTagSplitter
 from toolkit.client.wire import ServerError
 
 
 async def exchange(
     client: ChatClient, body: dict[str, Any], display: Display, signals: Signals
 ) -> Answer:
-    """Asks, and shows what comes. The answer says whether Ctrl-C stopped it, and what else broke it off."""
+    """Send a request and show its answer. A stop or an error is recorded in the answer."""
     answer = Answer()
     reader = asyncio.create_task(_read(client, body, answer, display))
     drawer = asyncio.create_task(_draw(display))
 
     try:
-        with signals.during(stop=reader.cancel, redraw=display.redraw):
+        with signals.handle(stop=reader.cancel, redraw=display.redraw):
             await asyncio.wait({reader, drawer}, return_when=asyncio.FIRST_COMPLETED)
             drawer.cancel()
             if drawer.done() and not drawer.cancelled():
-                drawer.result()  # it ends by an error alone
-            answer.stopped = reader.cancelled()
+                drawer.result()  # raises: the drawer ends only by an error
+            answer.is_stopped = reader.cancelled()
             try:
-                if not answer.stopped:
+                if not answer.is_stopped:
                     reader.result()
             except ServerError as error:
                 answer.error = error.message
@@ -42,13 +46,13 @@ async def exchange(
 
 
 async def _read(client: ChatClient, body: dict[str, Any], answer: Answer, display: Display) -> None:
-    tags = ThinkTags()
+    splitter = ThinkTagSplitter()
     try:
         async for delta in client.ask(body):
-            answer.add(tags.split(delta))
+            answer.add(splitter.split(delta))
             display.update(answer)
     finally:
-        answer.add(tags.rest())
+        answer.add(splitter.flush())
         display.update(answer)
 
 

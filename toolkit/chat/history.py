@@ -1,4 +1,4 @@
-"""What has been said, as the API takes it, and how it is taken back."""
+"""The messages of a conversation, in the API's format."""
 
 from __future__ import annotations
 
@@ -7,53 +7,54 @@ from typing import Any
 
 from toolkit.chat.answer_view import Message
 
-SENT = ("role", "content", "tool_calls", "tool_call_id")
-"""What of a kept message goes back to the server; the reasoning does not."""
+SENT_KEYS = ("role", "content", "tool_calls", "tool_call_id")  # the reasoning is not sent back
 
 
 @dataclass(slots=True)
 class Conversation:
-    """The history that goes back to the server with every question. The last message is never an open question: one
-    that got no answer is put aside, to be asked again.
+    """Messages that are sent with every question.
+
+    Every question in `messages` has an answer. A question without one is in `unanswered`.
     """
 
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
     unanswered: list[Message] | None = None
 
-    def request(self, new: list[Message]) -> list[Message]:
-        """The history, and new messages after it."""
-        found: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        return found + [{key: m[key] for key in SENT if key in m} for m in [*self.messages, *new]]
+    def build_messages(self, new: list[Message]) -> list[Message]:
+        """Return the messages to send: the history, then `new`."""
+        head: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        history = [*self.messages, *new]
+        return head + [{key: m[key] for key in SENT_KEYS if key in m} for m in history]
 
-    def keep(self, new: list[Message], answer: Message) -> None:
-        """Takes in messages and their answer."""
+    def append(self, new: list[Message], answer: Message) -> None:
         self.messages += [*new, answer]
         self.unanswered = None
 
-    def take_back(self) -> list[Message]:
-        """Removes the last question and what followed it, and returns the question (with results of tools, if its
-        answer began with them); empty when nothing was asked.
+    def pop_question(self) -> list[Message]:
+        """Remove the last question with all messages after it, and return the question.
+
+        An unanswered question comes first; it may be the results of tool calls. Returns an empty
+        list if nothing was asked.
         """
         if self.unanswered is not None:
             question, self.unanswered = self.unanswered, None
             return question
-        answers = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
-        if not answers:
+        questions = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        if not questions:
             return []
-        question = [self.messages[answers[-1]]]
-        del self.messages[answers[-1] :]
+        question = [self.messages[questions[-1]]]
+        del self.messages[questions[-1] :]
         return question
 
     @property
-    def answer(self) -> Message | None:
-        """The last answer."""
+    def last_message(self) -> Message | None:
         return self.messages[-1] if self.messages else None
 
     @property
-    def open_calls(self) -> list[dict[str, Any]]:
-        """Calls of tools in the last answer, whose results the model waits for."""
-        return (self.answer or {}).get("tool_calls") or []
+    def pending_calls(self) -> list[dict[str, Any]]:
+        """Tool calls of the last message, which need results."""
+        return (self.last_message or {}).get("tool_calls") or []
 
     @property
     def num_questions(self) -> int:
@@ -61,34 +62,33 @@ class Conversation:
 
     @property
     def title(self) -> str:
-        """The first question, in short."""
-        return next((short(text_of(m)) for m in self.messages if m["role"] == "user"), "")
+        """The first question, shortened."""
+        return next((shorten(text_of(m)) for m in self.messages if m["role"] == "user"), "")
 
-    def transcript(self) -> str:
-        """The conversation in Markdown, to read."""
+    def to_markdown(self) -> str:
         parts = [f"## system\n\n{self.system}"] if self.system else []
         for message in self.messages:
             text = text_of(message)
             for call in message.get("tool_calls") or []:
-                text += f"\n\n```\n{call_text(call)}\n```"
+                text += f"\n\n```\n{format_call(call)}\n```"
             parts.append(f"## {message['role']}\n\n{text.strip()}")
         return "\n\n".join(parts) + "\n"
 
 
 def text_of(message: Message) -> str:
-    """What a message says; of an image, that there is one."""
+    """Return the text of a message, with '[image]' for each image."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
     return "\n".join(part["text"] if part["type"] == "text" else "[image]" for part in content)
 
 
-def short(text: str) -> str:
-    """The beginning of a text, on one line."""
+def shorten(text: str) -> str:
+    """Return the text on one line, cut to 60 characters."""
     text = " ".join(text.split())
     return text if len(text) <= 60 else text[:59] + "…"
 
 
-def call_text(call: dict[str, Any]) -> str:
-    """A call of a tool as `name({"argument": ...})`."""
+def format_call(call: dict[str, Any]) -> str:
+    """Return a tool call as `name({"argument": ...})`."""
     return f"{call['function']['name']}({call['function']['arguments']})"

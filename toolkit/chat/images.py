@@ -1,49 +1,51 @@
-"""Pictures in a question, for models that take them."""
+"""Images in a question."""
 
 from __future__ import annotations
 
 import base64
 from pathlib import Path
 
-from toolkit.chat.client import ChatClient, ModelCard
+from toolkit.chat.client import ChatClient, ModelInfo
 from toolkit.client.wire import ServerError
 from toolkit.errors import InvalidRequestError
+from toolkit.units import size
 
-MOST_BYTES = 20 << 20
-KINDS = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif"}
+MAX_BYTES = 20 << 20
+FORMATS = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif"}
 PIXEL = (
     "data:image/png;base64,"
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC"
 )
 
 
-def as_data_url(path: Path) -> str:
-    """A picture as the API takes it. Raises InvalidRequestError when it is none."""
+def to_data_url(path: Path) -> str:
+    """Return an image file as a data: URL. Raises InvalidRequestError."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise InvalidRequestError(f"Cannot read {path}: {error.strerror}.") from None
-    if len(content) > MOST_BYTES:
+    if len(content) > MAX_BYTES:
         raise InvalidRequestError(
-            f"{path} has {len(content) >> 20} MiB; at most {MOST_BYTES >> 20} are sent."
+            f"{path} is {size(len(content))}; the limit is {size(MAX_BYTES)}."
         )
-    kind = next((kind for begin, kind in KINDS.items() if content.startswith(begin)), None)
+    format = next((format for begin, format in FORMATS.items() if content.startswith(begin)), None)
     if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
-        kind = "webp"
-    if kind is None:
-        raise InvalidRequestError(f"{path} is no picture: PNG, JPEG, GIF and WebP are known.")
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+        format = "webp"
+    if format is None:
+        raise InvalidRequestError(f"{path} is not a PNG, JPEG, GIF or WebP image.")
+    return f"data:image/{format};base64,{base64.b64encode(content).decode()}"
 
 
-async def takes_images(client: ChatClient, card: ModelCard) -> str | None:
-    """Why a model takes no images; None when it does. Where the server does not say, it is asked to look at one
-    pixel.
+async def why_images_are_refused(client: ChatClient, model: ModelInfo) -> str | None:
+    """Return the reason why a model accepts no images; None if it does.
+
+    If the server does not list this, send it an image of one pixel.
     """
-    if card.takes_images is not None:
-        return None if card.takes_images else "the server says so."
-    picture = {"type": "image_url", "image_url": {"url": PIXEL}}
-    messages = [{"role": "user", "content": [picture, {"type": "text", "text": "?"}]}]
-    body = {"model": card.name, "messages": messages, "max_tokens": 1, "stream": False}
+    if model.accepts_images is not None:
+        return None if model.accepts_images else "the server lists it without image input."
+    image = {"type": "image_url", "image_url": {"url": PIXEL}}
+    messages = [{"role": "user", "content": [image, {"type": "text", "text": "?"}]}]
+    body = {"model": model.name, "messages": messages, "max_tokens": 1, "stream": False}
     try:
         async for _ in client.ask(body):
             pass

@@ -1,4 +1,4 @@
-"""A private server: a child process on a free port of this machine, with a key of its own."""
+"""A private server: a child process on a free port of 127.0.0.1, with its own key."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from toolkit.client.wire import ServerError
 POLL = 0.1  # seconds
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 LAST_LINES = 15
-SET_PDEATHSIG = 1  # prctl(2)
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalServer:
-    """A server that runs and is ready."""
+    """A running server that is ready."""
 
     url: str
     api_key: str
@@ -39,10 +39,11 @@ class LocalServer:
 def local_server(
     model: str | None, *, tick: Callable[[float], None], command: Sequence[str] | None = None
 ) -> Iterator[LocalServer]:
-    """Starts a server, waits until it is ready, and stops it at the end.
+    """Start a server, wait until it is ready, and stop it at the end.
 
-    `tick` is called with the seconds waited so far; `command` runs instead of `tk serve MODEL`, with the flags
-    for host and port after it. Raises ServerError with the end of the log when the server dies at its start.
+    `tick` is called with the seconds waited so far. `command` replaces `tk serve MODEL`; the flags
+    for host and port are appended to it. Raises ServerError, with the end of the log, if the server
+    exits during start-up.
     """
     port = free_port()
     key = secrets.token_urlsafe(24)
@@ -57,19 +58,22 @@ def local_server(
         wait_until_ready(url, process, log, tick)
         yield LocalServer(url, key)
     finally:
-        died = process.poll() is not None
+        has_died = process.poll() is not None
         stop(process)
-        if not died:  # of one that died the log tells why
+        if not has_died:  # otherwise the log has the reason
             log.unlink(missing_ok=True)
 
 
 def start(command: Sequence[str], log: Path, extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A child that Ctrl-C does not reach and that, on Linux, does not outlive this process."""
+    """Start a child that Ctrl-C does not reach and that, on Linux, ends with this process.
+
+    `extra`: environment variables to add.
+    """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def die_with_parent() -> None:
         assert libc is not None
-        libc.prctl(SET_PDEATHSIG, signal.SIGTERM)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     with log.open("wb") as output:
         return subprocess.Popen(
@@ -86,7 +90,7 @@ def start(command: Sequence[str], log: Path, extra: Mapping[str, str]) -> subpro
 def wait_until_ready(
     url: str, process: subprocess.Popen[bytes], log: Path, tick: Callable[[float], None]
 ) -> None:
-    """Returns when /health says so. Raises ServerError when the child ends first."""
+    """Wait until /health returns 200. Raises ServerError if the child exits first."""
     started = time.monotonic()
     with httpx.Client(base_url=url, trust_env=False, timeout=5.0) as http:
         while True:
@@ -103,7 +107,7 @@ def wait_until_ready(
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, and SIGKILL for what is left of the child and its own children after a grace time."""
+    """Send SIGTERM, then after GRACE seconds SIGKILL to what is left of the process group."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
         process.wait(GRACE)
@@ -113,8 +117,8 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def turned_into_exit(*signals: signal.Signals) -> Iterator[None]:
-    """Within it these signals end the program in order, so that what it started is stopped too."""
+def exit_on_signals(*signals: signal.Signals) -> Iterator[None]:
+    """Make these signals raise SystemExit inside the block, so that child processes are stopped."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -133,7 +137,7 @@ def last_lines(log: Path) -> str:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens on."""
+    """Return a free port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""One question from the command line or a pipe, whose answer alone goes to stdout."""
+"""One question from the command line or a pipe. Only the answer goes to stdout."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from toolkit.chat.session import Session
 from toolkit.client.wire import ServerError
 from toolkit.config.clients import ChatConfig
 
-BROKEN_OFF = 1
+INCOMPLETE = 1  # exit codes
 STOPPED = 130
 
 
 async def answer_once(session: Session, question: str, *, is_continued: bool) -> int:
-    """Asks and writes; the exit code. `is_continued`: it belongs to a saved conversation, and is kept there.
+    """Ask the question, write the answer and return the exit code.
 
-    Raises ServerError when no answer begins.
+    `is_continued`: add both to the saved conversation. Raises ServerError if no answer begins.
     """
     new = [{"role": "user", "content": question}]
-    body = request_body(session.config, session.card.name, session.conversation.request(new))
-    answer = await exchange(session.client, body, _display(session), session.signals)
+    messages = session.conversation.build_messages(new)
+    body = request_body(session.config, session.model.name, messages)
+    answer = await exchange(session.client, body, _make_display(session), session.signals)
     if answer.error is not None and answer.is_empty:
         raise ServerError(answer.error + _hint(session.config))
-    _write_rest(session, answer)
+    _write_summary(session, answer)
     if is_continued and not answer.is_empty:
-        session.conversation.keep(new, answer.message)
+        session.conversation.append(new, answer.message)
         session.save()
     return _exit_code(session, answer)
 
 
-def _display(session: Session) -> Display:
+def _make_display(session: Session) -> Display:
     if session.config.json:
         return NoDisplay()
     return display_for(
@@ -43,53 +44,53 @@ def _display(session: Session) -> Display:
     )
 
 
-def _write_rest(session: Session, answer: Answer) -> None:
-    """What is not shown while it comes."""
+def _write_summary(session: Session, answer: Answer) -> None:
+    """Write the answer as JSON for --json; on a terminal, its stats."""
     terminal = session.terminal
     if session.config.json:
         terminal.write(
-            orjson.dumps(as_json(session, answer), option=orjson.OPT_INDENT_2).decode() + "\n"
+            orjson.dumps(to_json(session, answer), option=orjson.OPT_INDENT_2).decode() + "\n"
         )
     elif terminal.is_live:
-        terminal.note(answer.stats(session.card.max_context))
+        terminal.note(answer.stats(session.model.max_context))
 
 
 def _hint(config: ChatConfig) -> str:
-    """For `tk chat word`, which asks a model of that name."""
+    """Explain a failure of `tk chat WORD`, where WORD is read as a model name."""
     if config.model is None or config.prompt is not None:
         return ""
-    return f" ({config.model} stands for a model here; a question of one word needs --prompt.)"
+    return f" ({config.model} was read as a model name; a one-word question needs --prompt.)"
 
 
-def as_json(session: Session, answer: Answer) -> dict[str, Any]:
-    """What --json prints. Times are in seconds."""
+def to_json(session: Session, answer: Answer) -> dict[str, Any]:
+    """Return the output of --json. Times are in seconds."""
     return {
-        "model": session.card.name,
+        "model": session.model.name,
         "content": answer.content,
         "reasoning": answer.reasoning or None,
         "tool_calls": answer.tool_calls,
-        "finish_reason": "stopped" if answer.stopped else answer.finish_reason,
+        "finish_reason": "stopped" if answer.is_stopped else answer.finish_reason,
         "error": answer.error,
         "usage": {
             "prompt_tokens": answer.prompt_tokens,
             "cached_tokens": answer.cached_tokens,
             "completion_tokens": answer.usage.completion_tokens,
         },
-        "time_to_first_token": answer.first,
-        "time": answer.last,
+        "time_to_first_token": answer.first_token,
+        "time": answer.last_token,
         "tokens_per_second": answer.tokens_per_second,
     }
 
 
 def _exit_code(session: Session, answer: Answer) -> int:
-    if answer.stopped:
+    if answer.is_stopped:
         return STOPPED
     if answer.error is not None:
         session.terminal.error(answer.error)
-        return BROKEN_OFF
+        return INCOMPLETE
     if session.config.schema is not None and answer.finish_reason == "length":
         session.terminal.error(
-            "The answer was cut at the most tokens that it may have, so it does not fit the schema."
+            "The answer was cut at its token limit, so it does not match the schema."
         )
-        return BROKEN_OFF
+        return INCOMPLETE
     return 0

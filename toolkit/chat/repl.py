@@ -1,4 +1,4 @@
-"""The prompt: reads questions and commands until the user leaves."""
+"""The interactive prompt: reads questions and commands until the user leaves."""
 
 from __future__ import annotations
 
@@ -47,29 +47,29 @@ STYLE = Style.from_dict(
         "scrollbar.button": "bg:ansibrightblack",
     }
 )
-PLACEHOLDER = "Ask something. Alt-Enter: a new line, /help: more"
+PLACEHOLDER = "Ask something. Alt-Enter: new line, /help: commands and keys"
 
 
 async def converse(session: Session, prompt: PromptSession[str] | None = None) -> int:
-    """Reads and answers until /exit, Ctrl-D or two Ctrl-C; the exit code."""
+    """Read and answer until /exit, Ctrl-D or two Ctrl-C. Return the exit code."""
     prompt = make_prompt(session) if prompt is None else prompt
-    while not session.signals.leave:
+    while not session.signals.should_leave:
         draft, session.draft = session.draft, ""
         try:
-            line = await prompt.prompt_async(_label(session), default=draft)
+            line = await prompt.prompt_async(_prompt_label(session), default=draft)
         except KeyboardInterrupt:
-            session.signals.press(time.monotonic())
-            if session.is_edit:
-                session.is_edit = False
-                session.terminal.note("All stays as it was.")
-            elif not session.signals.leave:
-                session.terminal.note("Ctrl-C again leaves, and so does Ctrl-D.")
+            session.signals.count_ctrl_c(time.monotonic())
+            if session.is_editing:
+                session.is_editing = False
+                session.terminal.note("Edit cancelled.")
+            elif not session.signals.should_leave:
+                session.terminal.note("Press Ctrl-C again to leave, or Ctrl-D.")
             continue
         except EOFError:
             return 0
         finally:
-            session.signals.listen()
-            session.terminal.keyboard.hush()
+            session.signals.install()
+            session.terminal.keyboard.hide_input()
         if not await handle_line(session, printable(line)):
             return 0
     return 130
@@ -78,13 +78,13 @@ async def converse(session: Session, prompt: PromptSession[str] | None = None) -
 def make_prompt(
     session: Session, input: Input | None = None, output: Output | None = None
 ) -> PromptSession[str]:
-    """An editor of several lines, with the history of earlier runs.
+    """Make a multi-line editor with completion and the history of earlier runs.
 
-    Without `output` it writes to the terminal, on stderr when stdout is something else.
+    Without `output` it writes to the terminal: to stderr if stdout is redirected.
     """
     keys = KeyBindings()
 
-    is_typing = has_focus(DEFAULT_BUFFER)  # and not searching, which has an Enter of its own
+    is_typing = has_focus(DEFAULT_BUFFER)  # not searching, which has its own Enter
 
     @keys.add("enter", filter=is_typing)
     def send(event: KeyPressEvent) -> None:
@@ -95,7 +95,7 @@ def make_prompt(
         event.current_buffer.insert_text("\n")
 
     @keys.add("c-t")
-    async def unfold(event: KeyPressEvent) -> None:
+    async def show_reasoning(event: KeyPressEvent) -> None:
         async with in_terminal():
             await show(session, "reasoning")
 
@@ -121,15 +121,15 @@ def make_prompt(
 
 
 def _placeholder(session: Session) -> StyleAndTextTuples:
-    """What stands where nothing is written, until it is sent."""
-    is_needed = session.open_call is None and not get_app().is_done
+    """Return the text shown while the input is empty; none once it is sent."""
+    is_needed = session.pending_call is None and not get_app().is_done
     return [("class:placeholder", PLACEHOLDER)] if is_needed else []
 
 
-def _label(session: Session) -> StyleAndTextTuples:
-    """What stands before the cursor."""
-    if session.open_call is not None:
-        return [("class:prompt", f"result of {session.open_call['function']['name']}> ")]
+def _prompt_label(session: Session) -> StyleAndTextTuples:
+    """Return the text before the cursor."""
+    if session.pending_call is not None:
+        return [("class:prompt", f"result of {session.pending_call['function']['name']}> ")]
     images = (
         f"[{len(session.images)} image{'s' if len(session.images) > 1 else ''}] "
         if session.images
@@ -139,7 +139,7 @@ def _label(session: Session) -> StyleAndTextTuples:
 
 
 class SlashCompleter(Completer):
-    """Commands by any of their letters in order, and what some of them take."""
+    """Completes commands by a subsequence of their letters, and some arguments."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -155,10 +155,10 @@ class SlashCompleter(Completer):
         name, space, argument = line.partition(" ")
         if not space:
             yield from self._commands.get_completions(Document(name[1:]), event)
-        elif completer := self._argument(name):
+        elif completer := self._argument_completer(name):
             yield from completer.get_completions(Document(argument), event)
 
-    def _argument(self, name: str) -> Completer | None:
+    def _argument_completer(self, name: str) -> Completer | None:
         words = {"/set": SETTABLE, "/show": ("messages", "reasoning"), "/copy": ("code",)}
         if name in words:
             return WordCompleter(words[name], sentence=True)

@@ -1,4 +1,4 @@
-"""What is asked of the server: the settings as the API names them."""
+"""The body of a chat request, built from the settings."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ SAMPLING = ("temperature", "top_p", "max_tokens", "seed")
 
 
 def request_body(config: ChatConfig, model: str, messages: list[Message]) -> dict[str, Any]:
-    """The body of a chat request. Raises ConfigError for a file that cannot be used."""
+    """Return the body of a chat request. Raises ConfigError if a file cannot be used."""
     body: dict[str, Any] = {"model": model, "messages": messages, "stream": config.stream}
     if config.stream:
         body["stream_options"] = {"include_usage": True}
     body |= {name: getattr(config, name) for name in SAMPLING if getattr(config, name) is not None}
     if config.schema is not None:
         schema = _read_json(config.schema, "schema", dict)
-        form = {"name": "answer", "schema": schema, "strict": True}
-        body["response_format"] = {"type": "json_schema", "json_schema": form}
+        json_schema = {"name": "answer", "schema": schema, "strict": True}
+        body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
     if config.tools is not None:
         body["tools"] = _read_json(config.tools, "tools", list)
     return body
@@ -39,7 +39,6 @@ def _read_json(name: str, setting: str, kind: type[dict[str, Any]] | type[list[A
     except orjson.JSONDecodeError as error:
         raise ConfigError(f"--{setting}: {name} is not JSON: {error}.", param=setting) from None
     if not isinstance(content, kind):
-        raise ConfigError(
-            f"--{setting}: {name} holds no {'object' if kind is dict else 'list'}.", param=setting
-        )
+        expected = "object" if kind is dict else "list"
+        raise ConfigError(f"--{setting}: {name} is not a JSON {expected}.", param=setting)
     return content

@@ -1,4 +1,4 @@
-"""The conversation: what each line that the user enters does."""
+"""State of a chat: the conversation, its settings, and the question being entered."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from toolkit.chat import store
 from toolkit.chat.answer_view import Answer, Message
-from toolkit.chat.client import ChatClient, ModelCard
+from toolkit.chat.client import ChatClient, ModelInfo
 from toolkit.chat.exchange import exchange
-from toolkit.chat.history import Conversation, short, text_of
+from toolkit.chat.history import Conversation, shorten, text_of
 from toolkit.chat.request import request_body
 from toolkit.chat.screen.display import display_for
 from toolkit.chat.screen.signals import Signals
@@ -23,54 +23,60 @@ class Session:
     """One conversation with one server."""
 
     def __init__(
-        self, client: ChatClient, card: ModelCard, config: ChatConfig, terminal: Terminal
+        self, client: ChatClient, model: ModelInfo, config: ChatConfig, terminal: Terminal
     ) -> None:
         self.client = client
-        self.card = card
+        self.model = model
         self.config = config
         self.terminal = terminal
         self.conversation = Conversation(config.system)
         self.path = store.new_path()
         self.signals = Signals(terminal.keyboard)
-        self.images: list[str] = []  # as data: addresses, which go with the next question
-        self.results: list[Message] = []  # of the tools that the last answer calls, so far
-        self.draft = ""  # what the next question begins as
-        self.is_edit = False  # the next question takes the place of the last one
+        self.images: list[str] = []  # data: URLs for the next question
+        self.tool_results: list[Message] = []  # entered so far, for the last answer's tool calls
+        self.draft = ""  # initial text of the next question
+        self.is_editing = False  # the next question replaces the last one
         self.answers: list[Answer] = []
 
-    async def say(self, text: str) -> None:
-        """A question; or the result of the tool that the model has called."""
-        if self.open_call is not None:
-            await self._give_result(self.open_call, text)
+    async def submit(self, text: str) -> None:
+        """Ask a question, or enter the result of the pending tool call."""
+        if self.pending_call is not None:
+            await self._add_tool_result(self.pending_call, text)
             return
         content: str | list[Message] = text
         if self.images:
-            pictures = [{"type": "image_url", "image_url": {"url": image}} for image in self.images]
-            content = [*pictures, {"type": "text", "text": text}]
+            images = [{"type": "image_url", "image_url": {"url": image}} for image in self.images]
+            content = [*images, {"type": "text", "text": text}]
         message = {"role": "user", "content": content}
         self.images = []
-        if self.is_edit:
-            self.is_edit = False
+        if self.is_editing:
+            self.is_editing = False
             await self.ask_again([message])
         else:
             await self.ask([message])
 
     async def ask(self, new: list[Message]) -> Answer:
-        """Shows the answer to new messages and keeps it, whole or broken off. Without one the messages are put aside."""
-        answer = await self.exchange(self.conversation.request(new))
+        """Send new messages, and show and save the answer, even if it is incomplete.
+
+        If there is no answer, the messages become the unanswered question.
+        """
+        answer = await self.exchange(self.conversation.build_messages(new))
         if answer.is_empty:
             self.conversation.unanswered = new
         else:
-            self.conversation.keep(new, answer.message)
+            self.conversation.append(new, answer.message)
             self.save()
         self.report(answer)
         return answer
 
     async def ask_again(self, question: list[Message] | None = None) -> None:
-        """Asks the last question anew, or another one in its place. Without an answer all stays as it was."""
+        """Ask the last question again, or `question` instead.
+
+        If there is no answer, the conversation stays unchanged.
+        """
         before = replace(self.conversation, messages=[*self.conversation.messages])
-        last = self.conversation.take_back()
-        self.results = []
+        last = self.conversation.pop_question()
+        self.tool_results = []
         try:
             answer = await self.ask(question or last)
         except ToolkitError:
@@ -79,17 +85,17 @@ class Session:
         if answer.is_empty and len(before.messages) > len(self.conversation.messages):
             self.conversation = before
 
-    async def go_on(self) -> None:
-        """The last answer goes on where it ended."""
+    async def continue_answer(self) -> None:
+        """Continue the last answer from its end."""
         message = self.conversation.messages[-1]
-        answer = await self.exchange(self.conversation.request([]), continues=True)
+        answer = await self.exchange(self.conversation.build_messages([]), continues=True)
         message["content"] += answer.content
         self.save()
         self.report(answer)
 
     async def exchange(self, messages: list[Message], *, continues: bool = False) -> Answer:
-        """Asks, and shows what comes."""
-        body = request_body(self.config, self.card.name, messages)
+        """Send messages and show the answer. `continues`: it extends the last message."""
+        body = request_body(self.config, self.model.name, messages)
         if continues:
             body |= {"continue_final_message": True, "add_generation_prompt": False}
         language = "json" if self.config.schema is not None else None
@@ -97,58 +103,58 @@ class Session:
         return await exchange(self.client, body, display, self.signals)
 
     def report(self, answer: Answer) -> None:
-        """What is to be said of an answer, below it."""
+        """Print the answer's error, or its stats and how it ended."""
         self.answers.append(answer)
         if answer.error is not None:
             self.terminal.error(answer.error)
-        elif answer.is_empty and not answer.stopped:
+        elif answer.is_empty and not answer.is_stopped:
             self.terminal.note("The answer is empty.")
-        notes = ["stopped"] if answer.stopped else []
+        notes = ["stopped"] if answer.is_stopped else []
         if answer.finish_reason == "length":
-            notes.append("cut at its most tokens: /continue goes on")
-        self.terminal.note(" · ".join(filter(None, [*notes, answer.stats(self.card.max_context)])))
-        self.terminal.gap()
+            notes.append("cut at the token limit (/continue)")
+        self.terminal.note(" · ".join(filter(None, [*notes, answer.stats(self.model.max_context)])))
+        self.terminal.blank_line()
 
     def save(self) -> None:
-        """Keeps the conversation on disk; a disk that is full is no reason to stop talking."""
+        """Write the conversation to disk. An error, such as a full disk, does not end the chat."""
         try:
-            store.write(self.path, self.conversation, self.card.name)
+            store.write(self.path, self.conversation, self.model.name)
         except OSError as error:
-            self.terminal.error(f"The conversation is not saved: {error.strerror} ({self.path}).")
+            self.terminal.error(f"Cannot save the conversation: {error.strerror} ({self.path}).")
 
-    def begin(self, conversation: Conversation, path: Path | None = None) -> None:
-        """Another conversation takes the place of this one, which stays on disk. `path`: where the other one is kept."""
+    def start_conversation(self, conversation: Conversation, path: Path | None = None) -> None:
+        """Switch to another conversation, saved in `path`. The current one stays on disk."""
         self.conversation = conversation
         self.path = path or store.new_path()
-        self.images, self.answers, self.results, self.is_edit = [], [], [], False
+        self.images, self.answers, self.tool_results, self.is_editing = [], [], [], False
 
-    def resume(self, saved: store.Saved) -> None:
-        """Goes on with a saved conversation, in its place on disk, and shows where it stood."""
-        self.begin(saved.conversation, saved.path)
+    def resume(self, saved: store.SavedConversation) -> None:
+        """Switch to a saved conversation and show its last question and answer."""
+        self.start_conversation(saved.conversation, saved.path)
         count = self.conversation.num_questions
         self.terminal.note(
-            f"Continuing the conversation of {saved.age} ({count} question{'s' if count != 1 else ''}): "
-            f"{self.conversation.title}"
+            f"Resuming a conversation of {count} question{'s' if count != 1 else ''}, "
+            f"saved {saved.age}: {self.conversation.title}"
         )
         if self.terminal.is_live and self.conversation.messages:
             questions = [
                 message for message in self.conversation.messages if message["role"] == "user"
             ]
-            self.terminal.note(f"> {short(text_of(questions[-1]))}" if questions else "")
+            self.terminal.note(f"> {shorten(text_of(questions[-1]))}" if questions else "")
             display = display_for(self.terminal, "hidden")
             display.update(Answer(content=text_of(self.conversation.messages[-1])))
             display.finish()
-            self.terminal.gap()
+            self.terminal.blank_line()
 
     @property
-    def open_call(self) -> dict[str, Any] | None:
-        """The call of a tool whose result is to be entered next."""
-        calls = [] if self.is_edit else self.conversation.open_calls
-        return calls[len(self.results)] if len(self.results) < len(calls) else None
+    def pending_call(self) -> dict[str, Any] | None:
+        """The tool call whose result is entered next."""
+        calls = [] if self.is_editing else self.conversation.pending_calls
+        return calls[len(self.tool_results)] if len(self.tool_results) < len(calls) else None
 
-    async def _give_result(self, call: dict[str, Any], text: str) -> None:
-        """Takes the result of one call; the model is asked when it has all of them."""
-        self.results.append({"role": "tool", "tool_call_id": call["id"], "content": text})
-        if self.open_call is None:
-            new, self.results = self.results, []
+    async def _add_tool_result(self, call: dict[str, Any], text: str) -> None:
+        """Add the result of one call; after the last one, ask the model."""
+        self.tool_results.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+        if self.pending_call is None:
+            new, self.tool_results = self.tool_results, []
             await self.ask(new)

@@ -1,4 +1,4 @@
-"""Where tk chat keeps what outlives one run."""
+"""Folders for the files of tk chat."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from pathlib import Path
 
 
 def state_folder() -> Path:
-    """Of questions asked before and the log of a private server: `$XDG_STATE_HOME/tk`, else `~/.local/state/tk`."""
-    return _folder("XDG_STATE_HOME", ".local/state", "tk")
+    """Return the folder of the question history and the log: `~/.local/state/tk` by default."""
+    return _make_folder("XDG_STATE_HOME", ".local/state", "tk")
 
 
 def data_folder() -> Path:
-    """Of conversations: `$XDG_DATA_HOME/tk/chats`, else `~/.local/share/tk/chats`."""
-    return _folder("XDG_DATA_HOME", ".local/share", "tk/chats")
+    """Return the folder of conversations: `~/.local/share/tk/chats` by default."""
+    return _make_folder("XDG_DATA_HOME", ".local/share", "tk/chats")
 
 
-def _folder(variable: str, usual: str, name: str) -> Path:
-    """Made when it is missing, for its owner's eyes only."""
+def _make_folder(variable: str, default: str, name: str) -> Path:
+    """Make the folder, readable only by its owner, if it does not exist."""
     base = os.environ.get(variable)
-    folder = (Path(base) if base else Path.home() / usual) / name
+    folder = (Path(base) if base else Path.home() / default) / name
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
 
 
 def private_file(path: Path) -> Path:
-    """The path, of an existing file that only its owner can read."""
+    """Create the file, readable only by its owner, if it does not exist. Return its path."""
     path.touch(mode=0o600, exist_ok=True)
     return path

@@ -1,4 +1,4 @@
-"""Conversations on disk: one JSON file for each, which only its owner can read."""
+"""Saved conversations: one JSON file each, readable only by its owner."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """A conversation on disk."""
-
+class SavedConversation:
     path: Path
     model: str | None
     conversation: Conversation
@@ -27,7 +25,7 @@ class Saved:
 
     @property
     def age(self) -> str:
-        """`5 min ago`."""
+        """Time since the last change, such as '5 min ago'."""
         for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
             if self.seconds_ago >= size:
                 return f"{self.seconds_ago // size:.0f} {unit} ago"
@@ -35,12 +33,12 @@ class Saved:
 
 
 def new_path() -> Path:
-    """Where a conversation that begins now is kept."""
+    """Return the path for a new conversation."""
     return data_folder() / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{os.urandom(2).hex()}.json"
 
 
 def write(path: Path, conversation: Conversation, model: str | None) -> None:
-    """Puts a conversation in the place of what the file held. Raises OSError."""
+    """Replace the file's content atomically. Raises OSError."""
     content = {
         "version": VERSION,
         "model": model,
@@ -53,8 +51,8 @@ def write(path: Path, conversation: Conversation, model: str | None) -> None:
     new.replace(path)
 
 
-def read(path: Path) -> Saved:
-    """A conversation from its file. Raises ConfigError when it is none."""
+def read(path: Path) -> SavedConversation:
+    """Read a conversation from its file. Raises ConfigError."""
     try:
         content = orjson.loads(path.read_bytes())
         if content["version"] != VERSION:
@@ -67,19 +65,20 @@ def read(path: Path) -> Saved:
         ):
             raise TypeError
         conversation = Conversation(content["system"], messages)
-        return Saved(path, content["model"], conversation, time.time() - path.stat().st_mtime)
+        age = time.time() - path.stat().st_mtime
+        return SavedConversation(path, content["model"], conversation, age)
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.") from None
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        raise ConfigError(f"{path} is no conversation that tk chat saved.") from None
+        raise ConfigError(f"{path} is not a conversation saved by tk chat.") from None
 
 
-def newest(count: int) -> list[Saved]:
-    """The conversations that went on last, the newest first. Files that cannot be read are passed over."""
+def newest(count: int) -> list[SavedConversation]:
+    """Return the last changed conversations, newest first. Unreadable files are skipped."""
     paths = sorted(
         data_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True
     )
-    found: list[Saved] = []
+    found: list[SavedConversation] = []
     for path in paths:
         if len(found) == count:
             break

@@ -1,4 +1,4 @@
-"""The command line. Each subcommand is a module; what is heavy is imported when a command runs."""
+"""The command line. Each subcommand is a module; heavy imports happen when a command runs."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ import time
 
 from toolkit.cli.names import VALUES
 
-BEGAN = time.perf_counter()
-"""When the command began."""
+START = time.perf_counter()  # of the command
 
 
 def _open_closed_streams() -> None:
-    """Has standard streams that were closed lead to nowhere: their descriptors would be given to sockets, and what writes would fail."""
+    """Open /dev/null for closed standard streams.
+
+    Otherwise sockets would get their descriptors, and writes to them would fail.
+    """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(
-                opened, opened == number
-            )  # if it is not, something else has its number
-            setattr(sys, name, open(opened, mode, encoding="utf-8"))  # noqa: SIM115  # for as long as this runs
+            # If the numbers differ, another file has the stream's number.
+            os.set_inheritable(opened, opened == number)
+            stream = open(opened, mode, encoding="utf-8")  # noqa: SIM115  # until the process ends
+            setattr(sys, name, stream)
 
 
 def main() -> None:
-    """The entry point of `tk`. What shells and scripts ask for often is answered before Typer is imported."""
+    """Entry point of `tk`. The version and completion values do not need to import Typer."""
     _open_closed_streams()
     arguments = sys.argv[1:]
     if arguments == ["--version"]:
@@ -40,5 +42,5 @@ def main() -> None:
             from toolkit.cli.root import run
 
             sys.exit(run())
-        except KeyboardInterrupt:  # before a command has begun, or after it has ended
+        except KeyboardInterrupt:  # before or after the command
             sys.exit(130)

@@ -1,4 +1,4 @@
-"""tk bench: the load generator, what is made of its results, and the engine benchmarks."""
+"""`tk bench`: load tests of servers, comparisons of results, and engine benchmarks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ ENGINE = (ModelConfig, DeviceConfig, BenchCacheConfig, SchedulerConfig, Parallel
 
 @command_with_subcommands(app, "bench", BenchConfig)
 def bench(config: BenchConfig) -> None:
-    """Load a running OpenAI-compatible server: latency and throughput.
+    """Measure latency and throughput of a running server.
 
-    Requests are sent on a schedule that no slow answer shifts. Latencies count from the scheduled arrival, so that what
-    a request waits for before it is sent is part of them, and, told apart, from the moment of sending.
+    The server must be OpenAI-compatible. Requests are sent on a fixed schedule, which slow answers
+    do not delay. Latencies count from the scheduled arrival, so they include the time until a
+    request is sent; the latencies from sending are reported separately.
 
-    With a command from the list at the end: several runs, what changed between two, or the engine alone.
+    The subcommands make several runs, compare two results, or measure the engine without a server.
     """
     _load(config)
 
 
 @command(bench, "serve", BenchConfig)
 def serve(config: BenchConfig) -> None:
-    """The same as tk bench, under the name that it has in vLLM."""
+    """Do the same as tk bench; this is its name in vLLM."""
     _load(config)
 
 
@@ -43,9 +44,10 @@ def _load(config: BenchConfig) -> None:
 
 @command(bench, "sweep", SweepConfig)
 def sweep(config: SweepConfig) -> None:
-    """Several runs, over values of one flag or more: a line for each.
+    """Make one run for each combination of flag values.
 
-    tk bench sweep --vary rps=1,2,4,8 random-input-len=128,1024 makes eight.
+    tk bench sweep --vary rps=1,2,4,8 random-input-len=128,1024 makes eight runs, and prints a line
+    for each.
     """
     from toolkit.bench.sweep import run_sweep
 
@@ -54,10 +56,11 @@ def sweep(config: SweepConfig) -> None:
 
 @command(bench, "compare", CompareConfig)
 def compare(config: CompareConfig) -> None:
-    """What changed between two saved results; 1 after a regression.
+    """Compare two saved results; exit with 1 after a regression.
 
-    A change is one when chance would make it once in a hundred times, by the results' own intervals of confidence. These
-    know that requests of one time resemble each other, but not that a machine is slower on some days: repeat close calls.
+    A change counts if its probability under chance is below 1 %, by the confidence intervals of the
+    results. These allow for the correlation of requests that run at the same time, but not for a
+    machine that is slower on some days: repeat the measurement when the result is close.
     """
     from toolkit.bench.report.compare import run_compare
 
@@ -73,9 +76,10 @@ def offline(
     scheduler: SchedulerConfig,
     parallel: ParallelConfig,
 ) -> None:
-    """Many requests of mixed lengths at once: the engine's throughput.
+    """Measure the engine's throughput on requests of mixed lengths.
 
-    The answers run to their full lengths. With --load-format dummy the model needs no weights.
+    All requests are submitted at once, and answers always have their full length. With
+    --load-format dummy the model needs no weights.
     """
     from toolkit.bench.engine import run_offline
 
@@ -96,7 +100,7 @@ def latency(
     scheduler: SchedulerConfig,
     parallel: ParallelConfig,
 ) -> None:
-    """Equal requests, a few at once: milliseconds per token."""
+    """Measure the engine's time per token on a few equal requests."""
     from toolkit.bench.engine import run_latency
 
     run_latency(
@@ -116,7 +120,10 @@ def prefill(
     scheduler: SchedulerConfig,
     parallel: ParallelConfig,
 ) -> None:
-    """Long prompts, answers of one token: how fast prompts are read."""
+    """Measure the engine's throughput on long prompts.
+
+    Answers have one token.
+    """
     from toolkit.bench.engine import run_prefill
 
     run_prefill(

@@ -11,7 +11,10 @@ from toolkit.config.clients import ChatConfig
 
 @command(app, "chat", ChatConfig)
 def chat(config: ChatConfig) -> None:
-    """Talk to a model. With a PROMPT, or what comes through a pipe, answer once: only the answer goes to stdout."""
+    """Chat with a model in the terminal.
+
+    With a PROMPT or piped text it answers once, and only the answer goes to stdout.
+    """
     from toolkit.chat.run import run
 
     raise typer.Exit(run(config))

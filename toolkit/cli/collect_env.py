@@ -13,27 +13,27 @@ from toolkit.errors import ConfigError
 
 @app.command("collect-env", cls=Command)
 def collect_env() -> None:
-    """Print what a report of a fault needs, as Markdown.
+    """Print the environment for a bug report, as Markdown.
 
-    Versions, device, settings that are no defaults, and what tk doctor finds wrong.
+    Versions, device, changed settings, and the problems that tk doctor finds.
 
-    Keys, names of users and machines, addresses and the home folder are taken out. Read it before you send it all the
-    same.
+    Keys, names of users and machines, addresses and the home folder are removed. Read the report
+    before you send it.
     """
     from toolkit.doctor.environment import markdown
     from toolkit.doctor.probe import Probe
 
     probe = Probe()
     found = list(findings(probe))
-    print(markdown(probe.facts(), found, _given()))
+    print(markdown(probe.facts(), found, _changed_settings()))
 
 
-def _given() -> Iterator[tuple[str, str, str, str]]:
-    """(command, setting, value, origin) of what is not left to its default."""
+def _changed_settings() -> Iterator[tuple[str, str, str, str]]:
+    """Yield (command, setting, value, origin) of the settings without their default."""
     try:
         for path, rows in every_setting().items():
             for row, one in rows:
                 if one.origin != DEFAULT:
-                    yield " ".join(path), row.name, str(row.shown(one.value)), one.origin
+                    yield " ".join(path), row.name, str(row.mask(one.value)), one.origin
     except ConfigError:
-        return  # a finding of the doctor's tells of it
+        return  # the doctor reports it

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.help import ALL, Command, Group, known_settings, path_of, show_all
+from toolkit.cli.help import ALL, Command, CommandGroup, known_settings, path_of, show_all
 from toolkit.config.fields import Option, build, options
-from toolkit.config.sources import Given, resolve
+from toolkit.config.sources import SourcedValue, resolve
 from toolkit.errors import ConfigError
 
 
 def command(app: typer.Typer, name: str, *configs: type) -> Callable[[Callable[..., None]], None]:
-    """Registers `function(*built_configs)` as a command whose flags are the configs' settings."""
+    """Register `function(*built_configs)` as a command whose flags are the configs' settings."""
 
     def register(function: Callable[..., None]) -> None:
         app.command(name, cls=Command)(_runner(function, configs))
@@ -26,32 +26,30 @@ def command(app: typer.Typer, name: str, *configs: type) -> Callable[[Callable[.
 def command_with_subcommands(
     app: typer.Typer, name: str, *configs: type
 ) -> Callable[[Callable[..., None]], typer.Typer]:
-    """As `command`; what it makes of the function takes subcommands, which have flags of their own.
+    """Register a command like `command`, and return a Typer app for its subcommands.
 
-    The function runs when no subcommand is named. A flag before a subcommand's name is an error.
+    The function runs if no subcommand is given. Subcommands have their own flags: a flag before a
+    subcommand's name is an error.
     """
 
     def register(function: Callable[..., None]) -> typer.Typer:
-        group = typer.Typer(cls=Group, rich_markup_mode=None)
+        group = typer.Typer(cls=CommandGroup, rich_markup_mode=None)
         run = _runner(function, configs)
+        rows = [row for config in configs for row in options(config)]
 
         def root(ctx: typer.Context, **flags: Any) -> None:
-            given = [
-                row.flag
-                for config in configs
-                for row in options(config)
-                if flags[row.name] is not None
-            ]
+            given = [row.flag for row in rows if flags[row.name] is not None]
             given += ["--config"] * (flags["config"] is not None)
             if ctx.invoked_subcommand is not None and given:
                 raise ConfigError(
-                    f"{given[0]} is no flag of 'tk {name} {ctx.invoked_subcommand}': that one's own flags "
-                    f"follow its name."
+                    f"{given[0]} is not allowed before '{ctx.invoked_subcommand}'. "
+                    f"Flags of 'tk {name} {ctx.invoked_subcommand}' follow its name."
                 )
             if ctx.invoked_subcommand is None:
                 run(ctx, **flags)
 
-        _wear(root, function, [*inspect.signature(run).parameters.values()], run.rows)  # type: ignore[attr-defined]  # see _wear
+        parameters = [*inspect.signature(run).parameters.values()]
+        _set_signature(root, function, parameters, rows)
         group.callback(invoke_without_command=True)(root)
         app.add_typer(group, name=name)
         return group
@@ -60,7 +58,7 @@ def command_with_subcommands(
 
 
 def _runner(function: Callable[..., None], configs: Sequence[type]) -> Callable[..., None]:
-    """`function` as Typer takes it: called with flags, None where one was left out."""
+    """Wrap `function` for Typer, which passes flags; None if one was not given."""
     rows = [row for config in configs for row in options(config)]
 
     def run(ctx: typer.Context, **flags: Any) -> None:
@@ -74,36 +72,38 @@ def _runner(function: Callable[..., None], configs: Sequence[type]) -> Callable[
     parameters = [parameter for row in rows for parameter in _parameters(row)]
     parameters.sort(key=lambda p: not p.name.endswith("_argument"))
     parameters = [_CONTEXT, *parameters, _SETTINGS_FILE, _HELP_ALL]
-    _wear(run, function, parameters, rows)
+    _set_signature(run, function, parameters, rows)
     return run
 
 
 def given_settings(
     rows: list[Option], flags: Mapping[str, Any], path: tuple[str, ...], root: Any
-) -> dict[str, Given]:
-    """What was given of a command's settings, by name. `flags`: as Typer parsed them; `path`: the words of the command;
-    `root`: Typer's object of the program.
+) -> dict[str, SourcedValue]:
+    """Return the settings given by flag, variable or file, by name.
+
+    `flags`: parsed by Typer. `path`: the words of the command. `root`: Typer's object of `tk`.
     """
     given = dict(flags)
     for row in rows:
         if row.type is tuple and not given.get(row.name):
-            given[row.name] = None  # Typer's word for a flag that can be repeated and was not given
+            given[row.name] = None  # Typer passes an empty list for a repeatable flag not given
         if row.argument and given.get(f"{row.name}_argument") is not None:
             given[row.name] = given[f"{row.name}_argument"]
     return resolve(rows, given, path, known_settings(root), file=given.get("config"))
 
 
-def _wear(
+def _set_signature(
     run: Callable[..., None],
     function: Callable[..., None],
     parameters: list[inspect.Parameter],
     rows: list[Option],
 ) -> None:
-    """Gives `run` the name and help of `function`, the signature that Typer reads, and the rows that help reads."""
+    """Set the name, help and signature of `run`, which Typer reads, and the rows for the help."""
     run.__name__ = function.__name__
     run.__doc__ = function.__doc__
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # Typer reads it
-    run.rows = rows  # type: ignore[attr-defined]  # `help.settings_of` reads them
+    # Typer reads __signature__, `help.settings_of` reads rows.
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.rows = rows  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
 
 
@@ -119,7 +119,7 @@ _SETTINGS_FILE = inspect.Parameter(
         typer.Option(
             "--config",
             metavar="FILE",
-            help="Settings, instead of ./tk.toml and the user's own tk.toml.",
+            help="Settings file to use instead of ./tk.toml and the user's tk.toml.",
         ),
     ],
 )
@@ -135,7 +135,7 @@ _HELP_ALL = inspect.Parameter(
 
 
 def _parameters(row: Option) -> list[inspect.Parameter]:
-    """The Typer parameters of one setting: a flag, and an argument too when it can be given by position."""
+    """Make the Typer parameters of a setting: a flag, and an argument if it may be positional."""
     kind = inspect.Parameter.KEYWORD_ONLY
     flag = f"{row.flag}/--no-{row.flag[2:]}" if row.type is bool else row.flag
     flags = [flag, *row.aliases]
@@ -146,7 +146,7 @@ def _parameters(row: Option) -> list[inspect.Parameter]:
     hint: Any = Annotated[
         kind_of_value | None,
         typer.Option(
-            *flags, help=row.help + row.shown_default, show_default=False, metavar=metavar
+            *flags, help=row.help + row.default_suffix, show_default=False, metavar=metavar
         ),
     ]
     made = [inspect.Parameter(row.name, kind, default=None, annotation=hint)]

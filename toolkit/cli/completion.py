@@ -13,13 +13,13 @@ from toolkit.doctor.shipped import COMPLETIONS, Shell, completion_path, shipped
 
 @app.command("completion", cls=Command)
 def completion(
-    shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="The shell to complete in.")],
+    shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="The shell.")],
     install: Annotated[
         bool,
-        typer.Option("--install", help="Write it where the shell finds it, instead of to stdout."),
+        typer.Option("--install", help="Install the script instead of printing it."),
     ] = False,
 ) -> None:
-    """Print the completion script of a shell, or install it."""
+    """Print or install the completion script of a shell."""
     script = shipped("completions", COMPLETIONS[shell]).read_text()
     if not install:
         print(script, end="")
@@ -27,10 +27,11 @@ def completion(
     path = completion_path(shell)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(script)
-    print(f"Wrote {path}. It works in new shells.")
+    print(f"Wrote {path}. Completion works in new shells.")
     if shell == "zsh":
         print(
-            f"~/.zshrc needs, before compinit runs: fpath=({path.parent} $fpath); autoload -U compinit && compinit"
+            f"Add to ~/.zshrc, before compinit runs: fpath=({path.parent} $fpath); "
+            "autoload -U compinit && compinit"
         )
     if shell == "bash":
-        print(f"Without the package bash-completion, ~/.bashrc needs: source {path}")
+        print(f"If bash-completion is not installed, add to ~/.bashrc: source {path}")

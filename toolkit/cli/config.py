@@ -13,23 +13,23 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.cli.command import given_settings
-from toolkit.cli.help import HELP_FLAGS, Command, Group, settings_of
+from toolkit.cli.help import HELP_FLAGS, Command, CommandGroup, settings_of
 from toolkit.cli.root import app, tree
 from toolkit.config.fields import Option
-from toolkit.config.sources import Given, settings_file
+from toolkit.config.sources import SourcedValue, settings_file
 from toolkit.errors import ConfigError, did_you_mean
 
 DEFAULT = "default"
 
-group = typer.Typer(cls=Group, rich_markup_mode=None)
+group = typer.Typer(cls=CommandGroup, rich_markup_mode=None)
 app.add_typer(group, name="config")
 
-Settings = list[tuple[Option, Given]]
+Settings = list[tuple[Option, SourcedValue]]
 
 
 @group.callback(invoke_without_command=True)
 def config(ctx: typer.Context) -> None:
-    """See the settings, and where they come from."""
+    """Show the settings and their origins."""
     if ctx.invoked_subcommand is None:
         print(ctx.get_help(), file=sys.stderr)
         raise typer.Exit(2)
@@ -44,26 +44,25 @@ def show(
         str | None,
         typer.Option(
             metavar="COMMAND",
-            help="One command alone, such as serve or 'bench offline'; its flags may follow.",
+            help="Only this command, such as serve or 'bench offline'. Its flags may follow.",
         ),
     ] = None,
     origin: Annotated[
         bool,
         typer.Option(
-            "--origin", help="Say of each value where it comes from: a flag, a variable, a file."
+            "--origin", help="Show the origin of each value: flag, variable, file or default."
         ),
     ] = False,
     file: Annotated[
         str | None,
-        typer.Option(
-            "--config", metavar="FILE", help="The file of settings, instead of ./tk.toml."
-        ),
+        typer.Option("--config", metavar="FILE", help="Settings file to use instead of ./tk.toml."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the origins.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with origins.")] = False,
 ) -> None:
-    """Print every setting as it is in force here, in the form of a tk.toml. Keys are masked.
+    """Print the current value of every setting, in tk.toml format.
 
-    A setting that nobody has given stands with its default, or as a comment when it has none.
+    Keys are masked. A setting that is not set is shown with its default, or as a comment if it has
+    none.
     """
     commands = _commands()
     if command is not None:
@@ -76,12 +75,12 @@ def show(
         commands = {path: commands[path]}
     elif ctx.args:
         raise ConfigError(
-            f"{ctx.args[0]} is no flag of 'tk config show'; flags of a command follow its --command."
+            f"Unknown flag {ctx.args[0]} of 'tk config show'. Flags of a command follow --command."
         )
     flags: dict[str, Any] = {}
     if ctx.args:
         [(path, one)] = commands.items()
-        # A command remembers the flags of its help from its first context, of which the root is no parent here.
+        # This context has no parent, so the help flags are not inherited.
         names = {"help_option_names": HELP_FLAGS}
         flags = one.make_context(" ".join(("tk", *path)), list(ctx.args), **names).params
     flags["config"] = file
@@ -97,12 +96,12 @@ def show(
 
 
 def every_setting() -> dict[tuple[str, ...], Settings]:
-    """Of each command, with its origin. Raises ConfigError for a variable or a file that cannot be read."""
+    """Return the settings of all commands, with origins. Raises ConfigError if one is invalid."""
     return {path: _settings(path, one, {}) for path, one in _commands().items()}
 
 
 def _commands() -> dict[tuple[str, ...], Any]:
-    """Those that have settings, by their words."""
+    """Return the commands that have settings, by their words."""
     return {path: one for path, one in _walk(tree()) if settings_of(one)}
 
 
@@ -113,22 +112,22 @@ def _walk(command: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str,
 
 
 def _settings(path: tuple[str, ...], command: Any, flags: dict[str, Any]) -> Settings:
-    """Every setting of a command, given these flags."""
+    """Return all settings of a command, given these flags."""
     rows = list(settings_of(command).values())
     given = given_settings(rows, flags, path, tree())
-    return [(row, given.get(row.name, Given(row.default, DEFAULT))) for row in rows]
+    return [(row, given.get(row.name, SourcedValue(row.default, DEFAULT))) for row in rows]
 
 
 def _as_json(rows: Settings) -> dict[str, Any]:
-    def value(row: Option, one: Given) -> Any:
-        shown = row.shown(one.value)
+    def value(row: Option, one: SourcedValue) -> Any:
+        shown = row.mask(one.value)
         return repr(shown) if isinstance(shown, float) and not math.isfinite(shown) else shown
 
     return {row.name: {"value": value(row, one), "origin": one.origin} for row, one in rows}
 
 
 def _lines(rows: Settings, *, with_origin: bool) -> Iterable[str]:
-    lines = [f"{row.name} = {_toml(row.shown(one.value))}" for row, one in rows]
+    lines = [f"{row.name} = {_toml(row.mask(one.value))}" for row, one in rows]
     lines = [
         line if one.value is not None else f"# {row.name} ="
         for line, (row, one) in zip(lines, rows, strict=True)
@@ -140,7 +139,6 @@ def _lines(rows: Settings, *, with_origin: bool) -> Iterable[str]:
 
 
 def _toml(value: Any) -> str:
-    """As tomllib reads it back."""
     if isinstance(value, float):
-        return repr(value)  # inf and nan are TOML's words, too
+        return repr(value)  # TOML writes inf and nan like Python
     return json.dumps(value, ensure_ascii=False)

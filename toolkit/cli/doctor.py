@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
-    """Check whether this machine can serve, and say what to mend.
+    """Check whether this machine can serve, and say what to fix.
 
-    Driver, PyTorch, kernels, compiler, memory, disk, limits, packages, settings, port, downloads, manual and completions.
-    Exits with 1 when a check fails; what is only to be looked at changes nothing.
+    Checks driver, PyTorch, kernels, compiler, memory, disk, limits, packages, settings, port,
+    downloads, manual and completions. Exits with 1 if a check fails; warnings do not count.
     """
     from toolkit.doctor.probe import Probe
     from toolkit.doctor.report import report
@@ -35,14 +35,14 @@ def doctor(
 
 
 def findings(probe: Probe) -> Iterator[Finding]:
-    """Everything that is checked; last what has to be waited for."""
+    """Run all checks, the slow ones last."""
     from toolkit.doctor.installation import check_installation
     from toolkit.doctor.machine import check_machine, check_torch
 
     yield from check_machine()
     server, found = _settings()
     yield found
-    names = {name for those in known_settings(tree()).values() for name in those}
+    names = {name for each in known_settings(tree()).values() for name in each}
     yield from check_installation(
         [f"TK_{name.upper()}" for name in names], server.host, server.port
     )
@@ -50,7 +50,7 @@ def findings(probe: Probe) -> Iterator[Finding]:
 
 
 def _settings() -> tuple[ServerConfig, Finding]:
-    """The server's, as far as they can be read, and whether all that is set can be."""
+    """Return the server's settings, and whether all settings can be read."""
     from toolkit.doctor.finding import Finding
 
     try:
@@ -64,9 +64,7 @@ def _settings() -> tuple[ServerConfig, Finding]:
         server = ServerConfig(**{name: one.value for name, one in given.items() if name in names})
     except ConfigError as error:
         return ServerConfig(), Finding(
-            "settings", "fail", error.message, "tk man tk.toml describes them."
+            "settings", "fail", error.message, "'tk man tk.toml' describes the settings."
         )
-    told = ", ".join(f"{name} ({one.origin})" for name, one in given.items())
-    return server, Finding(
-        "settings", "pass", f"of the server: {told}" if told else "the server's defaults"
-    )
+    listed = ", ".join(f"{name} ({one.origin})" for name, one in given.items())
+    return server, Finding("settings", "pass", f"server: {listed}" if listed else "server defaults")

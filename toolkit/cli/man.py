@@ -14,8 +14,7 @@ from toolkit.cli.root import app
 from toolkit.doctor.shipped import shipped
 from toolkit.errors import ConfigError, did_you_mean
 
-OTHERS = {"tk.toml": "5", "tk-metrics": "7"}
-"""Pages that are about no command, with their sections."""
+OTHERS = {"tk.toml": "5", "tk-metrics": "7"}  # sections of pages that describe no command
 
 
 @app.command("man", cls=Command)
@@ -23,13 +22,14 @@ def man(
     page: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="COMMAND", help="A command, such as bench offline; or tk.toml, or metrics."
+            metavar="COMMAND", help="A command, such as bench offline; or tk.toml or metrics."
         ),
     ] = None,
 ) -> None:
-    """Show the manual of tk or of a command.
+    """Show the manual page of tk or of a command.
 
-    tk man tk.toml describes the file of settings, tk man metrics what a server tells Prometheus."""
+    tk man tk.toml describes the settings file, tk man metrics the Prometheus metrics of a server.
+    """
     path = shipped("man", page_name(page or []))
     reader = shutil.which("man")
     sys.stdout.flush()
@@ -47,7 +47,7 @@ def man(
 
 
 def page_name(words: list[str]) -> str:
-    """The file of a page. Raises ConfigError for one that does not exist."""
+    """Return the file name of a page. Raises ConfigError if there is none."""
     from toolkit.cli.root import tree
 
     known = {"tk": "tk.1"} | {
@@ -58,11 +58,11 @@ def page_name(words: list[str]) -> str:
     for candidate in (name, f"tk-{name}"):
         if candidate in known:
             return known[candidate]
-    raise ConfigError(f"There is no page {name!r}.{did_you_mean(f'tk-{name}', known)}")
+    raise ConfigError(f"There is no manual page {name!r}.{did_you_mean(f'tk-{name}', known)}")
 
 
 def _paths(group: object) -> list[tuple[str, ...]]:
-    """The path of every command below a group."""
+    """Return the words of every command below a group."""
     commands: dict[str, object] = getattr(group, "commands", {})
     return [
         path

@@ -16,15 +16,15 @@ def models(
     folders: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="FOLDER", help="Where to look for model folders. Default: the current folder."
+            metavar="FOLDER", help="Folders to search for models. Default: the current folder."
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the models at hand.
+    """List local models.
 
-    The demo model, folders, and what was downloaded from the hub.
-    FITS says whether this machine has room for the weights and one request of the model's full context.
+    The demo model, model folders, and downloads from the hub. FITS: whether this machine has memory
+    for the weights and one request of full context length.
     """
     from toolkit.inventory.listing import list_models
 

@@ -8,8 +8,7 @@ SUBJECTS = {
     "Models": ("models", "pull", "show", "rm"),
     "This machine": ("config", "doctor", "collect-env", "man", "completion"),
 }
-"""The commands, as the help groups them."""
+"""Commands by the subject that the help lists them under."""
 COMMANDS = tuple(name for names in SUBJECTS.values() for name in names)
 
-VALUES = "__values"
-"""The command that completion scripts call for values that only the machine or a server knows."""
+VALUES = "__values"  # command that completion scripts call for model names

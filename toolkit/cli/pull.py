@@ -19,11 +19,10 @@ def pull(
         str | None, typer.Option(metavar="REVISION", help="Branch, tag or commit on the hub.")
     ] = None,
 ) -> None:
-    """Fetch a model from the hub.
+    """Download a model from the hub.
 
-    It can be served without the hub then.
-    A connection that breaks is gone on with, and files that an earlier
-    attempt has fetched are not fetched again. The folder that the model is in goes to stdout.
+    Afterwards it can be served without the hub. An interrupted download is resumed, and complete
+    files are not downloaded again. The model's folder is printed to stdout.
     """
     from toolkit.inventory.download import pull as run
 

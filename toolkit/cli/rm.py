@@ -13,13 +13,13 @@ from toolkit.cli.root import app
 @app.command("rm", cls=Command)
 def rm(
     names: Annotated[
-        list[str], typer.Argument(metavar="DOWNLOADED", help="Models, as tk models lists them.")
+        list[str], typer.Argument(metavar="DOWNLOADED", help="Models listed by tk models.")
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
 ) -> None:
     """Remove downloaded models.
 
-    All revisions of them, after a question; and nothing outside of the hub's cache.
+    Asks first, then removes all their revisions from the hub's cache, and nothing else.
     """
     from toolkit.inventory.removal import remove
 

@@ -1,4 +1,4 @@
-"""A plain rendering of our own man pages, for machines without `man`. It knows the macros of `docs.roff`."""
+"""Man pages as plain text, for machines without `man`. Knows the macros of `tools.docs.roff`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _ESCAPE = re.compile(r"\\f[BIR]|\\\((?:aq|ga|ha|ti)|\\[-e&]")
 
 
 def as_text(roff: str) -> str:
-    """A page as text of at most 78 columns, but for what is longer in one piece."""
+    """Render a page in 78 columns. Words that are longer are not broken."""
     out: list[str] = []
     indent = INDENT
-    as_is = is_tag = False
+    is_verbatim = is_tag = False
     for line in roff.splitlines():
         macro, _, rest = line.partition(" ")
         if not line.startswith("."):
             text = _plain(line)
-            if as_is:
+            if is_verbatim:
                 out.append(" " * (INDENT + 4) + text)
             elif is_tag:
                 out += ["", *_filled(text, INDENT)]
@@ -46,7 +46,7 @@ def as_text(roff: str) -> str:
         elif macro == ".TP":
             is_tag, indent = True, TAG_INDENT
         elif macro in (".EX", ".EE"):
-            as_is = macro == ".EX"
+            is_verbatim = macro == ".EX"
     return "\n".join(out).strip("\n") + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The tree of commands, and what becomes of mistakes in a command line."""
+"""The tree of commands, and the error messages of the command line."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from importlib import import_module
 
 import typer
 
-from toolkit.cli.help import HELP_FLAGS, Group, Program
+from toolkit.cli.help import HELP_FLAGS, CommandGroup, RootGroup
 from toolkit.cli.names import COMMANDS
 from toolkit.errors import ToolkitError
-from toolkit.logs import harmless, keep_traceback, shows_tracebacks
+from toolkit.logs import escape_controls, save_traceback, shows_tracebacks
 
 EXIT_CODES = {
-    0: "Done.",
-    1: "A fault of tk. The error says where its traceback is.",
-    2: "A mistake that can be mended: a flag, a setting, a model, a server that is not there. The error says which.",
+    0: "Success.",
+    1: "Internal error. The message says where its traceback is.",
+    2: "Usage error: a flag, setting, model or server that cannot be used. The message says which.",
     130: "Ctrl-C.",
 }
-"""What every command ends with."""
+"""Exit codes of every command."""
 
 app = typer.Typer(
     name="tk",
-    cls=Program,
+    cls=RootGroup,
     help="Serve language models from the command line.",
-    epilog="tk COMMAND --help has its flags, tk man COMMAND its manual. tk --version.\n"
-    "Exit codes: 0 done, 1 in vain or a fault of tk, 2 a mistake to mend, 130 Ctrl-C.",
+    epilog="Flags: tk COMMAND --help. Manual: tk man COMMAND. Version: tk --version.\n"
+    "Exit codes: 0 success, 1 failure, 2 usage error, 130 Ctrl-C.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: it fits 80 columns, and brackets stay brackets
+    rich_markup_mode=None,  # plain help fits 80 columns and keeps brackets
     context_settings={"help_option_names": HELP_FLAGS},
 )
 
@@ -43,7 +43,7 @@ def root(
     ctx: typer.Context,
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
-    if version:  # with other flags; alone, `main` has answered it
+    if version:  # with other flags; `main` handles it alone
         from toolkit.version import __version__
 
         print(f"tk {__version__}")
@@ -54,18 +54,18 @@ def root(
 
 
 @cache
-def tree() -> Group:
-    """Every command, as Typer's objects."""
+def tree() -> CommandGroup:
+    """Return Typer's object of `tk` with all commands."""
     for name in COMMANDS:
         import_module(f"toolkit.cli.{name.replace('-', '_')}")
     group = typer.main.get_command(app)
-    assert isinstance(group, Group)
+    assert isinstance(group, CommandGroup)
     group.commands = {name: group.commands[name] for name in COMMANDS}
     return group
 
 
 def run() -> int:
-    """Runs the command that was asked for; its exit code. Whatever goes wrong is one paragraph on stderr."""
+    """Run the command and return its exit code. An error is one paragraph on stderr."""
     try:
         return tree().main(prog_name="tk", standalone_mode=False) or 0
     except Exception as error:
@@ -75,27 +75,29 @@ def run() -> int:
 
 
 def explain(error: Exception) -> int:
-    """Says on stderr what went wrong; the exit code for it."""
+    """Print an error to stderr and return the exit code. Errors of all commands end here.
+
+    A ToolkitError is one paragraph. A bug is one line; its traceback goes to `errors.log`.
+    """
     if isinstance(error, ToolkitError):
-        return _tell(error.message, 2)
+        return _fail(error.message, 2)
     if isinstance(error, typer.TyperException):
-        return _tell(error.format_message(), error.exit_code)
+        return _fail(error.format_message(), error.exit_code)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return _tell(
-            f"{error.filename or 'What the output goes to, or a file,'} cannot be written: {error.strerror}.",
-            2,
+        return _fail(
+            f"Cannot write to {error.filename or 'the output or a file'}: {error.strerror}.", 2
         )
-    said = " ".join(str(error).split())[:300]
-    return _tell(
-        f"this is a fault of tk, not of yours: {type(error).__name__}{f': {said}' if said else ''}. "
-        f"{keep_traceback(error)} A report of it is welcome; 'tk collect-env' writes what it needs beside.",
+    text = " ".join(str(error).split())[:300]
+    return _fail(
+        f"internal error: {type(error).__name__}{f': {text}' if text else ''}. "
+        f"{save_traceback(error)} Please report it with the output of 'tk collect-env'.",
         1,
     )
 
 
-def _tell(message: str, code: int) -> int:
-    """One line, or on a terminal one paragraph with its words whole; returns the code."""
-    text = harmless(f"tk: {message}")
+def _fail(message: str, code: int) -> int:
+    """Print the message, wrapped on a terminal, and return the code."""
+    text = escape_controls(f"tk: {message}")
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns
         lines = (

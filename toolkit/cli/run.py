@@ -1,4 +1,4 @@
-"""tk run."""
+"""`tk run`."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ def run(
     scheduler: SchedulerConfig,
     parallel: ParallelConfig,
 ) -> None:
-    """Answer one prompt and exit. The answer goes to stdout as it comes; standard input, when piped, joins the prompt."""
+    """Answer one prompt and exit.
+
+    The answer is streamed to stdout. Text piped to standard input is added to the prompt.
+    """
     if model.model is not None and config.prompt is None and " " in model.model:
         raise InvalidRequestError(
-            f"{model.model!r} stands where the model's name is expected: tk run MODEL PROMPT, or, for the demo model, "
-            f"tk run --prompt PROMPT.",
+            f"{model.model!r} was given as the model's name. Use tk run MODEL PROMPT or, with the "
+            "demo model, tk run --prompt PROMPT.",
             param="prompt",
         )
-    prompt = _prompt(config.prompt)
+    prompt = _read_prompt(config.prompt)
 
     from toolkit.engine.llm import LLM
     from toolkit.sampling.params import SamplingParams
 
     engine = EngineConfig(
         model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel
-    ).with_settings(
-        max_num_seqs=1  # one request needs no room for more
-    )
+    ).with_settings(max_num_seqs=1)
     llm = LLM(config=engine)
     if config.raw or llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         if config.system is not None:
@@ -67,11 +68,11 @@ def run(
             print(delta.text, end="", flush=True)
         print()
     except BrokenPipeError:
-        sys.stderr.close()  # whoever read us has gone; nothing is left to say
+        sys.stderr.close()  # suppress the error of the flush at exit
 
 
-def _prompt(given: str | None) -> str:
-    """The prompt and what is piped in, one after the other. Raises InvalidRequestError when there is neither."""
+def _read_prompt(given: str | None) -> str:
+    """Return the prompt and piped text, joined. Raises InvalidRequestError if both are empty."""
     piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().rstrip("\n")
     prompt = "\n\n".join(part for part in (given, piped) if part)
     if not prompt:

@@ -1,10 +1,10 @@
-"""tk serve."""
+"""`tk serve`."""
 
 from __future__ import annotations
 
 import typer
 
-from toolkit.cli import BEGAN
+from toolkit.cli import START
 from toolkit.cli.command import command
 from toolkit.cli.root import app
 from toolkit.config import (
@@ -51,4 +51,4 @@ def serve(
 
     from toolkit.serving.lifecycle import serve as run
 
-    raise typer.Exit(uvloop.run(run(engine, server, BEGAN)))
+    raise typer.Exit(uvloop.run(run(engine, server, START)))

@@ -14,18 +14,17 @@ from toolkit.cli.root import app
 def show(
     model: Annotated[
         str | None,
-        typer.Argument(
-            metavar="MODEL", help="A folder or a hub name. Without one: the demo model."
-        ),
+        typer.Argument(metavar="MODEL", help="Model folder or hub name. Default: the demo model."),
     ] = None,
     revision: Annotated[
         str | None, typer.Option(metavar="REVISION", help="Branch, tag or commit on the hub.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, config.json included.")] = False,
 ) -> None:
-    """Show what a model is: architecture, parameters, context, tokenizer, chat template, license, files.
+    """Show the properties of a model.
 
-    Of a model that is on the hub alone only the description is fetched, not the weights.
+    Architecture, parameters, context, tokenizer, chat template, license and files. If the model is
+    only on the hub, its description is downloaded, but not its weights.
     """
     from toolkit.inventory.card import show as run
 

@@ -11,11 +11,11 @@ from toolkit.config.clients import TopConfig
 
 @command(app, "top", TopConfig)
 def top(config: TopConfig) -> None:
-    """Watch running servers: throughput, latency, live requests, and why they are not faster.
+    """Watch running servers: throughput, latency, live requests and bottlenecks.
 
-    Five pages: 1 overview, 2 live requests (sorted, filtered, opened, ended), 3 latency over time as heatmaps, 4 servers, 5
-    settings. ? lists the keys. It reads /metrics of tk and vLLM servers, and of tk servers /tk/requests and
-    /server_info, which want the operator's key where there is one.
+    Five pages: 1 overview, 2 live requests (sort, filter, open, end), 3 latency over time as
+    heatmaps, 4 servers, 5 settings. ? lists the keys. Reads /metrics of tk and vLLM servers, and
+    /tk/requests and /server_info of tk servers, which need the admin key if the server has one.
     """
     from toolkit.top.run import run
 

@@ -1,6 +1,7 @@
-"""What completion scripts ask for while somebody types: names of models, from this machine or from a server.
+"""Model names for shell completion, from this machine or from a server.
 
-It is answered before Typer or any setting is imported, and never fails: no answer is better than an error in a prompt.
+Runs without Typer and settings, so that it is fast. It never fails: an error would end up in the
+user's prompt.
 """
 
 from __future__ import annotations
@@ -9,27 +10,28 @@ import json
 import os
 from collections.abc import Sequence
 
-PATIENCE = 0.5
-"""Seconds that a server gets to answer."""
+TIMEOUT = 0.5  # seconds until a server must answer
 URL_FLAGS = ("--url", "--base-url")
 
 
 def values(kind: str, words: Sequence[str]) -> list[str]:
-    """Values for a word of some `kind`: MODEL is a model of this machine, or of the server that the `words` of the line
-    name; NAME is a model of the server, the default one when none is named; DOWNLOADED is one in the hub's cache.
+    """Return the values of a word of this `kind` in the command line `words`.
+
+    MODEL: models of this machine, or of the server that --url names. NAME: models of that server or
+    of the default one. DOWNLOADED: models in the hub's cache.
     """
     url = _option(words, URL_FLAGS) or os.environ.get("TK_URL")
     if kind == "NAME" or (kind == "MODEL" and url):
         key = _option(words, ("--api-key",)) or os.environ.get("TK_API_KEY")
-        return served(url or "http://127.0.0.1:8000", key)
+        return served_models(url or "http://127.0.0.1:8000", key)
     from toolkit.models.hub import cached_names, local_names
 
     names = {"MODEL": local_names, "DOWNLOADED": cached_names}
     return sorted(names[kind]()) if kind in names else []
 
 
-def served(url: str, key: str | None) -> list[str]:
-    """Models that a server lists; none when it does not answer."""
+def served_models(url: str, key: str | None) -> list[str]:
+    """Return the models that a server lists; none if it does not answer."""
     from urllib.error import URLError
     from urllib.request import ProxyHandler, Request, build_opener
 
@@ -37,14 +39,14 @@ def served(url: str, key: str | None) -> list[str]:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         request = Request(root.rstrip("/").removesuffix("/v1") + "/v1/models", headers=headers)
-        with build_opener(ProxyHandler({})).open(request, timeout=PATIENCE) as answer:
+        with build_opener(ProxyHandler({})).open(request, timeout=TIMEOUT) as answer:
             return [str(model["id"]) for model in json.load(answer)["data"]]
     except (URLError, OSError, ValueError, KeyError, TypeError):
         return []
 
 
 def _option(words: Sequence[str], flags: Sequence[str]) -> str | None:
-    """The value of one of the flags in a line, as `--flag value` or `--flag=value`."""
+    """Return the value of the first of the flags, from `--flag value` or `--flag=value`."""
     for index, word in enumerate(words):
         name, has_value, value = word.partition("=")
         if name in flags and has_value:

@@ -1,1 +1,1 @@
-"""The parts that every client of an OpenAI-compatible server shares."""
+"""Code shared by all clients of an OpenAI-compatible server."""

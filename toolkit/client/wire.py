@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible server sends, taken apart: server-sent events and error bodies."""
+"""Parsing of an OpenAI-compatible server's output: server-sent events and error bodies."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ DONE = b"[DONE]"
 
 
 class ServerError(ToolkitError):
-    """The server cannot be reached, or refused; the message says which and why."""
+    """The server cannot be reached or refused the request."""
 
     status = 502
     type = "server_error"
 
 
 class RequestFailedError(Exception):
-    """A request that was not answered to its end: (what kind of failure, this one in words)."""
+    """A request got no complete answer. `cause` is the kind of failure, `example` its message."""
 
     def __init__(self, cause: str, example: str) -> None:
         super().__init__(cause, example)
@@ -29,16 +29,16 @@ class RequestFailedError(Exception):
 
 
 class EventBuffer:
-    """Turns the bytes of an event stream, cut anywhere, into the data of its events."""
+    """Splits the bytes of an event stream into events."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of every event that these bytes complete, in order. Comments are left out."""
+        """Return the data of every event that these bytes complete, without comments."""
         data = self._rest + data if self._rest else data
         if b"\r" in data:
-            tail = b"\r" if data.endswith(b"\r") else b""  # its \n may be in the next piece
+            tail = b"\r" if data.endswith(b"\r") else b""  # its \n may be in the next chunk
             data = data.removesuffix(b"\r").replace(b"\r\n", b"\n") + tail
         *events, self._rest = data.split(b"\n\n")
         return [found for event in events if (found := _data(event)) is not None]
@@ -54,7 +54,7 @@ def _data(event: bytes) -> bytes | None:
 
 
 def error_message(body: bytes) -> str:
-    """The message in an error's body, whatever shape it has; one line, not longer than 500 characters."""
+    """Return the message of an error body of any format: one line, at most 500 characters."""
     try:
         found: Any = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -67,5 +67,5 @@ def error_message(body: bytes) -> str:
 
 
 def goes_through_proxy(url: str) -> bool:
-    """Whether HTTP_PROXY and its kin are meant for this address: not when it is this machine's own."""
+    """Return True if HTTP_PROXY and the like apply to this address: not if it is local."""
     return urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1")

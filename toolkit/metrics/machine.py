@@ -1,4 +1,4 @@
-"""What the machine gives a server: processor and memory of its processes, and its GPUs. Read when somebody asks."""
+"""CPU time and memory of the server's processes, and state of its GPUs, read on each scrape."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ GPU_READINGS: dict[str, tuple[str, Callable[[Any, Any], float]]] = {
         lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
     ),
     "gpu_memory_total_bytes": (
-        "Memory.",
+        "Total memory.",
         lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total,
     ),
     "gpu_utilization_perc": (
-        "Share of the time in which some kernel ran, 0 to 1.",
+        "Share of time in which a kernel ran, from 0 to 1.",
         lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
     ),
     "gpu_power_watts": ("Power drawn.", lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
     "gpu_power_limit_watts": (
-        "Power that it may draw.",
+        "Power limit.",
         lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
     ),
     "gpu_temperature_celsius": (
@@ -36,11 +36,11 @@ GPU_READINGS: dict[str, tuple[str, Callable[[Any, Any], float]]] = {
         lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
     ),
 }
-"""Metrics of a GPU: what each means, and how NVML is asked."""
+"""Metrics of a GPU: help text, and a function of (NVML, device handle)."""
 
 
 class ProcessMetrics(Collector):
-    """Processor time and memory of this process and those that it has started, by what they do."""
+    """CPU time and memory of this process and its children, by role."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -48,7 +48,6 @@ class ProcessMetrics(Collector):
         self._kinds: dict[int, str] = {}
 
     def collect(self) -> Iterable[Metric]:
-        """What Prometheus reads."""
         seconds: dict[str, float] = {}
         memory: dict[str, float] = {}
         for process in (self._server, *self._server.children()):
@@ -57,16 +56,16 @@ class ProcessMetrics(Collector):
                 times = process.cpu_times()
                 seconds[kind] = seconds.get(kind, 0.0) + times.user + times.system
                 memory[kind] = memory.get(kind, 0.0) + process.memory_info().rss
-            except psutil.Error:  # it has just ended
+            except psutil.Error:  # it ended meanwhile
                 continue
         cpu = CounterMetricFamily(
             f"{self._prefix}:process_cpu_seconds",
-            "Processor time, by what the process does.",
+            "CPU time, by role of the process.",
             labels=["process"],
         )
         resident = GaugeMetricFamily(
             f"{self._prefix}:process_resident_memory_bytes",
-            "Memory, by what the process does.",
+            "Resident memory, by role of the process.",
             labels=["process"],
         )
         for kind in seconds:
@@ -86,16 +85,13 @@ class ProcessMetrics(Collector):
 
 
 class GPUMetrics(Collector):
-    """Memory, utilization, power and temperature of the machine's NVIDIA GPUs, through NVML; nothing where there is
-    none.
-    """
+    """Memory, utilization, power and temperature of NVIDIA GPUs, from NVML. No GPU: no metrics."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._nvml, self._gpus = _find_gpus()
 
     def collect(self) -> Iterable[Metric]:
-        """What Prometheus reads."""
         if self._nvml is None:
             return []
         families = []
@@ -106,14 +102,14 @@ class GPUMetrics(Collector):
             for index, (handle, gpu_name) in enumerate(self._gpus):
                 try:
                     family.add_metric([str(index), gpu_name], read(self._nvml, handle))
-                except self._nvml.NVMLError:  # not every device tells everything
+                except self._nvml.NVMLError:  # not supported by this device
                     continue
             families.append(family)
         return families
 
 
 def _find_gpus() -> tuple[Any, list[tuple[Any, str]]]:
-    """(NVML, a handle and a name for each GPU); (None, []) where there is no driver."""
+    """Return (NVML, [(handle, name) of each GPU]), or (None, []) without a driver."""
     import pynvml
 
     try:

@@ -1,8 +1,9 @@
-"""One server's metrics from those of its processes."""
+"""Merge the metrics of a server's processes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 import msgspec
 from prometheus_client import CollectorRegistry, Metric, generate_latest
@@ -10,15 +11,13 @@ from prometheus_client.registry import Collector
 
 
 class Sample(msgspec.Struct, array_like=True):
-    """One number, under its full name."""
-
-    name: str
+    name: str  # with suffix: _total, _bucket, ...
     labels: dict[str, str]
     value: float
 
 
 class Family(msgspec.Struct, array_like=True):
-    """A metric and all of its samples; `kind` is Prometheus' type."""
+    """A metric with all of its samples. `kind` is Prometheus' type."""
 
     name: str
     text: str
@@ -27,7 +26,7 @@ class Family(msgspec.Struct, array_like=True):
 
 
 def snapshot(registry: CollectorRegistry) -> list[Family]:
-    """What a process has counted, as a message can carry it."""
+    """Return the metrics of a process as a message."""
     return [
         Family(
             metric.name,
@@ -39,41 +38,41 @@ def snapshot(registry: CollectorRegistry) -> list[Family]:
     ]
 
 
-def merged(snapshots: Iterable[list[Family]]) -> list[Family]:
-    """The sums of all samples. A moment of creation is the earliest one.
+def merge(snapshots: Iterable[list[Family]]) -> list[Family]:
+    """Add up samples of the same name and labels. Of creation times, take the earliest.
 
-    A gauge is to be set by one process alone, in the others it is 0; or each process has its part of it.
+    Gauges are added too: one process sets a gauge and the others leave it at 0, or each sets its
+    part.
     """
     families: dict[str, Family] = {}
     known: dict[tuple[str, ...], Sample] = {}
-    for family in (family for taken in snapshots for family in taken):
-        mine = families.setdefault(family.name, Family(family.name, family.text, family.kind, []))
+    for family in chain.from_iterable(snapshots):
+        total = families.setdefault(family.name, Family(family.name, family.text, family.kind, []))
         for sample in family.samples:
             key = (sample.name, *sample.labels.values())
-            before = known.get(key)
-            if before is None:
+            sample_sum = known.get(key)
+            if sample_sum is None:
                 known[key] = Sample(sample.name, sample.labels, sample.value)
-                mine.samples.append(known[key])
+                total.samples.append(known[key])
             elif sample.name.endswith("_created"):
-                before.value = min(before.value, sample.value)
+                sample_sum.value = min(sample_sum.value, sample.value)
             else:
-                before.value += sample.value
+                sample_sum.value += sample.value
     return list(families.values())
 
 
-def exposed(families: list[Family]) -> bytes:
-    """The families in Prometheus' text format."""
+def expose(families: list[Family]) -> bytes:
+    """Return the families in Prometheus' text format."""
     registry = CollectorRegistry()
-    registry.register(_Collected(families))
+    registry.register(_Families(families))
     return generate_latest(registry)
 
 
-class _Collected(Collector):
+class _Families(Collector):
     def __init__(self, families: list[Family]) -> None:
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        """What Prometheus reads."""
         for family in self._families:
             metric = Metric(family.name, family.text, family.kind)
             for sample in family.samples:

@@ -2,6 +2,11 @@
 
 A grammar is compiled once, outside the engine's loop. Every sequence follows its own copy, whose
 state depends on the sequence's tokens alone, so that preemption and revival change nothing.
+
+llguidance does the work. With 127,000 tokens it compiles a usual JSON schema in 0.5 ms (xgrammar
+0.2.8: 198 ms) and makes a mask in 0.1 ms on average (0.7 ms). It refuses keywords that it cannot
+enforce, bounds its own work, and has no dependencies; xgrammar would bring torch and Transformers
+into the front end.
 """
 
 from __future__ import annotations

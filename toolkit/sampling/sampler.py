@@ -1,9 +1,9 @@
 """Chooses tokens from logits.
 
-The order is vLLM's: log-probabilities are of the raw logits; then logit bias and forbidden ends, penalties, grammars,
-temperature, min-p, top-k, top-p. A random choice depends on the request's seed and the position alone, so
-that the same seed gives the same text whatever else is in the batch and however often the request was
-preempted.
+The order is vLLM's: log-probabilities of the raw logits; then logit bias and forbidden end tokens,
+penalties, grammars, temperature, min-p, top-k, top-p. `sample` is the only place that has it. A
+random choice depends on the request's seed and the position alone: the same seed gives the same
+text in any batch and after any preemption.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from toolkit.sampling.sampling_state import SamplingState, to_device
 
 IntArray = npt.NDArray[np.int32]
 GREATEST_SHORTCUT = 1024
-"""When every filtering request keeps at most this many tokens, the vocabulary is not sorted."""
+"""If every filtering request keeps at most this many tokens, the vocabulary is not sorted."""
 
 
 def sample(
@@ -34,11 +34,12 @@ def sample(
 ) -> torch.Tensor:
     """Return the next tokens [n]; -1 where the logits are not finite.
 
-    logits: [n, vocab] fp32, changed in place; token_ids: [num_rows, max_len], the rows' tokens so far; rows,
-    lengths: [n] on the host, which rows these are and how many tokens each has (the sampled one comes at that
-    position); masked: indices of requests that are bound to a grammar, and what their next tokens may be.
+    logits: [n, vocab] fp32, changed in place. token_ids: [num_rows, max_len], the rows' tokens so
+    far. rows, lengths: [n] on the host, the rows and their numbers of tokens, which is the position
+    of the sampled token. masked: indices of requests with a grammar, and their masks.
 
-    With the device's `kernels` the tokens are int32, and are written into `token_ids`; else they are int64.
+    With the device's `kernels` the tokens are int32, and are written into `token_ids`; else they
+    are int64.
     """
     steps = (
         _TorchSteps(state, token_ids, rows, lengths)
@@ -55,7 +56,7 @@ def sample(
 
 
 class _TorchSteps:
-    """The steps of `sample` in PyTorch; on a CPU the choice is our C++ kernel's, where it was built."""
+    """Steps of `sample` in PyTorch. On a CPU our C++ kernel chooses, if it was built."""
 
     def __init__(
         self, state: SamplingState, token_ids: torch.Tensor, rows: IntArray, lengths: IntArray
@@ -78,7 +79,7 @@ class _TorchSteps:
 
 
 class _KernelSteps:
-    """The steps of `sample` by a GPU's kernels."""
+    """Steps of `sample` with GPU kernels."""
 
     def __init__(
         self,
@@ -109,7 +110,10 @@ class _KernelSteps:
 def choose(
     logits: torch.Tensor, state: SamplingState, rows: IntArray, lengths: IntArray
 ) -> torch.Tensor:
-    """The next tokens [n] int64 by temperature, min-p, top-k and top-p alone; -1 where the logits are not finite."""
+    """Return the next tokens [n] int64 by temperature, min-p, top-k and top-p.
+
+    -1 where the logits are not finite.
+    """
     device = logits.device
     rows_on_device = torch.from_numpy(rows).to(device, torch.int64)
     best, greedy = logits.max(dim=-1)
@@ -118,7 +122,7 @@ def choose(
         temperature = state.floats[rows_on_device, 0]
         positions = torch.from_numpy(lengths).to(device, torch.int64)
         uniform = uniform_at(state.ints[rows_on_device, 1], positions)
-        # Less the greatest, so that no temperature, however small, makes them overflow.
+        # Minus the maximum, so that no small temperature overflows.
         scaled = (logits - best[:, None]) / torch.where(temperature > 0, temperature, 1.0)[:, None]
         probabilities = scaled.softmax(dim=-1)
         if state.filters[rows].any():
@@ -129,8 +133,9 @@ def choose(
 
 
 def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Indices [n] drawn from rows of unnormalized probabilities [n, k]: where the running sum first exceeds
-    uniform [n] of it.
+    """Draw indices [n] from rows of unnormalized probabilities [n, k].
+
+    The index is where the running sum first exceeds `uniform` [n] of the total.
     """
     sums = probabilities.cumsum(dim=-1, dtype=torch.float64)
     index = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
@@ -138,8 +143,9 @@ def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def uniform_at(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Numbers in [0, 1) [n] fp64 that depend on seed and position alone: SplitMix64's finalizer (Steele et
-    al., 2014).
+    """Return numbers in [0, 1) [n] fp64 that depend on seed and position alone.
+
+    SplitMix64's finalizer (Steele et al., 2014).
     """
     x = seeds + (positions + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
@@ -149,17 +155,17 @@ def uniform_at(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Without the sign's copies."""
+    """Shift without sign extension."""
     return (x >> count) & ((1 << (64 - count)) - 1)
 
 
 def _keep_likely(
     probabilities: torch.Tensor, state: SamplingState, rows: IntArray, rows_on_device: torch.Tensor
 ) -> torch.Tensor:
-    """The probabilities, zero where top-k, min-p or top-p take a token out.
+    """Return the probabilities, zero where top-k, min-p or top-p exclude a token.
 
-    The order of the vocabulary stays, and tokens as likely as the last one kept are kept too: what is drawn then
-    depends neither on how equals are sorted nor on what else is in the batch.
+    They stay in vocabulary order, and tokens as likely as the last one kept are kept too. So the
+    draw depends neither on the sorting of equals nor on the batch.
     """
     vocab = probabilities.shape[-1]
     top_k = state.ints[rows_on_device, 0]
@@ -188,8 +194,10 @@ def add_biases(
     rows: IntArray,
     lengths: IntArray,
 ) -> None:
-    """Adds logit biases, and takes out, in place, what is not allowed: other tokens than `allowed_token_ids`, the
-    completion of bad words, and what may not end an answer yet (min_tokens).
+    """Add logit biases and exclude forbidden tokens, in place.
+
+    Forbidden are tokens other than `allowed_token_ids`, completions of bad words, and end tokens
+    before `min_tokens`.
     """
     where, tokens, values = [], [], []
     for index, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
@@ -207,7 +215,7 @@ def add_biases(
                 params.bad_words_token_ids,
             )
         bias = dict(params.logit_bias or {})
-        # With a grammar, `min_tokens` is in its masks: where it leaves nothing but the end, it ends.
+        # A grammar's masks contain `min_tokens`: if only an end token is left, the answer ends.
         too_short = length - int(state.num_prompt_tokens[row]) < params.min_tokens
         if too_short and params.structured_outputs is None:
             bias |= dict.fromkeys(state.stop_ids[row], -float("inf"))
@@ -224,22 +232,22 @@ def add_biases(
 
 
 def _allow_only(logits: torch.Tensor, allowed: torch.Tensor) -> None:
-    """logits: [vocab], one request's; allowed: [n] int64, on the same device."""
+    """Exclude other tokens. logits: [vocab]; allowed: [n] int64, on the same device."""
     kept = logits[allowed]
     logits.fill_(-float("inf"))
     logits[allowed] = kept
 
 
 def _forbid(logits: torch.Tensor, output: torch.Tensor, sequences: list[list[int]]) -> None:
-    """Takes out the last token of each sequence whose other tokens the output ends with.
+    """Exclude the last token of each sequence whose other tokens end the output.
 
-    logits: [vocab]; output: [num_output] int32, on the device: the newest of it may not be known to the host.
+    logits: [vocab]. output: [num_output] int32, on the device: the host may not know the newest.
     """
     possible = [one for one in sequences if len(one) - 1 <= len(output)]
     if not possible:
         return
     longest = max(map(len, possible)) - 1
-    # Aligned at the end; -1 is where a sequence is shorter, and fits everything.
+    # Aligned at the end. -1 pads shorter sequences, and matches everything.
     before = [[-1] * (longest - len(one) + 1) + one[:-1] for one in possible]
     last = to_device(torch.tensor([one[-1] for one in possible]), logits.device)
     wanted = to_device(torch.tensor(before, dtype=torch.int32), logits.device)
@@ -250,9 +258,10 @@ def _forbid(logits: torch.Tensor, output: torch.Tensor, sequences: list[list[int
 
 
 def mask_logits(logits: torch.Tensor, index: torch.Tensor, masks: torch.Tensor) -> None:
-    """Takes out, in place, the tokens whose bit is not set.
+    """Exclude tokens whose bit is not set, in place.
 
-    logits: [n, vocab]; index: [m] int64, which of them; masks: [m, words] int32 (`grammar.Masks`).
+    logits: [n, vocab]. index: [m] int64, rows of the logits. masks: [m, words] int32
+    (`grammar.Masks`).
     """
     bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device) & 1
     allowed = torch.zeros(len(masks), logits.shape[1], dtype=torch.bool, device=logits.device)
@@ -268,7 +277,7 @@ def _penalize(
     rows: IntArray,
     lengths: IntArray,
 ) -> None:
-    """Repetition (Keskar et al., 2019) over prompt and output; presence and frequency over the output."""
+    """Apply repetition (Keskar et al., 2019) over all tokens, the others over the output."""
     device = logits.device
     which = np.flatnonzero(state.penalties[rows])
     index = torch.from_numpy(which).to(device)
@@ -279,7 +288,7 @@ def _penalize(
     position = torch.arange(longest, device=device)
     known = position < length
     output = known & (position >= state.ints[row_index, 2, None])
-    # A token outside the vocabulary (the place of one not yet known) counts for token 0 with weight 0.
+    # A token that is not known yet counts as token 0 with weight 0.
     counts = torch.zeros(len(which), logits.shape[-1], device=device)
     counts_all = counts.clone().scatter_add_(1, tokens, known.float())
     counts.scatter_add_(1, tokens, output.float())

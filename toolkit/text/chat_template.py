@@ -1,6 +1,7 @@
-"""A conversation as text, by the Jinja template that comes with a model, as Transformers renders it.
+"""Render a conversation with a model's Jinja chat template, like Transformers.
 
-Templates come with checkpoints, and from clients where the server lets them: they are not trusted (`engine.sandbox`).
+Templates come from checkpoints and, if the server allows it, from clients. They are not trusted:
+they run in the sandbox of `template_sandbox`.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from typing import Any
 from toolkit.errors import ConfigError
 from toolkit.text.template_sandbox import compile_template, run
 
-_TAG = "THE_TEXT_TO_GO_ON_WITH_ENDS_HERE "
-"""Letters, which no filter escapes, and a space, which tells a template that strips messages from one that does not."""
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The names of a message's reasoning; templates read the first, and those of gpt-oss the second."""
+_END_MARKER = "END_OF_THE_TEXT_TO_CONTINUE "
+"""Letters, which no filter escapes, and a space, which is missing if the template strips text."""
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Templates read the first; those of gpt-oss read the second."""
 
 Message = dict[str, Any]
 
 
 class ChatTemplates:
-    """A model's templates by name, and the special tokens that they may write."""
+    """Templates of a model by name, and the special tokens that they can use."""
 
     def __init__(self, templates: dict[str, str], special_tokens: dict[str, str]) -> None:
         self._templates = templates
@@ -34,12 +35,12 @@ class ChatTemplates:
 
     @property
     def text(self) -> str:
-        """All of them."""
+        """Source of all templates, joined."""
         return "\n".join(self._templates.values())
 
     @property
     def source(self) -> str | None:
-        """The usual template; None when there is none."""
+        """Source of the default template, if there is one."""
         return self._templates.get("default")
 
     def render(
@@ -53,15 +54,17 @@ class ChatTemplates:
         continue_final_message: bool | str = False,
         **variables: Any,
     ) -> str:
-        """The prompt of a conversation.
+        """Return the prompt of a conversation.
 
-        tools: JSON schemas, or functions, whose signature and docstring become one. chat_template: a name or a template,
-        instead of the model's ("tool_use" when there are tools and such a template, else "default").
-        continue_final_message: leaves the last message open, for the model to go on with; a text names the
-        message's field instead of "content". `variables` are the template's own, such as enable_thinking.
+        tools: JSON schemas, or functions: their signature and docstring become a schema.
+        chat_template: name or source of a template to use. By default "tool_use" if there are
+        tools and such a template, otherwise "default".
+        continue_final_message: leave the last message open for the model to continue. A text names
+        the field to continue, instead of "content".
+        variables: the template's own, such as enable_thinking.
 
-        Raises ValueError or TypeError for what cannot be rendered, and what the template raises: jinja2.TemplateError,
-        and anything that its expressions do to values of the wrong kind.
+        Raises ValueError or TypeError for a wrong conversation, jinja2.TemplateError from the
+        template, and any error of its expressions on values of the wrong type.
         """
         template = self._choose(chat_template, tools)
         if not messages:
@@ -84,23 +87,26 @@ class ChatTemplates:
                 "add_generation_prompt": add_generation_prompt,
             },
         )
-        return text if final is None else _cut_at_mark(text, final)
+        return text if final is None else _cut_at_marker(text, final)
 
-    def _choose(self, asked: str | None, tools: Sequence[Any] | None) -> str:
-        if asked is not None:
-            return self._templates.get(asked, asked)
+    def _choose(self, name_or_source: str | None, tools: Sequence[Any] | None) -> str:
+        if name_or_source is not None:
+            return self._templates.get(name_or_source, name_or_source)
         if tools is not None and "tool_use" in self._templates:
             return self._templates["tool_use"]
         if "default" not in self._templates:
             raise ValueError(
-                f"none of its templates ({', '.join(sorted(self._templates))}) is the default; chat_template names one"
+                f"none of its templates ({', '.join(sorted(self._templates))}) is the default; "
+                "choose one with chat_template"
             )
         return self._templates["default"]
 
 
 def read_templates(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """A folder's templates by name: `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, or what
-    tokenizer_config.json has.
+    """Return a folder's templates by name.
+
+    They are in `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, or in
+    tokenizer_config.json.
     """
     files = {
         path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
@@ -109,65 +115,68 @@ def read_templates(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, 
         files.setdefault("default", folder / "chat_template.jinja")
     if files:
         return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-    return named_templates(tokenizer_config.get("chat_template"))
+    return templates_by_name(tokenizer_config.get("chat_template"))
 
 
-def named_templates(found: Any) -> dict[str, str]:
-    """Templates by name, of the forms that tokenizer_config.json has: a template, or a list of them with names."""
-    if not found:
+def templates_by_name(value: Any) -> dict[str, str]:
+    """Parse chat_template of tokenizer_config.json: a template, or a list of named templates."""
+    if not value:
         return {}
-    if isinstance(found, list):
-        found = {one["name"]: one["template"] for one in found}
-    templates = found if isinstance(found, dict) else {"default": found}
+    if isinstance(value, list):
+        value = {one["name"]: one["template"] for one in value}
+    templates = value if isinstance(value, dict) else {"default": value}
     if not all(isinstance(template, str) for template in templates.values()):
-        raise TypeError("a chat template is a text")
+        raise TypeError("a chat template must be a text")
     return templates
 
 
-def given_template(given: str) -> str:
-    """The template that `--chat-template` names or is: what has a brace in it is no file's name. Raises ConfigError when
-    it cannot be read or is no template.
+def load_template(file_or_source: str) -> str:
+    """Return the template of `--chat-template`. A value with a brace is a template, not a file.
+
+    Raises ConfigError if the file cannot be read, or is not a template.
     """
     from jinja2 import TemplateSyntaxError
 
-    source = given
-    if "{" not in given:
+    source = file_or_source
+    if "{" not in file_or_source:
         try:
-            source = Path(given).read_text(encoding="utf-8")
+            source = Path(file_or_source).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"--chat-template is a file or a template, and {given!r} cannot be read: {error}",
+                f"--chat-template takes a file or a template; {file_or_source!r} cannot be read: "
+                f"{error}",
                 param="chat_template",
             ) from None
     try:
         compile_template(source)
     except TemplateSyntaxError as error:
         raise ConfigError(
-            f"The template that --chat-template gives has a mistake in line {error.lineno}: {error.message}",
+            f"The template of --chat-template has a syntax error in line {error.lineno}: "
+            f"{error.message}",
             param="chat_template",
         ) from None
     return source
 
 
-# ---- what a template is given
+# ---- input of a template
 
 
 def _message(message: Message) -> Message:
-    """Without keys that are null, which templates would print; reasoning under every name."""
+    """Drop null fields, which templates would print, and add the reasoning under every name."""
     if not isinstance(message, dict):
-        raise TypeError(f"a message is a dict, not {message!r}")
-    given = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((given[name] for name in _REASONING if name in given), None)
+        raise TypeError(f"a message must be a dict, not {message!r}")
+    fields = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((fields[name] for name in _REASONING_FIELDS if name in fields), None)
     if reasoning is None:
-        return given
-    return {"thinking": reasoning, **given, "reasoning_content": reasoning}
+        return fields
+    return {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
 def _schema(tool: Any) -> Any:
     if isinstance(tool, dict):
         return tool
     if not callable(tool):
-        raise TypeError("a tool is a JSON schema or a function")
+        raise TypeError("a tool must be a JSON schema or a function")
     from transformers.utils import get_json_schema
 
     return get_json_schema(tool)
@@ -175,38 +184,39 @@ def _schema(tool: Any) -> Any:
 
 def _document(document: Any) -> dict[str, Any]:
     if not isinstance(document, dict):
-        raise TypeError("a document is a dict with a title and a text")
+        raise TypeError("a document must be a dict with a title and a text")
     return document
 
 
 def _mark_end(conversation: list[Message], field: str, template: str) -> str:
-    """Puts a mark at the end of the last message's text, and returns that text."""
+    """Append the end marker to the last message's text, and return the text without it."""
     last = conversation[-1]
     if field not in last:
         raise ValueError(f"the last message has no {field!r} to continue")
-    names = [name for name in _REASONING if name in last] if field in _REASONING else [field]
+    names = [field]
+    if field in _REASONING_FIELDS:
+        names = [name for name in _REASONING_FIELDS if name in last]
     if not any(name in template for name in names):
-        raise ValueError(f"the template reads no {field!r} that could be continued")
+        raise ValueError(f"the template does not read {field!r}, so it cannot be continued")
     value = last[field]
     if not isinstance(value, list | tuple):
-        last.update({name: value + _TAG for name in names if last[name] == value})
+        last.update({name: value + _END_MARKER for name in names if last[name] == value})
         return str(value)
     parts = list(value)
     for index in reversed(range(len(parts))):
         if "text" in parts[index]:
             text = parts[index]["text"]
-            parts[index] = {**parts[index], "text": text + _TAG}
+            parts[index] = {**parts[index], "text": text + _END_MARKER}
             last[field] = parts
             return str(text)
     raise ValueError("the last message has no text to continue")
 
 
-def _cut_at_mark(rendered: str, final: str) -> str:
-    mark = _TAG.strip()
-    if mark not in rendered or final.strip() not in rendered:
-        raise ValueError(
-            "the template leaves out a part of the last message, so that it cannot be continued"
-        )
-    at = rendered.rindex(mark)
-    text = rendered[:at] if rendered.startswith(_TAG, at) else rendered[:at].rstrip()
-    return text.replace(_TAG, "").replace(mark, "")  # of a template that writes the message twice
+def _cut_at_marker(rendered: str, final: str) -> str:
+    marker = _END_MARKER.strip()
+    if marker not in rendered or final.strip() not in rendered:
+        raise ValueError("the template omits a part of the last message, so it cannot be continued")
+    at = rendered.rindex(marker)
+    text = rendered[:at] if rendered.startswith(_END_MARKER, at) else rendered[:at].rstrip()
+    # A template that writes the message twice leaves a marker in the text.
+    return text.replace(_END_MARKER, "").replace(marker, "")

@@ -1,87 +1,88 @@
-"""Answers of models that reason first: `<think>...</think>`, and then what they say."""
+"""Answers with reasoning first: `<think>...</think>`, then the content."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Literal
 
+from toolkit.sampling.params import THINK_END, THINK_START
 from toolkit.text.tokenizer import Tokenizer
-from toolkit.text.tool_formats import overlap
+from toolkit.text.tool_formats import partial_marker_size
 
-THINK, END_OF_THINKING = "<think>", "</think>"
-_LAST = 8
-"""Tokens at a prompt's end among which a template's mark is looked for."""
+_LAST = 8  # tokens at the prompt's end to search for a marker
 
 Reasoning = Literal["begun", "possible"]
-"""How an answer begins: with reasoning, which its prompt has begun; or with reasoning where it begins with `<think>`."""
+"""begun: the prompt opens the reasoning. possible: the answer may open it with `<think>`."""
 
 
 def reasoning_after(
     prompt: list[int], tokenizer: Tokenizer, parser: str | None
 ) -> Reasoning | None:
-    """How the answer to a prompt begins, by the prompt's end; None: without reasoning."""
+    """Return how the answer begins, judged by the prompt's end; None: without reasoning."""
     if parser is None:
         return None
     end = tokenizer.decode(prompt[-_LAST:], skip_special_tokens=False).rstrip()
-    if end.endswith(END_OF_THINKING):
+    if end.endswith(THINK_END):
         return None
-    return "begun" if end.endswith(THINK) or parser == "deepseek_r1" else "possible"
+    return "begun" if end.endswith(THINK_START) or parser == "deepseek_r1" else "possible"
 
 
 class ReasoningSplitter:
-    """Splits one answer, as it comes, into its reasoning and the rest, neither with the space around the marks. The same
-    in whatever pieces it comes.
+    """Splits one answer, as it arrives, into reasoning and the rest, without space at the markers.
+
+    The output does not depend on how the text is split.
     """
 
     def __init__(self, reasoning: Reasoning | None) -> None:
-        steps = {None: self._pass, "possible": self._maybe_begin, "begun": self._open}
+        steps = {None: self._pass, "possible": self._maybe_open, "begun": self._open}
         self._step: Callable[[str, bool], tuple[str, str]] = steps[reasoning]
-        self._held = ""
+        self._held_back = ""
 
-    def add(self, text: str, *, ended: bool = False) -> tuple[str, str]:
-        """(reasoning, rest) that more text makes certain; `ended`: no more comes."""
-        held, self._held = self._held, ""
-        return self._step(held + text, ended)
+    def add(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
+        """Return (reasoning, rest) known so far. Text that may begin a marker is held back."""
+        held_back, self._held_back = self._held_back, ""
+        return self._step(held_back + text, is_last)
 
-    def _maybe_begin(self, text: str, ended: bool) -> tuple[str, str]:
+    def _maybe_open(self, text: str, is_last: bool) -> tuple[str, str]:
         begin = text.lstrip()
-        if not ended and len(begin) < len(THINK) and THINK.startswith(begin):
-            self._held = text
+        if not is_last and len(begin) < len(THINK_START) and THINK_START.startswith(begin):
+            self._held_back = text
             return "", ""
-        self._step = self._open if begin.startswith(THINK) else self._pass
-        return self._step(text, ended)
+        self._step = self._open if begin.startswith(THINK_START) else self._pass
+        return self._step(text, is_last)
 
-    def _open(self, text: str, ended: bool) -> tuple[str, str]:
-        """Before the first of the reasoning: some models repeat the mark that the prompt ends with."""
+    def _open(self, text: str, is_last: bool) -> tuple[str, str]:
+        """Skip the marker: some models repeat the one that the prompt ends with."""
         begin = text.lstrip()
-        if not ended and len(begin) < len(THINK) and THINK.startswith(begin):
-            self._held = text
+        if not is_last and len(begin) < len(THINK_START) and THINK_START.startswith(begin):
+            self._held_back = text
             return "", ""
         self._step = self._trim
-        return self._trim(begin.removeprefix(THINK), ended)
+        return self._trim(begin.removeprefix(THINK_START), is_last)
 
-    def _trim(self, text: str, ended: bool) -> tuple[str, str]:
+    def _trim(self, text: str, is_last: bool) -> tuple[str, str]:
         begin = text.lstrip()
         if not begin:
             return "", ""
-        self._step = self._within
-        return self._within(begin, ended)
+        self._step = self._reason
+        return self._reason(begin, is_last)
 
-    def _within(self, text: str, ended: bool) -> tuple[str, str]:
-        reasoning, mark, rest = text.partition(END_OF_THINKING)
-        if mark:
+    def _reason(self, text: str, is_last: bool) -> tuple[str, str]:
+        reasoning, marker, rest = text.partition(THINK_END)
+        if marker:
             self._step = self._close
-            return reasoning.rstrip(), self._close(rest, ended)[1]
-        certain = text if ended else text[: len(text) - overlap(text, END_OF_THINKING)].rstrip()
-        self._held = text[len(certain) :]
+            return reasoning.rstrip(), self._close(rest, is_last)[1]
+        certain = text
+        if not is_last:
+            certain = text[: len(text) - partial_marker_size(text, THINK_END)].rstrip()
+        self._held_back = text[len(certain) :]
         return certain, ""
 
-    def _close(self, text: str, ended: bool) -> tuple[str, str]:
-        """Before the first of what comes after."""
+    def _close(self, text: str, is_last: bool) -> tuple[str, str]:
         rest = text.lstrip()
         if rest:
             self._step = self._pass
         return "", rest
 
-    def _pass(self, text: str, ended: bool) -> tuple[str, str]:
+    def _pass(self, text: str, is_last: bool) -> tuple[str, str]:
         return "", text

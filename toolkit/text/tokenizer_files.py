@@ -1,10 +1,11 @@
-"""A tokenizer as its folder describes it: `tokenizer.json` read by the `tokenizers` library, and what the files beside
-it say of special tokens. Transformers adds seconds and hundreds of megabytes to every process that imports it, so it
-is asked only where there is no `tokenizer.json`.
+"""Read a tokenizer's files: `tokenizer.json`, and the special tokens in the files next to it.
 
-Transformers' classes build some pipelines anew instead of taking the file's. Here the file decides, which is the
-same for the tokenizers published with GPT-2, Llama 3, Mistral, Qwen2 and Qwen3. Llama 2's is not the same: there
-Transformers' text before words (`LlamaTokenizer`) is followed, so that token ids stay those of Transformers.
+The `tokenizers` library reads `tokenizer.json`. Transformers adds seconds and hundreds of megabytes
+to every process that imports it, so it is used only if there is no `tokenizer.json`.
+
+Transformers' classes replace parts of some pipelines in the file. Here the file decides. The token
+ids are the same for the tokenizers published with GPT-2, Llama 3, Mistral, Qwen2 and Qwen3. For
+Llama 2 they would differ, so the prefix of words follows Transformers' `LlamaTokenizer`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.text.chat_template import named_templates, read_templates
+from toolkit.text.chat_template import read_templates, templates_by_name
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Backend
 
-_NAMED = (
+_TOKEN_NAMES = (
     "bos_token",
     "eos_token",
     "unk_token",
@@ -37,42 +38,42 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
 }
-"""Special tokens that Transformers' classes have where the files name none: GPT-2's own files name none."""
+"""Special tokens of Transformers' classes, for files that name none, such as GPT-2's."""
 
-_CLASS_OF = {"gpt2": "GPT2Tokenizer", "qwen3": "Qwen2Tokenizer", "qwen3_moe": "Qwen2Tokenizer"}
-"""The class of a model type whose files name none."""
-_ALWAYS = {"mistral": "TokenizersBackend", "qwen2": "Qwen2Tokenizer"}
-"""The class of a model type whatever its files name, because published ones name the wrong one."""
+_DEFAULT_CLASSES = {
+    "gpt2": "GPT2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+    "qwen3_moe": "Qwen2Tokenizer",
+}
+"""Class by model type, for files that name none."""
+_FIXED_CLASSES = {"mistral": "TokenizersBackend", "qwen2": "Qwen2Tokenizer"}
+"""Class by model type, regardless of the files: published ones name the wrong class."""
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What a folder says of its tokenizer."""
+    """Contents of a tokenizer's files."""
 
     encode: Callable[[str, bool], list[int]]
-    """(text, whether to add special tokens) to ids. Raises TypeError or UnicodeEncodeError for text that is no
-    Unicode."""
+    """Maps (text, add special tokens) to ids. Raises TypeError or UnicodeEncodeError for text that
+    is not valid Unicode."""
     encode_texts: Callable[[tuple[str, ...], int | None], tuple[list[int], int]]
-    """(one text or two, the most tokens that are kept) to (ids with the special tokens, where the second text's begin, 0
-    if they are not told apart). Raises as `encode` does."""
+    """Maps (one text or two, tokens to keep) to (ids, start of the second text). See
+    `Tokenizer.encode_texts`. Raises the errors of `encode`."""
     token: Callable[[int], str | None]
-    """A token as the vocabulary spells it; None where there is none."""
-    size: int
-    """How many tokens there are, those added to the vocabulary included."""
-    special_tokens: dict[str, str]
-    """By name: bos_token, eos_token, and so on."""
+    """Returns a token as the vocabulary writes it; None for an unknown id."""
+    size: int  # tokens, including those added to the vocabulary
+    special_tokens: dict[str, str]  # by name: bos_token, eos_token, and so on
     eos_token_id: int | None
     special_ids: frozenset[int]
     added: dict[int, str]
-    """Tokens added to the vocabulary, which are found in text before anything else; their text."""
-    decoder: dict[str, Any]
-    """The description of what makes text of tokens, as in tokenizer.json; empty when there is none."""
-    templates: dict[str, str]
-    """Chat templates by name; the usual one is "default"."""
+    """Texts of the tokens added to the vocabulary. They are matched before any other token."""
+    decoder: dict[str, Any]  # as in tokenizer.json; empty if there is none
+    templates: dict[str, str]  # chat templates by name, such as "default"
 
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
-    """Raises whatever a broken file brings about: OSError, ValueError, the libraries' own kinds."""
+    """Raises OSError, ValueError and the libraries' own exceptions for a broken file."""
     path = folder / "tokenizer.json"
     return _read_json(folder, path) if path.is_file() else _read_with_transformers(folder)
 
@@ -95,11 +96,11 @@ def _read_json(folder: Path, path: Path) -> TokenizerFiles:
     named_ids = {_id(backend, token) for token in [*named.values(), *extra]} - {None}
     eos = named.get("eos_token")
     return TokenizerFiles(
-        # A batch of one lets other threads run meanwhile; `encode` does not.
+        # A batch of one releases the GIL; `encode` does not.
         encode=lambda text, special: (
             backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         ),
-        encode_texts=lambda texts, most: _encode_texts(backend, texts, most),
+        encode_texts=lambda texts, limit: _encode_texts(backend, texts, limit),
         token=backend.id_to_token,
         size=backend.get_vocab_size(with_added_tokens=True),
         special_tokens={name: _content(token) for name, token in named.items()},
@@ -122,36 +123,35 @@ def _read_with_transformers(folder: Path) -> TokenizerFiles:
         encode=lambda text, special: tokenizer.encode(
             text, add_special_tokens=special, verbose=False
         ),
-        encode_texts=lambda texts, most: _encode_with_transformers(tokenizer, texts, most),
+        encode_texts=lambda texts, limit: _encode_with_transformers(tokenizer, texts, limit),
         token=lambda id: tokenizer.convert_ids_to_tokens(id) if id < size else None,
         size=size,
         special_tokens=tokenizer.special_tokens_map,
         eos_token_id=tokenizer.eos_token_id,
-        # Llama 3's <|start_header_id|> and others are marked as special and not named as one.
+        # Tokens such as Llama 3's <|start_header_id|> are special without having a name.
         special_ids=frozenset(tokenizer.all_special_ids)
         | {id for id, t in added.items() if t.special},
         added={id: token.content for id, token in added.items()},
         decoder=_description(getattr(backend, "decoder", None)),
-        templates=named_templates(getattr(tokenizer, "chat_template", None)),
+        templates=templates_by_name(getattr(tokenizer, "chat_template", None)),
     )
 
 
 def _encode_texts(
-    backend: Backend, texts: tuple[str, ...], most: int | None
+    backend: Backend, texts: tuple[str, ...], limit: int | None
 ) -> tuple[list[int], int]:
     encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
-    if most is not None:
-        room = max(0, most - backend.num_special_tokens_to_add(len(texts) == 2))
-        for encoding, kept in zip(
-            encodings, _kept([len(e.ids) for e in encodings], room), strict=True
-        ):
-            encoding.truncate(kept)
-    whole = backend.post_process(encodings[0], encodings[1] if len(texts) == 2 else None, True)
-    return whole.ids, _second_text(whole.type_ids)
+    if limit is not None:
+        room = max(0, limit - backend.num_special_tokens_to_add(len(texts) == 2))
+        lengths = _truncated_lengths([len(encoding.ids) for encoding in encodings], room)
+        for encoding, length in zip(encodings, lengths, strict=True):
+            encoding.truncate(length)
+    joined = backend.post_process(encodings[0], encodings[1] if len(texts) == 2 else None, True)
+    return joined.ids, _second_text_start(joined.type_ids)
 
 
-def _kept(lengths: list[int], room: int) -> list[int]:
-    """How many tokens are kept of one text or two: the longer one is cut down to the shorter, then both alike."""
+def _truncated_lengths(lengths: list[int], room: int) -> list[int]:
+    """Fit one or two texts into `room`: cut the longer down to the shorter, then both equally."""
     if len(lengths) == 1:
         return [min(lengths[0], room)]
     shorter, longer = sorted(lengths)
@@ -164,38 +164,40 @@ def _kept(lengths: list[int], room: int) -> list[int]:
 
 
 def _encode_with_transformers(
-    tokenizer: Any, texts: tuple[str, ...], most: int | None
+    tokenizer: Any, texts: tuple[str, ...], limit: int | None
 ) -> tuple[list[int], int]:
-    cut = {} if most is None else {"truncation": True, "max_length": most}
-    whole = tokenizer(*texts, **cut, verbose=False)
-    return list(whole["input_ids"]), _second_text(whole.get("token_type_ids") or [])
+    truncation = {} if limit is None else {"truncation": True, "max_length": limit}
+    encoding = tokenizer(*texts, **truncation, verbose=False)
+    return list(encoding["input_ids"]), _second_text_start(encoding.get("token_type_ids") or [])
 
 
-def _second_text(type_ids: list[int]) -> int:
+def _second_text_start(type_ids: list[int]) -> int:
     return type_ids.index(1) if 1 in type_ids else 0
 
 
 def _class_name(config: dict[str, Any], model: dict[str, Any], backend: Backend) -> str:
-    """The Transformers class that reads such a folder, as AutoTokenizer chooses it."""
+    """Return the Transformers class that AutoTokenizer would choose for these files."""
     model_type = model.get("model_type", "")
-    if model_type in _ALWAYS:
-        return _ALWAYS[model_type]
+    if model_type in _FIXED_CLASSES:
+        return _FIXED_CLASSES[model_type]
     named = (
         config.get("tokenizer_class")
         or model.get("tokenizer_class")
-        or _CLASS_OF.get(model_type, "")
+        or _DEFAULT_CLASSES.get(model_type, "")
     )
     name = str(named).removesuffix("Fast")
     if name == "LlamaTokenizer":
         parts = (backend.pre_tokenizer, backend.decoder, backend.post_processor)
         if any("ByteLevel" in json.dumps(_description(part)) for part in parts):
-            return "TokenizersBackend"  # Llama 3's kind under Llama 2's name
+            return "TokenizersBackend"  # Llama 3's tokenizer under Llama 2's name
     return name
 
 
 def _rebuild_as_llama(backend: Backend, config: dict[str, Any]) -> None:
-    """The text before words as Transformers' LlamaTokenizer has it: `▁` before a text's first word alone, or with
-    `legacy` after each special token too. The files of Llama 2 put it after each, and before a leading space.
+    """Put `▁` where Transformers' LlamaTokenizer does.
+
+    It comes before the first word only or, with `legacy`, also after each special token. Llama 2's
+    files put it after each special token, and before a leading space.
     """
     from tokenizers import decoders, pre_tokenizers
 
@@ -213,7 +215,7 @@ def _rebuild_as_llama(backend: Backend, config: dict[str, Any]) -> None:
 def _special_tokens(
     folder: Path, config: dict[str, Any]
 ) -> tuple[list[AddedToken], dict[str, AddedToken | str], list[AddedToken | str]]:
-    """(tokens declared as added, special tokens by name, special tokens without one)."""
+    """Return (declared added tokens, special tokens by name, special tokens without a name)."""
     from tokenizers import AddedToken
 
     config = dict(config)
@@ -232,8 +234,8 @@ def _special_tokens(
         config |= {
             name: _as_special(value) for name, value in legacy.items() if name.endswith("_token")
         }
-    # In this order they get their ids, where the vocabulary has none for them.
-    order = dict.fromkeys(_NAMED) | config
+    # The order decides the ids of tokens that the vocabulary lacks.
+    order = dict.fromkeys(_TOKEN_NAMES) | config
     named = {name: _as_token(value) for name, value in order.items() if _names_token(name, value)}
     if isinstance(extra, dict):
         named |= {name: _as_token(value) for name, value in extra.items()}
@@ -249,8 +251,8 @@ def _special_tokens(
 
 
 def _names_token(key: str, value: object) -> bool:
-    """Besides the usual names a model may have its own, such as image_token."""
-    if key in _NAMED:
+    """True for the usual names, and for a model's own, such as image_token."""
+    if key in _TOKEN_NAMES:
         return value is not None
     return key.endswith("_token") and (
         isinstance(value, str) or (isinstance(value, dict) and "content" in value)
@@ -263,8 +265,9 @@ def _add_missing(
     named: dict[str, AddedToken | str],
     extra: Iterable[AddedToken | str],
 ) -> None:
-    """Makes special tokens that the file has as ordinary ones, or not at all, found in text; declarations that
-    differ from the file's win.
+    """Add special tokens that the file lacks or has as ordinary tokens.
+
+    A declaration that differs from the file's replaces it.
     """
     from tokenizers import AddedToken
 
@@ -287,13 +290,13 @@ def _as_special(value: Any) -> Any:
 
 
 def _as_token(value: Any) -> AddedToken | str:
-    """A special token as files write it: its text, or a table of its text and flags."""
+    """Parse a special token: its text, or an object with its text and flags."""
     if isinstance(value, dict) and "content" in value:
         from tokenizers import AddedToken
 
         return AddedToken(**{key: flag for key, flag in value.items() if key != "__type"})
     if not isinstance(value, str):
-        raise TypeError(f"a special token is a text, not {value!r}")
+        raise TypeError(f"a special token must be a text, not {value!r}")
     return value
 
 
@@ -302,17 +305,17 @@ def _content(token: AddedToken | str) -> str:
 
 
 def _id(backend: Backend, token: AddedToken | str) -> Any:
-    """None for the empty text, which is no token."""
+    """Return a token's id; None for the empty text, which is not a token."""
     return backend.token_to_id(_content(token))
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A JSON file's table; empty when there is no such file."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return found
+    """Read a JSON object; empty if there is no such file."""
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return content
 
 
 def _description(part: Any) -> dict[str, Any]:
-    """A part of a tokenizer as tokenizer.json writes it."""
-    found: dict[str, Any] = {} if part is None else json.loads(bytes(part.__getstate__()))
-    return found
+    """Return a part of a tokenizer in the format of tokenizer.json."""
+    content: dict[str, Any] = {} if part is None else json.loads(bytes(part.__getstate__()))
+    return content

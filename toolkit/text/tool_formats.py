@@ -1,7 +1,7 @@
-"""How models write calls of tools: the formats, the grammars that hold a model to one, and what reads it.
+"""Formats of tool calls in a model's text: a grammar that enforces each, and a streaming parser.
 
-A parser reads an answer as it comes, and gives the same in whatever pieces it comes. What is no call is content. A call
-is told of from where its name is known and its arguments begin; an answer that is cut there ends within it.
+A parser's output does not depend on how the text is split. Text that is not a call is content. A
+call is reported once its name is known and its arguments begin; an answer may be cut off inside.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-MAX_PARALLEL = 32
-"""Calls in an answer that is held to calls."""
+MAX_PARALLEL = 32  # calls in an answer whose grammar is calls
 _ALPHABET = string.ascii_letters + string.digits
-_NAME = frozenset(_ALPHABET + "_.-")
+_NAME_CHARACTERS = frozenset(_ALPHABET + "_.-")
 
 
-class Function(Protocol):
-    """A function that the model may call."""
+class FunctionSpec(Protocol):
+    """Function that the model may call."""
 
     @property
     def name(self) -> str: ...
@@ -35,16 +34,16 @@ class Function(Protocol):
     def strict(self) -> bool | None: ...
 
 
-class Tool(Protocol):
-    """A tool of a request."""
+class ToolSpec(Protocol):
+    """Tool of a request."""
 
     @property
-    def function(self) -> Function: ...
+    def function(self) -> FunctionSpec: ...
 
 
 @dataclass(slots=True)
-class Piece:
-    """A part of an answer: of its content, or of the arguments of call `index`, whose first piece has its name."""
+class ToolText:
+    """New text: content, or arguments of call `index`, whose first part has the function's name."""
 
     text: str
     index: int | None = None
@@ -56,86 +55,85 @@ class _EndError(Exception):
 
 
 class _NoCallError(Exception):
-    """What looked like a call is none."""
+    """Text that looked like a call is not one."""
 
 
 Steps = Generator[None, None, None]
-"""Reads on whenever it is resumed, and stops where text is missing."""
+"""Parser that yields when it needs more text, and is resumed when there is more."""
 
 
 class ToolFormat(abc.ABC):
-    """Reads one answer of a model, in one format."""
+    """Parser of one answer, in one format."""
 
-    marks: ClassVar[tuple[str, ...]] = ()
-    """What marks calls in an answer: often tokens of their own, and special ones."""
+    markers: ClassVar[tuple[str, ...]] = ()
+    """Texts around calls. Often each is a special token."""
 
-    def __init__(self, known: Sequence[str], *, parallel: bool = True) -> None:
-        """`known`: names of the tools; `parallel`: whether there is more than a first call."""
+    def __init__(self, names: Sequence[str], *, parallel: bool = True) -> None:
+        """`names`: functions that exist. Without `parallel`, only the first call counts."""
         self.num_calls = 0
-        self.within_arguments = False
-        """Whether the text so far ends within the arguments of a call."""
-        self._known = frozenset(known)
+        self.is_within_arguments = False  # the text so far ends inside a call's arguments
+        self._names = frozenset(names)
         self._parallel = parallel
         self._text = ""
         self._at = 0
-        self._kept: int | None = None
-        """Where the text begins that is content, should it turn out not to be a call."""
-        self._ended = False
-        self._pieces: list[Piece] = []
+        self._candidate: int | None = None
+        """Start of text that is a call or, if it turns out not to be one, content."""
+        self._has_ended = False
+        self._output: list[ToolText] = []
         self._steps = self._run()
 
-    def add(self, text: str) -> list[Piece]:
-        """What more text makes certain."""
-        begin = self._at if self._kept is None else self._kept
+    def add(self, text: str) -> list[ToolText]:
+        """Return what can be said now. Text that may begin a call is held back."""
+        begin = self._at if self._candidate is None else self._candidate
         self._text = self._text[begin:] + text
         self._at -= begin
-        self._kept = None if self._kept is None else 0
+        self._candidate = None if self._candidate is None else 0
         return self._resume()
 
-    def end(self) -> list[Piece]:
-        """The same when no more text comes."""
-        self._ended = True
+    def end(self) -> list[ToolText]:
+        """Return the rest: no more text follows."""
+        self._has_ended = True
         return self._resume()
 
     @staticmethod
     def new_id() -> str:
-        """A name for a call."""
+        """Return an id for a call."""
         return f"call_{secrets.token_hex(12)}"
 
     @classmethod
     @abc.abstractmethod
-    def grammar(cls, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Lark rules, with `calls` for an answer that is one call of these tools or, if `parallel`, several."""
+    def grammar(cls, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+        """Return Lark rules. Their rule `calls` is one call or, if `parallel`, several."""
 
     @abc.abstractmethod
     def _read(self) -> Steps:
-        """Reads the answer to its end, or to where nothing more counts."""
+        """Parse up to the end of the last call that counts."""
 
     def _run(self) -> Steps:
         try:
             yield from self._read()
         except _EndError:
-            if self._kept is not None:
-                self._tell(self._text[self._kept :])
+            if self._candidate is not None:
+                self._emit(self._text[self._candidate :])
 
-    def _resume(self) -> list[Piece]:
+    def _resume(self) -> list[ToolText]:
         next(self._steps, None)
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        output, self._output = self._output, []
+        return output
 
-    def _tell(self, text: str, index: int | None = None, name: str | None = None) -> None:
-        last = self._pieces[-1] if self._pieces else None
+    def _emit(self, text: str, index: int | None = None, name: str | None = None) -> None:
+        last = self._output[-1] if self._output else None
         if last is not None and last.index == index:
             last.text += text
         elif text or name is not None:
-            self._pieces.append(Piece(text, index, name))
+            self._output.append(ToolText(text, index, name))
 
-    # ---- reading
+    # ---- parsing
 
     def _peek(self) -> Generator[None, None, str]:
-        """The next character. Raises _EndError when there is none."""
+        """Return the next character. Raises _EndError at the end."""
         while self._at == len(self._text):
-            if self._ended:
+            if self._has_ended:
                 raise _EndError
             yield
         return self._text[self._at]
@@ -144,53 +142,55 @@ class ToolFormat(abc.ABC):
         while (yield from self._peek()).isspace():
             self._at += 1
 
-    def _skip(self, mark: str) -> Generator[None, None, bool]:
-        """Passes over a mark; False when it is not there."""
-        while len(self._text) - self._at < len(mark) and mark.startswith(self._text[self._at :]):
-            if self._ended:
+    def _skip(self, marker: str) -> Generator[None, None, bool]:
+        """Skip a marker. Returns False if it is not there."""
+        while len(self._text) - self._at < len(marker) and marker.startswith(
+            self._text[self._at :]
+        ):
+            if self._has_ended:
                 return False
             yield
-        if not self._text.startswith(mark, self._at):
+        if not self._text.startswith(marker, self._at):
             return False
-        self._at += len(mark)
+        self._at += len(marker)
         return True
 
-    def _content_until(self, mark: str) -> Steps:
-        """Tells content up to a mark, and passes over the mark. Space before it is not told."""
+    def _content_until(self, marker: str) -> Steps:
+        """Emit content up to a marker, without the space before it, and skip the marker."""
         while True:
-            found = self._text.find(mark, self._at)
+            found = self._text.find(marker, self._at)
             if found >= 0:
                 content = self._text[self._at : found].rstrip()
-                self._tell(content)
-                self._kept = self._at + len(content)
-                self._at = found + len(mark)
+                self._emit(content)
+                self._candidate = self._at + len(content)
+                self._at = found + len(marker)
                 return
-            certain = len(self._text) - overlap(self._text[self._at :], mark)
+            certain = len(self._text) - partial_marker_size(self._text[self._at :], marker)
             certain = self._at + len(self._text[self._at : certain].rstrip())
-            self._tell(self._text[self._at : certain])
+            self._emit(self._text[self._at : certain])
             self._at = certain
-            if self._ended:
+            if self._has_ended:
                 rest = self._text[certain:]
-                self._tell("" if self.num_calls and rest.isspace() else rest)
+                self._emit("" if self.num_calls and rest.isspace() else rest)
                 raise _EndError
             yield
 
     def _call(self) -> Generator[None, None, bool]:
-        """Reads {"name": ..., "arguments": ...}. False where there is none; that is told as content."""
-        if self._kept is None:
-            self._kept = self._at
+        """Parse {"name": ..., "arguments": ...}. Other text is content: returns False."""
+        if self._candidate is None:
+            self._candidate = self._at
         try:
             yield from self._members()
         except _NoCallError:
-            if self._kept is not None:
-                self._tell(self._text[self._kept : self._at])
-                self._kept = None
+            if self._candidate is not None:
+                self._emit(self._text[self._candidate : self._at])
+                self._candidate = None
                 return False
         return True
 
     def _members(self) -> Steps:
         name, index = None, None
-        held: list[str] = []
+        early_arguments: list[str] = []  # they came before the name
         if not (yield from self._skip("{")):
             raise _NoCallError
         while True:
@@ -211,31 +211,31 @@ class ToolFormat(abc.ABC):
                 index = self._begin(name)
                 yield from self._arguments(index)
             elif key in ("arguments", "parameters") and index is None:
-                held.clear()
-                yield from self._value(held.append)
+                early_arguments.clear()
+                yield from self._value(early_arguments.append)
             else:
                 yield from self._value(lambda character: None)
         if name is None:
             raise _NoCallError
         if index is None:
-            self._tell("".join(held) or "{}", self._begin(name))
+            self._emit("".join(early_arguments) or "{}", self._begin(name))
 
     def _begin(self, name: str) -> int:
-        """Tells that there is a call of this name; its number."""
+        """Report a call, and return its index."""
         index = self.num_calls
         self.num_calls += 1
-        self._kept = None
-        self._tell("", index, name)
+        self._candidate = None
+        self._emit("", index, name)
         return index
 
     def _arguments(self, index: int) -> Steps:
-        """Reads the arguments of a call, which are told as they come."""
-        self.within_arguments = True
-        yield from self._value(lambda character: self._tell(character, index))
-        self.within_arguments = False
+        """Parse the arguments of a call, and emit them as they arrive."""
+        self.is_within_arguments = True
+        yield from self._value(lambda character: self._emit(character, index))
+        self.is_within_arguments = False
 
-    def _check_name(self, name: str) -> None:  # noqa: B027  # most formats take any name
-        """Raises _NoCallError for a name that no call has."""
+    def _check_name(self, name: str) -> None:  # noqa: B027  # most formats accept any name
+        """Raises _NoCallError for the name of an object that is not a call."""
 
     def _string(self) -> Generator[None, None, str]:
         characters: list[str] = []
@@ -248,8 +248,8 @@ class ToolFormat(abc.ABC):
             raise _NoCallError
         return value
 
-    def _value(self, tell: Callable[[str], None]) -> Steps:
-        """Reads one JSON value, character by character; what is within it is not checked."""
+    def _value(self, emit: Callable[[str], None]) -> Steps:
+        """Emit one JSON value, character by character. Its inside is not validated."""
         depth, in_string, escaped, empty = 0, False, False, True
         while True:
             character = yield from self._peek()
@@ -267,19 +267,19 @@ class ToolFormat(abc.ABC):
             elif character in "}]":
                 depth -= 1
             self._at += 1
-            tell(character)
+            emit(character)
             empty = False
             if depth == 0 and not in_string and character in '"}]':
                 return
 
 
-class Hermes(ToolFormat):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` for each call: Hermes, Qwen 2.5 and 3."""
+class HermesFormat(ToolFormat):
+    """Hermes, Qwen 2.5 and 3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
-    marks = ("<tool_call>", "</tool_call>")
+    markers = ("<tool_call>", "</tool_call>")
 
     @classmethod
-    def grammar(cls, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def grammar(cls, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         more = f' ("\\n" call){{0,{MAX_PARALLEL - 1}}}' if parallel else ""
         rules = f'calls: call{more}\ncall: "<tool_call>\\n" object "\\n</tool_call>"'
         return f"{rules}\n{_objects(tools, 'arguments')}"
@@ -293,18 +293,18 @@ class Hermes(ToolFormat):
                 yield from self._skip("</tool_call>")
 
 
-class Llama3(ToolFormat):
-    """The whole answer is `{"name": ..., "parameters": {...}}`, or several with semicolons between: Llama 3.1 to 3.3."""
+class Llama3Format(ToolFormat):
+    """Llama 3.1 to 3.3: the answer is `{"name": ..., "parameters": {...}}`, or several with `;`."""
 
-    marks = ("<|python_tag|>",)
+    markers = ("<|python_tag|>",)
 
     @classmethod
-    def grammar(cls, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def grammar(cls, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         more = f' ("; " object){{0,{MAX_PARALLEL - 1}}}' if parallel else ""
         return f"calls: object{more}\n{_objects(tools, 'parameters')}"
 
     def _read(self) -> Steps:
-        self._kept = 0
+        self._candidate = 0
         yield from self._skip_space()
         yield from self._skip("<|python_tag|>")
         yield from self._skip_space()
@@ -316,31 +316,31 @@ class Llama3(ToolFormat):
             yield from self._skip_space()
 
     def _content(self) -> Steps:
-        """The rest of the answer."""
-        self._at = self._at if self._kept is None else self._kept
-        self._kept = None
+        """Emit the rest of the answer."""
+        self._at = self._at if self._candidate is None else self._candidate
+        self._candidate = None
         while True:
             yield from self._peek()
-            self._tell(self._text[self._at :])
+            self._emit(self._text[self._at :])
             self._at = len(self._text)
 
     def _check_name(self, name: str) -> None:
-        if name not in self._known:  # the answer may well be JSON that is no call
+        if name not in self._names:  # the answer may be JSON that is not a call
             raise _NoCallError
 
 
-class Mistral(ToolFormat):
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]NAME{...}` for each call."""
+class MistralFormat(ToolFormat):
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]NAME{...}` each."""
 
-    marks = ("[TOOL_CALLS]", "[ARGS]")
+    markers = ("[TOOL_CALLS]", "[ARGS]")
 
     @staticmethod
     def new_id() -> str:
-        """Mistral's templates take nine letters and digits, and nothing else."""
+        """Return nine letters and digits: Mistral's templates accept nothing else."""
         return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
     @classmethod
-    def grammar(cls, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def grammar(cls, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         more = f' (", " object){{0,{MAX_PARALLEL - 1}}}' if parallel else ""
         return f'calls: "[TOOL_CALLS][" object{more} "]"\n{_objects(tools, "arguments")}'
 
@@ -369,31 +369,41 @@ class Mistral(ToolFormat):
         yield from self._skip_space()
         if name and (yield from self._peek()) == "{":
             yield from self._arguments(self._begin(name))
-        elif self._kept is not None:
-            self._tell(self._text[self._kept : self._at])
-            self._kept = None
+        elif self._candidate is not None:
+            self._emit(self._text[self._candidate : self._at])
+            self._candidate = None
 
     def _word(self) -> Generator[None, None, str]:
         characters = []
-        while (yield from self._peek()) in _NAME:
+        while (yield from self._peek()) in _NAME_CHARACTERS:
             characters.append(self._text[self._at])
             self._at += 1
         return "".join(characters)
 
 
-FORMATS: dict[str, type[ToolFormat]] = {"hermes": Hermes, "llama3_json": Llama3, "mistral": Mistral}
+FORMATS: dict[str, type[ToolFormat]] = {
+    "hermes": HermesFormat,
+    "llama3_json": Llama3Format,
+    "mistral": MistralFormat,
+}
 
 
-def held_to_calls(
-    form: type[ToolFormat], tools: Sequence[Tool], *, parallel: bool, answer: str | None = None
+def build_call_grammar(
+    tool_format: type[ToolFormat],
+    tools: Sequence[ToolSpec],
+    *,
+    parallel: bool,
+    answer_rule: str | None = None,
 ) -> str:
-    """A Lark grammar of answers that call tools, or else are `answer`: a rule's right side."""
-    start = "start: calls" if answer is None else f"start: calls | answer\nanswer: {answer}"
-    return f"%llguidance {{}}\n{start}\n{form.grammar(tools, parallel=parallel)}\n"
+    """Return a Lark grammar of calls or, if given, of answers that match `answer_rule`."""
+    start = "start: calls"
+    if answer_rule is not None:
+        start += f" | answer\nanswer: {answer_rule}"
+    return f"%llguidance {{}}\n{start}\n{tool_format.grammar(tools, parallel=parallel)}\n"
 
 
-def detect(template: str) -> str | None:
-    """The format that a chat template asks the model for; None when it is none of these."""
+def detect_format(template: str) -> str | None:
+    """Return the format that a chat template asks the model for, if it is a known one."""
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<tool_call>" in template and not any(
@@ -405,16 +415,16 @@ def detect(template: str) -> str | None:
     return None
 
 
-def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that begins `mark`, and is not all of it."""
-    for size in range(min(len(text), len(mark) - 1), 0, -1):
-        if text.endswith(mark[:size]):
+def partial_marker_size(text: str, marker: str) -> int:
+    """Return the length of the incomplete marker at the end of `text`; 0 if there is none."""
+    for size in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:size]):
             return size
     return 0
 
 
-def _objects(tools: Sequence[Tool], arguments: str) -> str:
-    """Lark rules: `object` is a call of one of the tools."""
+def _objects(tools: Sequence[ToolSpec], arguments: str) -> str:
+    """Return Lark rules. Their rule `object` is a call of one tool."""
     rules = ["object: " + " | ".join(f"tool{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
         head = json.dumps(f'{{"name": {json.dumps(tool.function.name)}, "{arguments}": ')
@@ -422,7 +432,7 @@ def _objects(tools: Sequence[Tool], arguments: str) -> str:
     return "\n".join(rules)
 
 
-def _schema(tool: Tool) -> dict[str, Any]:
+def _schema(tool: ToolSpec) -> dict[str, Any]:
     schema = tool.function.parameters
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}

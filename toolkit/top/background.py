@@ -1,4 +1,4 @@
-"""Whether the terminal's background is light, which only the terminal knows."""
+"""Detection of a light terminal background, by a query to the terminal."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import select
 import sys
 import time
 
-PATIENCE = 1.0
-"""Seconds that a terminal has to answer."""
-ASK = b"\x1b]11;?\x1b\\\x1b[c"
-"""What color the background has; and then what the terminal is, which all answer, so that nobody waits in vain."""
+TIMEOUT = 1.0  # seconds for the terminal's answer
+QUERY = b"\x1b]11;?\x1b\\\x1b[c"
+"""Asks for the background color, then for the terminal's type.
+
+All terminals answer the second query, so those without the first one cause no timeout.
+"""
+TYPE = re.compile(rb"\x1b\[\?[\d;]*c")  # answer to the second query
 
 
 def is_light() -> bool:
-    """By the terminal's own answer, else by COLORFGBG, which some set; dark when neither tells."""
-    answer = _ask()
+    """Ask the terminal, else read COLORFGBG, which some set. The default is dark."""
+    answer = _query()
     found = re.search(rb"rgb:([0-9a-fA-F]+)/([0-9a-fA-F]+)/([0-9a-fA-F]+)", answer)
     if found:
         red, green, blue = (int(part, 16) / (16 ** len(part) - 1) for part in found.groups())
@@ -25,8 +28,8 @@ def is_light() -> bool:
     return last in ("7", "15")
 
 
-def _ask() -> bytes:
-    """The terminal's answers, or nothing where it cannot be asked."""
+def _query() -> bytes:
+    """Return the terminal's answers, or nothing if there is no terminal."""
     try:
         import termios
         import tty
@@ -40,9 +43,9 @@ def _ask() -> bytes:
     answer = b""
     try:
         tty.setcbreak(descriptor)
-        os.write(sys.stdout.fileno(), ASK)
-        until = time.monotonic() + PATIENCE
-        while not re.search(rb"\x1b\[\?[\d;]*c", answer) and (left := until - time.monotonic()) > 0:
+        os.write(sys.stdout.fileno(), QUERY)
+        deadline = time.monotonic() + TIMEOUT
+        while not TYPE.search(answer) and (left := deadline - time.monotonic()) > 0:
             if not select.select([descriptor], [], [], left)[0]:
                 break
             answer += os.read(descriptor, 256)

@@ -1,19 +1,18 @@
-"""The keys: what they do, and how help tells it."""
+"""Key bindings and their help."""
 
 from __future__ import annotations
 
 from textual.binding import Binding, BindingType
 
-FAR = 1_000_000_000
-"""More rows than any table has."""
+FAR = 1_000_000_000  # more rows than any table has
 
 BINDINGS: list[BindingType] = [
     Binding("q", "quit", "Quit"),
     Binding("question_mark", "help", "Help"),
     *(Binding(str(number), f"page({number})") for number in range(1, 6)),
     Binding("p,space", "pause", "Pause"),
-    Binding("plus,equals_sign", "interval(1)", "Look less often"),
-    Binding("minus", "interval(-1)", "Look more often"),
+    Binding("plus,equals_sign", "interval(1)", "Longer interval"),
+    Binding("minus", "interval(-1)", "Shorter interval"),
     Binding("slash", "filter", "Filter"),
     Binding("s", "sort", "Sort"),
     Binding("r", "reverse", "Reverse"),
@@ -27,28 +26,27 @@ BINDINGS: list[BindingType] = [
     Binding("g,home", f"move(-{FAR})", "First"),
     Binding("G,end", f"move({FAR})", "Last"),
     Binding("l,right", "turn(1)", "Next"),
-    Binding("h,left", "turn(-1)", "Before"),
+    Binding("h,left", "turn(-1)", "Previous"),
     Binding("tab", "next_page(1)", "Next page", priority=True),
-    Binding("shift+tab", "next_page(-1)", "Page before", priority=True),
+    Binding("shift+tab", "next_page(-1)", "Previous page", priority=True),
     Binding("t", "theme", "Light or dark"),
     Binding("ctrl+c", "quit", show=False, priority=True),
 ]
-"""Of the screen; dialogs have their own."""
+"""Bindings of the screen; dialogs have their own."""
 
 HELP = (
     ("1 2 3 4 5", "Overview, requests, latency, servers, config"),
-    ("Tab", "The next page"),
-    ("j k ↓ ↑", "Down and up; PgDn, PgUp, g and G for more"),
-    ("Enter", "A request in full; a server alone"),
-    ("Esc", "Back: out of the filter, to all servers"),
-    ("/", "Show only rows that contain ..."),
-    ("s r", "Sort by the next column; the other way round"),
+    ("Tab", "Next page"),
+    ("j k ↓ ↑", "Down, up; PgDn, PgUp; g first, G last"),
+    ("Enter", "Open a request; focus on a server"),
+    ("Esc", "Back: clear the filter, show all servers"),
+    ("/", "Filter the rows"),
+    ("s r", "Sort by the next column; reverse the order"),
     ("x", "End the request under the cursor"),
-    ("h l", "Another latency first"),
-    ("p", "Pause, and go on"),
-    ("+ -", "Look less often, more often"),
-    ("t", "Light or dark"),
-    ("Ctrl-P", "All of this by name"),
+    ("h l", "Previous or next latency first"),
+    ("p", "Pause or resume"),
+    ("+ -", "Longer or shorter interval"),
+    ("t", "Light or dark theme"),
+    ("Ctrl-P", "All commands by name"),
     ("q", "Quit"),
 )
-"""Keys, and what they do."""

@@ -1,4 +1,4 @@
-"""The snapshot for pipes and scripts: one fact a line, or JSON."""
+"""Snapshots for pipes and scripts: one fact per line, or JSON."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from toolkit.top.state import State
 from toolkit.top.view import View, view_of
 
 SCHEMA = 1
-WIDTH = 12
-"""Columns of a name."""
-COLUMN = 11
+NAME = 12  # columns of a name
+COLUMN = 11  # columns of a number
 
 
 def snapshot(state: State) -> str:
-    """The servers one after the other. Latencies and hit rate are those since each server's start."""
+    """Return the servers as text, with latencies and hit rate since each server's start."""
     return "\n\n".join(_text(server) for server in state.servers)
 
 
 def as_json(state: State) -> str:
-    """The servers and, as `total`, all together. Times in seconds, rates per second, sizes in bytes, shares from 0 to 1;
-    null is what a server does not tell.
+    """Return the servers as JSON, and as `total` all together.
+
+    Times are in seconds, rates per second, sizes in bytes, shares from 0 to 1. Numbers that a
+    server does not report are null.
     """
     content = {
         "schema": SCHEMA,
         "time": time.time(),
-        "servers": [_told(server) for server in state.servers],
+        "servers": [_content(server) for server in state.servers],
         "total": _numbers(view_of(state.servers, since_start=True)),
     }
     return msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
 
 
-def _told(server: Server) -> dict[str, Any]:
+def _content(server: Server) -> dict[str, Any]:
     view = view_of([server], since_start=True)
     return {
         "url": server.url,
@@ -89,16 +90,16 @@ def _text(server: Server) -> str:
     }
     if found.advice:
         facts["try"] = found.advice
-    lines = [heading, *(f"{name:<{WIDTH}}{fact}" for name, fact in facts.items())]
+    lines = [heading, *(f"{name:<{NAME}}{fact}" for name, fact in facts.items())]
     titles = ("p50", "p90", "p99", "mean", "count")
-    lines.append(f"{'since start':<{WIDTH}}" + "".join(f"{title:>{COLUMN}}" for title in titles))
+    lines.append(f"{'since start':<{NAME}}" + "".join(f"{title:>{COLUMN}}" for title in titles))
     for name, latency in view.latencies.items():
         values = [
             wording.seconds(value)
             for value in (latency.p50, latency.p90, latency.p99, latency.mean)
         ]
         cells = [*values, wording.count(latency.count)]
-        lines.append(f"{name:<{WIDTH}}" + "".join(f"{cell:>{COLUMN}}" for cell in cells))
+        lines.append(f"{name:<{NAME}}" + "".join(f"{cell:>{COLUMN}}" for cell in cells))
     if server.error:
         lines.append(server.error)
     return "\n".join(lines)
@@ -108,5 +109,6 @@ def _gpu(view: View) -> dict[str, str]:
     if view.gpu_power is None and view.gpu_utilization is None:
         return {}
     memory = f"{wording.size(view.gpu_memory_used)} of {wording.size(view.gpu_memory_total)}"
-    power = f"{wording.count(view.gpu_power)} W, {wording.decimal(view.tokens_per_joule)} tokens per joule"
+    efficiency = f"{wording.decimal(view.tokens_per_joule)} tokens per joule"
+    power = f"{wording.count(view.gpu_power)} W, {efficiency}"
     return {"gpu": f"{wording.percent(view.gpu_utilization, 0)} busy, {memory}, {power}"}

@@ -1,4 +1,4 @@
-"""`tk top`: the screen, or one snapshot where there is no screen."""
+"""`tk top`: the dashboard, or one snapshot without a terminal."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from collections.abc import Sequence
 from toolkit.config.clients import TopConfig
 from toolkit.errors import ToolkitError
 from toolkit.top.plain import as_json, snapshot
-from toolkit.top.readings.recording import Recorder, Replay, replays
+from toolkit.top.readings.recording import RecordedSource, RecordingWriter, recorded_sources
 from toolkit.top.readings.source import HTTPSource, Source
 from toolkit.top.state import State
 
 
 def run(config: TopConfig) -> int:
-    """Shows until the user quits; the exit code of the command."""
-    sources = sources_of(config)
+    """Run the command; return its exit code."""
+    sources = open_sources(config)
     state = State(sources, interval=config.interval, window=config.window)
     recorder = (
-        Recorder(config.record, [source.url for source in sources]) if config.record else None
+        RecordingWriter(config.record, [source.url for source in sources])
+        if config.record
+        else None
     )
     if config.once or config.json or not has_screen():
-        asyncio.run(look(state, recorder))
+        asyncio.run(take_readings(state, recorder))
         print(as_json(state) if config.json else snapshot(state))
         return 0
     from toolkit.top.app import TopApp
     from toolkit.top.background import is_light
 
     theme = config.theme if config.theme != "auto" else "light" if is_light() else "dark"
-    show_past(state, config.interval)
+    add_demo_history(state, config.interval)
     app = TopApp(state, theme=theme, recorder=recorder)
     app.run()
     if app.failure is not None:
@@ -38,10 +40,10 @@ def run(config: TopConfig) -> int:
     return app.return_code or 0
 
 
-def sources_of(config: TopConfig) -> Sequence[Source]:
-    """The servers that are meant."""
+def open_sources(config: TopConfig) -> Sequence[Source]:
+    """Return the sources of a recording, of the demo or of the given servers."""
     if config.replay is not None:
-        return replays(config.replay)
+        return recorded_sources(config.replay)
     if config.demo:
         from toolkit.top.readings.demo import demo_sources
 
@@ -50,13 +52,13 @@ def sources_of(config: TopConfig) -> Sequence[Source]:
 
 
 def has_screen() -> bool:
-    """Whether a dashboard can be drawn, by a terminal that moves its cursor. Textual draws on stderr."""
+    """Return True on a terminal that can move its cursor. Textual draws on stderr."""
     ends = (sys.stdin, sys.stdout, sys.stderr)
     return all(end.isatty() for end in ends) and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def show_past(state: State, interval: float) -> None:
-    """Made-up servers have one, so that the charts are full at once."""
+def add_demo_history(state: State, interval: float) -> None:
+    """Add past readings of demo servers, so that the charts are full from the start."""
     from toolkit.top.readings.demo import DemoSource
 
     for source, server in zip(state.sources, state.servers, strict=True):
@@ -65,14 +67,14 @@ def show_past(state: State, interval: float) -> None:
                 server.add(reading)
 
 
-async def look(state: State, recorder: Recorder | None) -> None:
-    """Two readings of each server, an interval apart; of a recording, all.
+async def take_readings(state: State, recorder: RecordingWriter | None) -> None:
+    """Read each server twice, an interval apart, or a recording to its end.
 
-    Raises ToolkitError when no server answers.
+    Raises ToolkitError if no server answers.
     """
     try:
         await asyncio.gather(
-            *(_look_at(state, index, recorder) for index in range(len(state.servers)))
+            *(_read_server(state, index, recorder) for index in range(len(state.servers)))
         )
     finally:
         for source in state.sources:
@@ -86,14 +88,14 @@ async def look(state: State, recorder: Recorder | None) -> None:
         )
 
 
-async def _look_at(state: State, index: int, recorder: Recorder | None) -> None:
+async def _read_server(state: State, index: int, recorder: RecordingWriter | None) -> None:
     source, server = state.sources[index], state.servers[index]
-    if isinstance(source, Replay):
+    if isinstance(source, RecordedSource):
         while (reading := await source.read(requests=True)) is not None:
             server.add(reading)
         return
-    for look in range(2):
-        await asyncio.sleep(state.interval if look else 0.0)
+    for attempt in range(2):
+        await asyncio.sleep(state.interval if attempt else 0.0)
         reading = await source.read(requests=True)
         if reading is None:
             return

@@ -1,4 +1,4 @@
-"""What the screen shows of, apart from how: the servers, which of them is looked at, and their numbers."""
+"""State of the dashboard: the servers, the one in focus, and their numbers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from toolkit.top.diagnosis import Diagnosis, diagnose, worst
 from toolkit.top.readings.server import Server
 from toolkit.top.readings.source import Source
-from toolkit.top.view import View, charted, view_of
+from toolkit.top.view import View, view_of, with_charts
 
-STALE = 3.0
-"""Intervals without a reading, after which the numbers are called stale."""
+STALE = 3.0  # intervals without a reading after which numbers are stale
 
 
 class State:
-    """The servers of a dashboard. `focus` is the one that is looked at, None for all together."""
+    """The servers of a dashboard. `focus` is the one shown, None for all together."""
 
     def __init__(self, sources: Sequence[Source], *, interval: float, window: float) -> None:
         self.sources = list(sources)
@@ -23,45 +22,43 @@ class State:
         self.focus: Server | None = self.servers[0] if len(self.servers) == 1 else None
         self.view = View()
         self.diagnosis = diagnose(self.servers[0])
-        self.colors = True
-        """Whether the terminal gets any."""
+        self.has_colors = True
         self.is_paused = False
         self.is_recording = False
-        self.num_ended = 0
-        """Servers of which nothing more will come: those of a recording that is over."""
+        self.num_ended = 0  # servers of a replayed recording that are at its end
 
     @property
-    def looked_at(self) -> list[Server]:
-        """The one server, or all."""
+    def shown_servers(self) -> list[Server]:
+        """The server in focus, or all."""
         return self.servers if self.focus is None else [self.focus]
 
     def source_of(self, server: Server) -> Source:
-        """Where a server's readings come from."""
+        """Return the source of a server's readings."""
         return self.sources[self.servers.index(server)]
 
     def refresh(self) -> None:
-        """Computes the numbers anew."""
-        self.view = charted(view_of(self.looked_at), self.looked_at)
+        """Compute the numbers from the newest readings."""
+        self.view = with_charts(view_of(self.shown_servers), self.shown_servers)
         self.diagnosis = self._diagnose()
 
     def age(self, server: Server) -> float:
-        """Seconds since its numbers were true."""
+        """Return the seconds since a server's last successful reading."""
         return server.age(self.source_of(server).now())
 
     def is_stale(self, server: Server) -> bool:
-        """Whether its numbers are no longer those of now."""
+        """Return True if a server's numbers are not current."""
         return bool(server.error) or self.age(server) > STALE * max(1.0, self.interval)
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will come of any server."""
+        """True at the end of a replayed recording."""
         return self.num_ended == len(self.servers)
 
     @property
     def all_stale(self) -> bool:
-        """Whether nothing on the screen is of now."""
-        looks = not self.has_ended and not self.is_paused
-        return looks and all(self.is_stale(server) for server in self.looked_at)
+        """True if no number on the screen is current."""
+        is_reading = not self.has_ended and not self.is_paused
+        return is_reading and all(self.is_stale(server) for server in self.shown_servers)
 
     def _diagnose(self) -> Diagnosis:
         if self.focus is not None:

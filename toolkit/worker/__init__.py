@@ -1,4 +1,4 @@
-"""What runs on one device: the model, its KV cache, and the state of the running requests."""
+"""Everything on one device: the model, its KV cache, and the state of running requests."""
 
 from toolkit.worker.info import Report, WorkerInfo
 

@@ -1,4 +1,4 @@
-"""The running requests as the device holds them: one stable row each."""
+"""Running requests on the device, one stable row each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IntArray = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The padded size of a step. The lengths bound those of its requests."""
+    """Padded size of a step. The lengths are upper bounds for its requests."""
 
     num_tokens: int
     num_reqs: int
@@ -29,8 +29,8 @@ class StepShape:
 class BatchState:
     """Row r belongs to one request from its admission to its end or preemption.
 
-    `token_ids` [num_rows, max_model_len + 1] int32: prompt and output; a sampled token is written at its
-    place by the device, so that the next step can read it before the host has seen it. `block_table`
+    `token_ids` [num_rows, max_model_len + 1] int32: prompt and output. The device writes sampled
+    tokens, so that the next step can read them before the host has seen them. `block_table`
     [num_rows, max_blocks] int32.
     """
 
@@ -45,7 +45,7 @@ class BatchState:
         self.sampling = SamplingState(num_rows, device)
 
     def apply(self, step: SchedulerOutput) -> None:
-        """Takes in who came, which blocks were added, and tokens that were sampled elsewhere."""
+        """Apply a step's new rows, new blocks, and tokens sampled elsewhere."""
         for new in step.new_rows:
             self._place(new)
         if len(step.new_blocks):
@@ -63,7 +63,7 @@ class BatchState:
         self.sampling.load([new.row])
 
     def inputs(self, step: SchedulerOutput) -> tuple[torch.Tensor, AttentionBatch]:
-        """(token ids [num_tokens] and what attention is over) of a step."""
+        """Return a step's token ids [num_tokens] and attention batch."""
         counts = step.num_tokens.astype(np.int64)
         ends = counts.cumsum()
         request = np.repeat(np.arange(len(counts)), counts)
@@ -91,7 +91,7 @@ class BatchState:
         return self._take(self.token_ids, rows, positions), batch
 
     def append(self, rows: IntArray, lengths: IntArray, tokens: torch.Tensor) -> None:
-        """Puts sampled tokens [n] at the places `lengths` of rows; a negative one as token 0."""
+        """Write sampled tokens [n] at the positions `lengths` of rows; negative ones as token 0."""
         if self.device.type == "cpu":
             self.token_ids.numpy()[rows, lengths] = tokens.clamp(min=0).numpy()
             return
@@ -99,7 +99,7 @@ class BatchState:
         self.token_ids[place[0], place[1]] = tokens.clamp(min=0).to(self.device, torch.int32)
 
     def _take(self, table: torch.Tensor, rows: IntArray, columns: IntArray) -> torch.Tensor:
-        """Elements of a table on the device, int64. NumPy has few of them in a third of PyTorch's time."""
+        """Return elements of a table, int64. For few, NumPy takes a third of PyTorch's time."""
         if self.device.type == "cpu":
             return torch.from_numpy(table.numpy()[rows, columns].astype(np.int64))
         row, column = (

@@ -1,4 +1,4 @@
-"""Runs steps on a GPU: the common ones as CUDA graphs, from the inputs to the sampled tokens in the state."""
+"""Runs steps on a GPU, common ones as CUDA graphs, from inputs to sampled tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import bisect
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,10 @@ import torch
 
 from toolkit.attention import AttentionBackend, AttentionBatch
 from toolkit.hardware.graph_capture import captured, empty_cache
+from toolkit.kernels.table import Kernels
 from toolkit.models.registry import CausalLM
 from toolkit.sampling.grammar import Masks
-from toolkit.sampling.sampler import add_biases
+from toolkit.sampling.sampler import sample
 from toolkit.sampling.sampling_state import to_device
 from toolkit.scheduler import SchedulerOutput
 from toolkit.worker.batch_state import StepShape
@@ -26,51 +26,49 @@ from toolkit.worker.kv_cache import KVCache
 from toolkit.worker.model_runner import ModelRunner, Sample, Sampled
 
 MIXED_TOKENS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-"""Padded sizes of captured steps in which prompts and next tokens are mixed."""
+"""Padded token counts of captured steps that mix prompts and next tokens."""
 SMALL_MIXED = 512
-"""Up to this many tokens padding costs next to nothing."""
-MOSTLY = 0.75
-"""How much of a larger captured step must be tokens for it to be better than a step without a graph."""
-LONGEST_MIXED = 8192
-"""Context, in tokens, of a request with one token up to which those are used: they do not split it over programs."""
+"""Number of tokens up to which padding costs next to nothing."""
+MIN_FILL = 0.75
+"""Share of tokens from which a larger captured step is faster than no graph."""
+MAX_MIXED_CONTEXT = 8192
+"""Longest context of a decoding request in a mixed graph, which does not split its keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A captured step, and where it leaves what it computes."""
+    """A captured step and its output."""
 
     shape: StepShape
     graph: torch.cuda.CUDAGraph
     out: torch.Tensor
-    """Logits [num_reqs, vocab]; on another stage than the last hidden states [num_tokens, hidden]."""
+    """Logits [num_reqs, vocab]; before the last stage, hidden states [num_tokens, hidden]."""
 
 
 class CudaRunner(ModelRunner):
-    """Steps as captured graphs where one fits, else kernel by kernel.
+    """Runs a step as a captured graph where one fits, else kernel by kernel.
 
-    A graph holds a whole step: inputs, model, sampler, state update. What few requests ask for (penalties, biases) is
-    done after it, by sampling those again from its logits. Between stages of a pipeline hidden states are received before the
-    graph and sent after it.
+    A graph is a complete step: inputs, model, sampler, state update. Requests with penalties,
+    biases or grammars are sampled again after it, from its logits. Pipeline stages receive hidden
+    states before the graph and send them after it.
     """
 
     state: CudaBatchState
 
     def __init__(
-        self, model: CausalLM, backend: AttentionBackend, cache: KVCache, state: CudaBatchState
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        cache: KVCache,
+        state: CudaBatchState,
+        kernels: Kernels,
     ) -> None:
-        from toolkit.kernels.triton.bitmask import mask_logits
-        from toolkit.kernels.triton.logprobs import logprobs
-        from toolkit.kernels.triton.penalties import penalize
-        from toolkit.kernels.triton.sampling import sample
-
         super().__init__(model, backend, cache, state)
-        self._kernels = SimpleNamespace(
-            sample=sample, logprobs=logprobs, penalize=penalize, mask_logits=mask_logits
-        )
+        self.kernels = kernels
         num_rows = len(state.block_table) - 1
         if model.stage.is_last:
             head, group = model.lm_head.weight, model.lm_head.group
-            self._logits = group.room(
+            self._logits = group.gather_buffer(
                 (num_rows, head.shape[0] * group.size), head.dtype, self.device
             )
         if not model.stage.is_first:
@@ -78,13 +76,13 @@ class CudaRunner(ModelRunner):
             self._received = torch.zeros(shape, dtype=model.dtype, device=self.device)
         self._sampled = torch.empty(num_rows, dtype=torch.int32, device=self.device)
         self._decode: list[Graph] = []
-        """By number of requests, rising; likewise `_mixed`, by number of tokens."""
+        """Sorted by number of requests; `_mixed` by number of tokens."""
         self._mixed: list[Graph] = []
         self._pool: Any = None
 
     # ---- steps
 
-    def _pass_on(self, step: SchedulerOutput) -> None:
+    def _send_to_next_stage(self, step: SchedulerOutput) -> None:
         graph = self._begin(step)
         if graph is not None:
             graph.graph.replay()
@@ -92,7 +90,7 @@ class CudaRunner(ModelRunner):
         self.model.stage.send(hidden[: step.total_tokens])
 
     def _begin(self, step: SchedulerOutput) -> Graph | None:
-        """Takes to the device what the step starts from; the graph that it fits into."""
+        """Send the step's inputs. Return the graph that it fits into."""
         self.state.send(step)
         if not self.model.stage.is_first:
             self.model.stage.receive(self._received[: step.total_tokens])
@@ -110,13 +108,16 @@ class CudaRunner(ModelRunner):
             graph.graph.replay()
             logits = graph.out
         elif self._keeps_hidden(step):
-            hidden, logits = self._forward_whole(_exact(step))
+            hidden, logits = self._forward_keeping_hidden(_exact(step))
         else:
             logits = self._forward(_exact(step))
-        return hidden, functools.partial(self._sampled_of, step, logits)
+        return hidden, functools.partial(self._collect_samples, step, logits)
 
     def _forward(self, shape: StepShape) -> torch.Tensor:
-        """Logits [num_reqs, vocab] of the step that was sent, whose tokens it samples; or what the next stage is to be given."""
+        """Run the step that was sent, and sample its tokens.
+
+        Return logits [num_reqs, vocab], or hidden states for the next stage.
+        """
         inputs = self.state.expanded(shape)
         if not self.model.stage.is_last:
             return self._compute(inputs.token_ids, inputs.batch)
@@ -124,8 +125,8 @@ class CudaRunner(ModelRunner):
             inputs.batch.wanted = _last_tokens(inputs)
         return self._logits_of(self._compute(inputs.token_ids, inputs.batch), inputs)
 
-    def _forward_whole(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with the hidden states of all tokens."""
+    def _forward_keeping_hidden(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the step that was sent. Return the hidden states of all tokens, and logits."""
         inputs = self.state.expanded(shape)
         hidden = self._compute(inputs.token_ids, inputs.batch)
         return hidden, self._logits_of(hidden[_last_tokens(inputs)], inputs)
@@ -137,7 +138,7 @@ class CudaRunner(ModelRunner):
 
     def _sample(self, logits: torch.Tensor, inputs: StepInputs) -> None:
         state = self.state
-        self._kernels.sample(
+        self.kernels.sample(
             logits,
             inputs.batch.rows,
             inputs.sample_positions,
@@ -147,7 +148,7 @@ class CudaRunner(ModelRunner):
             self._sampled[: len(logits)],
         )
 
-    def _sampled_of(
+    def _collect_samples(
         self, step: SchedulerOutput, logits: torch.Tensor, masks: Masks | None
     ) -> Sampled:
         sampling = self.state.sampling
@@ -161,7 +162,7 @@ class CudaRunner(ModelRunner):
         if k < 0:
             return Sampled(tokens, which)
         index = self._on_device(which)
-        return Sampled(tokens, which, self._kernels.logprobs(logits[index], tokens[index], k))
+        return Sampled(tokens, which, self.kernels.logprobs(logits[index], tokens[index], k))
 
     def _sample_again(
         self,
@@ -170,20 +171,19 @@ class CudaRunner(ModelRunner):
         which: npt.NDArray[np.int64],
         masks: Masks | None,
     ) -> None:
-        """Samples the requests that have penalties, biases or grammars, from changed logits."""
+        """Sample the requests with penalties, biases or grammars, from changed logits."""
         state, index = self.state, self._on_device(which)
         rows, lengths = step.rows[which], (step.num_computed + step.num_tokens)[which]
-        rows_there, lengths_there = self._on_device(rows), self._on_device(lengths)
-        changed = logits[index].float()
-        add_biases(changed, state.sampling, state.token_ids, rows, lengths)
-        parameters = (state.sampling.floats, state.sampling.ints, state.token_ids)
-        self._kernels.penalize(changed, rows_there, lengths_there, *parameters)
-        if masks is not None:
-            masked = np.searchsorted(which, step.constrained)
-            self._kernels.mask_logits(changed, self._on_device(masked), self._on_device(masks))
-        out = torch.empty(len(which), dtype=torch.int32, device=self.device)
-        self._kernels.sample(changed, rows_there, lengths_there, *parameters, out)
-        self._sampled[index] = out
+        masked = None if masks is None else (np.searchsorted(which, step.constrained), masks)
+        self._sampled[index] = sample(
+            logits[index].float(),
+            state.sampling,
+            state.token_ids,
+            rows,
+            lengths,
+            masked,
+            self.kernels,
+        )
 
     def _on_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return to_device(torch.from_numpy(array), self.device)
@@ -192,54 +192,55 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def rehearse(self, shapes: Sequence[StepShape]) -> None:
-        """Steps of these shapes and of no requests."""
+        """Run steps of these shapes without requests."""
         self.state.send(_EMPTY)
         for shape in shapes:
             self._forward(shape)
 
     @torch.inference_mode()
     def capture(self, shapes: Sequence[StepShape]) -> None:
-        """Captures a graph for each shape, on the current stream. The largest comes first: the others then fit into its
-        memory.
+        """Capture a graph per shape, on the current stream.
+
+        The largest comes first: the others then fit into its memory.
         """
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         for shape in shapes:
             self.state.send(_EMPTY)
-            self._forward(shape)  # compiles what is not compiled yet
+            self._forward(shape)  # compiles missing kernels
             graph = torch.cuda.CUDAGraph()
             with captured(graph, self._pool):
                 out = self._forward(shape)
             kept = self._decode if shape.max_query_len == 1 else self._mixed
             bisect.insort(kept, Graph(shape, graph, out), key=lambda g: g.shape.num_tokens)
         torch.cuda.synchronize()
-        empty_cache()  # what the steps before the captures took
+        empty_cache()  # memory of the steps before the captures
 
     def close(self) -> None:
-        """Gives up the graphs, whoever still refers to this."""
+        """Free the graphs, even while this object is referenced."""
         for graph in (*self._decode, *self._mixed):
             graph.graph.reset()
         self._decode, self._mixed = [], []
 
     def _graph_for(self, step: SchedulerOutput) -> Graph | None:
-        """The smallest graph that the step fits into."""
+        """Return the smallest graph that the step fits into, or None."""
         total = step.total_tokens
         decode = total == len(step.rows)
         graphs = self._decode if decode else self._mixed
         at = bisect.bisect_left(graphs, total, key=lambda g: g.shape.num_tokens)
         if at == len(graphs):
             return None
-        if self._keeps_hidden(step):  # which graphs do not
+        if self._keeps_hidden(step):  # graphs do not
             return None
         padded = graphs[at].shape.num_tokens
-        if not decode and padded > SMALL_MIXED and total < MOSTLY * padded:
+        if not decode and padded > SMALL_MIXED and total < MIN_FILL * padded:
             return None
-        if not decode and (step.num_computed[step.num_tokens == 1] >= LONGEST_MIXED).any():
+        if not decode and (step.num_computed[step.num_tokens == 1] >= MAX_MIXED_CONTEXT).any():
             return None
         return graphs[at]
 
 
 def graph_shapes(max_num_seqs: int, max_num_tokens: int, max_model_len: int) -> list[StepShape]:
-    """The steps worth capturing, the largest first: next tokens of any number of requests, and small mixed ones."""
+    """Return shapes worth capturing, largest first: decode steps, and mixed steps."""
     most = min(max_num_seqs, max_num_tokens)
     sizes = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(576, most, 64))
     counts = {n for n in sizes if n < most} | {most}
@@ -255,7 +256,7 @@ def graph_shapes(max_num_seqs: int, max_num_tokens: int, max_model_len: int) -> 
 
 
 def _last_tokens(inputs: StepInputs) -> torch.Tensor:
-    """Each request's last token of the step."""
+    """Return the index of each request's last token in the step."""
     return (inputs.batch.query_start_loc[1:] - 1).clamp(min=0).long()
 
 
@@ -266,5 +267,5 @@ def _exact(step: SchedulerOutput) -> StepShape:
     )
 
 
-_NONE = np.empty(0, np.int32)
-_EMPTY = SchedulerOutput(-1, _NONE, _NONE, _NONE, np.empty(0, np.bool_))
+_NO_INTS = np.empty(0, np.int32)
+_EMPTY = SchedulerOutput(-1, _NO_INTS, _NO_INTS, _NO_INTS, np.empty(0, np.bool_))

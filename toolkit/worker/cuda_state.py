@@ -1,4 +1,4 @@
-"""The batch state on a GPU: what the host sends is small, never waits, and is expanded by kernels."""
+"""Batch state on a GPU: the host sends little, without waiting, and kernels expand it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from toolkit.attention import AttentionBatch
+from toolkit.kernels.table import Kernels
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.scheduler.output import IntArray
 from toolkit.worker.batch_state import BatchState, StepShape
@@ -16,8 +17,9 @@ from toolkit.worker.staging import Staging
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step on the device. `sample_positions` [num_reqs] int32: where each request's next token goes; -1: none is
-    sampled.
+    """A step on the device.
+
+    `sample_positions` [num_reqs] int32: position of each request's next token; -1: none is sampled.
     """
 
     token_ids: torch.Tensor
@@ -26,8 +28,9 @@ class StepInputs:
 
 
 class CudaBatchState(BatchState):
-    """The state, and the buffers that every step's inputs are written into: they stay where they are, so that CUDA graphs
-    can read them. One row more than requests can have belongs to the padding.
+    """The state, and input buffers with fixed addresses, so that CUDA graphs can read them.
+
+    One extra row belongs to the padding.
     """
 
     def __init__(
@@ -37,11 +40,10 @@ class CudaBatchState(BatchState):
         block_size: int,
         device: torch.device,
         max_tokens: int,
+        kernels: Kernels,
     ) -> None:
-        from toolkit.kernels.triton.inputs import copy_runs, expand_inputs
-
         super().__init__(num_rows + 1, max_model_len, block_size, device)
-        self._copy_runs, self._expand = copy_runs, expand_inputs
+        self._copy_runs, self._expand = kernels.copy_runs, kernels.expand_inputs
         self._staging = Staging(device)
         self._num_reqs, self.max_tokens = num_rows, max_tokens
         self._packed = torch.zeros(5 * num_rows + 1, dtype=torch.int32, device=device)
@@ -65,7 +67,7 @@ class CudaBatchState(BatchState):
     def _put(
         self, table: torch.Tensor, rows: IntArray, columns: IntArray, values: IntArray
     ) -> None:
-        """Sets single numbers of a table."""
+        """Set single numbers of a table."""
         order = np.arange(len(rows), dtype=np.int32)
         runs = np.stack((rows, columns, order, np.ones_like(order)), axis=1)
         where, there = self._staging.send([runs, values])
@@ -81,7 +83,7 @@ class CudaBatchState(BatchState):
         which, ints, floats, runs, tokens_there, block_runs_there, blocks_there = (
             self._staging.send(
                 [
-                    # An even number of 32-bit numbers, so that the 64-bit ones after them are aligned.
+                    # Twice, so that the 64-bit numbers after them are aligned.
                     np.concatenate((rows, rows)),
                     sampling.host_ints[rows].view(np.int32),
                     sampling.host_floats[rows].view(np.int32),
@@ -104,7 +106,7 @@ class CudaBatchState(BatchState):
         )
 
     def send(self, step: SchedulerOutput) -> None:
-        """Takes a step's numbers to the device, padded to any number of requests."""
+        """Send a step's numbers to the device, padded to all requests."""
         n, room = len(step.rows), self._num_reqs
         packed = np.empty(5 * room + 1, np.int32)
         rows, starts, lens, samples, order = np.split(
@@ -123,7 +125,7 @@ class CudaBatchState(BatchState):
         self._staging.send_into(self._packed, [packed])
 
     def expanded(self, shape: StepShape) -> StepInputs:
-        """The inputs of the step that was sent last."""
+        """Return the inputs of the step that was sent last."""
         n, tokens = shape.num_reqs, shape.num_tokens
         rows, starts, lens = self._rows[:n], self._query_start_loc[: n + 1], self._seq_lens[:n]
         out = (self._token_ids[:tokens], self._positions[:tokens], self._slots[:tokens])
@@ -143,7 +145,7 @@ class CudaBatchState(BatchState):
 
 
 def _runs(rows: np.ndarray, lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """(runs [n, 4], values) that put each list at the beginning of its row."""
+    """Return (runs [n, 4], values) that copy each list to the start of its row."""
     lengths = np.array([len(one) for one in lists], np.int32)
     begins = np.concatenate(([0], lengths.cumsum()[:-1])).astype(np.int32)
     values = np.concatenate([np.array(one, np.int32) for one in lists])

@@ -1,4 +1,4 @@
-"""From the device to the host, without waiting."""
+"""Asynchronous copies to the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, complete once `arrival` says so."""
+    """Return a copy on the host. It is complete after `copy_barrier`."""
     if tensor.device.type == "cpu":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
@@ -16,8 +16,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def arrival(device: torch.device) -> Callable[[], None]:
-    """What waits for the copies to the host that were started before."""
+def copy_barrier(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits for the copies started before."""
     if device.type == "cpu":
         return lambda: None
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -1,4 +1,4 @@
-"""Runs a step of an encoder: whole prompts, packed, each to one vector."""
+"""Runs steps of an encoder: packed complete prompts, one vector each."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from toolkit.attention.packed import PackedBatch
 from toolkit.models.registry import Encoder
 from toolkit.pooling.heads import Head
 from toolkit.scheduler import ModelOutput, SchedulerOutput
-from toolkit.worker.delivery import arrival, to_host
+from toolkit.worker.delivery import copy_barrier, to_host
 from toolkit.worker.model_runner import PendingOutput
 
 
 class EncoderRunner:
-    """Keeps nothing from step to step: a request's only step brings its tokens along."""
+    """Stateless: the only step of a request has all of its tokens."""
 
     def __init__(
         self, model: Encoder, head: Head, device: torch.device, dtype: torch.dtype
@@ -23,7 +23,7 @@ class EncoderRunner:
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> PendingOutput:
-        """Launches a step. A vector that is not finite is told of as the token -1."""
+        """Launch a step. The token -1 marks a vector that is not finite."""
         come = {new.row: new for new in step.new_rows}
         prompts = [come[row] for row in step.rows.tolist()]
         lengths = np.array([len(new.token_ids) for new in prompts], np.int64)
@@ -34,10 +34,10 @@ class EncoderRunner:
         token_ids = np.concatenate([np.array(new.token_ids, np.int64) for new in prompts])
         hidden = self.model(self._on_device(token_ids), batch)
         vectors = to_host(self.head(hidden, self._on_device(lengths)))
-        arrived = arrival(self.device)
+        wait = copy_barrier(self.device)
 
         def finish() -> ModelOutput:
-            arrived()
+            wait()
             found = vectors.numpy()
             is_finite = np.isfinite(found).all(axis=1)
             return ModelOutput(

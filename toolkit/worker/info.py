@@ -1,4 +1,4 @@
-"""What a worker tells of itself. Light: no torch."""
+"""A worker's description of itself, without torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 from toolkit.pooling.settings import PoolingInfo
 
 Report = Callable[[str, float], None]
-"""Called with a start-up phase's name and its seconds."""
+"""Called with the name and the seconds of a start-up phase."""
 
 
 class WorkerInfo(msgspec.Struct, kw_only=True):
-    """What start-up found out. Sizes in bytes, lengths in tokens."""
+    """Facts found at start-up. Sizes in bytes, lengths in tokens."""
 
     device: str
     dtype: str
@@ -29,26 +29,26 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     cache_bytes: int
     async_scheduling: bool
     world_size: int = 1
-    """Ranks that share the model; sizes are of one of them."""
+    """Ranks that share the model. Sizes are those of one rank."""
     model_parameters: int = 0
-    """Of the whole model."""
+    """Parameters of the unsharded model."""
     attention_size: int = 0
-    """Of all layers together: query heads times head size."""
+    """Query heads times head size, summed over layers."""
     generates: bool = True
-    """Whether prompts can be continued."""
+    """Prompts can be continued."""
     chunks_prompts: bool = True
-    """Whether a prompt can be computed in several steps."""
+    """A prompt can be computed in several steps."""
     pooling: PoolingInfo | None = None
-    """What prompts can be pooled to."""
+    """Set if prompts can be pooled."""
 
     @property
     def token_bytes(self) -> float:
-        """Of the KV cache, for each token."""
+        """Bytes of KV cache per token."""
         return self.cache_bytes / max(1, self.num_blocks * self.block_size)
 
     @property
     def tasks(self) -> list[str]:
-        """What the model does: `generate`, `embed`, `score`."""
+        """Tasks of the model: `generate`, `embed`, `score`."""
         return ["generate"] * self.generates + (
             [self.pooling.task] if self.pooling is not None else []
         )

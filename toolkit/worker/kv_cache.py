@@ -1,4 +1,4 @@
-"""The KV cache's memory, on the device and, for preempted requests, on the host."""
+"""Memory of the KV cache, on the device and, for preempted requests, on the host."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from toolkit.models.registry import CausalLM
 from toolkit.weights import fp8
 
 SWAP_PIECE = 2**26
-"""Bytes that are copied between device and host at once."""
+"""Bytes per copy between device and host."""
 
 
 class KVCache:
-    """Blocks [num_layers, 2, num_blocks, block_size, num_kv_heads, head_size]; index 1 is keys, then values."""
+    """Blocks [num_layers, 2, num_blocks, block_size, num_kv_heads, head_size].
+
+    The second dimension is keys, then values.
+    """
 
     def __init__(
         self,
@@ -32,7 +35,7 @@ class KVCache:
     ) -> None:
         shape = block_shape(model, block_size)
         self.device, self.dtype = device, dtype
-        # FP8 lies here as bytes: not every device copies it by index.
+        # FP8 is stored as bytes: not every device copies it by index.
         stored = torch.uint8 if dtype == fp8.DTYPE else dtype
         self.blocks = _zeros((shape[0], 2, num_blocks, *shape[1:]), stored, device)
         self.host_blocks = _zeros(
@@ -40,17 +43,17 @@ class KVCache:
         )
 
     def bind(self, model: CausalLM, backend: AttentionBackend) -> None:
-        """Gives each attention layer its part."""
+        """Give each attention layer its part."""
         for layer, (keys, values) in zip(model.attention_layers(), self.blocks, strict=True):
             layer.bind(backend, keys.view(self.dtype), values.view(self.dtype))
 
     def copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """(block, host block) pairs, device to host, in the order of the device's work."""
+        """Copy (block, host block) pairs to the host, in stream order."""
         for source, target in self._pieces(pairs):
             self.host_blocks[:, :, target] = self.blocks[:, :, source.to(self.device)].cpu()
 
     def copy_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """(host block, block) pairs, host to device."""
+        """Copy (host block, block) pairs to the device."""
         for source, target in self._pieces(pairs):
             self.blocks[:, :, target.to(self.device)] = self.host_blocks[:, :, source].to(
                 self.device
@@ -59,7 +62,7 @@ class KVCache:
     def _pieces(
         self, pairs: Sequence[tuple[int, int]]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(sources, targets) int64, a few at a time: they are gathered on the device, when it is full."""
+        """Yield (sources, targets) int64, few at a time: gathering takes device memory."""
         if not pairs:
             return
         at_once = max(1, SWAP_PIECE // self.blocks[:, :, 0].nbytes)
@@ -69,7 +72,7 @@ class KVCache:
 
 
 def choose_cache_dtype(wanted: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The cache's type for activations in `dtype`. Raises ConfigError for fp8 on a GPU without FP8 arithmetic."""
+    """Return the cache's type for activations in `dtype`. Raises ConfigError for an unfit GPU."""
     if wanted == "auto":
         return dtype
     if device.type == "cuda" and not fp8.has_arithmetic(device):
@@ -81,7 +84,7 @@ def choose_cache_dtype(wanted: str, dtype: torch.dtype, device: torch.device) ->
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. On a CPU the system's own zero pages, which take memory only when they are first written."""
+    """Return zeros. On a CPU these are lazy zero pages, which take memory when first written."""
     if device.type != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     return (
@@ -92,13 +95,13 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def block_shape(model: CausalLM, block_size: int) -> tuple[int, int, int, int]:
-    """(num_layers, block_size, num_kv_heads, head_size): one block's keys, in every layer."""
+    """Return the shape of one block's keys: [num_layers, block_size, num_kv_heads, head_size]."""
     layers = model.attention_layers()
     shape = layers[0].shape
     return len(layers), block_size, shape.num_kv_heads, shape.head_size
 
 
 def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype) -> int:
-    """Memory of one block, keys and values of all layers."""
+    """Return the bytes of one block: keys and values of all layers."""
     layers, size, heads, head_size = block_shape(model, block_size)
     return 2 * layers * size * heads * head_size * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Weights that are read on a thread of their own, so that kernels can be compiled meanwhile."""
+"""Loading of weights in a thread, so that kernels can be compiled meanwhile."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from collections.abc import Callable
 import torch
 
 Fill = Callable[[threading.Event], None]
-"""Fills a model, or ends early once the event is set."""
+"""Fills a model. Stops early when the event is set."""
 
 
 class Loading:
-    """Begins at once."""
+    """Loading in a thread. It starts at once."""
 
     def __init__(self, fill: Fill, device: torch.device) -> None:
         self._stop = threading.Event()
         self._errors: list[BaseException] = []
-        """What filling it raised, until somebody is told: an error holds on to the model by its traceback."""
+        """Errors until they are raised. Their tracebacks keep the model alive."""
         self._thread = threading.Thread(target=self._run, args=(fill, device), name="loading")
         self._thread.start()
 
     def _run(self, fill: Fill, device: torch.device) -> None:
         try:
             if device.type == "cuda":
-                torch.cuda.set_device(device)  # threads begin with the first GPU
+                torch.cuda.set_device(device)  # threads start on GPU 0
             fill(self._stop)
         except BaseException as error:
             self._errors.append(error)
 
     def wait(self) -> None:
-        """Until the model is filled. Raises what filling it raised."""
+        """Wait until the model is filled. Raises the loader's error."""
         self._thread.join()
         if self._errors:
             raise self._errors.pop()
 
     def stop(self) -> None:
-        """Ends it after what it is reading."""
+        """Stop loading after the current tensor."""
         self._stop.set()
         self._thread.join()
         self._errors.clear()

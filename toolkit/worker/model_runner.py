@@ -1,4 +1,8 @@
-"""Runs a step: inputs, model, sampler, state update."""
+"""Runs steps: inputs, model, sampler, state update.
+
+`ModelRunner` serves CPUs, and GPUs without Triton. `CudaRunner` does the same with Triton's kernels
+and CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from toolkit.attention import AttentionBackend, AttentionBatch
-from toolkit.attention.cpu import kernels_fit
+from toolkit.attention.cpu import kernels_support
 from toolkit.hardware.parent import is_own_process
 from toolkit.models.registry import CausalLM
 from toolkit.pooling.accumulator import PromptPooling
@@ -21,17 +25,17 @@ from toolkit.sampling.logprobs import gather_logprobs
 from toolkit.sampling.sampler import sample
 from toolkit.scheduler import ModelOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs
 from toolkit.worker.batch_state import BatchState, StepShape
-from toolkit.worker.delivery import arrival, to_host
+from toolkit.worker.delivery import copy_barrier, to_host
 from toolkit.worker.kv_cache import KVCache
 
 PROMPT_LOGPROBS_CHUNK = 256
-"""Positions whose logits over the vocabulary are held at once."""
+"""Positions whose logits are in memory at once."""
 
 Logprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class PendingOutput:
-    """A step under way. `result` waits for it."""
+    """A step in flight. `result` waits for it."""
 
     def __init__(self, finish: Callable[[], ModelOutput]) -> None:
         self._finish = finish
@@ -40,11 +44,11 @@ class PendingOutput:
         return self._finish()
 
     def constrain(self, masks: Masks) -> None:
-        """For a step that has no request bound to a grammar there is nothing to do."""
+        """Do nothing: no request of this step is constrained."""
 
 
 class UnsampledOutput(PendingOutput):
-    """A step that samples when the masks of its requests bound to grammars are there."""
+    """A step that samples when the masks of its constrained requests arrive."""
 
     def __init__(self, sample: Callable[[Masks], PendingOutput], device: torch.device) -> None:
         self._sample = sample
@@ -58,8 +62,10 @@ class UnsampledOutput(PendingOutput):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step sampled, on the device: the tokens of its sampling requests at the indices `which` of `tokens`, and their
-    log-probabilities, in that order, when a request asked.
+    """Sampled tokens, on the device.
+
+    The step's sampling requests have the tokens at the indices `which` of `tokens`. `logprobs` are
+    in the same order, if any request asked for them.
     """
 
     tokens: torch.Tensor
@@ -68,38 +74,38 @@ class Sampled:
 
 
 Sample = Callable[[Masks | None], Sampled]
-"""Chooses a step's tokens; the masks of requests bound to a grammar are of `SchedulerOutput.constrained`."""
+"""Samples a step's tokens. The masks belong to `SchedulerOutput.constrained`."""
 
 
 class ModelRunner:
     """Owns the device's state; every call applies one step to it."""
 
     pooling: PromptPooling | None = None
-    """Makes vectors of prompts, where the model is to."""
+    """Set if the model pools prompts."""
 
     def __init__(
         self, model: CausalLM, backend: AttentionBackend, cache: KVCache, state: BatchState
     ) -> None:
         self.model, self.backend, self.cache, self.state = model, backend, cache, state
         self.device = state.device
-        kernels_compute = backend.name == "cpu" and kernels_fit(cache.blocks[0, 0])
-        self._torch_alone = kernels_compute and is_own_process()
-        """Whether nearly all that the model computes is our kernels' for CPUs, and no one else minds PyTorch's number of threads."""
+        kernels_compute = backend.name == "cpu" and kernels_support(cache.blocks[0, 0])
+        self._uses_one_torch_thread = kernels_compute and is_own_process()
+        """True if our CPU kernels do nearly all work, in a process of our own."""
         cache.bind(model, backend)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> PendingOutput:
-        """Launches a step; its copies of the cache first."""
+        """Launch a step, after its cache copies."""
         self.cache.copy_out(step.swap_out)
         self.cache.copy_in(step.swap_in)
         self.state.apply(step)
         if self.pooling is not None:
             self.pooling.apply(step)
         if not len(step.rows):
-            return _nothing(step)
+            return _empty_output(step)
         if not self.model.stage.is_last:
-            self._pass_on(step)
-            return _nothing(step)
+            self._send_to_next_stage(step)
+            return _empty_output(step)
         hidden, sample = self._run(step)
         prompt_logprobs = {}
         if step.prompt_logprobs:
@@ -113,43 +119,44 @@ class ModelRunner:
             pooled = self.pooling.pool(step, hidden)
         if len(step.constrained):
             return UnsampledOutput(
-                lambda masks: self._deliver(step, sample(masks), prompt_logprobs, pooled),
+                lambda masks: self._start_output(step, sample(masks), prompt_logprobs, pooled),
                 self.device,
             )
-        return self._deliver(step, sample(None), prompt_logprobs, pooled)
+        return self._start_output(step, sample(None), prompt_logprobs, pooled)
 
     def _pools(self, step: SchedulerOutput) -> bool:
-        return self.pooling is not None and self.pooling.is_wanted(step)
+        return self.pooling is not None and self.pooling.is_needed(step)
 
     def capture(self, shapes: Sequence[StepShape]) -> None:
-        """Makes a CUDA graph of each shape of step; raises RuntimeError where there are none."""
+        """Capture a CUDA graph per shape. Raises RuntimeError without a GPU."""
         raise RuntimeError("CUDA graphs need an NVIDIA GPU and Triton")
 
     def close(self) -> None:
-        """There are no more steps."""
+        """Free graphs. No step follows."""
 
     def _keeps_hidden(self, step: SchedulerOutput) -> bool:
-        """Whether the hidden states of all of the step's tokens are asked for."""
+        """True if the hidden states of all tokens of the step are needed."""
         return bool(step.prompt_logprobs) or self._pools(step)
 
-    def _pass_on(self, step: SchedulerOutput) -> None:
-        """Computes this stage's layers, and sends what they give to the next one."""
+    def _send_to_next_stage(self, step: SchedulerOutput) -> None:
+        """Compute this stage's layers, and send the hidden states to the next one."""
         self.model.stage.send(self._compute(*self.state.inputs(step)))
 
     def _compute(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """What the model makes of tokens and, behind another stage, of what that one gave."""
+        """Run the model on tokens and, after another stage, on its hidden states."""
         hidden = None
         if not self.model.stage.is_first:
             shape = len(token_ids), self.model.hidden_size
             empty = torch.empty(shape, dtype=self.model.dtype, device=self.device)
             hidden = self.model.stage.receive(empty)
-        with _torch_alone() if self._torch_alone else nullcontext():
+        with _single_threaded_torch() if self._uses_one_torch_thread else nullcontext():
             computed: torch.Tensor = self.model(token_ids, batch, hidden)
         return computed
 
     def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor | None, Sample]:
-        """(hidden states [num_tokens, hidden], if they are asked for; what samples). The tokens are written into the
-        state, too.
+        """Return (hidden states [num_tokens, hidden] if needed, the sampling function).
+
+        Sampling also writes the tokens into the state.
         """
         token_ids, batch = self.state.inputs(step)
         which = np.flatnonzero(step.samples)
@@ -171,7 +178,7 @@ class ModelRunner:
         hidden: torch.Tensor,
         masks: Masks | None,
     ) -> Sampled:
-        """`hidden`: of the last tokens of the requests `which`."""
+        """Sample. `hidden`: of the last tokens of the requests `which`."""
         if not len(which):
             return Sampled(torch.empty(0, dtype=torch.int64), which)
         rows, lengths = step.rows[which], (step.num_computed + step.num_tokens)[which]
@@ -187,9 +194,7 @@ class ModelRunner:
     def _prompt_logprobs(
         self, step: SchedulerOutput, hidden: torch.Tensor
     ) -> dict[int, tuple[int, Logprobs]]:
-        """By index of the request in the step: (first position, log-probabilities of the prompt tokens from
-        there on).
-        """
+        """Return (first position, log-probabilities from there on) by index of the request."""
         ends = step.num_tokens.cumsum()
         found = {}
         for index in step.prompt_logprobs:
@@ -197,7 +202,7 @@ class ModelRunner:
                 int(a[index]) for a in (step.rows, step.num_computed, step.num_tokens)
             )
             params = self.state.sampling.params[row]
-            # The logits at position p tell of the token at p + 1; the prompt's last tell of the first output.
+            # Logits at position p are for the token at p + 1; the last ones, for the output.
             count = min(count, int(self.state.sampling.num_prompt_tokens[row]) - 1 - computed)
             if count <= 0 or params.prompt_logprobs is None:
                 continue
@@ -215,24 +220,24 @@ class ModelRunner:
             found[index] = (computed + 1, (tokens, logprobs, ranks))
         return found
 
-    def _deliver(
+    def _start_output(
         self,
         step: SchedulerOutput,
         sampled: Sampled,
         prompt_logprobs: dict[int, tuple[int, Logprobs]],
         pooled: tuple[list[int], torch.Tensor] | None,
     ) -> PendingOutput:
-        """Starts the copies to the host; waiting for them is left to whoever asks for the result."""
+        """Start the copies to the host. `result` waits for them."""
         tokens = to_host(sampled.tokens)
         values = [to_host(part) for part in sampled.logprobs] if sampled.logprobs else None
         prompts = {
             i: (start, [to_host(part) for part in lp]) for i, (start, lp) in prompt_logprobs.items()
         }
         samples, vectors = ([], None) if pooled is None else (pooled[0], to_host(pooled[1]))
-        arrived = arrival(self.device)
+        wait = copy_barrier(self.device)
 
         def finish() -> ModelOutput:
-            arrived()
+            wait()
             return ModelOutput(
                 step.step,
                 tokens.numpy()[sampled.which].astype(np.int32),
@@ -248,10 +253,11 @@ class ModelRunner:
 
 
 @contextmanager
-def _torch_alone() -> Iterator[None]:
-    """PyTorch's operations run on the calling thread inside, and on threads that call it for the first time meanwhile for good. Threads of
-    its own would have to wait for processors on which our kernels' look out for work: on two cores a step of gpt2's with 64 requests, in
-    int8, takes 5 % longer with them.
+def _single_threaded_torch() -> Iterator[None]:
+    """Run PyTorch's operations on the calling thread.
+
+    Its threads would compete with those of our kernels: on two cores, an int8 gpt2 step of 64
+    requests takes 5 % longer with them. Threads that first call PyTorch in here keep the setting.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -261,7 +267,7 @@ def _torch_alone() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _nothing(step: SchedulerOutput) -> PendingOutput:
+def _empty_output(step: SchedulerOutput) -> PendingOutput:
     return PendingOutput(lambda: ModelOutput(step.step, np.empty(0, np.int32)))
 
 

@@ -1,4 +1,4 @@
-"""From the host to the device without waiting: pinned memory, filled in turn."""
+"""Asynchronous copies to the device through pinned buffers, used in turn."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy.typing as npt
 import torch
 
 SLOTS = 8
-"""Buffers in turn: up to three for each of two steps, one of which may still wait for its turn on the device."""
+"""Up to three per step, for two steps in flight, one of which may still wait for the device."""
 
 
 class Staging:
-    """Takes arrays to the device in one copy, in the order of the device's work."""
+    """Copies arrays to the device in one copy, in stream order."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -21,14 +21,14 @@ class Staging:
         self._next = 0
 
     def send(self, arrays: Sequence[npt.NDArray[np.int32]]) -> list[torch.Tensor]:
-        """The arrays on the device, int32, flat."""
+        """Return the arrays on the device, int32, flat."""
         sizes = [array.size for array in arrays]
         target = torch.empty(sum(sizes), dtype=torch.int32, device=self.device)
         self.send_into(target, arrays)
         return list(torch.split(target, sizes))
 
     def send_into(self, target: torch.Tensor, arrays: Sequence[npt.NDArray[np.int32]]) -> None:
-        """Fills `target`, int32, with the arrays one after another."""
+        """Fill `target`, int32, with the concatenated arrays."""
         size = target.numel()
         slot = self._slots[self._next]
         self._next = (self._next + 1) % SLOTS
@@ -39,15 +39,15 @@ class Staging:
 
 
 class _Slot:
-    """A buffer on the host, and when its last copy to the device is done."""
+    """A host buffer, and the event of its last copy to the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
-        self._done = torch.cuda.Event() if self._pinned else None  # type: ignore[no-untyped-call]  # torch's
+        self._done = torch.cuda.Event() if self._pinned else None  # type: ignore[no-untyped-call]
         self._buffer = self._allocate(4096)
 
     def take(self, size: int) -> torch.Tensor:
-        """The buffer's first `size` numbers, once they are free; a larger one when it is too small."""
+        """Return the first `size` numbers of the buffer, once they are free. Grows it if needed."""
         if self._done is not None:
             self._done.synchronize()
         if self._buffer.numel() < size:

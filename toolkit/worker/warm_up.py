@@ -1,4 +1,4 @@
-"""Steps before the first request: they compile kernels, choose products, and show what memory steps take."""
+"""Steps before the first request: they compile kernels, select products, and measure memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.sequence import SequenceSpec
 from toolkit.worker.batch_state import StepShape
+from toolkit.worker.cuda_runner import CudaRunner, graph_shapes
 from toolkit.worker.encoder_runner import EncoderRunner
 from toolkit.worker.info import WorkerInfo
 from toolkit.worker.model_runner import ModelRunner
@@ -22,7 +23,7 @@ _RANDOM = SamplingParams(temperature=1.0)
 
 
 class WarmUp:
-    """Steps of random tokens, over rows and blocks that no request holds yet. What they give means nothing."""
+    """Runs steps of random tokens, on rows and blocks that no request has yet."""
 
     def __init__(
         self, runner: ModelRunner | EncoderRunner, info: WorkerInfo, max_num_seqs: int
@@ -30,8 +31,11 @@ class WarmUp:
         self._runner, self._info, self._max_num_seqs = runner, info, max_num_seqs
 
     def run(self) -> None:
-        """Steps of every kind, so that no request waits for a kernel to be compiled: prompts, and the next token of
-        many requests and of one, after contexts long and short (attention splits long ones)."""
+        """Run steps of every kind, so that no request waits for a kernel.
+
+        These are prompts, and next tokens of many requests and of one, after long and short
+        contexts (attention splits long ones).
+        """
         self.run_largest_step()
         self._run_step(
             1, 1, params=SamplingParams(temperature=1.0, repetition_penalty=1.1, logprobs=1)
@@ -41,41 +45,39 @@ class WarmUp:
                 self._run_step(num_requests, 1, context)
 
     def run_largest_step(self) -> None:
-        """The most requests that a step can have, and about as many tokens as one can have."""
+        """Run a step of the most requests, and of about as many tokens as a step can have."""
         each = self._info.max_num_batched_tokens // self._most_requests
         self._run_step(self._most_requests, min(each, self._info.max_model_len))
 
     def compile(self, num_threads: int, *, padded: bool) -> None:
-        """Compiles the kernels of all kinds of steps, side by side: one after the other they are most of a first start. `padded`: also of
-        steps as they are captured; of those up to MAX_TOKENS, whose products differ with the number of tokens, and of the largest.
-        """
-        from toolkit.kernels.triton.ahead import compiled_side_by_side
-        from toolkit.kernels.triton.linear import MAX_TOKENS
-        from toolkit.worker.cuda_runner import graph_shapes
+        """Compile the kernels of all kinds of steps in parallel: in turn, they dominate a start.
 
-        info, shapes = self._info, []
+        `padded`: also those of captured steps, which are the shapes with small products, whose
+        kernels depend on the number of tokens, and the largest.
+        """
+        info, kernels, shapes = self._info, self._cuda_runner.kernels, []
         if padded:
             shapes = graph_shapes(
                 self._max_num_seqs, info.max_num_batched_tokens, info.max_model_len
             )
-        with compiled_side_by_side(num_threads):
+        with kernels.compiled_side_by_side(num_threads):
             self.run()
-            self._rehearse([shape for shape in shapes if shape.num_tokens <= MAX_TOKENS])
-            self._rehearse(shapes[:2])
+            few = [shape for shape in shapes if shape.num_tokens <= kernels.max_linear_tokens]
+            self._cuda_runner.rehearse(few)
+            self._cuda_runner.rehearse(shapes[:2])
 
     def choose_products(self) -> None:
-        """Those of the largest step that there is: it is what long prompts come in."""
-        from toolkit.kernels.cublas import LEAST_TOKENS, choosing
-
-        longest = self._info.max_model_len
+        """Choose products for the largest step, which long prompts use."""
+        runner, longest = self._cuda_runner, self._info.max_model_len
         num_tokens = min(self._info.max_num_batched_tokens, self._most_requests * longest)
-        if num_tokens >= LEAST_TOKENS:
-            with choosing():
-                self._rehearse([StepShape(num_tokens, self._most_requests, num_tokens, longest)])
+        if num_tokens >= runner.kernels.min_choice_tokens:
+            with runner.kernels.choosing_large_linear():
+                runner.rehearse([StepShape(num_tokens, self._most_requests, num_tokens, longest)])
 
     def peak_bytes(self, *, samples: bool) -> int:
-        """Bytes in use at the worst moment of the largest step, those outside PyTorch included, and where it `samples` those of
-        requests with penalties.
+        """Return the peak bytes of the largest step, including those outside PyTorch.
+
+        `samples`: include the memory of sampling with penalties.
         """
         torch.cuda.reset_peak_memory_stats()
         self.run_largest_step()
@@ -86,11 +88,13 @@ class WarmUp:
         return int(torch.cuda.max_memory_allocated() + max(0, outside) + sampling)
 
     def graph_bytes(self, shapes: Sequence[StepShape]) -> int:
-        """Bytes that the CUDA graphs will take: the largest with all its activations, of which the others then use the
-        same, and for each of the others what the second takes.
+        """Return the bytes that CUDA graphs will take.
+
+        The largest takes all its activations, which the others share. Each other one takes as much
+        as the second does.
         """
         assert isinstance(self._runner, ModelRunner)
-        empty_cache()  # what steps before left there would count for the first
+        empty_cache()  # else memory of earlier steps would count for the first
         free = [torch.cuda.mem_get_info()[0]]
         for shape in shapes[:2]:
             self._runner.capture([shape])
@@ -100,19 +104,18 @@ class WarmUp:
 
     @property
     def _most_requests(self) -> int:
-        """Of one step."""
+        """Most requests of one step."""
         return min(self._max_num_seqs, self._info.max_num_batched_tokens)
 
-    def _rehearse(self, shapes: Sequence[StepShape]) -> None:
-        from toolkit.worker.cuda_runner import CudaRunner
-
+    @property
+    def _cuda_runner(self) -> CudaRunner:
         assert isinstance(self._runner, CudaRunner)
-        self._runner.rehearse(shapes)
+        return self._runner
 
     def _run_step(
         self, num_requests: int, each: int, context: int = 0, params: SamplingParams = _RANDOM
     ) -> None:
-        """A step of requests with `each` random tokens after `context` tokens, each sampling one."""
+        """Run a step of requests with `each` random tokens after `context`, each sampling one."""
         blocks_each = -(-(context + each) // self._info.block_size)
         tokens = np.random.default_rng(0).integers(0, self._info.vocab_size, (num_requests, each))
         step = SchedulerOutput(
@@ -133,7 +136,7 @@ class WarmUp:
                     seed=0,
                     output_token_ids=[],
                     num_computed_tokens=context,
-                    # Fewer blocks than requests need is fine here: what lies in them does not matter.
+                    # Requests may share blocks here: the contents do not matter.
                     blocks=[
                         i % self._info.num_blocks
                         for i in range(row * blocks_each, (row + 1) * blocks_each)

@@ -1,4 +1,4 @@
-"""One device's process-side object: loads the model, measures memory, makes the cache, runs steps."""
+"""One device: loads the model, measures memory, makes the cache, runs steps."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from pathlib import Path
 
 import torch
 
+from toolkit import units
 from toolkit.attention import choose_backend
 from toolkit.config import EngineConfig
-from toolkit.distributed import SINGLE, WHOLE, Group, Stage, connect, parallel, stages
-from toolkit.distributed.symmetric import opened, timed
+from toolkit.distributed import SINGLE, SINGLE_STAGE, Group, Stage, connect, parallel, split_stages
+from toolkit.distributed.symmetric import choose_algorithms, open_peer_memory
 from toolkit.errors import ConfigError
 from toolkit.hardware import memory
-from toolkit.hardware.cores import asked_for, find_cores, num_cpus, plan_threads
+from toolkit.hardware.cores import find_cores, num_cpus, plan_threads, requested_threads
 from toolkit.hardware.figures import CPU_CACHE_SHARE
 from toolkit.hardware.graph_capture import empty_cache
 from toolkit.kernels import cpu
-from toolkit.layers.fused import fused
+from toolkit.kernels.table import kernels_for
 from toolkit.models.build import build_model, choose_dtype, load_config
 from toolkit.models.cache_scale import scale_cache
 from toolkit.models.decoder import Decoder
@@ -36,6 +37,8 @@ from toolkit.weights.loader import find_weights
 from toolkit.weights.quantization import require
 from toolkit.worker import memory_budget
 from toolkit.worker.batch_state import BatchState, StepShape
+from toolkit.worker.cuda_runner import CudaRunner, graph_shapes
+from toolkit.worker.cuda_state import CudaBatchState
 from toolkit.worker.encoder_runner import EncoderRunner
 from toolkit.worker.info import Report, WorkerInfo
 from toolkit.worker.kv_cache import KVCache, block_bytes, choose_cache_dtype
@@ -46,16 +49,16 @@ from toolkit.worker.warm_up import WarmUp
 logger = logging.getLogger(__name__)
 
 
-LEAVE = 20.0
-"""Seconds that one thread waits for another which leaves the ranks."""
+ABORT_TIMEOUT = 20.0
+"""Seconds to wait for another thread that disconnects from the ranks."""
 
 
 class Worker:
-    """Everything on one device."""
+    """The model and all of its state on one device."""
 
     info: WorkerInfo
     encoder: EncoderRunner | None = None
-    """What runs a model without a cache, in the runner's place."""
+    """Runner of a model without a KV cache, in place of `runner`."""
     _graph_shapes: list[StepShape]
     _stream: torch.cuda.Stream | None = None
     _loading: Loading | None = None
@@ -65,29 +68,30 @@ class Worker:
         config: EngineConfig,
         folder: Path,
         rank: int = 0,
-        meeting: Path | str | None = None,
-        beside: int = 0,
+        rendezvous: Path | str | None = None,
+        num_local_ranks: int = 0,
     ) -> None:
-        """`meeting`: where the ranks of a model that is shared out find each other (`distributed.connect`). `beside`: ranks on this
-        machine, itself included; 0: all of all engines.
+        """`rendezvous`: meeting point of the ranks of a sharded model (`distributed.connect`).
+
+        `num_local_ranks`: ranks on this machine, itself included. 0: all ranks of all engines.
         """
-        self._beside = beside
+        self._num_local_ranks = num_local_ranks
         self.config = config
         self.folder = folder
-        self._rank, self._meeting = rank, meeting
-        self._leaving = threading.Lock()
-        """Held while another thread does so: it may wait for graphs that only this one can give up."""
+        self._rank, self._rendezvous = rank, rendezvous
+        self._disconnecting = threading.Lock()
+        """Held while disconnecting, which may wait for graphs that the main thread must free."""
         self.world = self.group = SINGLE
-        """All ranks of the model, and those that share this one's stage."""
-        self.stage = WHOLE
+        """All ranks of the model, and the ranks of this one's stage."""
+        self.stage = SINGLE_STAGE
 
     def start(self, report: Report) -> WorkerInfo:
-        """Loads the model and makes the cache. Raises ToolkitError for what the user can mend."""
+        """Load the model and make the cache. Raises ToolkitError."""
         device = choose_device(
-            self.config.device.device, None if self._meeting is None else self._rank
+            self.config.device.device, None if self._rendezvous is None else self._rank
         )
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         try:
             with self._on_stream():
                 return self._start(device, _Phases(report))
@@ -100,12 +104,14 @@ class Worker:
         size = self.config.parallel.world_size
         if device.type == "cpu":
             self._start_threads()
-        if self._meeting is not None:
+        if self._rendezvous is not None:
             with phases("ranks"):
-                self.world = connect(self._rank, size, self._meeting, device)
-                group, self.stage = stages(self.world, self.config.parallel.tensor_parallel_size)
-                self.group = opened(group, device)
-                self.group = timed(self.group, device)
+                self.world = connect(self._rank, size, self._rendezvous, device)
+                group, self.stage = split_stages(
+                    self.world, self.config.parallel.tensor_parallel_size
+                )
+                self.group = open_peer_memory(group, device)
+                self.group = choose_algorithms(self.group, device)
         with phases("config"):
             model_config = load_config(self.folder)
             dtype = choose_dtype(self.config.model.dtype, model_config, device)
@@ -125,17 +131,17 @@ class Worker:
 
         if isinstance(model, Encoder):
             loaded()
-            self._take_encoder(model, model_config, device, dtype, max_model_len)
+            self._start_encoder(model, model_config, device, dtype, max_model_len)
             return self.info
         assert isinstance(model, CausalLM)
         with phases("KV cache"):
             self._make_cache(model, device, dtype, max_model_len, loaded)
         self._add_pooling(model, model_config, device)
         if self._graph_shapes:
-            advice = "lower --gpu-memory-utilization or --kv-cache-memory, or do without them (--enforce-eager)"
+            advice = "lower --gpu-memory-utilization or --kv-cache-memory, or use --enforce-eager"
             with (
                 phases("CUDA graphs"),
-                memory.room_for("CUDA graphs beside the KV cache", device, advice),
+                memory.explain_out_of_memory("CUDA graphs next to the KV cache", device, advice),
             ):
                 self.runner.capture(self._graph_shapes)
         if device.type == "cuda":
@@ -144,85 +150,81 @@ class Worker:
         return self.info
 
     def _start_threads(self) -> None:
-        """A CPU's, as many and where `plan_threads` says."""
-        ranks, given = self.config.parallel.num_devices, asked_for()
+        """Start CPU threads as `plan_threads` decides."""
+        ranks, given = self.config.parallel.num_devices, requested_threads()
         asked = self.config.device.num_threads or (max(1, given // ranks) if given else None)
         plan = plan_threads(find_cores(), asked, self._rank, ranks)
         torch.set_num_threads(plan.count)
         cpu.set_num_threads(plan.count)
-        alone = (
-            self.config.parallel.data_parallel_size == 1
-        )  # engines do not know each other's cores
+        # Engines do not know each other's cores.
+        alone = self.config.parallel.data_parallel_size == 1
         if len(plan.cores) > 1 and alone:
             bound = cpu.bind_threads([core.cpus for core in plan.cores])
-            how = (
-                "all but the first bound to a core each"
-                if bound
-                else "not all bound: the system refused"
-            )
+            how = "all but the first pinned to cores" if bound else "not pinned: the system refused"
             logger.info("%d threads, %s", plan.count, how)
 
     def close(self, *, lost: bool = False) -> None:
-        """Gives up the model and the device's memory, and leaves the other ranks, if there are any, also those that are gone; there are
-        no more steps then. `lost`: a step may be under way that does not end; its memory is left to the end of the process.
+        """Free the model and the device's memory, and disconnect from other ranks. No step follows.
+
+        `lost`: a step in flight may never end; its memory is kept until the process ends.
         """
-        if self._meeting is not None:
+        if self._rendezvous is not None:
             self._release()
         runner: ModelRunner | None = vars(self).pop("runner", None)
         if runner is not None:
-            with self._perhaps_failed("given back"):
-                runner.close()  # NCCL does not end before the last graph that has a call of it
+            with self._log_gpu_failure("freed"):
+                runner.close()  # NCCL does not end before the last graph that calls it
         del runner
         self.encoder = None
-        if self._meeting is not None:
+        if self._rendezvous is not None:
             gc.collect()
-            self._leave()
+            self._disconnect()
         if self._stream is not None and not lost:
-            with self._perhaps_failed("given back"):
+            with self._log_gpu_failure("freed"):
                 empty_cache()
 
     def abandon(self) -> None:
-        """Lets a GPU's step come to its end that waits for ranks that are gone; what it gives means nothing. From any thread."""
+        """End a GPU step that waits for lost ranks. Its result means nothing. From any thread."""
         if self._stream is not None:
             self._release()
-            self._leave()
+            self._disconnect()
 
     def _release(self) -> None:
-        if self.group.symmetric is not None:
-            with self._perhaps_failed("written"):
-                self.group.symmetric.release()
+        if self.group.peer_memory is not None:
+            with self._log_gpu_failure("written"):
+                self.group.peer_memory.release()
 
     @contextmanager
-    def _perhaps_failed(self, what: str) -> Iterator[None]:
-        """Where the GPU has failed, nothing runs on it any more, and its memory cannot be read, `written` or `given back`."""
+    def _log_gpu_failure(self, what: str) -> Iterator[None]:
+        """Log errors of a failed GPU, whose memory cannot be `what`: `written` or `freed`."""
         try:
             yield
         except RuntimeError as error:
             logger.warning("the GPU's memory could not be %s: %s", what, str(error).splitlines()[0])
 
-    def _leave(self) -> None:
-        if not self._leaving.acquire(timeout=LEAVE):
-            logger.warning(
-                "NCCL has not ended after %g s, and is left to the end of the process", LEAVE
-            )
+    def _disconnect(self) -> None:
+        if not self._disconnecting.acquire(timeout=ABORT_TIMEOUT):
+            logger.warning("NCCL has not ended after %g s; it ends with the process", ABORT_TIMEOUT)
             return
         try:
             world, self.world = self.world, SINGLE
             world.close()
         finally:
-            self._leaving.release()
+            self._disconnecting.release()
 
     def execute(self, step: SchedulerOutput) -> PendingOutput:
         with self._on_stream():
             return (self.encoder or self.runner).execute(step)
 
     def _on_stream(self) -> AbstractContextManager[object]:
-        """All of a GPU's work is on one stream, and not the default one, which cannot be captured. Were kernels run on
-        a second one, those of every graph would follow each other more slowly: by 0.4 us each, on an H200.
+        """Use the worker's stream: the default one cannot be captured.
+
+        All work is on one stream. Kernels on a second one would slow each kernel of every graph by
+        0.4 us on an H200: 8 % of a step of 128 requests.
         """
         return torch.cuda.stream(self._stream) if self._stream else nullcontext()
 
-    def _take_encoder(
+    def _start_encoder(
         self,
         model: Encoder,
         model_config: ArchitectureConfig,
@@ -230,7 +232,7 @@ class Worker:
         dtype: torch.dtype,
         max_model_len: int,
     ) -> None:
-        """Instead of a cache a request has one block, which stands for its place in a step."""
+        """Set up an encoder. A request has one block, which stands for its place in a step."""
         head, pooling = heads.encoder_head(model, model_config, self.config, self.folder, device)
         self.encoder = EncoderRunner(model, head, device, dtype)
         num_rows, budget = self.config.scheduler.max_num_seqs, self._budget(device)
@@ -250,7 +252,7 @@ class Worker:
             self.info.generates = has_head(model_config) and not has_pooling(self.folder)
 
     def _budget(self, device: torch.device) -> int:
-        """Tokens of one step."""
+        """Return the token budget of one step."""
         return self.config.scheduler.max_num_batched_tokens or (
             8192 if device.type == "cuda" else 2048
         )
@@ -260,7 +262,7 @@ class Worker:
         wanted = self.config.model.max_model_len
         if wanted is not None and wanted > made_for:
             raise ConfigError(
-                f"--max-model-len is {wanted}, and the model was made for at most {made_for} tokens.",
+                f"--max-model-len is {wanted}, but the model supports at most {made_for} tokens.",
                 param="max_model_len",
             )
         return wanted or min(made_for, heads.max_seq_length(self.folder) or made_for)
@@ -272,7 +274,7 @@ class Worker:
         dtype: torch.dtype,
         max_model_len: int,
     ) -> Model:
-        """The model, with its weights, or on a GPU while these are still being loaded."""
+        """Return the model. On a GPU its weights may still be loading."""
 
         def build(
             device: torch.device,
@@ -293,26 +295,35 @@ class Worker:
         sketch = build(torch.device("meta"), 1)
         self._num_parameters = self._model_parameters = _num_parameters(sketch)
         if self.world.size > 1:
-            self._model_parameters = _num_parameters(build(torch.device("meta"), 1, WHOLE, SINGLE))
+            self._model_parameters = _num_parameters(
+                build(torch.device("meta"), 1, SINGLE_STAGE, SINGLE)
+            )
         self._weight_bytes = sum(p.nbytes for p in sketch.parameters())
         together = self._weight_bytes
         if device.type == "cpu":  # ranks on one machine share its memory
-            together = together * self._beside if self._beside else self.world.total(together)
+            together = (
+                together * self._num_local_ranks
+                if self._num_local_ranks
+                else self.world.total(together)
+            )
         memory_budget.require_weights_fit(together, device, dtype)
         with self._room_for_weights(device):
             model = build(device, max_model_len)
-        everything = sketch if self.stage is WHOLE else build(torch.device("meta"), 1, WHOLE)
+        everything = (
+            sketch if self.stage is SINGLE_STAGE else build(torch.device("meta"), 1, SINGLE_STAGE)
+        )
         given = self.config.model
         fill = find_weights(model, self.folder, given.load_format, given.seed, everything.slots())
         if device.type == "cuda" and self.world.size == 1:
             self._loading = Loading(partial(self._fill, model, device, fill), device)
             return model
-        # Where PyTorch's threads are; and several ranks compile kernels together, in which each would wait for all files.
+        # On a CPU, loading uses the main thread's PyTorch threads. Several ranks compile kernels
+        # together, and each would wait for all files.
         self._fill(model, device, fill, threading.Event())
         if device.type == "cpu":
-            del fill  # which refers to weights that are packed
+            del fill  # refers to the unpacked weights
             model.pack_weights()
-            memory.give_back()
+            memory.trim_heap()
             self._weight_bytes = model.nbytes
         return model
 
@@ -323,13 +334,17 @@ class Worker:
                 scale_cache(model)
 
     def _room_for_weights(self, device: torch.device) -> AbstractContextManager[None]:
-        advice = "end what else is on the device, or see --quantization and --tensor-parallel-size"
-        return memory.room_for("the model's weights", device, advice)
+        advice = (
+            "end other programs on the device, or see --quantization and --tensor-parallel-size"
+        )
+        return memory.explain_out_of_memory("the model's weights", device, advice)
 
     def _room_for_steps(self, device: torch.device) -> AbstractContextManager[None]:
         num_tokens, num_requests = self._budget(device), self.config.scheduler.max_num_seqs
-        what = f"the largest step beside all else, {num_tokens} tokens of up to {num_requests} requests"
-        return memory.room_for(what, device, "lower --max-num-batched-tokens or --max-num-seqs")
+        what = f"the largest step, {num_tokens} tokens of up to {num_requests} requests"
+        return memory.explain_out_of_memory(
+            what, device, "lower --max-num-batched-tokens or --max-num-seqs"
+        )
 
     def _make_cache(
         self,
@@ -354,7 +369,7 @@ class Worker:
         logger.info("attention backend %s (%s)", backend.name, why)
         per_block = block_bytes(model, block_size, cache_dtype)
         budget = self._budget(device)
-        num_rows = config.scheduler.max_num_seqs
+        num_rows, kernels = config.scheduler.max_num_seqs, kernels_for(device)
 
         def runner(num_blocks: int, num_host_blocks: int, max_len: int) -> ModelRunner:
             cache = KVCache(
@@ -365,15 +380,12 @@ class Worker:
                 dtype=cache_dtype,
                 device=device,
             )
-            if not fused(device):
+            if kernels is None:
                 return ModelRunner(
                     model, backend, cache, BatchState(num_rows, max_len, block_size, device)
                 )
-            from toolkit.worker.cuda_runner import CudaRunner
-            from toolkit.worker.cuda_state import CudaBatchState
-
-            state = CudaBatchState(num_rows, max_len, block_size, device, budget)
-            return CudaRunner(model, backend, cache, state)
+            state = CudaBatchState(num_rows, max_len, block_size, device, budget, kernels)
+            return CudaRunner(model, backend, cache, state, kernels)
 
         def info(max_len: int, num_blocks: int, num_host_blocks: int) -> WorkerInfo:
             return self._info(
@@ -389,20 +401,18 @@ class Worker:
             )
 
         self._graph_shapes = []
-        if backend.capturable and fused(device) and not config.device.enforce_eager:
-            from toolkit.worker.cuda_runner import graph_shapes
-
+        if backend.is_capturable and kernels is not None and not config.device.enforce_eager:
             self._graph_shapes = graph_shapes(num_rows, budget, max_model_len)
 
         if device.type == "cuda" and config.cache.num_gpu_blocks_override is None:
             with self._room_for_steps(device):
-                # What lies in the one block of cache does not matter.
+                # The content of the only cache block does not matter.
                 self.runner, self.info = runner(1, 0, max_model_len), info(max_model_len, 1, 0)
-                room = self._room(device, loaded)
+                room = self._cache_room(device, loaded)
         else:
             loaded()
             taken = self.world.total(self._weight_bytes) if device.type == "cpu" else 0
-            sharing = self._beside or self.config.parallel.world_size
+            sharing = self._num_local_ranks or self.config.parallel.world_size
             room = int(memory.available(device, taken) * CPU_CACHE_SHARE / sharing)
         num_blocks, num_host_blocks = memory_budget.cache_blocks(
             config.cache,
@@ -412,37 +422,44 @@ class Worker:
             device=device,
         )
         num_blocks, num_host_blocks = (
-            self.world.least(num_blocks),
-            self.world.least(num_host_blocks),
+            self.world.minimum(num_blocks),
+            self.world.minimum(num_host_blocks),
         )
         overridden = (
             config.cache.num_gpu_blocks_override is not None and config.model.max_model_len is None
         )
         if overridden and num_blocks * block_size < max_model_len:
             logger.warning(
-                "max_model_len is %d: all that the given blocks hold", num_blocks * block_size
+                "max_model_len is limited to %d by --num-gpu-blocks-override",
+                num_blocks * block_size,
             )
             max_model_len = num_blocks * block_size
         memory_budget.require_one_request_fits(
             num_blocks, block_size, max_model_len, per_block, device
         )
-        size, swap = memory.gib(num_blocks * per_block), memory.gib(num_host_blocks * per_block)
+        size, swap = units.size(num_blocks * per_block), units.size(num_host_blocks * per_block)
         advice = "lower --kv-cache-memory, --gpu-memory-utilization or --swap-space"
-        with memory.room_for(f"a KV cache of {size} and {swap} of swap space", device, advice):
+        with memory.explain_out_of_memory(
+            f"a KV cache of {size} and {swap} of swap space", device, advice
+        ):
             self.runner = runner(num_blocks, num_host_blocks, max_model_len)
         self.info = info(max_model_len, num_blocks, num_host_blocks)
 
-    def _room(self, device: torch.device, loaded: Callable[[], None]) -> int:
-        """Bytes of a GPU for the cache, beside all that steps and graphs take. Measured with the runner at hand, which is given up. Kernels
-        are compiled before the weights have to be `loaded`.
+    def _cache_room(self, device: torch.device, loaded: Callable[[], None]) -> int:
+        """Measure the bytes of a GPU that are left for the cache, next to steps and graphs.
+
+        Frees the runner used for measuring. Kernels are compiled before the weights are `loaded`.
+        Not called with --num-gpu-blocks-override, nor for encoders: then kernels are compiled when
+        they are first launched, and products keep PyTorch's choice of algorithm.
         """
         warm_up = WarmUp(self.runner, self.info, self.config.scheduler.max_num_seqs)
-        capturable = self.runner.backend.capturable
-        if fused(device):
-            here = self._beside or self.config.parallel.num_devices
+        capturable = self.runner.backend.is_capturable
+        has_kernels = kernels_for(device) is not None
+        if has_kernels:
+            here = self._num_local_ranks or self.config.parallel.num_devices
             warm_up.compile(max(1, num_cpus() // here), padded=capturable)
         loaded()
-        if fused(device) and capturable:
+        if has_kernels and capturable:
             warm_up.choose_products()
         peak = warm_up.peak_bytes(samples=self.stage.is_last) - self.info.cache_bytes
         peak += warm_up.graph_bytes(self._graph_shapes)
@@ -485,16 +502,16 @@ class Worker:
 
 
 class _Phases:
-    """Times start-up's parts: `with phases("weights"): ...`. What is timed inside another counts for itself alone."""
+    """Times phases of start-up: `with phases("weights"): ...`. Nested phases count separately."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
         self._inside = 0.0
-        """Seconds of those inside the one at hand."""
+        """Seconds of nested phases."""
 
     @contextmanager
     def __call__(self, name: str, before: float = 0.0) -> Iterator[None]:
-        """`before`: seconds that it has taken until now."""
+        """`before`: seconds that the phase has taken so far."""
         start, around, self._inside = time.perf_counter(), self._inside, 0.0
         yield
         seconds = time.perf_counter() - start
@@ -512,16 +529,15 @@ def _attention_size(model: Model) -> int:
 
 
 def choose_device(wanted: str, rank: int | None) -> torch.device:
-    """What a worker computes on. `rank`: of several, each of which has a GPU. Raises ConfigError when there is none."""
+    """Return the worker's device. `rank`: set if each rank has its own GPU. Raises ConfigError."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            "--device cuda: PyTorch sees no NVIDIA GPU here (nvidia-smi shows whether the driver does).",
+            "--device cuda: PyTorch sees no NVIDIA GPU here. nvidia-smi shows if the driver does.",
             param="device",
         )
     if rank is not None:
-        torch.cuda.set_device(
-            rank % torch.cuda.device_count()
-        )  # ranks of one machine follow each other
+        # Ranks of one machine have consecutive numbers.
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,1 +1,1 @@
-"""Benchmarks for developers: comparisons, floors, kernels, layers, the host loop."""
+"""Benchmarks for developers: comparisons, lower bounds, kernels, layers, the host loop."""

@@ -1,4 +1,4 @@
-"""A GPT-2 checkpoint as a GGUF file, what llama.cpp loads; with the package `gguf`, in the peer's environment."""
+"""Convert a GPT-2 checkpoint to GGUF for llama.cpp. Needs `gguf` in the peer's environment."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-WHOLE = {
+MODEL_TENSORS = {
     "wte.weight": "token_embd.weight",
     "wpe.weight": "position_embd.weight",
     "ln_f.weight": "output_norm.weight",
     "ln_f.bias": "output_norm.bias",
 }
-IN_A_LAYER = {
+LAYER_TENSORS = {
     "ln_1": "attn_norm",
     "attn.c_attn": "attn_qkv",
     "attn.c_proj": "attn_output",
@@ -23,13 +23,13 @@ IN_A_LAYER = {
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
 }
-"""Names of the checkpoint, and of GGUF (gguf.constants.TENSOR_NAMES). The head's weight is the embedding's."""
-KEPT = ("position_embd.weight",)
-"""Of matrices, what stays in fp32, as in files of llama.cpp's own tools."""
+"""Checkpoint names to GGUF names (gguf.constants.TENSOR_NAMES). The head shares the embedding."""
+FP32_MATRICES = ("position_embd.weight",)
+"""Matrices that stay in fp32, as in files made by llama.cpp's tools."""
 
 
 def write(folder: Path, file: Path, kind: str) -> None:
-    """`kind` of the matrices: F16 or Q8_0. Tokens have numbers and no text."""
+    """Write matrices as `kind`, F16 or Q8_0. The vocabulary has token ids without text."""
     import gguf  # type: ignore[import-not-found]  # of the peer's environment
 
     config = json.loads((folder / "config.json").read_text())
@@ -47,13 +47,14 @@ def write(folder: Path, file: Path, kind: str) -> None:
         {"F16": gguf.LlamaFileType.MOSTLY_F16, "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}[kind]
     )
     for name, tensor in read(folder / "model.safetensors").items():
-        to = gguf_name(name)
-        if to is None:
+        target = gguf_name(name)
+        if target is None:
             continue
         if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
             tensor = np.ascontiguousarray(tensor.T)  # the checkpoint has [in, out]
-        own = matrices if tensor.ndim == 2 and to not in KEPT else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(to, gguf.quants.quantize(tensor, own), raw_dtype=own)
+        is_converted = tensor.ndim == 2 and target not in FP32_MATRICES
+        dtype = matrices if is_converted else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(target, gguf.quants.quantize(tensor, dtype), raw_dtype=dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -61,16 +62,16 @@ def write(folder: Path, file: Path, kind: str) -> None:
 
 
 def gguf_name(name: str) -> str | None:
-    """None: it is not among a model's weights."""
+    """Return the tensor's GGUF name, or None if it is not a weight."""
     name = name.removeprefix("transformer.")
     if found := re.fullmatch(r"h\.(\d+)\.(.+)\.(weight|bias)", name):
         number, part, kind = found.groups()
-        return f"blk.{number}.{IN_A_LAYER[part]}.{kind}" if part in IN_A_LAYER else None
-    return WHOLE.get(name)
+        return f"blk.{number}.{LAYER_TENSORS[part]}.{kind}" if part in LAYER_TENSORS else None
+    return MODEL_TENSORS.get(name)
 
 
 def read(file: Path) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
-    """Tensors of a safetensors file in fp32: a length, a header in JSON, and the numbers."""
+    """Read a safetensors file in fp32: length, JSON header, data."""
     with file.open("rb") as source:
         size = int.from_bytes(source.read(8), "little")
         header = json.loads(source.read(size))
@@ -78,7 +79,7 @@ def read(file: Path) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
     tensors = {}
     for name, entry in header.items():
         if entry["dtype"] != "F32":
-            raise ValueError(f"{name} is in {entry['dtype']}, and only fp32 is read here")
+            raise ValueError(f"{name} has dtype {entry['dtype']}; only F32 is supported")
         start, end = entry["data_offsets"]
         flat = np.fromfile(file, np.float32, (end - start) // 4, offset=8 + size + start)
         tensors[name] = flat.reshape(entry["shape"])

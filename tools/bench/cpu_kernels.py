@@ -1,10 +1,9 @@
-"""Time the CPU kernels against what this machine can do: `python -m tools.bench.cpu_kernels [--threads N]`,
-or `python -m tools.bench.kernels` where there is no GPU.
+"""Time the CPU kernels: `python -m tools.bench.cpu_kernels [--threads N]`.
 
-Bandwidth is that of reading 512 MiB, arithmetic that of products and sums in registers, of weights of each type,
-both measured in the same run, on as many threads. What is bound by memory is given its share of the one, what is bound by
-arithmetic its share of the other. Every row is the best of its rounds, over as many tensors as overflow the
-caches.
+`python -m tools.bench.kernels` runs the same if there is no GPU. The same run measures, with as
+many threads, the bandwidth of reading 512 MiB, and the rate of multiply-adds in registers for each
+weight type. A memory-bound kernel is reported as a share of the bandwidth, a compute-bound one as a
+share of the rate. Every row is the best of its rounds, over enough tensors to overflow the caches.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 
 from toolkit.kernels import cpu
 from toolkit.kernels.cpu import probe
-from toolkit.kernels.cpu.attention import Layer, Step
+from toolkit.kernels.cpu.attention import AttentionStep, Layer
 from toolkit.kernels.cpu.linear import PackedLinear
 from toolkit.kernels.cpu.norm import Norm
 from toolkit.kernels.cpu.sampling import sample
@@ -33,18 +32,14 @@ FP32, BF16, INT8 = torch.float32, torch.bfloat16, torch.int8
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table: calls over different tensors, and what one of them has to read and write, and to
-    compute.
-    """
+class CPUKernelRow:
+    """One line of the table. `calls` use different tensors; the sizes are those of one call."""
 
     name: str
     calls: Sequence[Callable[[], object]]
-    num_bytes: int
-    flops: int = 0
-    """Where it is bound by arithmetic."""
-    dtype: torch.dtype = FP32
-    """Of that arithmetic."""
+    num_bytes: int  # read and written
+    flops: int = 0  # 0 if memory-bound
+    dtype: torch.dtype = FP32  # of the arithmetic
 
 
 def main() -> None:
@@ -56,9 +51,9 @@ def main() -> None:
 
 
 def run(threads: int) -> None:
-    """Prints the table."""
+    """Print the table."""
     if not cpu.available():
-        sys.exit(f"The CPU kernels cannot run: {cpu.problem()}")
+        sys.exit(f"The CPU kernels are unavailable: {cpu.problem()}")
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     cpu.set_num_threads(threads)
@@ -68,19 +63,22 @@ def run(threads: int) -> None:
     }
     limits = ", ".join(f"{_name(dtype)} {rate / 1e9:.0f} G/s" for dtype, rate in rates.items())
     print(
-        f"{threads} threads, {cpu.variant()}: reads {bandwidth / 1e9:.1f} GB/s, products and sums {limits}"
+        f"{threads} threads, {cpu.variant()}: reads {bandwidth / 1e9:.1f} GB/s, "
+        f"products and sums {limits}"
     )
     for row in rows():
         seconds = best(row.calls)
         if row.flops:
-            share = f"{row.flops / seconds / 1e9:7.1f} G/s     {row.flops / seconds / rates[row.dtype]:6.1%}"
+            rate = row.flops / seconds
+            share = f"{rate / 1e9:7.1f} G/s     {rate / rates[row.dtype]:6.1%}"
         else:
-            share = f"{row.num_bytes / seconds / 1e9:7.1f} GB/s    {row.num_bytes / seconds / bandwidth:6.1%}"
+            rate = row.num_bytes / seconds
+            share = f"{rate / 1e9:7.1f} GB/s    {rate / bandwidth:6.1%}"
         print(f"{row.name:52s}{seconds * 1e6:10.1f} us {share}", flush=True)
 
 
 def best(calls: Sequence[Callable[[], object]]) -> float:
-    """Seconds of one call: the best of the rounds, each of which makes all of them."""
+    """Return the seconds of one call, from the best round over all calls."""
     shortest = float("inf")
     for _ in range(ROUNDS + 1):
         start = time.perf_counter()
@@ -91,7 +89,7 @@ def best(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def read_bandwidth() -> float:
-    """Bytes per second."""
+    """Return the bytes read from memory per second."""
     x = torch.ones(512 << 18)
     return x.nbytes / best([lambda: probe.read(x)])
 
@@ -100,15 +98,15 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def rows() -> Iterator[Row]:
+def rows() -> Iterator[CPUKernelRow]:
     yield from products()
     yield from attentions()
     yield from norms()
     yield from samples()
 
 
-def products() -> Iterator[Row]:
-    """gpt2's larger layers; their outputs are small beside their weights."""
+def products() -> Iterator[CPUKernelRow]:
+    """Time products with weights of gpt2's larger layers."""
     for name, out, depth in (("up", 3072, 768), ("head", 50_257, 768)):
         for dtype in (FP32, BF16, INT8):
             weight = torch.randn(out, depth)
@@ -125,10 +123,10 @@ def products() -> Iterator[Row]:
                 flops = 2 * num_rows * out * depth if num_rows > 64 else 0
                 calls = [partial(layer, x) for layer in packed[: 2 if flops else None]]
                 label = f"product  gpt2 {name}, {num_rows} rows, {_name(dtype)}"
-                yield Row(label, calls, packed[0].nbytes, flops, dtype)
+                yield CPUKernelRow(label, calls, packed[0].nbytes, flops, dtype)
 
 
-def attentions() -> Iterator[Row]:
+def attentions() -> Iterator[CPUKernelRow]:
     gpt2, qwen = (12, 12, 64), (16, 8, 128)
     for name, lens, heads in (
         ("gpt2, 1 x 1000", [(1, 1000)], gpt2),
@@ -144,7 +142,7 @@ def attentions() -> Iterator[Row]:
 
 def attention(
     name: str, lens: list[tuple[int, int]], heads: tuple[int, int, int], dtype: torch.dtype
-) -> Row:
+) -> CPUKernelRow:
     num_heads, num_kv_heads, size = heads
     blocks = [-(-context // BLOCK_SIZE) for _, context in lens]
     table = torch.zeros(len(lens), max(blocks), dtype=torch.int32)
@@ -153,9 +151,9 @@ def attention(
         row[:count], unused = unused[:count], unused[count:]
     starts = torch.tensor([0] + [queries for queries, _ in lens]).cumsum(0).int()
     count = int(starts[-1])
-    nowhere = torch.full((count,), -1)
+    no_slots = torch.full((count,), -1)
     contexts = torch.tensor([context for _, context in lens]).int()
-    step = Step(nowhere, nowhere, starts, contexts, torch.arange(len(lens)).int(), table)
+    step = AttentionStep(no_slots, no_slots, starts, contexts, torch.arange(len(lens)).int(), table)
     q = torch.randn(count, num_heads, size).to(dtype)
     num_bytes = sum(context for _, context in lens) * 2 * num_kv_heads * size * dtype.itemsize
     shape = (2, sum(blocks), BLOCK_SIZE, num_kv_heads, size)
@@ -163,25 +161,27 @@ def attention(
     layers = [Layer(keys, values, num_heads, scale=size**-0.5) for keys, values in caches]
     calls = [partial(layer.attend, q, step) for layer in layers]
     pairs = sum(n * (context - n) + n * (n + 1) // 2 for n, context in lens)
-    return Row(name, [*calls], num_bytes, 0 if count == len(lens) else 4 * pairs * num_heads * size)
+    return CPUKernelRow(
+        name, [*calls], num_bytes, 0 if count == len(lens) else 4 * pairs * num_heads * size
+    )
 
 
-def norms() -> Iterator[Row]:
+def norms() -> Iterator[CPUKernelRow]:
     for num_rows in (1, 16, 2048):
         (x, residual), (weight, bias) = torch.randn(2, num_rows, 768), torch.randn(2, 768)
-        yield Row(
-            f"norm     gpt2's with the residual sum, {num_rows} rows",
+        yield CPUKernelRow(
+            f"norm     gpt2 with residual sum, {num_rows} rows",
             [partial(Norm(weight, bias, 1e-5), x, residual)],
             x.nbytes * 4,
         )
 
 
-def samples() -> Iterator[Row]:
+def samples() -> Iterator[CPUKernelRow]:
     vocab = 50_257
     for name, parameters, top_k in (
-        ("the likeliest", [0.0, 1.0, 0.0], 0),
-        ("drawn", [0.8, 1.0, 0.0], 0),
-        ("drawn, top-k 40, top-p 0.9", [0.8, 0.9, 0.0], 40),
+        ("greedy", [0.0, 1.0, 0.0], 0),
+        ("random", [0.8, 1.0, 0.0], 0),
+        ("random, top-k 40, top-p 0.9", [0.8, 0.9, 0.0], 40),
     ):
         for n in (1, 16):
             logits = torch.randn(n, vocab)
@@ -189,7 +189,7 @@ def samples() -> Iterator[Row]:
             ints = torch.tensor([[top_k, seed, 0] for seed in range(n)])
             index = torch.arange(n, dtype=torch.int32)
             call = partial(sample, logits, index, index, floats, ints)
-            yield Row(f"sample   {n} x {vocab}, {name}", [call], logits.nbytes)
+            yield CPUKernelRow(f"sample   {n} x {vocab}, {name}", [call], logits.nbytes)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""One engine on a CPU, behind a pipe: `python -P cpu_peers.py ENGINE FOLDER DTYPE [THREADS]`, in the engine's own environment.
+"""Run one CPU engine behind a pipe: `python -P cpu_peers.py ENGINE FOLDER DTYPE [THREADS]`.
 
-Each line of standard input is a workload, {"prompts": [[token, ...], ...], "lengths": [n, ...]}; each line of standard output is the
-seconds that it took and the greedy tokens, {"seconds": s, "tokens": [[token, ...], ...]}. The first line is what loading took, without
-the conversion to a format of the engine's own. It imports nothing of ours but for the engine `tk`.
+It runs in the engine's environment and imports toolkit only for the engine `tk`. Each line of
+standard input is a workload, {"prompts": [[token, ...], ...], "lengths": [n, ...]}. Each line of
+standard output has its seconds and the greedy tokens, {"seconds": s, "tokens": [[token, ...],
+...]}. The first line has the seconds of loading, without the conversion of the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 Tokens = list[list[int]]
 Run = Callable[[Tokens, list[int]], Tokens]
-"""Of prompts and numbers of tokens to answers of those numbers."""
+"""Generates answers for prompts and the length of each answer."""
 
 
 def tk(folder: str, dtype: str, threads: int) -> Run:
@@ -47,7 +48,7 @@ def tk(folder: str, dtype: str, threads: int) -> Run:
 
 
 def transformers(folder: str, dtype: str, threads: int) -> Run:
-    """`generate` over one left-padded batch, until the longest answer is done."""
+    """Run `generate` over one left-padded batch until the longest answer is done."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -73,7 +74,7 @@ def transformers(folder: str, dtype: str, threads: int) -> Run:
 
 
 def ctranslate2(folder: str, dtype: str, threads: int) -> Run:
-    """One batch, until the longest answer is done."""
+    """Run one batch until the longest answer is done."""
     import ctranslate2 as ct2  # type: ignore[import-not-found]  # of the peer's environment
 
     generator = ct2.Generator(folder, compute_type=dtype, intra_threads=threads, inter_threads=1)
@@ -95,16 +96,16 @@ def ctranslate2(folder: str, dtype: str, threads: int) -> Run:
 
 
 def _cut(tokens: Tokens, lengths: list[int]) -> Tokens:
-    """Of a batch that went on until the longest answer was done, what was asked for."""
+    """Cut the answers of a batch to their requested lengths."""
     return [row[:n] for row, n in zip(tokens, lengths, strict=True)]
 
 
 def vllm(folder: str, dtype: str, threads: int) -> Run:
-    """Its threads are bound to the first cores that this process may use; by itself it leaves one core idle."""
+    """Bind its threads to this process's first cores; by default it leaves one core idle."""
     cores = sorted(os.sched_getaffinity(0))[:threads]
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]  # of the peer's environment
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]  # the peer's environment
 
     llm = LLM(folder, dtype=dtype, max_model_len=1024, enable_prefix_caching=False, max_num_seqs=64)
 
@@ -120,7 +121,9 @@ def vllm(folder: str, dtype: str, threads: int) -> Run:
 
 
 def llama_cpp(file: str, dtype: str, threads: int) -> Run:
-    """All requests at once, as its server has them: prompts in batches of up to 2,048 tokens, then a token of each in every step."""
+    """Run all requests at once like its server: prompts in batches of up to 2,048 tokens, then one
+    token per request and step.
+    """
     import llama_cpp as lib  # type: ignore[import-not-found]  # of the peer's environment
     import numpy as np
 
@@ -137,9 +140,9 @@ def llama_cpp(file: str, dtype: str, threads: int) -> Run:
     batch = lib.llama_batch_init(params.n_batch, 0, 1)
 
     def decode(items: list[tuple[int, int, int, bool]]) -> list[int]:
-        """Computes (token, position, request, whether a token is to follow); the likeliest tokens that follow."""
-        for i, (token, position, request, wanted) in enumerate(items):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
+        """Compute (token, position, request, needs_logits) items. Returns greedy next tokens."""
+        for i, (token, position, request, needs_logits) in enumerate(items):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, needs_logits
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, request
         batch.n_tokens = len(items)
         if lib.llama_decode(context, batch):
@@ -149,18 +152,17 @@ def llama_cpp(file: str, dtype: str, threads: int) -> Run:
 
     def run(prompts: Tokens, lengths: list[int]) -> Tokens:
         lib.llama_memory_clear(lib.llama_get_memory(context), True)
-        todo = [(t, i, r, i + 1 == len(p)) for r, p in enumerate(prompts) for i, t in enumerate(p)]
-        firsts = [
-            token
-            for start in range(0, len(todo), params.n_batch)
-            for token in decode(todo[start : start + params.n_batch])
+        items = [(t, i, r, i + 1 == len(p)) for r, p in enumerate(prompts) for i, t in enumerate(p)]
+        answers = [
+            [token]
+            for start in range(0, len(items), params.n_batch)
+            for token in decode(items[start : start + params.n_batch])
         ]
-        answers = [[token] for token in firsts]
-        while going := [r for r, n in enumerate(lengths) if len(answers[r]) < n]:
+        while running := [r for r, n in enumerate(lengths) if len(answers[r]) < n]:
             items = [
-                (answers[r][-1], len(prompts[r]) + len(answers[r]) - 1, r, True) for r in going
+                (answers[r][-1], len(prompts[r]) + len(answers[r]) - 1, r, True) for r in running
             ]
-            for r, token in zip(going, decode(items), strict=True):
+            for r, token in zip(running, decode(items), strict=True):
                 answers[r].append(token)
         return answers
 
@@ -183,13 +185,13 @@ def _to_gguf(folder: str, dtype: str, scratch: str) -> str:
 
 ENGINES = {engine.__name__: engine for engine in (tk, transformers, ctranslate2, vllm, llama_cpp)}
 CONVERTERS = {"ctranslate2": _to_ctranslate2, "llama_cpp": _to_gguf}
-"""(folder, dtype, where to write) to what the engine loads."""
+"""Functions of (folder, dtype, scratch folder) that return the path to load."""
 
 
 def main() -> None:
     name, folder, dtype, *threads = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what engines and their processes print is no answer
+    os.dup2(2, 1)  # keep the output of engines and their processes out of the answers
     with tempfile.TemporaryDirectory() as scratch:
         if name in CONVERTERS:
             folder = CONVERTERS[name](folder, dtype, scratch)

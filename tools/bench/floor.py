@@ -1,8 +1,9 @@
-"""The least time for the engine benchmarks' work on a machine that computes all prompts and then next tokens, step by step: `python -m
-tools.bench.floor FOLDER`.
+"""Lower bounds of the engine benchmarks' times on a machine: `python -m tools.bench.floor FOLDER`.
 
-Each step takes the longer of its arithmetic, at the rate of large matrix products, and of what it reads, at the bandwidth: the weights
-once, and the keys and values of its requests. Nothing is counted for activations, sampling, launches or the host.
+All prompts are computed in one step, then the other tokens step by step. Each step takes the longer
+of its arithmetic, at the rate of large matrix products, and its reads, at the bandwidth: the
+weights once, and the keys and values of its requests. Activations, sampling, launches and the host
+count as zero.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from toolkit.attention import AttentionShape
 from toolkit.bench import workloads
-from toolkit.bench.workloads import Work
+from toolkit.bench.workloads import Workload
 from toolkit.models.build import build_model, load_config
 from toolkit.models.decoder import Decoder
 from toolkit.models.registry import resolve_architecture
@@ -26,57 +27,55 @@ DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """What of a model has to be read and multiplied with."""
+class ModelSizes:
+    """Sizes of a model that its arithmetic and reads depend on."""
 
-    layers: int
-    """Parameters of all layers."""
-    head: int
-    """Parameters."""
-    attention: tuple[AttentionShape, ...]
-    """Of each layer."""
+    layers: int  # parameters of all layers
+    head: int  # parameters of the LM head
+    attention: tuple[AttentionShape, ...]  # of each layer
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    bandwidth: float
-    """Bytes a second."""
-    rate: float
-    """FLOPs a second."""
+    bandwidth: float  # bytes per second
+    rate: float  # FLOPs per second
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="The least time for a model's benchmarks, step by step."
+        description="Lower bounds of the times of a model's benchmarks."
     )
-    parser.add_argument("folder", type=Path, help="a model's folder; weights in it are not read")
+    parser.add_argument("folder", type=Path, help="model folder; weights are not read")
     parser.add_argument(
         "--bandwidth",
         type=float,
         default=4.29,
-        help="of the memory, TB/s (`tools.bench.kernels` measures it)",
+        help="memory bandwidth in TB/s (`tools.bench.kernels` measures it)",
     )
     parser.add_argument(
-        "--rate", type=float, default=793.0, help="of large products, TFLOP/s (as that prints, too)"
+        "--rate",
+        type=float,
+        default=793.0,
+        help="rate of large products in TFLOP/s (also measured)",
     )
-    given = parser.parse_args()
-    machine = Machine(given.bandwidth * 1e12, given.rate * 1e12)
-    sizes, context, vocab_size = sizes_of(given.folder)
-    for work in works(context, vocab_size):
-        seconds = floor(sizes, work, machine)
-        prefill = work.name == "prefill"
-        tokens = work.num_prompt_tokens if prefill else sum(work.output_lens)
-        kind = "prompt" if prefill else "output"
-        what = f"{work.name}, {len(work.prompts)} requests"
-        print(f"{what:24} {seconds:8.3f} s {tokens / seconds:12,.0f} {kind} tokens/s")
+    args = parser.parse_args()
+    machine = Machine(args.bandwidth * 1e12, args.rate * 1e12)
+    sizes, context, vocab_size = load_sizes(args.folder)
+    for work in all_workloads(context, vocab_size):
+        seconds = minimum_seconds(sizes, work, machine)
+        is_prefill = work.name == "prefill"
+        tokens = work.num_prompt_tokens if is_prefill else sum(work.output_lens)
+        kind = "prompt" if is_prefill else "output"
+        label = f"{work.name}, {len(work.prompts)} requests"
+        print(f"{label:24} {seconds:8.3f} s {tokens / seconds:12,.0f} {kind} tokens/s")
 
 
-def sizes_of(folder: Path) -> tuple[Sizes, int, int]:
-    """(sizes, the longest context, the vocabulary's size) of a decoder in 16 bits."""
+def load_sizes(folder: Path) -> tuple[ModelSizes, int, int]:
+    """Return (sizes, context length, vocabulary size) of a decoder in 16 bits."""
     config = load_config(folder)
     model = build_model(config, folder, device=torch.device("meta"), dtype=DTYPE, max_model_len=1)
     assert isinstance(model, Decoder)
-    sizes = Sizes(
+    sizes = ModelSizes(
         layers=sum(parameter.numel() for parameter in model.layers.parameters()),
         head=model.lm_head.weight.numel(),
         attention=tuple(layer.shape for layer in model.attention_layers()),
@@ -84,15 +83,15 @@ def sizes_of(folder: Path) -> tuple[Sizes, int, int]:
     return sizes, resolve_architecture(config, str(folder)).max_positions(config), model.vocab_size
 
 
-def works(context: int, vocab_size: int) -> Iterator[Work]:
+def all_workloads(context: int, vocab_size: int) -> Iterator[Workload]:
     yield workloads.offline(context, vocab_size)
     for batch_size in (1, 8, 64):
         yield workloads.latency(batch_size, vocab_size)
     yield workloads.prefill(context, vocab_size)
 
 
-def floor(sizes: Sizes, work: Work, machine: Machine) -> float:
-    """Seconds, of requests that all run together: all prompts at once, and then a step for each token behind the first."""
+def minimum_seconds(sizes: ModelSizes, work: Workload, machine: Machine) -> float:
+    """Return the seconds of a workload: one step for all prompts, then one for each later token."""
     weights = sizes.layers + sizes.head
     weight_bytes = weights * DTYPE.itemsize
     lengths = [len(prompt) for prompt in work.prompts]
@@ -100,9 +99,9 @@ def floor(sizes: Sizes, work: Work, machine: Machine) -> float:
     contexts = Counter(context for length in lengths for context in range(1, length + 1))
     multiplied, _ = _attention(sizes, contexts)
     seconds = max((products + multiplied) / machine.rate, weight_bytes / machine.bandwidth)
-    for made in range(1, max(work.output_lens)):
+    for step in range(1, max(work.output_lens)):
         contexts = Counter(
-            n + made for n, most in zip(lengths, work.output_lens, strict=True) if most > made
+            n + step for n, limit in zip(lengths, work.output_lens, strict=True) if limit > step
         )
         multiplied, read = _attention(sizes, contexts)
         products = 2 * weights * contexts.total()
@@ -112,8 +111,8 @@ def floor(sizes: Sizes, work: Work, machine: Machine) -> float:
     return seconds
 
 
-def _attention(sizes: Sizes, contexts: Counter[int]) -> tuple[int, int]:
-    """(FLOPs, bytes of keys and values) of so many tokens with each context, in all layers."""
+def _attention(sizes: ModelSizes, contexts: Counter[int]) -> tuple[int, int]:
+    """Return (FLOPs, KV cache bytes) of all layers. `contexts` counts tokens by context."""
     flops = num_bytes = 0
     for shape, layers in Counter(sizes.attention).items():
         window = shape.sliding_window or max(contexts)

@@ -1,8 +1,8 @@
-"""What `tk serve` takes beside its model: `python -m tools.bench.footprint [--dtype D] [--quantization int8]`.
+"""Measure what `tk serve` needs in addition to its model: `python -m tools.bench.footprint`.
 
-GPT-2's shape (124M) with random weights. Seconds to the first answer of /readyz; memory of all the server's processes (pages that
-several share count once) after twice 16 ragged requests at once, which fill the cache, less weights and cache; and the share of a
-core that the server takes while nobody asks it anything.
+The model is GPT-2's shape (124M) with random weights. Reports the seconds to the first answer of
+/readyz, the memory of all server processes without weights and cache (shared pages count once)
+after two rounds of 16 ragged requests that fill the cache, and the CPU use of the idle server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tools.bench.server_process import serving
+from tools.bench.server_process import run_server
 from tools.bench.versus_cpu import make_tokenizer, mixed
 from tools.bench.versus_transformers import make_gpt2
 
@@ -33,24 +33,14 @@ def main() -> None:
     parser.add_argument("--quantization", choices=["int8"])
     parser.add_argument("--idle", type=float, default=30.0, metavar="SECONDS")
     args = parser.parse_args()
-    more = ["--quantization", args.quantization] if args.quantization else []
-    size = (
-        "0.25" if args.dtype == "float32" else "0.125"
-    )  # GiB: the tokens of one round, and a little more
+    quantization = ["--quantization", args.quantization] if args.quantization else []
+    size = "0.25" if args.dtype == "float32" else "0.125"  # GiB: slightly more than one round
     with tempfile.TemporaryDirectory() as scratch:
         make_gpt2(Path(scratch))
         make_tokenizer(Path(scratch), 50257)
-        arguments = [
-            scratch,
-            "--device",
-            "cpu",
-            "--dtype",
-            args.dtype,
-            "--kv-cache-memory",
-            size,
-            *more,
-        ]
-        with serving(arguments) as server:
+        arguments = [scratch, "--device", "cpu", "--dtype", args.dtype, "--kv-cache-memory", size]
+        arguments += quantization
+        with run_server(arguments) as server:
             device = server.client.get("/server_info").json()["device"]
             weights, cache = device["weight_bytes"], device["cache_bytes"]
             for first in (0, 1):
@@ -66,16 +56,16 @@ def main() -> None:
         "memory_mib": round(memory / MIB),
         "weights_mib": round(weights / MIB),
         "cache_mib": round(cache / MIB),
-        "beside_mib": round((memory - weights - cache) / MIB),
+        "overhead_mib": round((memory - weights - cache) / MIB),
         "idle_percent_of_a_core": round(100 * share, 2),
     }
     print(json.dumps(row))
 
 
 def ask(client: httpx.Client, first: int) -> None:
-    """All requests of `mixed` at once, each with this token before its prompt."""
+    """Send all requests of `mixed` at once, each prompt preceded by the token `first`."""
 
-    def one(prompt: list[int], length: int) -> None:
+    def send(prompt: list[int], length: int) -> None:
         body = {
             "prompt": [first, *prompt],
             "max_tokens": length,
@@ -86,23 +76,25 @@ def ask(client: httpx.Client, first: int) -> None:
 
     prompts, lengths = mixed()
     with ThreadPoolExecutor(len(prompts)) as threads:
-        list(threads.map(one, prompts, lengths))
+        list(threads.map(send, prompts, lengths))
 
 
 def resident(process: psutil.Process) -> int:
-    """Bytes; a page of several processes is shared out among them, where the system tells."""
+    """Return the resident bytes, with shared pages split between processes where supported."""
     found = process.memory_full_info()
     return int(getattr(found, "pss", found.rss))
 
 
 def idle_share(processes: Sequence[psutil.Process], seconds: float) -> float:
-    time.sleep(2)  # what follows an answer is over
-    before = sum(sum(process.cpu_times()[:2]) for process in processes)
-    start = time.monotonic()
+    """Return the CPU use of idle processes as a share of a core."""
+    time.sleep(2)  # let the work after the last answer finish
+    before, start = cpu_seconds(processes), time.monotonic()
     time.sleep(seconds)
-    return (sum(sum(process.cpu_times()[:2]) for process in processes) - before) / (
-        time.monotonic() - start
-    )
+    return (cpu_seconds(processes) - before) / (time.monotonic() - start)
+
+
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Time the kernels against what this GPU can do: `python -m tools.bench.kernels [--tune]`. Without a GPU, those of the CPU
-(`tools.bench.cpu_kernels`).
+"""Time the kernels: `python -m tools.bench.kernels [--tune]`.
 
-Decode is bound by memory: its share is of the bandwidth of a large copy measured in the same run. Prefill is
-bound by arithmetic: its share is of a large bf16 matrix product. Kernels are timed as replays of a CUDA graph
-whose calls walk over as many KV caches as overflow the L2 cache, as the layers of a model do. Products of few
-rows are timed the same way, each together with a norm of its input that it has to wait for; products of many by the algorithm that
-an engine would choose, which is kept as an engine keeps it.
+Without a GPU, it times the CPU kernels (`tools.bench.cpu_kernels`). Decode is memory-bound and
+reported as a share of the bandwidth of a large copy in the same run. Prefill is compute-bound and
+reported as a share of a large bf16 matrix product. Kernels are timed as replays of a CUDA graph
+whose calls use enough KV caches to overflow the L2 cache, as the layers of a model do. Products of
+few rows are timed the same way, each after a norm of its input that it has to wait for. Products of
+many rows use the algorithm that an engine would choose.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tools.bench.kernel_calls import (
     COLD_BYTES,
     LLAMA,
     QWEN3,
-    Maker,
-    Row,
+    KernelRow,
+    TensorFactory,
     fp8_products,
     layer_rows,
     logits_rows,
@@ -42,25 +42,22 @@ from tools.bench.kernel_calls import (
 
 DTYPE = torch.bfloat16
 MAX_CACHES = 64
-LONG = 8192
-"""Rows of the products of a step of prompts."""
+PREFILL_TOKENS = 8192
+"""Rows of the products of a prefill step."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """One attention call: `(queries, context)` of every request."""
+class AttentionCase:
+    """One attention call. `lens`: (queries, context) of every request."""
 
     name: str
     lens: tuple[tuple[int, int], ...]
     heads: int
     kv_heads: int
     head_size: int
-    cached: torch.dtype = DTYPE
-    """The type of the KV cache."""
-    sliding_window: int = 0
-    """Tokens that a query sees, itself included; 0: all."""
-    soft_cap: float = 0.0
-    """Bound of the logits; 0: none."""
+    cache_dtype: torch.dtype = DTYPE
+    sliding_window: int = 0  # tokens visible to a query, itself included; 0: all
+    soft_cap: float = 0.0  # bound of the logits; 0: none
 
     @property
     def logits(self) -> Logits:
@@ -76,28 +73,28 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """Of the keys and values that any query sees."""
+        """Bytes of the keys and values that are visible to a query."""
         keys = sum(
-            min(context, self._seen(context) + queries - 1) for queries, context in self.lens
+            min(context, self._visible(context) + queries - 1) for queries, context in self.lens
         )
-        return keys * 2 * self.kv_heads * self.head_size * self.cached.itemsize
+        return keys * 2 * self.kv_heads * self.head_size * self.cache_dtype.itemsize
 
     @property
     def flops(self) -> int:
-        """Two products over the visible (query, key) pairs only."""
+        """FLOPs of two products over the visible (query, key) pairs."""
         pairs = sum(
-            self._seen(before)
+            self._visible(before)
             for queries, context in self.lens
             for before in range(context - queries + 1, context + 1)
         )
         return 4 * pairs * self.heads * self.head_size
 
-    def _seen(self, num_tokens: int) -> int:
-        """Of so many tokens up to a query."""
+    def _visible(self, num_tokens: int) -> int:
+        """Return how many of the `num_tokens` tokens up to a query it sees."""
         return min(num_tokens, self.sliding_window or num_tokens)
 
     def batches(self) -> list[Batch]:
-        """The same step over different caches, as layer follows layer."""
+        """Return the same step over different caches, like the layers of a model."""
         num_caches = min(MAX_CACHES, -(-COLD_BYTES // self.kv_bytes))
         blocks = [-(-context // BLOCK_SIZE) for _, context in self.lens]
         table = torch.zeros(len(self.lens), max(blocks), dtype=torch.int32)
@@ -112,8 +109,8 @@ class Case:
         return [
             Batch(
                 q,
-                torch.randn(shape, device="cuda", dtype=DTYPE).to(self.cached),
-                torch.randn(shape, device="cuda", dtype=DTYPE).to(self.cached),
+                torch.randn(shape, device="cuda", dtype=DTYPE).to(self.cache_dtype),
+                torch.randn(shape, device="cuda", dtype=DTYPE).to(self.cache_dtype),
                 query_start_loc,
                 seq_lens,
                 table.cuda(),
@@ -124,33 +121,37 @@ class Case:
 
 
 DECODE = [
-    Case("Qwen3-0.6B, 256 x 800", ((1, 800),) * 256, 16, 8, 128),
-    Case("gpt2, 256 x 300", ((1, 300),) * 256, 12, 12, 64),
-    Case("Llama-3.1-8B, 64 x 4096", ((1, 4096),) * 64, 32, 8, 128),
-    Case(
+    AttentionCase("Qwen3-0.6B, 256 x 800", ((1, 800),) * 256, 16, 8, 128),
+    AttentionCase("gpt2, 256 x 300", ((1, 300),) * 256, 12, 12, 64),
+    AttentionCase("Llama-3.1-8B, 64 x 4096", ((1, 4096),) * 64, 32, 8, 128),
+    AttentionCase(
         "Qwen3-0.6B, 256 x 100..1024",
         tuple((1, 100 + 925 * i // 256) for i in range(256)),
         16,
         8,
         128,
     ),
-    Case("Llama-3.1-8B, 8 x 1024", ((1, 1024),) * 8, 32, 8, 128),
-    Case("Llama-3.1-8B, 1 x 1024", ((1, 1024),), 32, 8, 128),
-    Case("gpt2, 1 x 256", ((1, 256),), 12, 12, 64),
-    Case("Qwen3-0.6B, 256 x 800, FP8 cache", ((1, 800),) * 256, 16, 8, 128, fp8.FP8),
-    Case("Mistral-7B, 16 x 8192, window 4096", ((1, 8192),) * 16, 32, 8, 128, sliding_window=4096),
-    Case("Gemma-2-9B, 16 x 4096, soft cap", ((1, 4096),) * 16, 16, 8, 256, soft_cap=50.0),
+    AttentionCase("Llama-3.1-8B, 8 x 1024", ((1, 1024),) * 8, 32, 8, 128),
+    AttentionCase("Llama-3.1-8B, 1 x 1024", ((1, 1024),), 32, 8, 128),
+    AttentionCase("gpt2, 1 x 256", ((1, 256),), 12, 12, 64),
+    AttentionCase("Qwen3-0.6B, 256 x 800, FP8 cache", ((1, 800),) * 256, 16, 8, 128, fp8.FP8),
+    AttentionCase(
+        "Mistral-7B, 16 x 8192, window 4096", ((1, 8192),) * 16, 32, 8, 128, sliding_window=4096
+    ),
+    AttentionCase("Gemma-2-9B, 16 x 4096, soft cap", ((1, 4096),) * 16, 16, 8, 256, soft_cap=50.0),
 ]
 PREFILL = [
-    Case("Llama-3.1-8B, 8 x 1024", ((1024, 1024),) * 8, 32, 8, 128),
-    Case("Qwen3-0.6B, 4 x 2048", ((2048, 2048),) * 4, 16, 8, 128),
-    Case("gpt2, 16 x 1000", ((1000, 1000),) * 16, 12, 12, 64),
-    Case("Llama-3.1-8B, 512 after 3584", ((512, 4096),), 32, 8, 128),
-    Case("Llama-3.1-8B, 1 x 128", ((128, 128),), 32, 8, 128),
-    Case("Mistral-7B, 2 x 8192, window 4096", ((8192, 8192),) * 2, 32, 8, 128, sliding_window=4096),
-    Case("Gemma-2-9B, 2 x 4096, soft cap", ((4096, 4096),) * 2, 16, 8, 256, soft_cap=50.0),
+    AttentionCase("Llama-3.1-8B, 8 x 1024", ((1024, 1024),) * 8, 32, 8, 128),
+    AttentionCase("Qwen3-0.6B, 4 x 2048", ((2048, 2048),) * 4, 16, 8, 128),
+    AttentionCase("gpt2, 16 x 1000", ((1000, 1000),) * 16, 12, 12, 64),
+    AttentionCase("Llama-3.1-8B, 512 after 3584", ((512, 4096),), 32, 8, 128),
+    AttentionCase("Llama-3.1-8B, 1 x 128", ((128, 128),), 32, 8, 128),
+    AttentionCase(
+        "Mistral-7B, 2 x 8192, window 4096", ((8192, 8192),) * 2, 32, 8, 128, sliding_window=4096
+    ),
+    AttentionCase("Gemma-2-9B, 2 x 4096, soft cap", ((4096, 4096),) * 2, 16, 8, 256, soft_cap=50.0),
 ]
-DECODE_TILES = [  # keys, warps, stages; rows follow from the group
+DECODE_TILES = [  # keys, warps, stages; the group determines the rows
     (32, 2, 4),
     (32, 4, 4),
     (64, 2, 3),
@@ -178,7 +179,7 @@ PREFILL_TILES = [
     Tile(256, 64, 8, 3),
 ]
 MIXED = [
-    Case(
+    AttentionCase(
         "Qwen3-0.6B, 255 x 1 at 800 and 512 at 1024", ((1, 800),) * 255 + ((512, 1024),), 16, 8, 128
     )
 ]
@@ -212,9 +213,9 @@ PRODUCTS = [  # rows of the weight, columns, gated
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time the kernels against this GPU's limits.")
+    parser = argparse.ArgumentParser(description="Time the kernels on this machine.")
     parser.add_argument(
-        "--tune", action="store_true", help="try many tile shapes and print the best four of each"
+        "--tune", action="store_true", help="try many tile shapes and print the four best of each"
     )
     tune = parser.parse_args().tune
     if not torch.cuda.is_available():
@@ -223,12 +224,13 @@ def main() -> None:
     torch.manual_seed(0)
     bandwidth, rate = copy_bandwidth(), matmul_rate()
     print(
-        f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s, bf16 {rate / 1e12:.0f} TFLOP/s"
+        f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s, "
+        f"bf16 {rate / 1e12:.0f} TFLOP/s"
     )
     for kind, cases in (("decode", DECODE), ("prefill", PREFILL), ("mixed", MIXED)):
         for case in cases:
             batches = case.batches()
-            for label, seconds in ranked(case, batches, tune):
+            for label, seconds in attention_times(case, batches, tune):
                 if kind == "prefill":
                     share = achieved(case.flops / seconds, rate, "TFLOP/s")
                 else:
@@ -241,7 +243,7 @@ def main() -> None:
         seconds, num_bytes = sample_time(n, vocab, *parameters)
         share = achieved(num_bytes / seconds, bandwidth, "TB/s")
         print(f"{'sample':8s}{name:44s}{seconds * 1e6:8.1f} us {share}")
-    make = Maker(torch.device("cuda"), DTYPE)
+    make = TensorFactory(torch.device("cuda"), DTYPE)
     for num_tokens in (1, 64, 8192):
         for row in layer_rows(num_tokens, make):
             print_row("layer", row, f"{num_tokens} tokens", bandwidth)
@@ -260,36 +262,35 @@ def main() -> None:
             )
             share = achieved(rows * columns * DTYPE.itemsize / seconds, bandwidth, "TB/s")
             label = f"cuBLAS {by_library * 1e6:.1f} us"
-            print(
-                f"{'product':8s}{f'{name}, {num_tokens} tokens':44s}{seconds * 1e6:8.1f} us {share}  {label}"
-            )
-            if num_tokens <= fp8.TOKENS and not name.endswith("head"):  # which stays as it is
-                in_fp8 = fp8_products(num_tokens, rows, columns, gated, make)
-                row = Row(f"{name}, FP8", in_fp8, rows * (columns + 4))
+            size = f"{name}, {num_tokens} tokens"
+            print(f"{'product':8s}{size:44s}{seconds * 1e6:8.1f} us {share}  {label}")
+            # The head is not quantized.
+            if num_tokens <= fp8.TOKENS and not name.endswith("head"):
+                calls = fp8_products(num_tokens, rows, columns, gated, make)
+                row = KernelRow(f"{name}, FP8", calls, rows * (columns + 4))
                 print_row("product", row, f"{num_tokens} tokens", bandwidth)
     for num_tokens in (2, 8, 16, 64):
         for name, (hidden, inner, heads, _, head_size) in (("Llama", LLAMA), ("Qwen3", QWEN3)):
-            joined, apart = (
+            fused, separate = (
                 seconds_of(calls)
                 for calls in norm_calls(num_tokens, hidden, heads * head_size, inner)
             )
             num_bytes = hidden * (heads * head_size + 2 * inner) * DTYPE.itemsize
-            share = achieved(num_bytes / joined, bandwidth, "TB/s")
+            share = achieved(num_bytes / fused, bandwidth, "TB/s")
             size = f"{name} out, norm, gate-up, {num_tokens} tokens"
-            label = f"in a kernel of its own {apart * 1e6:.1f} us"
-            print(f"{'norm':8s}{size:44s}{joined * 1e6:8.1f} us {share}  {label}")
+            label = f"separate norm kernel {separate * 1e6:.1f} us"
+            print(f"{'norm':8s}{size:44s}{fused * 1e6:8.1f} us {share}  {label}")
     for name, rows, columns, _ in PRODUCTS:
         if name.startswith("gpt2") or name.endswith("head"):
-            continue  # a bias lets nothing be chosen, and of a prompt the head sees one row
+            continue  # a bias excludes a choice; the head has one row per prompt
         chosen, by_pytorch = long_product_times(rows, columns)
-        share = achieved(2 * LONG * rows * columns / chosen, rate, "TFLOP/s")
+        share = achieved(2 * PREFILL_TOKENS * rows * columns / chosen, rate, "TFLOP/s")
         label = f"PyTorch's choice {by_pytorch * 1e6:.1f} us"
-        print(
-            f"{'product':8s}{f'{name}, {LONG} tokens':44s}{chosen * 1e6:8.1f} us {share}  {label}"
-        )
+        size = f"{name}, {PREFILL_TOKENS} tokens"
+        print(f"{'product':8s}{size:44s}{chosen * 1e6:8.1f} us {share}  {label}")
 
 
-def print_row(kind: str, row: Row, size: str, bandwidth: float) -> None:
+def print_row(kind: str, row: KernelRow, size: str, bandwidth: float) -> None:
     seconds = seconds_of(row.calls)
     share = achieved(row.num_bytes / seconds, bandwidth, "TB/s")
     print(f"{kind:8s}{f'{row.name}, {size}':44s}{seconds * 1e6:8.1f} us {share}", flush=True)
@@ -299,7 +300,11 @@ def achieved(rate: float, ceiling: float, unit: str) -> str:
     return f"{rate / 1e12:7.2f} {unit:8s}{rate / ceiling:6.1%}"
 
 
-def ranked(case: Case, batches: list[Batch], tune: bool) -> list[tuple[str, float]]:
+def attention_times(
+    case: AttentionCase, batches: list[Batch], tune: bool
+) -> list[tuple[str, float]]:
+    """Time the default call, the fused decode and, if tuning, the best tiles."""
+
     def default(batch: Batch) -> None:
         attention.paged_attention(
             *batch[:6],
@@ -313,18 +318,17 @@ def ranked(case: Case, batches: list[Batch], tune: bool) -> list[tuple[str, floa
     if case.max_query_len == 1:
         rows.append(
             (
-                "with heads' norms, rotation and cache",
-                seconds_per_call(whole_decode(case, batches[0]), batches),
+                "with head norms, rotation and cache",
+                seconds_per_call(fused_decode(case, batches[0]), batches),
             )
         )
     if tune:
-        tried = sorted(variants(case, batches), key=lambda row: row[1])
-        rows += tried[:4]
+        rows += sorted(variants(case, batches), key=lambda row: row[1])[:4]
     return rows
 
 
-def whole_decode(case: Case, first: Batch) -> Callable[[Batch], None]:
-    """A step of single tokens from their projections on; `first`: one of the batches, which share their tables."""
+def fused_decode(case: AttentionCase, first: Batch) -> Callable[[Batch], None]:
+    """Return a decode step from the projections on. `first`: any batch; all share their tables."""
     width = (case.heads + 2 * case.kv_heads) * case.head_size
     qkv = torch.randn(len(case.lens), width, device="cuda", dtype=DTYPE)
     weight = torch.ones(case.head_size, device="cuda", dtype=DTYPE)
@@ -355,16 +359,16 @@ def whole_decode(case: Case, first: Batch) -> Callable[[Batch], None]:
     return run
 
 
-def variants(case: Case, batches: list[Batch]) -> Iterator[tuple[str, float]]:
-    """Every tile worth a try, with its time; those that do not fit the GPU are left out."""
+def variants(case: AttentionCase, batches: list[Batch]) -> Iterator[tuple[str, float]]:
+    """Time all candidate tiles except those that do not fit the GPU."""
     calls: dict[str, Callable[[Batch], None]] = {}
     if case.max_query_len == 1:
         rows = max(16, batches[0].group)
-        most_splits = 1 if len(case.lens) >= 256 else 32
+        max_splits = 1 if len(case.lens) >= 256 else 32
         for keys, warps, stages in DECODE_TILES:
             tile = Tile(rows, keys, warps, stages)
             splits = 1
-            while splits <= min(most_splits, case.max_seq_len // keys):
+            while splits <= min(max_splits, case.max_seq_len // keys):
                 calls[f"{tile} splits={splits}"] = partial(
                     attention.decode, logits=case.logits, splits=splits, tile=tile
                 )
@@ -384,7 +388,7 @@ def variants(case: Case, batches: list[Batch]) -> Iterator[tuple[str, float]]:
 def seconds_per_call(
     call: Callable[[Batch], None], batches: list[Batch], replays: int = 10
 ) -> float:
-    """The best of five timings of a graph of one call for each batch."""
+    """Return the seconds of a call, from a graph with one call per batch."""
     call(batches[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -395,8 +399,11 @@ def seconds_per_call(
 
 
 def elapsed(run: Callable[[], object], repeats: int) -> float:
-    """Seconds of one `run`: the best of five means, by the GPU's clock."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
+    """Return the seconds of one `run` by the GPU's clock: the best of five means."""
+    begin, end = (
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(2)
+    )
     best = float("inf")
     run()
     for _ in range(5):
@@ -410,7 +417,7 @@ def elapsed(run: Callable[[], object], repeats: int) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written per second by a copy of 4 GiB."""
+    """Return the bytes read and written per second by a copy of 4 GiB."""
     source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     return 2 * source.numel() / elapsed(lambda: target.copy_(source), 5)
@@ -424,7 +431,7 @@ def matmul_rate() -> float:
 def sample_time(
     n: int, vocab: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> tuple[float, int]:
-    """Seconds to sample a token for each of n rows of bf16 logits, and the bytes of these."""
+    """Return (seconds to sample a token for each of n rows of bf16 logits, bytes of the logits)."""
     num_bytes = n * vocab * DTYPE.itemsize
     padded = -(-vocab // 64) * 64
     copies = min(MAX_CACHES, max(2, COLD_BYTES // num_bytes))
@@ -450,7 +457,7 @@ def sample_time(
 
 
 def seconds_of(calls: list[Callable[[], object]]) -> float:
-    """Seconds of one of the calls, captured one after another."""
+    """Return the seconds of one call, from a graph of all of them."""
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -463,7 +470,7 @@ def seconds_of(calls: list[Callable[[], object]]) -> float:
 def product_calls(
     num_tokens: int, rows: int, columns: int, gated: bool
 ) -> tuple[list[Callable[[], object]], list[Callable[[], object]]]:
-    """A norm and the product after it, over different weights: ours, and cuBLAS with what it needs beside."""
+    """Return calls of a norm and a product with different weights: by our kernel, and by cuBLAS."""
     copies = min(MAX_CACHES, max(2, COLD_BYTES // (rows * columns * DTYPE.itemsize)))
     weights = [torch.randn(rows, columns, device="cuda", dtype=DTYPE) / 64 for _ in range(copies)]
     x, scale = (
@@ -486,10 +493,11 @@ def product_calls(
 
 
 def long_product_times(rows: int, columns: int) -> tuple[float, float]:
-    """Seconds of a product of LONG rows: by the algorithm that is chosen for it, and by PyTorch's choice. In turns, each for as long as
-    its power takes to tell.
+    """Return the seconds of a product of PREFILL_TOKENS rows with our algorithm and with PyTorch's.
+
+    They alternate, each running long enough for the GPU's power limit to matter.
     """
-    x = torch.randn(LONG, columns, device="cuda", dtype=DTYPE)
+    x = torch.randn(PREFILL_TOKENS, columns, device="cuda", dtype=DTYPE)
     weight = torch.randn(rows, columns, device="cuda", dtype=DTYPE) / 64
     with cublas.choosing():
         cublas.linear(x, weight)
@@ -503,20 +511,19 @@ def long_product_times(rows: int, columns: int) -> tuple[float, float]:
 def norm_calls(
     num_tokens: int, hidden: int, width: int, inner: int
 ) -> tuple[list[Callable[[], object]], list[Callable[[], object]]]:
-    """Products before and behind a norm, over different weights: with the norm, and with it in a kernel of its own."""
+    """Return calls of two products with a norm between: fused, and with a separate norm kernel."""
     copies = min(MAX_CACHES, max(2, COLD_BYTES // ((width + 2 * inner) * hidden * DTYPE.itemsize)))
     x = torch.randn(num_tokens, width, device="cuda", dtype=DTYPE)
     residual = torch.zeros(num_tokens, hidden, device="cuda", dtype=DTYPE)
     scale = torch.ones(hidden, device="cuda", dtype=DTYPE)
-    squares = torch.zeros(
-        num_tokens, device="cuda", dtype=torch.float64
-    )  # sums of all calls: only the time counts
+    # Never reset, so the sums are wrong; only the time matters.
+    square_sums = torch.zeros(num_tokens, device="cuda", dtype=torch.float64)
 
-    def joined(first: Tensor, second: Tensor) -> None:
-        normed = linear.add_norm(x, first, residual, scale, 1e-5, squares)
+    def fused(first: Tensor, second: Tensor) -> None:
+        normed = linear.add_norm(x, first, residual, scale, 1e-5, square_sums)
         linear.linear(normed, second, None, "silu", gated=True)
 
-    def apart(first: Tensor, second: Tensor) -> None:
+    def separate(first: Tensor, second: Tensor) -> None:
         normed, _ = norm.add_rms_norm(linear.linear(x, first), residual, scale, 1e-5)
         linear.linear(normed, second, None, "silu", gated=True)
 
@@ -527,7 +534,10 @@ def norm_calls(
         )
         for _ in range(copies)
     ]
-    return [partial(joined, *pair) for pair in weights], [partial(apart, *pair) for pair in weights]
+    return (
+        [partial(fused, *pair) for pair in weights],
+        [partial(separate, *pair) for pair in weights],
+    )
 
 
 if __name__ == "__main__":

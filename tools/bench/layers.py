@@ -1,8 +1,9 @@
-"""What a decode step's layers cost, embedding, head and sampling left out: `python -m tools.bench.layers FOLDER`.
+"""Time the layers of a decode step: `python -m tools.bench.layers FOLDER`.
 
-Each request has one new token behind a context in the cache; weights are random. On a GPU the layers are replayed as a CUDA graph, on a CPU
-they are called, by as many threads as PyTorch has, which are not bound to cores as an engine's are. Prints microseconds for one layer, the
-median of several rounds in which the numbers of requests take turns.
+Embedding, head and sampling are not included. Each request has one new token after a cached
+context; weights are random. A GPU replays the layers as a CUDA graph. A CPU runs them on as many
+threads as PyTorch has, which are not bound to cores, unlike an engine's. Prints the microseconds of
+one layer: the median of several rounds that alternate between the numbers of requests.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,28 +32,29 @@ ROUNDS = 7
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time the layers of a decode step.")
-    parser.add_argument("folder", type=Path, help="a model's folder; weights in it are not read")
+    parser.add_argument("folder", type=Path, help="model folder; weights are not read")
     parser.add_argument("--requests", default="1,2,8,16,32,64", metavar="N,...")
     parser.add_argument("--context", type=int, default=250, metavar="TOKENS")
     parser.add_argument(
-        "--layers", type=int, metavar="N", help="instead of as many as the model has"
+        "--layers", type=int, metavar="N", help="number of layers; default: the model's"
     )
     parser.add_argument("--dtype", default="auto")
-    given = parser.parse_args()
-    requests = [int(number) for number in given.requests.split(",")]
-    # CUDA graphs are not captured on the default stream.
+    args = parser.parse_args()
+    requests = [int(number) for number in args.requests.split(",")]
+    # CUDA graphs cannot be captured on the default stream.
     on_gpu = torch.cuda.is_available()
-    with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():  # type: ignore[no-untyped-call]
-        times = measure(given.folder, requests, given.context, given.layers, given.dtype)
+    stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        times = measure(args.folder, requests, args.context, args.layers, args.dtype)
     for number, seconds in times.items():
-        print(f"{number:5} requests   {seconds * 1e6:8.2f} us a layer")
+        print(f"{number:5} requests   {seconds * 1e6:8.2f} us per layer")
 
 
 @torch.inference_mode()
 def measure(
     folder: Path, requests: list[int], context: int, layers: int | None, dtype: str
 ) -> dict[int, float]:
-    """Seconds of one layer, by the number of requests."""
+    """Return the seconds of one layer by number of requests."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config: Any = load_config(folder)
     config.num_hidden_layers = layers or config.num_hidden_layers
@@ -83,7 +84,7 @@ def measure(
         for number, run in runs.items():
             run()
             times[number].append(_seconds(run, device) / config.num_hidden_layers)
-    return {number: median(some) for number, some in times.items()}
+    return {number: median(seconds) for number, seconds in times.items()}
 
 
 def _batch(requests: int, context: int, device: torch.device) -> AttentionBatch:
@@ -124,7 +125,7 @@ def _layers(model: Decoder, batch: AttentionBatch) -> Callable[[], object]:
 
 
 def _replay(graph: torch.cuda.CUDAGraph, _hidden: torch.Tensor, _step: AttentionBatch) -> None:
-    """What the graph reads must stay, and stays as an argument."""
+    """Replay the graph. The other arguments keep the tensors that it reads alive."""
     graph.replay()
 
 
@@ -133,11 +134,17 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
         begin = time.perf_counter()
         run()
         return time.perf_counter() - begin
-    first = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+    first = _record_event()
     run()
-    last = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+    last = _record_event()
     last.synchronize()
     return float(first.elapsed_time(last)) / 1e3
+
+
+def _record_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    recorded: torch.cuda.Event = torch.cuda.current_stream().record_event(event)
+    return recorded
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What the engine's loop costs the host, without a model: `python -m tools.bench.loop`.
+"""Time the engine's loop on the host, without a model: `python -m tools.bench.loop`.
 
-Scheduler, core and output path run over an executor whose tokens are random and there at once. The table has
-microseconds for a step of steady decode, by the number of running requests; the lines below it are for whole
-batches through `LLM.generate`, prompts, ends and text included.
+Scheduler, core and output path run with an executor that returns random tokens at once. The table
+has the microseconds of a decode step by the number of running requests. The lines below it are
+complete batches through `LLM.generate`, with prompts, stops and text.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ BLOCK_SIZE = 16
 MAX_MODEL_LEN = 1024
 PARTS = ("schedule", "update", "core", "encode", "decode", "process")
 CORE_SIDE = PARTS[:4]
-"""What the core's process does; the rest is the front end's."""
+"""Parts that run in the core's process; the others run in the front end."""
 
 WARM_UP = 20
 REPEATS = 3
 
 
 class RandomTokens(Executor):
-    """Samples from no model, at once."""
+    """Returns random tokens at once, without a model."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.info = WorkerInfo(
@@ -70,7 +70,7 @@ class RandomTokens(Executor):
     def execute(self, step: SchedulerOutput) -> Pending:
         count = int(np.count_nonzero(step.samples))
         start = step.step * 97 % (len(self._tokens) - count)
-        return _Known(ModelOutput(step.step, self._tokens[start : start + count]))
+        return _Completed(ModelOutput(step.step, self._tokens[start : start + count]))
 
     def collective(self, method: str, *args: Any) -> list[Any]:
         return []
@@ -82,7 +82,7 @@ class RandomTokens(Executor):
         pass
 
 
-class _Known:
+class _Completed:
     def __init__(self, output: ModelOutput) -> None:
         self._output = output
 
@@ -94,7 +94,7 @@ class _Known:
 
 
 class _Direct(CoreClient):
-    """A core without process and sockets."""
+    """Client of a core in this process, without sockets."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -105,13 +105,13 @@ class _Direct(CoreClient):
 
 
 class Stopwatch:
-    """Adds up the time that functions take, by the part of the loop that they are."""
+    """Sums the time of functions by the part of the loop they belong to."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
 
     def timed(self, part: str, function: Callable[P, T]) -> Callable[P, T]:
-        """The same function, timed."""
+        """Return a timed version of the function."""
 
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             start = time.perf_counter()
@@ -124,12 +124,15 @@ class Stopwatch:
 
 
 async def decode_steps(batch: int, num_steps: int = 400) -> dict[str, list[float]]:
-    """Microseconds of each part in every step in which `batch` requests decode. `core`: without the scheduler."""
+    """Return the microseconds of each part for every decode step of `batch` requests.
+
+    The part `core` excludes the scheduler.
+    """
     config = EngineConfig.from_settings({"max_num_seqs": batch})
     executor = RandomTokens(batch)
     core, front = EngineCore(config, executor), AsyncLLM(config=config)
     inputs = InputProcessor(MODEL_DIR, load_tokenizer(MODEL_DIR), executor.info)
-    front.attach([(_Direct(core), executor.info)], inputs)
+    front.connect_cores([(_Direct(core), executor.info)], inputs)
     params = SamplingParams(max_tokens=900, ignore_eos=True, stop_token_ids=[0])
     streams = [
         await front.submit(prompt, params)
@@ -137,19 +140,20 @@ async def decode_steps(batch: int, num_steps: int = 400) -> dict[str, list[float
     ]
     watch = Stopwatch()
     scheduler = core.scheduler
-    scheduler.schedule = watch.timed("schedule", scheduler.schedule)  # type: ignore[method-assign]  # to time it
-    scheduler.update = watch.timed("update", scheduler.update)  # type: ignore[method-assign]  # to time it
+    # Methods are replaced by timed versions.
+    scheduler.schedule = watch.timed("schedule", scheduler.schedule)  # type: ignore[method-assign]
+    scheduler.update = watch.timed("update", scheduler.update)  # type: ignore[method-assign]
     step = watch.timed("core", core.step)
     encode = watch.timed("encode", msgspec.msgpack.Encoder().encode)
     decode = watch.timed("decode", msgspec.msgpack.Decoder(EngineOutputs).decode)
-    process = watch.timed("process", front.take)
+    process = watch.timed("process", front.handle_outputs)
     spent: dict[str, list[float]] = {part: [] for part in PARTS}
     for number in range(WARM_UP + num_steps):
         watch.seconds = dict.fromkeys(PARTS, 0.0)
         process(decode(encode(step()[0])), front.replicas[0])
         watch.seconds["core"] -= watch.seconds["schedule"] + watch.seconds["update"]
         for stream in streams:
-            stream.state.take()
+            stream.state.next_delta()
         if number >= WARM_UP:
             for part in PARTS:
                 spent[part].append(1e6 * watch.seconds[part])
@@ -157,7 +161,7 @@ async def decode_steps(batch: int, num_steps: int = 400) -> dict[str, list[float
 
 
 def offline(num_requests: int, **params: Any) -> tuple[int, float]:
-    """(tokens generated, seconds) of one `LLM.generate` of requests with 16 to 512 tokens in and out."""
+    """Run `LLM.generate` with 16 to 512 tokens in and out. Returns (output tokens, seconds)."""
     config = EngineConfig.from_settings({"max_num_seqs": num_requests})
     llm = LLM(config=config, executor=RandomTokens(num_requests))
     lengths = np.random.default_rng(1).integers(16, 512, (2, num_requests)).tolist()
@@ -192,7 +196,7 @@ def main() -> None:
             tokens, seconds = offline(num_requests, **params)
             print(
                 f"{name}, {num_requests} requests: {tokens / seconds:,.0f} tok/s, "
-                f"{1e6 * seconds / tokens:.2f} us a token"
+                f"{1e6 * seconds / tokens:.2f} us per token"
             )
 
 

@@ -1,8 +1,8 @@
-"""Model folders without weights, for `--load-format dummy`: `python -m tools.bench.models OUT_DIR [NAME...]`; with `--weights` they have
-random ones, of the type that the config names.
+"""Create model folders for `--load-format dummy`: `python -m tools.bench.models OUT_DIR [NAME...]`.
 
-Each has the config of a well-known model and a byte-level tokenizer of that model's size, which is made, not trained:
-it has every byte, then pairs of letters, then pairs of pairs, so that any id has a text of up to four characters.
+With `--weights` they have random weights of the config's dtype. Each has the config of a well-known
+model and an untrained byte-level tokenizer of that model's vocabulary size: every byte, then pairs
+of letters, then pairs of pairs, so that every id has up to four characters of text.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ CONFIGS["llama-3.1-70b"] = CONFIGS["llama-3.1-8b"] | {
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
 }
-"""The shapes as their makers publish them."""
+"""Configs as published with the models."""
 
 
 def make_model(folder: Path, config: dict[str, Any]) -> None:
-    """Writes config, generation config and tokenizer; the vocabulary's last id ends a text."""
+    """Write config, generation config and tokenizer. The last id is the end-of-text token."""
     folder.mkdir(parents=True, exist_ok=True)
     end = config["vocab_size"] - 1
     ends = {"bos_token_id": end, "eos_token_id": end}
@@ -103,15 +103,17 @@ def make_model(folder: Path, config: dict[str, Any]) -> None:
             "bos_token": END,
             "eos_token": END,
             "model_max_length": context,
-            "chat_template": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:",
+            "chat_template": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n"
+            "{% endfor %}assistant:",
         },
     )
     save_tokenizer(folder / "tokenizer.json", config["vocab_size"])
 
 
 def save_weights(folder: Path, shard_size: str = "5GB") -> None:
-    """Adds random weights, in files of that size at most; they are made on a GPU if there is one. The configs are then as Transformers
-    writes them.
+    """Add random weights in files of up to `shard_size`, created on a GPU if there is one.
+
+    Transformers rewrites the configs.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -122,7 +124,7 @@ def save_weights(folder: Path, shard_size: str = "5GB") -> None:
 
 
 def save_tokenizer(path: Path, vocab_size: int) -> None:
-    """Writes a byte-level BPE tokenizer with exactly this many ids, the end of a text included."""
+    """Write a byte-level BPE tokenizer with exactly `vocab_size` ids, including end-of-text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -140,9 +142,9 @@ def save_tokenizer(path: Path, vocab_size: int) -> None:
 
 
 def _pairs(count: int) -> list[tuple[str, str]]:
-    """The first `count` merges: a space or a letter with a letter, then two such pairs."""
+    """Return `count` merges: a space or letter with a letter, then pairs of such pairs."""
     letters = string.ascii_lowercase
-    pairs = list(itertools.product("Ġ" + letters, letters))  # byte-level BPE writes a space so
+    pairs = list(itertools.product("Ġ" + letters, letters))  # Ġ is a space in byte-level BPE
     words = ["".join(pair) for pair in pairs]
     inner = [word for word in words if not word.startswith("Ġ")]
     longer = itertools.product(words, inner)
@@ -156,18 +158,16 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out_dir", type=Path)
+    parser.add_argument("--weights", action="store_true", help="add random weights; needs names")
     parser.add_argument(
-        "--weights", action="store_true", help="with random weights, of those that are named"
-    )
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join(CONFIGS)}; default: all"
+        "names", nargs="*", metavar="NAME", help=f"{', '.join(CONFIGS)}; default: all"
     )
     args = parser.parse_args()
     if args.weights and not args.names:
         parser.error("--weights needs names: all models together take 160 GB")
     for name in args.names or CONFIGS:
         if name not in CONFIGS:
-            parser.error(f"there is no {name!r}; there are {', '.join(CONFIGS)}")
+            parser.error(f"unknown model {name!r}; choose from {', '.join(CONFIGS)}")
         make_model(args.out_dir / name, CONFIGS[name])
         if args.weights:
             save_weights(args.out_dir / name)

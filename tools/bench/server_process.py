@@ -1,4 +1,4 @@
-"""A `tk serve` of a benchmark's own, from its command to its end."""
+"""Runs `tk serve` for a benchmark."""
 
 from __future__ import annotations
 
@@ -19,38 +19,30 @@ POLL = 0.02  # seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
-    """A server that is ready."""
+class ServerProcess:
+    """A ready server."""
 
     client: httpx.Client
     pid: int
-    ready: float
-    """Seconds from the command to the first 200 of /readyz."""
+    ready: float  # seconds from the command to the first 200 of /readyz
 
 
 @contextmanager
-def serving(
+def run_server(
     arguments: Sequence[str],
     environment: Mapping[str, str] | None = None,
     log: IO[bytes] | int = subprocess.DEVNULL,
-) -> Iterator[Serving]:
-    """`tk serve ARGUMENTS` on a free port of this machine, ended with SIGTERM behind the block; `environment`: beside this process' own;
-    `log`: where what it writes goes. Raises SystemExit when the server ends before it is ready.
+) -> Iterator[ServerProcess]:
+    """Run `tk serve ARGUMENTS` on a free local port, and send SIGTERM at the end of the block.
+
+    `environment` is added to this process's. `log` gets stdout and stderr. Raises SystemExit if the
+    server ends before it is ready.
     """
     port = free_port()
     start = time.monotonic()
+    command = [sys.executable, "-m", "toolkit", "serve", *arguments]
     server = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "toolkit",
-            "serve",
-            *arguments,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-        ],
+        [*command, "--host", "127.0.0.1", "--port", str(port)],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
@@ -61,7 +53,7 @@ def serving(
             base_url=f"http://127.0.0.1:{port}", timeout=300, trust_env=False
         ) as client:
             _wait_until_ready(client, server)
-            yield Serving(client, server.pid, time.monotonic() - start)
+            yield ServerProcess(client, server.pid, time.monotonic() - start)
     finally:
         server.terminate()
         server.wait()

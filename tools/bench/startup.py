@@ -1,8 +1,10 @@
-"""How long `tk serve` takes from the command to its first answer: `python -m tools.bench.startup FOLDER [tk serve's flags]`.
+"""Time `tk serve` until its first answer: `python -m tools.bench.startup FOLDER [FLAGS]`.
 
-Each start is a row of JSON: seconds until /readyz says 200 (`ready_s`), what each phase of it took as the server tells (`phases`; what is
-not in them is imports, above all), and the first completion's milliseconds, of 4 tokens in and 16 out (`first_answer_ms`). Compiled kernels
-are kept in a folder that is empty at first: on a GPU the first start compiles them, and the next ones find them there.
+FLAGS are those of `tk serve`. Each start prints a row of JSON: `ready_s`, the seconds until /readyz
+returns 200; `phases`, the seconds of each phase from the server's log (the rest is mostly imports);
+`first_answer_ms`, the milliseconds of the first completion with 4 tokens in and 16 out. The cache
+of compiled kernels is empty at first: on a GPU the first start compiles them and later ones reuse
+them.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tools.bench.server_process import serving
+from tools.bench.server_process import run_server
 
 PHASE = re.compile(r"^  (\S.*?) +(\d+\.\d\d) s$", re.MULTILINE)
-"""Of the server's log."""
-ASKED = {"prompt": [1, 2, 3, 4], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+"""A phase in the server's log."""
+REQUEST = {"prompt": [1, 2, 3, 4], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
 
 
 def main() -> None:
@@ -29,8 +31,8 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("folder", metavar="FOLDER", help="a model that generates")
-    parser.add_argument("--starts", type=int, default=3, help="one after the other [3]")
+    parser.add_argument("folder", metavar="FOLDER", help="folder of a generative model")
+    parser.add_argument("--starts", type=int, default=3, help="number of starts [3]")
     args, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as scratch:
         for _ in range(args.starts):
@@ -39,26 +41,24 @@ def main() -> None:
 
 
 def start(arguments: list[str], kernels: Path, log: Path) -> dict[str, Any]:
-    """One row. Raises SystemExit with what the server said when it ends instead."""
+    """Start once and return the row. If the server fails, prints its log and raises SystemExit."""
     try:
         with (
-            log.open("wb") as written,
-            serving(arguments, {"TRITON_CACHE_DIR": str(kernels)}, written) as server,
+            log.open("wb") as log_file,
+            run_server(arguments, {"TRITON_CACHE_DIR": str(kernels)}, log_file) as server,
         ):
-            asked = time.monotonic()
-            answer = server.client.post("/v1/completions", json=ASKED).raise_for_status().json()
-            answered = time.monotonic() - asked
-            assert answer["usage"]["completion_tokens"] == ASKED["max_tokens"]
-    except SystemExit as ended:
+            begin = time.monotonic()
+            answer = server.client.post("/v1/completions", json=REQUEST).raise_for_status().json()
+            seconds = time.monotonic() - begin
+            assert answer["usage"]["completion_tokens"] == REQUEST["max_tokens"]
+    except SystemExit as error:
         sys.stderr.write(log.read_text(errors="replace"))
-        raise SystemExit(ended.code) from None
-    phases = {
-        name: float(seconds) for name, seconds in PHASE.findall(log.read_text(errors="replace"))
-    }
+        raise SystemExit(error.code) from None
+    phases = {name: float(s) for name, s in PHASE.findall(log.read_text(errors="replace"))}
     return {
         "ready_s": round(server.ready, 2),
         "phases": phases,
-        "first_answer_ms": round(1000 * answered, 1),
+        "first_answer_ms": round(1000 * seconds, 1),
     }
 
 

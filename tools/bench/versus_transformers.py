@@ -1,7 +1,7 @@
-"""Ours against Transformers' `generate` on the same prompts, in one run: `python -m tools.bench.versus_transformers`.
+"""Compare tk with Transformers' `generate`: `python -m tools.bench.versus_transformers`.
 
-Without --model: GPT-2's shape (124M) with random weights, the same in both. Every figure is the best of its rounds, which
-alternate between the engines, so that a machine whose speed drifts treats both alike.
+Without --model: GPT-2's shape (124M) with the same random weights in both. Rounds alternate between
+the engines, so that a drift of the machine's speed affects both. The best round counts.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Work = tuple[list[list[int]], list[int]]
-"""Prompts as token ids, and how many tokens each gets."""
+Workload = tuple[list[list[int]], list[int]]
+"""Token ids of each prompt, and length of each answer."""
 
 Engine = Callable[[list[list[int]], list[int]], list[list[int]]]
 
 
-def batch1(vocab: int) -> Work:
+def batch1(vocab: int) -> Workload:
     rng = random.Random(1)
     return [[rng.randrange(vocab) for _ in range(128)]], [64]
 
 
-def ragged(vocab: int) -> Work:
-    """16 requests at once, prompts of 16–256 tokens, answers of 16–128."""
+def ragged(vocab: int) -> Workload:
+    """Return 16 requests with prompts of 16-256 tokens and answers of 16-128."""
     rng = random.Random(0)
     prompts = [[rng.randrange(vocab) for _ in range(rng.randint(16, 256))] for _ in range(16)]
     return prompts, [rng.randint(16, 128) for _ in prompts]
 
 
 def make_gpt2(folder: Path) -> None:
-    """A checkpoint of GPT-2's shape, with random weights."""
+    """Write a checkpoint of GPT-2's shape with random weights."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -44,7 +44,7 @@ def make_gpt2(folder: Path) -> None:
 
 
 def transformers_engine(folder: Path) -> Engine:
-    """What `generate` gives its users: one left-padded batch, run until the longest answer is done."""
+    """Run `generate` over one left-padded batch until the longest answer is done."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -68,7 +68,7 @@ def transformers_engine(folder: Path) -> Engine:
     return run
 
 
-def our_engine(folder: Path) -> Engine:
+def tk_engine(folder: Path) -> Engine:
     from toolkit.engine.llm import LLM
     from toolkit.sampling.params import SamplingParams
 
@@ -84,7 +84,7 @@ def our_engine(folder: Path) -> Engine:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="a folder; default: GPT-2's shape, made for the run")
+    parser.add_argument("--model", help="model folder; default: GPT-2's shape, random weights")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -92,18 +92,20 @@ def main() -> None:
         folder = Path(args.model or scratch)
         if not args.model:
             make_gpt2(folder)
-        engines = {"transformers": transformers_engine(folder), "tk": our_engine(folder)}
-        rows = [measure(name, work(10_000), engines, args.rounds) for name, work in WORK.items()]
+        engines = {"transformers": transformers_engine(folder), "tk": tk_engine(folder)}
+        rows = [
+            measure(name, work(10_000), engines, args.rounds) for name, work in WORKLOADS.items()
+        ]
     for row in rows:
         print(json.dumps(row) if args.json else _line(row))
 
 
-def measure(name: str, work: Work, engines: dict[str, Engine], rounds: int) -> dict[str, Any]:
-    """One workload's row: output tokens per second of both, their ratio, and the share of equal tokens."""
+def measure(name: str, work: Workload, engines: dict[str, Engine], rounds: int) -> dict[str, Any]:
+    """Return a row: output tokens/s of both, their ratio, and the share of equal tokens."""
     prompts, lengths = work
     best = dict.fromkeys(engines, float("inf"))
     answers: dict[str, list[list[int]]] = {}
-    for turn in range(rounds + 1):  # the first warms up
+    for turn in range(rounds + 1):  # the first is a warm-up
         for engine, run in engines.items():
             start = time.perf_counter()
             answers[engine] = run(prompts, lengths)
@@ -116,7 +118,7 @@ def measure(name: str, work: Work, engines: dict[str, Engine], rounds: int) -> d
         for a, b in zip(one, other, strict=True)
     )
     total = sum(lengths)
-    print(f"{name}: measured", file=sys.stderr)
+    print(f"{name} done", file=sys.stderr)
     return {
         "work": name,
         "input_tokens": sum(map(len, prompts)),
@@ -130,12 +132,13 @@ def measure(name: str, work: Work, engines: dict[str, Engine], rounds: int) -> d
 
 def _line(row: dict[str, Any]) -> str:
     return (
-        f"{row['work']:<10} transformers {row['transformers_tok_s']:8.1f} tok/s   tk {row['tk_tok_s']:8.1f} tok/s   "
+        f"{row['work']:<10} transformers {row['transformers_tok_s']:8.1f} tok/s   "
+        f"tk {row['tk_tok_s']:8.1f} tok/s   "
         f"tk is {row['ratio']:.2f}x; {row['equal_tokens']:.1%} of the tokens equal"
     )
 
 
-WORK: dict[str, Callable[[int], Work]] = {"batch1": batch1, "ragged16": ragged}
+WORKLOADS: dict[str, Callable[[int], Workload]] = {"batch1": batch1, "ragged16": ragged}
 
 if __name__ == "__main__":
     main()

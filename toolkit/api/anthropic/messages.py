@@ -1,4 +1,4 @@
-"""POST /v1/messages: Anthropic's interface."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from fastapi import APIRouter, Request
 from pydantic import AfterValidator, ConfigDict, Field
 from starlette.responses import Response
 
-from toolkit.api.http.body_fields import BY_KIND, LIST, TEXT, Body, Route, Text, WholeBody
+from toolkit.api.http.body_fields import BY_KIND, LIST, TEXT, Body, RequestBody, Route, Text
 from toolkit.api.http.error_bodies import anthropic_error
 from toolkit.api.http.openapi import answers
+from toolkit.api.http.routes import Access, access
 from toolkit.api.http.service import service_for
 from toolkit.api.http.streaming import EventStream, while_connected
-from toolkit.api.openai.conversation import Piece, Talk, as_chat, begin, chat_prompt, named_as
+from toolkit.api.openai.conversation import (
+    AnswerPart,
+    ChatAnswer,
+    encode_conversation,
+    make_chat_request,
+    rename_params,
+    start_answer,
+)
 from toolkit.api.openai.response_format import Schema
 from toolkit.api.openai.schemas import MAX_MESSAGES, ChatRequest
 from toolkit.errors import InvalidRequestError
@@ -35,19 +43,21 @@ _DELTAS = {
     "text": ("text_delta", "text"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""The type of a block's events, and where they have the text."""
-_NAMES = {"stop": "stop_sequences", "prompt": "messages", "response_format": "output_config.format"}
-"""What a chat's parameters are called here."""
+"""Event type of a block's text, and the field that holds the text."""
+_PARAM_NAMES = {
+    "stop": "stop_sequences",
+    "prompt": "messages",
+    "response_format": "output_config.format",
+}
+"""Chat parameters whose name differs here."""
 
 # ---- requests
 
 MANY = Field(max_length=MAX_MESSAGES, fail_fast=True)
 
 
-def _writable(value: Any) -> Any:
-    """What a model has called a tool with, and the client sends back, may have numbers of any size. Raises ValueError for text that
-    cannot be encoded.
-    """
+def _check_arguments(value: Any) -> Any:
+    """Unlike `encodable`, allow integers of any size: models write them in arguments."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except (UnicodeEncodeError, RecursionError):
@@ -59,13 +69,13 @@ class TextBlock(Body):
     type: Literal["text"]
     text: Text
     cache_control: Any = Field(
-        None, description="Not needed: what prompts have in common is always cached"
+        None, description="Not needed: common prefixes of prompts are always cached"
     )
-    citations: Any = Field(None, description="Of an earlier answer; not read")
+    citations: Any = Field(None, description="Accepted as part of an earlier answer; not read")
 
 
 class ThinkingBlock(Body):
-    """What a model thought before an earlier answer: it is not given to it again."""
+    """Reasoning of an earlier answer. It is not shown to the model again."""
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: Text | None = None
@@ -74,40 +84,40 @@ class ThinkingBlock(Body):
 
 
 class CallBlock(Body):
-    """A call of a tool, in an earlier answer."""
+    """Tool call of an earlier answer."""
 
     type: Literal["tool_use"]
     id: Text
     name: Text
-    input: Annotated[dict[str, Any], AfterValidator(_writable)]
+    input: Annotated[dict[str, Any], AfterValidator(_check_arguments)]
     cache_control: Any = None
 
 
 class ResultBlock(Body):
-    """What a call gave, in the user's turn."""
+    """Result of a tool call, in the user's message."""
 
     type: Literal["tool_result"]
     tool_use_id: Text
     content: Annotated[Annotated[Text, TEXT] | Annotated[list[TextBlock], MANY, LIST], BY_KIND] = ""
     is_error: bool = Field(
-        False, description="The content says so itself: templates have no place for this"
+        False, description="Not read: chat templates have no place for it. Say it in the content"
     )
     cache_control: Any = None
 
 
-Block = Annotated[
+ContentBlock = Annotated[
     TextBlock | ThinkingBlock | CallBlock | ResultBlock,
     Field(discriminator="type"),
 ]
-Content = Annotated[Annotated[Text, TEXT] | Annotated[list[Block], MANY, LIST], BY_KIND]
+Content = Annotated[Annotated[Text, TEXT] | Annotated[list[ContentBlock], MANY, LIST], BY_KIND]
 
 
-class InputMessage(Body):
+class MessageParam(Body):
     role: Literal["user", "assistant", "system"]
     content: Content
 
-    def for_chat(self) -> Iterator[dict[str, Any]]:
-        """The same as messages of a chat: what calls gave comes first, in messages of their own."""
+    def to_chat(self) -> Iterator[dict[str, Any]]:
+        """Yield chat messages: first one per call result, then the text and calls."""
         blocks = self.content if isinstance(self.content, list) else []
         for block in blocks:
             if isinstance(block, ResultBlock):
@@ -128,7 +138,9 @@ class InputTool(Body):
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
     strict: bool | None = Field(
-        None, description="Refuses a schema that cannot be held wholly, where the call is required"
+        None,
+        description="true: refuse a schema with keywords that cannot be enforced, if the call is "
+        "required",
     )
     cache_control: Any = None
 
@@ -138,8 +150,7 @@ class InputToolChoice(Body):
     name: Text | None = None
     disable_parallel_tool_use: bool = False
 
-    def for_chat(self) -> str | dict[str, Any]:
-        """As a chat says it."""
+    def to_chat(self) -> str | dict[str, Any]:
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name or ""}}
         return "required" if self.type == "any" else self.type
@@ -149,16 +160,15 @@ class OutputFormat(Body):
     type: Literal["json_schema"]
     schema_: Schema = Field(alias="schema")
 
-    def for_chat(self) -> dict[str, Any]:
-        """As a chat's `response_format`."""
+    def to_chat(self) -> dict[str, Any]:
         return {"type": self.type, "json_schema": {"schema": self.schema_, "strict": True}}
 
 
 class OutputConfig(Body):
-    format: OutputFormat | None = Field(None, description="What the answer is held to")
+    format: OutputFormat | None = Field(None, description="Constraint on the answer")
 
 
-class CountRequest(WholeBody):
+class CountRequest(RequestBody):
     """POST /v1/messages/count_tokens."""
 
     model_config = ConfigDict(
@@ -168,45 +178,46 @@ class CountRequest(WholeBody):
     )
 
     model: str | None = None
-    messages: Annotated[list[InputMessage], Field(min_length=1), MANY]
-    system: Content | None = Field(None, description="What the system says first")
+    messages: Annotated[list[MessageParam], Field(min_length=1), MANY]
+    system: Content | None = Field(None, description="System message before the conversation")
     tools: list[InputTool] | None = None
     tool_choice: InputToolChoice | None = None
     output_config: OutputConfig | None = None
     thread: Any = Field(None, description="Not supported: nothing is stored")
 
-    def chat(self) -> ChatRequest:
-        """The same as a chat request. Raises InvalidRequestError for what is not supported."""
-        return self._chat()
+    def to_chat(self) -> ChatRequest:
+        """Raises InvalidRequestError for unsupported options."""
+        return self._to_chat()
 
-    def _chat(self, **more: Any) -> ChatRequest:
+    def _to_chat(self, **options: Any) -> ChatRequest:
         if self.thread is not None:
-            # Anthropic's client sends the whole conversation when it reads this code.
+            # Anthropic's client then sends the complete conversation.
             raise InvalidRequestError(
-                "thread is not supported: this server stores no conversations. Send the whole conversation as messages.",
+                "thread is not supported: this server stores no conversations. "
+                "Send the complete conversation as messages.",
                 param="thread",
                 code="thread_unsupported_request",
             )
-        form = None if self.output_config is None else self.output_config.format
+        output_format = None if self.output_config is None else self.output_config.format
         messages = [{"role": "system", "content": _text(self.system)}] if self.system else []
-        messages += [told for one in self.messages for told in one.for_chat()]
+        messages += [converted for one in self.messages for converted in one.to_chat()]
         choice = self.tool_choice
-        # An answer that the client has begun is gone on with.
-        begun = self.messages[-1].role == "assistant"
-        if begun and form is not None:
+        is_continued = self.messages[-1].role == "assistant"
+        if is_continued and output_format is not None:
             raise InvalidRequestError(
-                "output_config.format is of whole answers: the last message is the user's then.",
+                "output_config.format applies to complete answers, so the last message must be "
+                "the user's.",
                 param="output_config",
             )
-        return as_chat(
+        return make_chat_request(
             messages=messages,
             tools=[_tool(tool) for tool in self.tools] if self.tools else None,
-            tool_choice=None if choice is None else choice.for_chat(),
+            tool_choice=None if choice is None else choice.to_chat(),
             parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
-            response_format=None if form is None else form.for_chat(),
-            continue_final_message=begun,
-            add_generation_prompt=not begun,
-            **more,
+            response_format=None if output_format is None else output_format.to_chat(),
+            continue_final_message=is_continued,
+            add_generation_prompt=not is_continued,
+            **options,
         )
 
 
@@ -222,17 +233,17 @@ class MessagesRequest(CountRequest):
         }
     )
 
-    max_tokens: int = Field(description="Most tokens to generate", examples=[64])
+    max_tokens: int = Field(description="Maximum tokens to generate", examples=[64])
     stop_sequences: list[Text] | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     stream: bool = False
-    metadata: Any = Field(None, description="Taken for compatibility; kept nowhere")
+    metadata: Any = Field(None, description="Accepted for compatibility; not stored")
 
-    def chat(self) -> ChatRequest:
-        """The same as a chat request. Raises InvalidRequestError for what is not supported."""
-        return self._chat(
+    def to_chat(self) -> ChatRequest:
+        """Raises InvalidRequestError for unsupported options."""
+        return self._to_chat(
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
             temperature=self.temperature,
@@ -268,70 +279,76 @@ def _tool(tool: InputTool) -> dict[str, Any]:
 @router.post(
     "/v1/messages", response_model=None, responses=answers("Anthropic's Message", stream=True)
 )
+@access(Access.MODEL_WORK)
 async def messages(body: MessagesRequest, request: Request) -> Response:
-    """Answers a conversation."""
+    """Answer a conversation."""
     service = service_for(request, body)
     id = f"msg_{request.state.request_id}"
-    chat = body.chat()
-    with named_as(_NAMES):
-        talk = await begin(service, chat, id)
+    chat = body.to_chat()
+    with rename_params(_PARAM_NAMES):
+        answer = await start_answer(service, chat, id)
     if body.stream:
-        events = _events(talk, id, service.model_name)
+        events = _events(answer, id, service.model_name)
         return EventStream(
             events,
-            talk.group.close,
+            answer.group.close,
             service.config.sse_keep_alive,
             lambda error: _event(**anthropic_error(error, request.state.request_id)),
         )
     try:
-        done = await while_connected(request, _collect(talk, id, service.model_name))
+        done = await while_connected(request, _collect(answer, id, service.model_name))
     finally:
-        talk.group.close()
+        answer.group.close()
     return Response(_encoder.encode(done), media_type="application/json")
 
 
 @router.post(
-    "/v1/messages/count_tokens", response_model=None, responses=answers("input_tokens: how many")
+    "/v1/messages/count_tokens",
+    response_model=None,
+    responses=answers("input_tokens: tokens of the prompt"),
 )
+@access(Access.MODEL_WORK)
 async def count_tokens(body: CountRequest, request: Request) -> Response:
-    """How many tokens the prompt of a conversation has."""
+    """Count the tokens of a conversation's prompt."""
     service = service_for(request, body)
-    chat = body.chat()
-    with named_as(_NAMES):
-        prompt = await chat_prompt(service, chat)
+    chat = body.to_chat()
+    with rename_params(_PARAM_NAMES):
+        prompt = await encode_conversation(service, chat)
     return Response(_encoder.encode({"input_tokens": len(prompt)}), media_type="application/json")
 
 
-async def _collect(talk: Talk, id: str, model: str) -> dict[str, Any]:
-    blocks: list[tuple[Piece, list[str]]] = []
-    async for piece in talk.pieces():
-        if not blocks or _begins(piece, blocks[-1][0]):
-            blocks.append((piece, []))
-        blocks[-1][1].append(piece.text)
-    content = [_block(piece, "".join(texts)) for piece, texts in blocks]
-    return _message(talk, id, model) | {"content": content} | _stopped(talk)
+async def _collect(answer: ChatAnswer, id: str, model: str) -> dict[str, Any]:
+    blocks: list[tuple[AnswerPart, list[str]]] = []
+    async for part in answer.parts():
+        if not blocks or _begins_block(part, blocks[-1][0]):
+            blocks.append((part, []))
+        blocks[-1][1].append(part.text)
+    content = [_block(first, "".join(texts)) for first, texts in blocks]
+    return _message(answer, id, model) | {"content": content} | _stop_fields(answer)
 
 
-async def _events(talk: Talk, id: str, model: str) -> AsyncGenerator[bytes, None]:
-    yield _event("message_start", message=_message(talk, id, model)) + _event("ping")
-    last: Piece | None = None
+async def _events(answer: ChatAnswer, id: str, model: str) -> AsyncGenerator[bytes, None]:
+    yield _event("message_start", message=_message(answer, id, model)) + _event("ping")
+    last: AnswerPart | None = None
     index = -1
-    async for piece in talk.pieces():
-        begin = b""
-        if last is None or _begins(piece, last):
+    async for part in answer.parts():
+        start = b""
+        if last is None or _begins_block(part, last):
             if last is not None:
-                begin = _event("content_block_stop", index=index)
+                start = _event("content_block_stop", index=index)
             index += 1
-            begin += _event("content_block_start", index=index, content_block=_block(piece, ""))
-        last = piece
-        delta = {"type": _DELTAS[piece.kind][0], _DELTAS[piece.kind][1]: piece.text}
-        yield begin + _event("content_block_delta", index=index, delta=delta)
+            start += _event("content_block_start", index=index, content_block=_block(part, ""))
+        last = part
+        delta_type, field = _DELTAS[part.kind]
+        delta = {"type": delta_type, field: part.text}
+        yield start + _event("content_block_delta", index=index, delta=delta)
     if last is not None:
         yield _event("content_block_stop", index=index)
-    yield _event("message_delta", delta=_stopped(talk), usage=_usage(talk)) + _event("message_stop")
+    end = _event("message_delta", delta=_stop_fields(answer), usage=_usage(answer))
+    yield end + _event("message_stop")
 
 
-def _message(talk: Talk, id: str, model: str) -> dict[str, Any]:
+def _message(answer: ChatAnswer, id: str, model: str) -> dict[str, Any]:
     return {
         "id": id,
         "type": "message",
@@ -340,42 +357,42 @@ def _message(talk: Talk, id: str, model: str) -> dict[str, Any]:
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": _usage(talk),
+        "usage": _usage(answer),
     }
 
 
-def _begins(piece: Piece, last: Piece) -> bool:
-    """Whether a block begins with a piece."""
-    return piece.kind != last.kind or piece.id is not None
+def _begins_block(part: AnswerPart, last: AnswerPart) -> bool:
+    return part.kind != last.kind or part.id is not None
 
 
-def _block(begin: Piece, text: str) -> dict[str, Any]:
-    """A block that begins with this piece."""
-    if begin.kind == "reasoning":
+def _block(first: AnswerPart, text: str) -> dict[str, Any]:
+    if first.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": ""}
-    if begin.kind == "call":
-        return {"type": "tool_use", "id": begin.id, "name": begin.name, "input": _arguments(text)}
+    if first.kind == "call":
+        return {"type": "tool_use", "id": first.id, "name": first.name, "input": _arguments(text)}
     return {"type": "text", "text": text, "citations": None}
 
 
 def _arguments(text: str) -> Any:
-    """A call that was cut has none that can be read."""
+    """Return parsed arguments; empty for a call that was cut off."""
     try:
         return msgspec.json.decode(text or b"{}")
     except msgspec.DecodeError:
         return {}
 
 
-def _stopped(talk: Talk) -> dict[str, Any]:
-    sequence = talk.stop_reason if isinstance(talk.stop_reason, str) else None
-    finished = "tool_calls" if talk.calls and talk.finish_reason == "stop" else talk.finish_reason
-    reason = "stop_sequence" if sequence is not None else _STOP_REASONS.get(finished or "")
+def _stop_fields(answer: ChatAnswer) -> dict[str, Any]:
+    sequence = answer.stop_reason if isinstance(answer.stop_reason, str) else None
+    finish_reason = answer.finish_reason
+    if answer.has_complete_calls and finish_reason == "stop":
+        finish_reason = "tool_calls"
+    reason = "stop_sequence" if sequence is not None else _STOP_REASONS.get(finish_reason or "")
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def _usage(talk: Talk) -> dict[str, Any]:
-    """What was read from the cache is counted apart."""
-    usage = talk.group.usage()
+def _usage(answer: ChatAnswer) -> dict[str, Any]:
+    """Report cached tokens apart from the other input tokens."""
+    usage = answer.group.usage()
     cached = usage.prompt_tokens_details.cached_tokens
     return {
         "input_tokens": usage.prompt_tokens - cached,
@@ -385,7 +402,6 @@ def _usage(talk: Talk) -> dict[str, Any]:
     }
 
 
-def _event(type: str, **more: Any) -> bytes:
-    return (
-        b"event: " + type.encode() + b"\ndata: " + _encoder.encode({"type": type} | more) + b"\n\n"
-    )
+def _event(type: str, **fields: Any) -> bytes:
+    data = _encoder.encode({"type": type} | fields)
+    return b"event: " + type.encode() + b"\ndata: " + data + b"\n\n"

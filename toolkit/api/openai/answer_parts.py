@@ -1,4 +1,4 @@
-"""A chat answer in its parts: reasoning, content, calls of tools. What the model is held to, and how its text is read."""
+"""Parts of a chat answer (reasoning, content, tool calls): constrain the model, parse its text."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ import msgspec
 from toolkit.api.openai.replies import AssistantMessage, ChatDelta
 from toolkit.api.openai.schemas import ChatRequest
 from toolkit.api.openai.tools import (
-    Function,
+    FunctionCall,
     NamedTool,
     Tool,
     ToolCallDelta,
     ToolCallMessage,
-    has_to_call,
+    requires_call,
 )
 from toolkit.config import ServerConfig
 from toolkit.errors import InvalidRequestError
-from toolkit.sampling.params import SamplingParams
+from toolkit.sampling.params import THINK_END, THINK_START, SamplingParams
 from toolkit.sampling.structured_outputs import StructuredOutputsParams
-from toolkit.text.reasoning import (
-    END_OF_THINKING,
-    THINK,
-    Reasoning,
-    ReasoningSplitter,
-    reasoning_after,
-)
+from toolkit.text.reasoning import Reasoning, ReasoningSplitter, reasoning_after
 from toolkit.text.tokenizer import Tokenizer
-from toolkit.text.tool_formats import FORMATS, Llama3, Piece, ToolFormat, detect, held_to_calls
+from toolkit.text.tool_formats import (
+    FORMATS,
+    Llama3Format,
+    ToolFormat,
+    ToolText,
+    build_call_grammar,
+    detect_format,
+)
 
 if TYPE_CHECKING:
     from typing import Any
@@ -38,166 +39,175 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """What the parts of the answers to one request are."""
+    """Parts that the answers to one request can have."""
 
     reasoning: Reasoning | None
-    form: type[ToolFormat] | None
-    """How calls are written; None: there are none."""
+    tool_format: type[ToolFormat] | None  # None: no calls
     tools: list[Tool]
-    parallel: bool
-    forced: bool
-    """Whether the answer has to be calls."""
-    named: bool
-    """Whether the request says which tool is called."""
+    allows_parallel: bool  # several calls in one answer
+    needs_call: bool  # the answer is calls only
+    has_named_tool: bool  # tool_choice names the tool to call
+    has_structured_outputs: bool = False
 
     @classmethod
     def of(
         cls, body: ChatRequest, prompt: list[int], tokenizer: Tokenizer, config: ServerConfig
     ) -> AnswerPlan:
-        """Raises InvalidRequestError for tools whose calls could not be told from text."""
+        """Raises InvalidRequestError if the format of this model's calls is unknown."""
         tools = body.callable_tools
-        forced = has_to_call(body.tool_choice)
+        needs_call = requires_call(body.tool_choice)
+        is_named = isinstance(body.tool_choice, NamedTool)
         parser = None if config.reasoning_parser == "none" else config.reasoning_parser
         return cls(
             reasoning_after(prompt, tokenizer, parser),
-            _form(config.tool_call_parser, body, tokenizer, forced=forced) if tools else None,
+            _choose_format(config.tool_call_parser, body, tokenizer, needs_call) if tools else None,
             tools,
-            body.parallel_tool_calls and not isinstance(body.tool_choice, NamedTool),
-            forced,
-            isinstance(body.tool_choice, NamedTool),
+            body.parallel_tool_calls and not is_named,
+            needs_call,
+            is_named,
+            body.structured_outputs is not None,
         )
 
     @property
-    def splits(self) -> bool:
-        """Whether an answer can have other parts than content."""
-        return self.reasoning is not None or self.form is not None
+    def has_parts(self) -> bool:
+        """True if an answer can have parts other than content."""
+        return self.reasoning is not None or self.tool_format is not None
 
-    def params(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-        """With what the answer is held to, and the marks of its parts in its text. Raises InvalidRequestError for forms
-        that exclude each other.
+    def constrain(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+        """Return `params` with the answer's grammar, keeping special tokens that mark its parts.
 
-        An answer that has to be calls ends with them: stop strings and stop tokens are for text, and would cut arguments.
+        Required calls drop stop strings and stop tokens: those are for text, and would cut
+        arguments. Raises InvalidRequestError for constraints that exclude each other.
         """
-        form = self._held_to(params.structured_outputs)
-        if self.forced:
+        constraint = self._constraint(params.structured_outputs)
+        if self.needs_call:
             params = msgspec.structs.replace(params, stop=[], stop_token_ids=[])
-        if form is not None and self.reasoning is not None:
-            form = msgspec.structs.replace(form, reasoning=self.reasoning)
-        marks = [THINK, END_OF_THINKING] if self.reasoning is not None else []
-        marks += self.form.marks if self.form is not None else ()
-        hidden = any(tokenizer.is_special_text(mark) for mark in marks)
+        if constraint is not None and self.reasoning is not None:
+            constraint = msgspec.structs.replace(constraint, reasoning=self.reasoning)
+        markers = [THINK_START, THINK_END] if self.reasoning is not None else []
+        markers += self.tool_format.markers if self.tool_format is not None else ()
+        has_special_marker = any(tokenizer.is_special_text(marker) for marker in markers)
         return msgspec.structs.replace(
             params,
-            structured_outputs=form,
-            skip_special_tokens=params.skip_special_tokens and not hidden,
+            structured_outputs=constraint,
+            skip_special_tokens=params.skip_special_tokens and not has_special_marker,
         )
 
-    def parser(self) -> AnswerParser:
-        """Reads one answer."""
-        return AnswerParser(self)
-
-    def _held_to(self, asked: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        if self.forced and asked is not None and asked.param == "response_format":
-            asked = None  # there is no text that could have this form
-        if self.form is None or (asked is None and not self.forced):
+    def _constraint(self, asked: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+        if self.tool_format is None:
             return asked
-        answer = None
-        if asked is not None:
-            if self.forced:
+        answer_rule = None
+        if self.needs_call:  # response_format is ignored: it constrains text, and there is none
+            if self.has_structured_outputs:
                 raise InvalidRequestError(
-                    "The answer has to be a call of a tool, so that structured_outputs cannot be held.",
+                    "tool_choice requires a tool call, so structured_outputs cannot apply. "
+                    "Leave one of them out.",
                     param="tool_choice",
                 )
-            answer = _right_side(asked)
-        grammar = held_to_calls(self.form, self.tools, parallel=self.parallel, answer=answer)
+        elif asked is None:
+            return None
+        else:
+            answer_rule = _answer_rule(asked)
+        grammar = build_call_grammar(
+            self.tool_format, self.tools, parallel=self.allows_parallel, answer_rule=answer_rule
+        )
         return StructuredOutputsParams(grammar=grammar, param="tools")
 
 
 class AnswerParser:
-    """Reads one answer as it comes."""
+    """Splits the text of one answer into its parts as it arrives."""
 
     def __init__(self, plan: AnswerPlan) -> None:
         self._reasoning = ReasoningSplitter(plan.reasoning)
-        names = [tool.function.name for tool in plan.tools]
-        self._calls = None if plan.form is None else plan.form(names, parallel=plan.parallel)
-        self._named = plan.named
+        self._calls = None
+        if plan.tool_format is not None:
+            names = [tool.function.name for tool in plan.tools]
+            self._calls = plan.tool_format(names, parallel=plan.allows_parallel)
+        self._has_named_tool = plan.has_named_tool
 
-    def add(self, text: str, *, ended: bool) -> ChatDelta:
-        """What more text makes certain; `ended`: no more comes."""
-        reasoning, rest = self._reasoning.add(text, ended=ended)
+    def add(self, text: str, *, is_last: bool) -> ChatDelta:
+        """Return what can be sent now. Text that may still begin a marker is held back."""
+        reasoning, rest = self._reasoning.add(text, is_last=is_last)
         if self._calls is None:
             return ChatDelta(content=rest or None, reasoning_content=reasoning or None)
-        pieces = self._calls.add(rest) if rest else []
-        if ended:
-            pieces = _joined(pieces + self._calls.end())
-        content = "".join(piece.text for piece in pieces if piece.index is None)
-        calls = [self._call(piece) for piece in pieces if piece.index is not None]
+        parts = self._calls.add(rest) if rest else []
+        if is_last:
+            parts = _merge(parts + self._calls.end())
+        content = "".join(part.text for part in parts if part.index is None)
+        calls = [self._call_delta(part) for part in parts if part.index is not None]
         return ChatDelta(
             content=content or None, reasoning_content=reasoning or None, tool_calls=calls or None
         )
 
     def message(self, text: str) -> AssistantMessage:
-        """A whole answer."""
-        delta = self.add(text, ended=True)
+        """Return the message of a complete answer."""
+        delta = self.add(text, is_last=True)
         message = AssistantMessage(
             "assistant", delta.content if delta.tool_calls else delta.content or ""
         )
         if delta.reasoning_content is not None:
             message.reasoning_content = delta.reasoning_content
         if delta.tool_calls is not None:
-            message.tool_calls = [_whole(call) for call in delta.tool_calls]
+            message.tool_calls = [
+                ToolCallMessage(call.id or "", call.function or FunctionCall())
+                for call in delta.tool_calls
+            ]
         return message
 
     @property
-    def called(self) -> bool:
-        """Whether the answer calls tools, and its end has not cut a call's arguments."""
+    def has_complete_calls(self) -> bool:
+        """True if the answer calls tools and no call's arguments are cut off."""
         return (
             self._calls is not None
             and self._calls.num_calls > 0
-            and not self._calls.within_arguments
+            and not self._calls.is_within_arguments
         )
 
     def finish_reason(self, reason: str) -> str:
-        """A call that the request did not name is a reason of its own."""
-        return "tool_calls" if self.called and reason == "stop" and not self._named else reason
+        """Return "tool_calls" instead of "stop" for calls, unless the request named the tool."""
+        is_call = self.has_complete_calls and not self._has_named_tool
+        return "tool_calls" if is_call and reason == "stop" else reason
 
-    def _call(self, piece: Piece) -> ToolCallDelta:
-        if piece.name is None or self._calls is None:
-            return ToolCallDelta(piece.index, function=Function(arguments=piece.text))
+    def _call_delta(self, part: ToolText) -> ToolCallDelta:
+        if part.name is None or self._calls is None:
+            return ToolCallDelta(part.index, function=FunctionCall(arguments=part.text))
         return ToolCallDelta(
-            piece.index, self._calls.new_id(), "function", Function(piece.name, piece.text)
+            part.index, self._calls.new_id(), "function", FunctionCall(part.name, part.text)
         )
 
 
-def _form(asked: str, body: ChatRequest, tokenizer: Tokenizer, *, forced: bool) -> type[ToolFormat]:
-    """How the model writes calls. Raises InvalidRequestError when nobody knows, or its prompt has no tools."""
+def _choose_format(
+    asked: str, body: ChatRequest, tokenizer: Tokenizer, needs_call: bool
+) -> type[ToolFormat]:
+    """Return the format of the model's calls. Raises InvalidRequestError if it is unknown."""
     template = tokenizer.chat_template_text if body.chat_template is None else body.chat_template
     if "tools" not in template:
         raise InvalidRequestError(
-            "The model's chat template has no place for tools, so that the model would not know of them; --chat-template "
-            "sets another.",
+            "The model's chat template has no place for tools, so the model would not see them. "
+            "--chat-template sets another template.",
             param="tools",
         )
-    name = detect(template) if asked == "auto" else asked
+    name = detect_format(template) if asked == "auto" else asked
     if name in FORMATS:
         return FORMATS[name]
-    if forced:
-        return Llama3  # JSON and nothing else, which the grammar holds the model to
+    if needs_call:
+        return Llama3Format  # only JSON, which the grammar enforces on any model
     raise InvalidRequestError(
-        "The server does not know how this model writes calls of tools, so that tool_choice is none, required or a "
-        "named tool; --tool-call-parser tells it.",
+        "The format of this model's tool calls is unknown, so tool_choice must be none, required "
+        "or a named tool. --tool-call-parser sets the format.",
         param="tool_choice",
     )
 
 
-def _right_side(asked: StructuredOutputsParams) -> str:
-    """What is asked of an answer, within a Lark grammar. Raises InvalidRequestError for what does not go there."""
+def _answer_rule(asked: StructuredOutputsParams) -> str:
+    """Return the right side of a Lark rule. Raises InvalidRequestError if there is none."""
     if asked.choice is not None:
         return " | ".join(json.dumps(choice) for choice in asked.choice)
     schema: Any = {"type": "object"} if asked.json_object else asked.json
     if schema is None:
         raise InvalidRequestError(
-            "With tools, structured_outputs takes json, json_object or choice; or tool_choice is none.",
+            "With tools, structured_outputs takes json, json_object or choice. "
+            "For another constraint, set tool_choice to none.",
             param="structured_outputs",
         )
     if isinstance(schema, str):
@@ -205,27 +215,24 @@ def _right_side(asked: StructuredOutputsParams) -> str:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise InvalidRequestError(
-                f"The schema in structured_outputs is no JSON: {error}", param="structured_outputs"
+                f"The schema in structured_outputs is not JSON: {error}",
+                param="structured_outputs",
             ) from None
         if not isinstance(schema, dict):
             raise InvalidRequestError(
-                "With tools, the schema in structured_outputs is a JSON object.",
+                "With tools, the schema in structured_outputs must be a JSON object.",
                 param="structured_outputs",
             )
     options = {"lenient": asked.lenient, "coerce_one_of": asked.lenient}
     return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 
 
-def _joined(pieces: list[Piece]) -> list[Piece]:
-    """With what follows the piece that it belongs to."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        if joined and joined[-1].index == piece.index and piece.name is None:
-            joined[-1].text += piece.text
+def _merge(parts: list[ToolText]) -> list[ToolText]:
+    """Join each part with those that continue it."""
+    merged: list[ToolText] = []
+    for part in parts:
+        if merged and merged[-1].index == part.index and part.name is None:
+            merged[-1].text += part.text
         else:
-            joined.append(piece)
-    return joined
-
-
-def _whole(call: ToolCallDelta) -> ToolCallMessage:
-    return ToolCallMessage(call.id or "", call.function or Function())
+            merged.append(part)
+    return merged

@@ -12,18 +12,19 @@ from starlette.responses import Response
 
 from toolkit.api.http.body_fields import Route
 from toolkit.api.http.openapi import answers
+from toolkit.api.http.routes import Access, access
 from toolkit.api.http.service import service_for
 from toolkit.api.http.streaming import (
     DONE,
-    HOLE,
+    TEXT_SLOT,
     EventStream,
     EventTemplate,
     event,
     while_connected,
 )
-from toolkit.api.openai.answer_parts import AnswerPlan
-from toolkit.api.openai.conversation import begin, named_as
-from toolkit.api.openai.generation import Group, prompt_logprobs_json
+from toolkit.api.openai.answer_parts import AnswerParser, AnswerPlan
+from toolkit.api.openai.conversation import rename_params, start_answer
+from toolkit.api.openai.generation import AnswerGroup, prompt_logprobs_json
 from toolkit.api.openai.replies import (
     AssistantMessage,
     ChatChoice,
@@ -40,20 +41,22 @@ from toolkit.engine.outputs import PositionLogprobs
 from toolkit.text.tokenizer import Tokenizer
 
 router = APIRouter(tags=["OpenAI"], route_class=Route)
-_NOTHING = ChatDelta()
+_EMPTY = ChatDelta()
 
 
 @router.post(
     "/v1/chat/completions", response_model=None, responses=answers(ChatCompletion, stream=True)
 )
+@access(Access.MODEL_WORK)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
-    """Answers a conversation."""
+    """Answer a conversation."""
     service = service_for(request, body)
     request_id = f"chatcmpl-{request.state.request_id}"
     names = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-    with named_as(names):
-        talk = await begin(service, body, request_id)
-    group, tokenizer, plan, top = talk.group, talk.tokenizer, talk.plan, talk.params.logprobs or 0
+    with rename_params(names):
+        answer = await start_answer(service, body, request_id)
+    group, tokenizer, plan = answer.group, answer.tokenizer, answer.plan
+    top = answer.params.logprobs or 0
     head = {"id": request_id, "created": int(time.time()), "model": service.model_name}
     if body.stream:
         head["object"] = "chat.completion.chunk"
@@ -68,56 +71,58 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 
 async def _events(
-    group: Group,
+    group: AnswerGroup,
     head: dict[str, Any],
     tokenizer: Tokenizer,
     top: int,
     body: ChatRequest,
     plan: AnswerPlan,
 ) -> AsyncGenerator[bytes, None]:
-    usage = None if body.tells_usage else msgspec.UNSET
-    keeps_telling = body.keeps_telling_usage
+    usage = None if body.has_final_usage else msgspec.UNSET
+    is_continuous = body.has_continuous_usage
 
     def chunk(choice: ChatChunkChoice) -> ChatChunk:
-        return ChatChunk(**head, choices=[choice], usage=group.usage() if keeps_telling else usage)
+        return ChatChunk(**head, choices=[choice], usage=group.usage() if is_continuous else usage)
 
     plain = [
-        EventTemplate(chunk(ChatChunkChoice(i, ChatDelta(content=HOLE)))) for i in range(group.n)
+        EventTemplate(chunk(ChatChunkChoice(i, ChatDelta(content=TEXT_SLOT))))
+        for i in range(group.n)
     ]
-    special = body.return_token_ids or keeps_telling
-    parsers = [plan.parser() for _ in range(group.n)] if plan.splits else None
-    begin = [chunk(ChatChunkChoice(i, ChatDelta("assistant", ""))) for i in range(group.n)]
+    has_token_data = body.return_token_ids or is_continuous
+    parsers = [AnswerParser(plan) for _ in range(group.n)] if plan.has_parts else None
+    first = [chunk(ChatChunkChoice(i, ChatDelta("assistant", ""))) for i in range(group.n)]
     if body.return_token_ids:
-        begin[0].prompt_token_ids = group.streams[0].state.prompt_token_ids
-    yield b"".join(map(event, begin))
-    if body.echoed:
-        yield b"".join(plain[i].event(body.echoed) for i in range(group.n))
+        first[0].prompt_token_ids = group.streams[0].state.prompt_token_ids
+    yield b"".join(map(event, first))
+    if body.echo_text:
+        yield b"".join(plain[i].event(body.echo_text) for i in range(group.n))
     async for index, delta in group.deltas():
-        told, reason = _NOTHING, delta.finish_reason
+        parsed, reason = _EMPTY, delta.finish_reason
         if parsers is not None:
-            told = parsers[index].add(delta.text, ended=reason is not None)
+            parsed = parsers[index].add(delta.text, is_last=reason is not None)
             reason = None if reason is None else parsers[index].finish_reason(reason)
-        if delta.logprobs or (special and delta.token_ids) or told != _NOTHING:
-            part = ChatChunkChoice(
-                index, ChatDelta(content=delta.text) if parsers is None else told
+        if delta.logprobs or (has_token_data and delta.token_ids) or parsed != _EMPTY:
+            choice = ChatChunkChoice(
+                index, ChatDelta(content=delta.text) if parsers is None else parsed
             )
             if delta.logprobs:
-                part.logprobs = ChatLogprobs([_logprob(p, tokenizer, top) for p in delta.logprobs])
+                logprobs = [_logprob(one, tokenizer, top) for one in delta.logprobs]
+                choice.logprobs = ChatLogprobs(logprobs)
             if body.return_token_ids:
-                part.token_ids = delta.token_ids
-            yield event(chunk(part))
+                choice.token_ids = delta.token_ids
+            yield event(chunk(choice))
         elif delta.text and parsers is None:
             yield plain[index].event(delta.text)
         if reason is not None:
             yield event(chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=reason)))
-    if body.tells_usage:
+    if body.has_final_usage:
         yield event(ChatChunk(**head, choices=[], usage=group.usage())) + DONE
     else:
         yield DONE
 
 
 async def _collect(
-    group: Group,
+    group: AnswerGroup,
     head: dict[str, Any],
     tokenizer: Tokenizer,
     top: int,
@@ -134,17 +139,17 @@ async def _collect(
         token_ids[index] += delta.token_ids
         if delta.logprobs is not None:
             choice.logprobs = choice.logprobs or ChatLogprobs([])
-            choice.logprobs.content += [_logprob(p, tokenizer, top) for p in delta.logprobs]
+            choice.logprobs.content += [_logprob(one, tokenizer, top) for one in delta.logprobs]
         if delta.prompt_logprobs is not None:
             prompt_logprobs += prompt_logprobs_json(delta.prompt_logprobs)
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
     for choice, parts in zip(choices, texts, strict=True):
-        parser = plan.parser()
+        parser = AnswerParser(plan)
         choice.message = parser.message("".join(parts))
         choice.finish_reason = parser.finish_reason(choice.finish_reason or "abort")
-        if body.echoed:
-            choice.message.content = body.echoed + (choice.message.content or "")
+        if body.echo_text:
+            choice.message.content = body.echo_text + (choice.message.content or "")
     done = ChatCompletion(**head, choices=choices, usage=group.usage())
     if prompt_logprobs:
         done.prompt_logprobs = prompt_logprobs
@@ -156,9 +161,7 @@ async def _collect(
 
 
 def _logprob(position: PositionLogprobs, tokenizer: Tokenizer, top: int) -> TokenLogprob:
-    """The chosen token, then the likeliest `top`; the chosen one is among those only when it is likely
-    enough.
-    """
+    """Return the chosen token and the `top` likeliest, which may include the chosen one."""
     entries = [
         TopLogprob(lp.decoded_token, lp.logprob, list(tokenizer.token_bytes(token)))
         for token, lp in position.items()

@@ -64,7 +64,7 @@ async def run_beam_search(
 
 async def _run(service: Service, searches: Sequence[BeamSearch], name: str, priority: int) -> None:
     step = 0
-    while running := [search for search in searches if not search.finished]:
+    while running := [search for search in searches if not search.is_finished]:
         beams = [(search, beam) for search in running for beam in search.prompts]
         streams: list[RequestStream] = []
         try:

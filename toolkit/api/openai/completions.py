@@ -12,17 +12,18 @@ from starlette.responses import Response
 
 from toolkit.api.http.body_fields import Route
 from toolkit.api.http.openapi import answers
+from toolkit.api.http.routes import Access, access
 from toolkit.api.http.service import Service, service_for
 from toolkit.api.http.streaming import (
     DONE,
-    HOLE,
+    TEXT_SLOT,
     EventStream,
     EventTemplate,
     event,
     while_connected,
 )
-from toolkit.api.openai.completion_beams import beam_search
-from toolkit.api.openai.generation import Group, prompt_logprobs_json, start
+from toolkit.api.openai.completion_beams import run_beam_search
+from toolkit.api.openai.generation import AnswerGroup, prompt_logprobs_json, start_group
 from toolkit.api.openai.replies import (
     Completion,
     CompletionChoice,
@@ -38,8 +39,9 @@ router = APIRouter(tags=["OpenAI"], route_class=Route)
 
 
 @router.post("/v1/completions", response_model=None, responses=answers(Completion, stream=True))
+@access(Access.MODEL_WORK)
 async def completions(body: CompletionRequest, request: Request) -> Response:
-    """Continues one or several prompts."""
+    """Continue one or several prompts."""
     service = service_for(request, body)
     params = body.params(service.engine.default_sampling)
     request_id = f"cmpl-{request.state.request_id}"
@@ -50,93 +52,94 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         "model": service.model_name,
     }
     if body.use_beam_search:
-        done = await while_connected(request, _search(service, body, head))
+        done = await while_connected(request, _search_beams(service, body, head))
         return Response(msgspec.json.encode(done), media_type="application/json")
-    group = await start(
-        service, body.prompts(), params, request_id=request_id, priority=body.priority
+    group = await start_group(
+        service,
+        body.prompts(),
+        params,
+        request_id=request_id,
+        priority=body.priority,
+        counts_tokens=not body.is_prompt_only,
     )
-    answers = _Answers(group, body, service.engine.tokenizer)
+    builder = _ChoiceBuilder(group, body, service.engine.tokenizer)
     if body.stream:
-        events = _events(group, answers, head, body)
+        events = _events(group, builder, head, body)
         return EventStream(events, group.close, service.config.sse_keep_alive)
     try:
-        done = await while_connected(request, _collect(group, answers, head, body))
+        done = await while_connected(request, _collect(group, builder, head, body))
     finally:
         group.close()
     return Response(msgspec.json.encode(done), media_type="application/json")
 
 
 async def _events(
-    group: Group, answers: _Answers, head: dict[str, Any], body: CompletionRequest
+    group: AnswerGroup, builder: _ChoiceBuilder, head: dict[str, Any], body: CompletionRequest
 ) -> AsyncGenerator[bytes, None]:
-    usage = None if body.tells_usage else msgspec.UNSET
-    keeps_telling = body.keeps_telling_usage
+    usage = None if body.has_final_usage else msgspec.UNSET
+    is_continuous = body.has_continuous_usage
 
     def chunk(part: CompletionChoice) -> Completion:
-        return Completion(**head, choices=[part], usage=group.usage() if keeps_telling else usage)
+        return Completion(**head, choices=[part], usage=group.usage() if is_continuous else usage)
 
-    plain = [EventTemplate(chunk(CompletionChoice(i, HOLE))) for i in range(answers.num_choices)]
-    special = answers.are_special or keeps_telling
+    plain = [
+        EventTemplate(chunk(CompletionChoice(i, TEXT_SLOT))) for i in range(builder.num_choices)
+    ]
+    needs_builder = body.echo or body.return_token_ids or is_continuous
     async for choice, delta in group.deltas():
-        if delta.finish_reason is None and delta.logprobs is None and not special:
+        if delta.finish_reason is None and delta.logprobs is None and not needs_builder:
             if delta.text or delta.token_ids:
                 yield plain[choice].event(delta.text)
             continue
-        part = answers.part(choice, delta)
+        part = builder.part(choice, delta)
         if part is not None:
             yield event(chunk(part))
-    if body.tells_usage:
+    if body.has_final_usage:
         yield event(Completion(**head, choices=[], usage=group.usage())) + DONE
     else:
         yield DONE
 
 
 async def _collect(
-    group: Group, answers: _Answers, head: dict[str, Any], body: CompletionRequest
+    group: AnswerGroup, builder: _ChoiceBuilder, head: dict[str, Any], body: CompletionRequest
 ) -> Completion:
-    choices = [CompletionChoice(i, "") for i in range(answers.num_choices)]
+    choices = [CompletionChoice(i, "") for i in range(builder.num_choices)]
     texts: list[list[str]] = [[] for _ in choices]
     async for index, delta in group.deltas():
-        part = answers.part(index, delta)
+        part = builder.part(index, delta)
         if part is not None:
             texts[index].append(part.text)
-            _join(choices[index], part)
+            _append(choices[index], part)
     for choice, parts in zip(choices, texts, strict=True):
         choice.text = "".join(parts)
     if body.prompt_logprobs is not None:
-        for index in range(0, len(choices), group.n):  # the first answer of each prompt has them
+        for index in range(0, len(choices), group.n):  # only the first answer of each prompt
             choices[index].prompt_logprobs = prompt_logprobs_json(
-                answers.prompt_logprobs[index // group.n]
+                builder.prompt_logprobs[index // group.n]
             )
-    if body.chooses:
-        choices = answers.likeliest(choices, body.n or 1)
+    if body.needs_selection:
+        choices = builder.select_likeliest(choices, body.n or 1)
         if body.logprobs is None:
             for choice in choices:
                 choice.logprobs = None
     return Completion(**head, choices=choices, usage=group.usage())
 
 
-class _Answers:
-    """Makes of what comes from the engine what the client is told: with the prompt before the answer, and so on."""
+class _ChoiceBuilder:
+    """Builds choices from engine deltas, with the echoed prompt, token ids and logprobs."""
 
-    def __init__(self, group: Group, body: CompletionRequest, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, group: AnswerGroup, body: CompletionRequest, tokenizer: Tokenizer | None
+    ) -> None:
         self.num_choices = len(group.streams) * group.n
         self.prompt_logprobs: list[list[PositionLogprobs | None]] = [[] for _ in group.streams]
         self._group, self._body, self._tokenizer = group, body, tokenizer
-        self._begun = [False] * self.num_choices
+        self._has_begun = [False] * self.num_choices
         self._offsets = [0] * self.num_choices
-        self._sums = [0.0] * self.num_choices
-        """The logarithms of the answers' probabilities."""
-        if body.prompt_only:
-            group.tells_tokens = False
-
-    @property
-    def are_special(self) -> bool:
-        """Whether there is more to tell of each token than its text."""
-        return self._body.echo or self._body.return_token_ids
+        self._logprob_sums = [0.0] * self.num_choices
 
     def part(self, choice: int, delta: Delta) -> CompletionChoice | None:
-        """What a delta adds to a choice; None when that is nothing yet."""
+        """Return what a delta adds to a choice; None if there is nothing to send yet."""
         body, prompt = self._body, choice // self._group.n
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs[prompt] += delta.prompt_logprobs
@@ -145,47 +148,48 @@ class _Answers:
         part = CompletionChoice(choice, "", None, delta.finish_reason, delta.stop_reason)
         if body.return_token_ids:
             part.token_ids = []
-        if not self._begun[choice]:
-            self._begun[choice] = True
-            self._begin(part, prompt)
-        if body.prompt_only:
+        if not self._has_begun[choice]:
+            self._has_begun[choice] = True
+            self._add_prompt(part, prompt)
+        if body.is_prompt_only:
             part.stop_reason, part.finish_reason = None, delta.finish_reason and "length"
             return part
         part.text += delta.text
         if body.return_token_ids:
             part.token_ids = delta.token_ids
         if delta.logprobs is not None:
-            self._sums[choice] += sum(
+            self._logprob_sums[choice] += sum(
                 next(iter(position.values())).logprob for position in delta.logprobs
             )
             part.logprobs = part.logprobs or CompletionLogprobs([], [], [], [])
             self._add_logprobs(part.logprobs, delta.logprobs, choice)
         return part
 
-    def likeliest(self, choices: list[CompletionChoice], n: int) -> list[CompletionChoice]:
-        """The n likeliest answers of each prompt, from the likeliest down."""
+    def select_likeliest(self, choices: list[CompletionChoice], n: int) -> list[CompletionChoice]:
+        """Return the n likeliest answers of each prompt, best first."""
         kept: list[CompletionChoice] = []
         for first in range(0, len(choices), self._group.n):
-            of_prompt = choices[first : first + self._group.n]
-            shared = of_prompt[0].prompt_logprobs
-            of_prompt.sort(key=lambda choice: -self._sums[choice.index])
-            kept += of_prompt[:n]
-            of_prompt[0].prompt_logprobs = shared
+            answers = choices[first : first + self._group.n]
+            prompt_logprobs = answers[0].prompt_logprobs
+            answers.sort(key=lambda choice: -self._logprob_sums[choice.index])
+            kept += answers[:n]
+            answers[0].prompt_logprobs = prompt_logprobs
         for index, choice in enumerate(kept):
             choice.index = index
         return kept
 
-    def _begin(self, part: CompletionChoice, prompt: int) -> None:
+    def _add_prompt(self, part: CompletionChoice, prompt: int) -> None:
         state = self._group.streams[prompt].state
         if self._body.return_token_ids:
             part.prompt_token_ids = state.prompt_token_ids
         if not self._body.echo:
             return
-        tokenizer, skips = self._tokenizer, self._body.skip_special_tokens
         if state.prompt is not None:
             part.text = state.prompt
-        elif tokenizer is not None:
-            part.text = tokenizer.decode(state.prompt_token_ids, skip_special_tokens=skips)
+        elif self._tokenizer is not None:
+            part.text = self._tokenizer.decode(
+                state.prompt_token_ids, skip_special_tokens=self._body.skip_special_tokens
+            )
         if self._body.logprobs is not None:
             part.logprobs = CompletionLogprobs([], [], [], [])
             self._add_logprobs(
@@ -199,45 +203,43 @@ class _Answers:
         choice: int,
         prompt: list[int] | None = None,
     ) -> None:
-        """Appends positions. Of the first one of a `prompt` there are none."""
+        """Append `positions`. With `prompt`, the first position is None: it has no logprob."""
         offset, tokenizer = self._offsets[choice], self._tokenizer
         top = self._body.logprobs or 0
         for position in positions:
             if position is None:
                 assert prompt is not None, "only a prompt's first token has no log-probability"
-                token, text = (
-                    prompt[0],
-                    tokenizer.token_text(prompt[0]) if tokenizer is not None else "",
-                )
+                token = prompt[0]
+                text = tokenizer.token_text(token) if tokenizer is not None else ""
                 logprobs.token_logprobs.append(None)
                 logprobs.top_logprobs.append(None)
             else:
                 token, chosen = next(iter(position.items()))
                 text = chosen.decoded_token
-                shown = list(position.values())[: top + 1]
+                reported = list(position.values())[: top + 1]
                 logprobs.token_logprobs.append(chosen.logprob)
                 logprobs.top_logprobs.append(
-                    {lp.decoded_token: lp.logprob for lp in reversed(shown)}
+                    {lp.decoded_token: lp.logprob for lp in reversed(reported)}
                 )
             logprobs.tokens.append(text)
             logprobs.text_offset.append(offset)
-            hidden = (
+            is_hidden = (
                 self._body.skip_special_tokens
                 and tokenizer is not None
                 and tokenizer.is_special(token)
             )
-            offset += 0 if hidden else len(text)
+            offset += 0 if is_hidden else len(text)
         self._offsets[choice] = offset
 
 
-def _join(choice: CompletionChoice, part: CompletionChoice) -> None:
-    """Adds to a choice all of a part but its text."""
+def _append(choice: CompletionChoice, part: CompletionChoice) -> None:
+    """Add everything of `part` but its text to `choice`."""
     if part.logprobs is not None:
-        have = choice.logprobs = choice.logprobs or CompletionLogprobs([], [], [], [])
-        have.tokens += part.logprobs.tokens
-        have.token_logprobs += part.logprobs.token_logprobs
-        have.top_logprobs += part.logprobs.top_logprobs
-        have.text_offset += part.logprobs.text_offset
+        logprobs = choice.logprobs = choice.logprobs or CompletionLogprobs([], [], [], [])
+        logprobs.tokens += part.logprobs.tokens
+        logprobs.token_logprobs += part.logprobs.token_logprobs
+        logprobs.top_logprobs += part.logprobs.top_logprobs
+        logprobs.text_offset += part.logprobs.text_offset
     if not isinstance(part.token_ids, msgspec.UnsetType):
         before = [] if isinstance(choice.token_ids, msgspec.UnsetType) else choice.token_ids
         choice.token_ids = before + part.token_ids
@@ -247,13 +249,13 @@ def _join(choice: CompletionChoice, part: CompletionChoice) -> None:
         choice.finish_reason, choice.stop_reason = part.finish_reason, part.stop_reason
 
 
-async def _search(service: Service, body: CompletionRequest, head: dict[str, Any]) -> Completion:
-    """The best that beam search finds."""
-    params = body.beam_params()
-    searches = await beam_search(
+async def _search_beams(
+    service: Service, body: CompletionRequest, head: dict[str, Any]
+) -> Completion:
+    searches = await run_beam_search(
         service,
         body.prompts(),
-        params,
+        body.beam_params(),
         truncate=body.truncate_prompt_tokens,
         request_id=head["id"],
         priority=body.priority,

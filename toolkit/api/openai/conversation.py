@@ -1,9 +1,8 @@
-"""What every kind of conversation shares: the prompt that its messages make, and the answer as it comes."""
+"""Shared by chats, responses and Anthropic's messages: the prompt of a conversation, its answer."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,12 +12,12 @@ from pydantic import ValidationError
 
 from toolkit.api.http.error_bodies import validation_error
 from toolkit.api.http.service import Service
-from toolkit.api.openai.answer_parts import AnswerPlan
-from toolkit.api.openai.generation import Group, start
+from toolkit.api.openai.answer_parts import AnswerParser, AnswerPlan
+from toolkit.api.openai.generation import AnswerGroup, start_group
 from toolkit.api.openai.replies import ChatDelta
 from toolkit.api.openai.schemas import ChatRequest
-from toolkit.api.openai.tools import Function
-from toolkit.errors import InvalidRequestError
+from toolkit.api.openai.tools import FunctionCall
+from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.params import SamplingParams
 from toolkit.text.tokenizer import Tokenizer
 
@@ -27,8 +26,11 @@ LONG_CONVERSATION = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What comes of an answer: reasoning, text, or the arguments of a call, with `id` and `name` where one begins."""
+class AnswerPart:
+    """New text of an answer: reasoning, content or the arguments of a call.
+
+    The first part of a call has its id and name.
+    """
 
     kind: Literal["reasoning", "text", "call"]
     text: str
@@ -37,73 +39,74 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Talk:
-    """A conversation whose answers are on their way."""
+class ChatAnswer:
+    """Running answers to one conversation."""
 
-    group: Group
+    group: AnswerGroup
     plan: AnswerPlan
     tokenizer: Tokenizer
     params: SamplingParams
-    finish_reason: str | None = None
-    """Of the answer that `pieces` has read to its end."""
+    finish_reason: str | None = None  # set when `parts` is exhausted
     stop_reason: int | str | None = None
-    calls: bool = False
-    """Whether it has called a tool, with all of the arguments."""
+    has_complete_calls: bool = False
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """The one answer as it comes, in its parts. Raises EngineError."""
-        parser = self.plan.parser() if self.plan.splits else None
+    async def parts(self) -> AsyncIterator[AnswerPart]:
+        """Yield the single answer as it arrives. Raises EngineError."""
+        parser = AnswerParser(self.plan) if self.plan.has_parts else None
         async for _, delta in self.group.deltas():
             reason = delta.finish_reason
-            told = ChatDelta(content=delta.text)
+            parsed = ChatDelta(content=delta.text)
             if parser is not None:
-                told = parser.add(delta.text, ended=reason is not None)
+                parsed = parser.add(delta.text, is_last=reason is not None)
                 reason = None if reason is None else parser.finish_reason(reason)
-                self.calls = parser.called
-            if told.reasoning_content:
-                yield Piece("reasoning", told.reasoning_content)
-            if told.content:
-                yield Piece("text", told.content)
-            for call in told.tool_calls or ():
-                function = call.function or Function()
-                yield Piece("call", function.arguments or "", call.id, function.name)
+                self.has_complete_calls = parser.has_complete_calls
+            if parsed.reasoning_content:
+                yield AnswerPart("reasoning", parsed.reasoning_content)
+            if parsed.content:
+                yield AnswerPart("text", parsed.content)
+            for call in parsed.tool_calls or ():
+                function = call.function or FunctionCall()
+                yield AnswerPart("call", function.arguments or "", call.id, function.name)
             if reason is not None:
                 self.finish_reason, self.stop_reason = reason, delta.stop_reason
 
 
-async def begin(service: Service, body: ChatRequest, request_id: str) -> Talk:
-    """Starts the answers to a conversation. Raises InvalidRequestError."""
+async def start_answer(service: Service, body: ChatRequest, request_id: str) -> ChatAnswer:
+    """Start the answers to a conversation. Raises InvalidRequestError."""
     params = body.params(service.engine.default_sampling)
-    prompt = await chat_prompt(service, body)
+    prompt = await encode_conversation(service, body)
     tokenizer = service.engine.tokenizer
     assert tokenizer is not None, "without a tokenizer there is no chat prompt"
     plan = AnswerPlan.of(body, prompt, tokenizer, service.config)
-    params = plan.params(params, tokenizer)
-    group = await start(service, [prompt], params, request_id=request_id, priority=body.priority)
-    return Talk(group, plan, tokenizer, params)
+    params = plan.constrain(params, tokenizer)
+    group = await start_group(
+        service, [prompt], params, request_id=request_id, priority=body.priority
+    )
+    return ChatAnswer(group, plan, tokenizer, params)
 
 
-async def chat_prompt(service: Service, body: ChatRequest) -> list[int]:
-    """The tokens of a conversation. A long one, and a template that the client brings, leave the loop alone.
+async def encode_conversation(service: Service, body: ChatRequest) -> list[int]:
+    """Return the prompt tokens of a conversation.
 
-    Raises InvalidRequestError for what the chat template does not take.
+    A long conversation, or one with its own template, is rendered in a thread: the event loop
+    stays free. Raises InvalidRequestError if the chat template refuses the messages.
     """
     options = body.template_options(trusted=service.config.trust_request_chat_template)
     if tools := body.callable_tools:
         options["tools"] = [tool.model_dump(exclude_none=True, by_alias=True) for tool in tools]
-    messages = _in_known_roles(service, body)
+    messages = _with_known_roles(service, body)
 
     def render() -> list[int]:
         allow = service.config.allow_special_tokens_in_messages
         return service.engine.chat_prompt(messages, allow_special_tokens=allow, **options)
 
-    if "chat_template" in options or _length(body) > LONG_CONVERSATION:
+    if "chat_template" in options or _estimate_length(body) > LONG_CONVERSATION:
         return await asyncio.to_thread(render)
     return render()
 
 
-def _length(body: ChatRequest) -> int:
-    """Characters of what a template is given, about: a message, a call and a tool's fields are some by themselves."""
+def _estimate_length(body: ChatRequest) -> int:
+    """Estimate the characters a template processes, with a constant per message, call and tool."""
     length = 100 * len(body.messages) + 500 * len(body.callable_tools)
     for message in body.messages:
         length += len(message.content or "") if isinstance(message.content, str) else 0
@@ -113,8 +116,8 @@ def _length(body: ChatRequest) -> int:
     return length
 
 
-def as_chat(**fields: Any) -> ChatRequest:
-    """The chat request that says the same as another kind of request. Raises InvalidRequestError."""
+def make_chat_request(**fields: Any) -> ChatRequest:
+    """Build the chat request that another interface's request means. Raises InvalidRequestError."""
     try:
         return ChatRequest.model_validate(
             {name: value for name, value in fields.items() if value is not None}
@@ -126,24 +129,21 @@ def as_chat(**fields: Any) -> ChatRequest:
 
 
 @contextmanager
-def named_as(names: Mapping[str, str]) -> Iterator[None]:
-    """What is wrong with a request is told by the names that its own interface has for a chat's parameters."""
+def rename_params(names: Mapping[str, str]) -> Iterator[None]:
+    """Report errors under an interface's own names of the chat parameters in `names`."""
     try:
         yield
     except InvalidRequestError as error:
-        first, dot, rest = (error.param or "").partition(".")
-        if first not in names:
+        param = names.get(error.param or "")
+        if param is None:
             raise
-        # A name that is an English word, too, stands for itself only where the message begins with it.
-        place = rf"\b{first}\b" if "_" in first else rf"^{first}\b"
-        message = re.sub(place, names[first], error.message)
-        raise InvalidRequestError(
-            message, param=names[first] + dot + rest, code=error.code
-        ) from None
+        if isinstance(error, InvalidParamError):
+            raise InvalidParamError(param, error.problem, code=error.code) from None
+        raise InvalidRequestError(error.message, param=param, code=error.code) from None
 
 
-def _in_known_roles(service: Service, body: ChatRequest) -> list[dict[str, Any]]:
-    """What newer clients call the developer is the system where the template knows no developer."""
+def _with_known_roles(service: Service, body: ChatRequest) -> list[dict[str, Any]]:
+    """Return the messages, with `system` for `developer` if the template lacks that role."""
     messages = body.conversation()
     tokenizer = service.engine.tokenizer
     template = body.chat_template or (tokenizer.chat_template_text if tokenizer is not None else "")

@@ -31,8 +31,8 @@ class AnswerGroup:
 
     streams: Sequence[RequestStream]
     n: int
-    num_tokens: int = 0
     counts_tokens: bool = True  # generated tokens are in the usage
+    num_tokens: int = 0
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """Yield (choice, delta) of all prompts as they arrive. Raises EngineError."""
@@ -64,6 +64,7 @@ async def start_group(
     *,
     request_id: str,
     priority: int,
+    counts_tokens: bool = True,
 ) -> AnswerGroup:
     """Start all prompts or, if one cannot run, none. Raises InvalidRequestError.
 
@@ -78,7 +79,7 @@ async def start_group(
         )
     engine = service.engine
     if params.bad_words:
-        params = await asyncio.to_thread(engine.inputs.with_bad_words, params)
+        params = await asyncio.to_thread(engine.inputs.tokenize_bad_words, params)
     _check_size(len(prompts), params, engine.info.max_model_len)
     name = f"{request_id}-{uuid.uuid4().hex[:8]}"
     prepared = []
@@ -95,12 +96,12 @@ async def start_group(
     streams: list[RequestStream] = []
     try:
         for request, text in prepared:
-            streams.append(engine.begin(request, text))
+            streams.append(engine.start_request(request, text))
     except BaseException:
         for stream in streams:
             stream.close()
         raise
-    return AnswerGroup(streams, params.n)
+    return AnswerGroup(streams, params.n, counts_tokens)
 
 
 def _check_size(num_prompts: int, params: SamplingParams, max_model_len: int) -> None:
@@ -127,8 +128,8 @@ def _check_num_logprobs(name: str, num_tokens: int, logprobs: int) -> None:
     if num_tokens * (logprobs + 1) > MAX_TOTAL_LOGPROBS:
         raise InvalidRequestError(
             f"{name} for {num_tokens} tokens with {logprobs} alternatives each exceed the limit of "
-            f"{MAX_TOTAL_LOGPROBS} in one request. Ask for fewer answers, prompts or log-probabilities, "
-            "or a lower max_tokens.",
+            f"{MAX_TOTAL_LOGPROBS} in one request. Ask for fewer answers, prompts or "
+            "log-probabilities, or a lower max_tokens.",
             param=name,
         )
 

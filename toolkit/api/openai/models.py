@@ -15,7 +15,7 @@ router = APIRouter()
 
 @router.get("/v1/models", response_model=None, responses=answers(ModelList), tags=["OpenAI"])
 async def list_models(request: Request) -> Response:
-    """The served model."""
+    """List the served model."""
     service: Service = request.app.state.service
     return Response(msgspec.json.encode(ModelList([_card(service)])), media_type="application/json")
 
@@ -23,8 +23,8 @@ async def list_models(request: Request) -> Response:
 @router.get(
     "/v1/models/{model:path}", response_model=None, responses=answers(ModelCard), tags=["OpenAI"]
 )
-async def one_model(model: str, request: Request) -> Response:
-    """One model by name."""
+async def get_model(model: str, request: Request) -> Response:
+    """Describe one model by name."""
     service: Service = request.app.state.service
     service.check_model(model)
     return Response(msgspec.json.encode(_card(service)), media_type="application/json")

@@ -1,4 +1,4 @@
-"""What the routes of completions, chats and models answer with: msgspec structs, which are fast."""
+"""Replies of the completions, chat and models routes, as msgspec structs: they encode fast."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Usage(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Parallel lists, one entry for each token."""
+    """Parallel lists with one entry per token."""
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
@@ -124,8 +124,7 @@ class ModelCard(msgspec.Struct):
     id: str
     created: int
     max_model_len: int
-    tasks: list[str]
-    """`generate`, `embed`, `score`."""
+    tasks: list[str]  # generate, embed, score
     object: str = "model"
     owned_by: str = "tk"
 

@@ -1,4 +1,4 @@
-"""A response on its way: its items, whole or as events."""
+"""Builds a response from the parts of an answer: as one object, or as server-sent events."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import msgspec
 
 from toolkit.api.http.body_fields import Body
 from toolkit.api.http.error_bodies import error_detail
-from toolkit.api.openai.conversation import Piece, Talk
+from toolkit.api.openai.conversation import AnswerPart, ChatAnswer
 from toolkit.api.openai.response_request import ResponsesRequest
 
 _encoder = msgspec.json.Encoder()
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
-class _Item:
-    """A part of the output: the model's reasoning, its message, or a call. `begin`: the first piece of it."""
+class _OutputItem:
+    """Item of the output: reasoning, a message or a call."""
 
-    def __init__(self, begin: Piece, name: str, index: int) -> None:
-        self.kind, self.index = begin.kind, index
-        self.id = f"{_PREFIXES[begin.kind]}_{name}_{index}"
+    def __init__(self, first: AnswerPart, name: str, index: int) -> None:
+        self.kind, self.index = first.kind, index
+        self.id = f"{_PREFIXES[first.kind]}_{name}_{index}"
         self.texts: list[str] = []
-        self._call = {"call_id": begin.id, "name": begin.name}
+        self.call_id, self.name = first.id, first.name  # of a call
 
     @property
     def text(self) -> str:
@@ -32,22 +32,28 @@ class _Item:
 
     @property
     def part_type(self) -> str:
-        """Of its one part; calls have none."""
+        """Type of the item's content part. A call has no content."""
         return "reasoning_text" if self.kind == "reasoning" else "output_text"
 
     @property
     def no_logprobs(self) -> dict[str, Any]:
-        """Output text has a place for them."""
+        """Empty `logprobs`, which events of output text need."""
         return {"logprobs": []} if self.kind == "text" else {}
 
     def part(self, text: str) -> dict[str, Any]:
         part: dict[str, Any] = {"type": self.part_type, "text": text}
         return part if self.kind == "reasoning" else part | {"annotations": [], "logprobs": []}
 
-    def shown(self, status: str) -> dict[str, Any]:
+    def to_json(self, status: str) -> dict[str, Any]:
         if self.kind == "call":
-            head = {"id": self.id, "type": "function_call", "status": status}
-            return head | self._call | {"arguments": self.text}
+            return {
+                "id": self.id,
+                "type": "function_call",
+                "status": status,
+                "call_id": self.call_id,
+                "name": self.name,
+                "arguments": self.text,
+            }
         content = [] if status == "in_progress" else [self.part(self.text)]
         if self.kind == "reasoning":
             return {
@@ -66,90 +72,92 @@ class _Item:
         }
 
 
-class Answer:
-    """One response."""
+class ResponseBuilder:
+    """Builds one response."""
 
-    def __init__(self, body: ResponsesRequest, talk: Talk, name: str, model: str) -> None:
-        self._body, self._talk, self._name, self._model = body, talk, name, model
+    def __init__(self, body: ResponsesRequest, answer: ChatAnswer, name: str, model: str) -> None:
+        self._body, self._answer, self._name, self._model = body, answer, name, model
         self._created = int(time.time())
-        self._items: list[_Item] = []
+        self._items: list[_OutputItem] = []
         self._num_events = 0
 
     async def collect(self) -> dict[str, Any]:
-        """All of it. Raises EngineError."""
-        async for piece in self._talk.pieces():
-            if self._begins_item(piece):
-                self._add_item(piece)
-            self._items[-1].texts.append(piece.text)
-        if self._lacks_message:
-            self._add_item(Piece("text", ""))
+        """Return the complete response. Raises EngineError."""
+        async for part in self._answer.parts():
+            if self._begins_item(part):
+                self._add_item(part)
+            self._items[-1].texts.append(part.text)
+        if self._needs_message:
+            self._add_item(AnswerPart("text", ""))
         return self._response(self._status())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The same as server-sent events. Raises EngineError."""
+        """Yield the response as server-sent events. Raises EngineError."""
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress"))
-        async for piece in self._talk.pieces():
-            for event in self._enter(piece):
+        async for part in self._answer.parts():
+            for event in self._start_item(part):
                 yield event
             item = self._items[-1]
-            item.texts.append(piece.text)
+            item.texts.append(part.text)
             if item.kind != "call":
                 yield self._part_event(
-                    f"response.{item.part_type}.delta", delta=piece.text, **item.no_logprobs
+                    f"response.{item.part_type}.delta", delta=part.text, **item.no_logprobs
                 )
-            elif piece.text:
-                yield self._item_event("response.function_call_arguments.delta", delta=piece.text)
-        if self._lacks_message:
-            for event in self._enter(Piece("text", "")):
+            elif part.text:
+                yield self._item_event("response.function_call_arguments.delta", delta=part.text)
+        if self._needs_message:
+            for event in self._start_item(AnswerPart("text", "")):
                 yield event
         status = self._status()
-        for event in self._leave(self._status_of(self._items[-1], status)):
+        for event in self._finish_item(self._status_of(self._items[-1], status)):
             yield event
         name = "completed" if status == "completed" else "incomplete"
         yield self._event(f"response.{name}", response=self._response(status))
 
     def error_event(self, error: Exception) -> bytes:
-        """What a client of a stream gets when the answer cannot be finished."""
+        """Return the event for an answer that fails after the stream has begun."""
         detail = error_detail(error)
         return self._event("error", code=detail.code, message=detail.message, param=detail.param)
 
     # ---- items
 
     @property
-    def _lacks_message(self) -> bool:
-        """An answer ends with a message or with calls, be the message empty."""
+    def _needs_message(self) -> bool:
+        """True if the output would not end with a message or a call. The message may be empty."""
         return not self._items or self._items[-1].kind == "reasoning"
 
-    def _begins_item(self, piece: Piece) -> bool:
-        return not self._items or self._items[-1].kind != piece.kind or piece.id is not None
+    def _begins_item(self, part: AnswerPart) -> bool:
+        return not self._items or self._items[-1].kind != part.kind or part.id is not None
 
-    def _add_item(self, begin: Piece) -> _Item:
-        self._items.append(_Item(begin, self._name, len(self._items)))
+    def _add_item(self, first: AnswerPart) -> _OutputItem:
+        self._items.append(_OutputItem(first, self._name, len(self._items)))
         return self._items[-1]
 
-    def _enter(self, piece: Piece) -> Sequence[bytes]:
-        """What is told when an item begins with a piece, if one does."""
-        if not self._begins_item(piece):
+    def _start_item(self, part: AnswerPart) -> Sequence[bytes]:
+        """Return the events of a new item, if `part` begins one."""
+        if not self._begins_item(part):
             return ()
-        before = self._leave("completed") if self._items else []
-        item = self._add_item(piece)
+        finished = self._finish_item("completed") if self._items else []
+        item = self._add_item(part)
         added = [
             self._event(
                 "response.output_item.added",
                 output_index=item.index,
-                item=item.shown("in_progress"),
+                item=item.to_json("in_progress"),
             )
         ]
         if item.kind != "call":
             added.append(self._part_event("response.content_part.added", part=item.part("")))
-        return [*before, *added]
+        return [*finished, *added]
 
-    def _leave(self, status: str) -> list[bytes]:
+    def _finish_item(self, status: str) -> list[bytes]:
         item = self._items[-1]
         if item.kind == "call":
             done = [
-                self._item_event("response.function_call_arguments.done", **self._call_done(item))
+                self._item_event(
+                    "response.function_call_arguments.done", name=item.name, arguments=item.text
+                )
             ]
         else:
             done = [
@@ -161,45 +169,43 @@ class Answer:
         return [
             *done,
             self._event(
-                "response.output_item.done", output_index=item.index, item=item.shown(status)
+                "response.output_item.done", output_index=item.index, item=item.to_json(status)
             ),
         ]
 
-    def _call_done(self, item: _Item) -> dict[str, Any]:
-        call = item.shown("completed")
-        return {"name": call["name"], "arguments": call["arguments"]}
-
     # ---- events
 
-    def _part_event(self, type: str, **more: Any) -> bytes:
-        return self._item_event(type, content_index=0, **more)
+    def _part_event(self, type: str, **fields: Any) -> bytes:
+        return self._item_event(type, content_index=0, **fields)
 
-    def _item_event(self, type: str, **more: Any) -> bytes:
+    def _item_event(self, type: str, **fields: Any) -> bytes:
         item = self._items[-1]
-        return self._event(type, item_id=item.id, output_index=item.index, **more)
+        return self._event(type, item_id=item.id, output_index=item.index, **fields)
 
-    def _event(self, type: str, **more: Any) -> bytes:
-        content = {"type": type, "sequence_number": self._num_events} | more
+    def _event(self, type: str, **fields: Any) -> bytes:
+        content = {"type": type, "sequence_number": self._num_events} | fields
         self._num_events += 1
         return b"event: " + type.encode() + b"\ndata: " + _encoder.encode(content) + b"\n\n"
 
     # ---- the response
 
     def _status(self) -> str:
-        return "completed" if self._talk.finish_reason in ("stop", "tool_calls") else "incomplete"
+        finish_reason = self._answer.finish_reason
+        return "completed" if finish_reason in ("stop", "tool_calls") else "incomplete"
 
-    def _status_of(self, item: _Item, status: str) -> str:
-        """All items but the last are whole."""
+    def _status_of(self, item: _OutputItem, status: str) -> str:
+        """Return the status of an item. Only the last one can be incomplete."""
         if item is not self._items[-1]:
             return "completed"
-        return "incomplete" if item.kind == "call" and not self._talk.calls else status
+        is_cut = item.kind == "call" and not self._answer.has_complete_calls
+        return "incomplete" if is_cut else status
 
     def _response(self, status: str) -> dict[str, Any]:
-        body, params = self._body, self._talk.params
+        body, params = self._body, self._answer.params
         is_done = status != "in_progress"
-        text = body.text.format.shown() if body.text is not None and body.text.format else None
-        finished = self._talk.finish_reason
-        reason = "max_output_tokens" if finished == "length" else finished
+        text = body.text.format.to_json() if body.text is not None and body.text.format else None
+        reason = self._answer.finish_reason
+        reason = "max_output_tokens" if reason == "length" else reason
         choice = body.tool_choice
         return {
             "id": f"resp_{self._name}",
@@ -212,7 +218,7 @@ class Answer:
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "model": self._model,
-            "output": [item.shown(self._status_of(item, status)) for item in self._items]
+            "output": [item.to_json(self._status_of(item, status)) for item in self._items]
             if is_done
             else [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -221,8 +227,8 @@ class Answer:
             "store": False,
             "temperature": params.temperature,
             "text": {"format": text or {"type": "text"}},
-            "tool_choice": choice.shown() if isinstance(choice, Body) else choice or "auto",
-            "tools": [tool.shown() for tool in body.tools or ()],
+            "tool_choice": choice.to_json() if isinstance(choice, Body) else choice or "auto",
+            "tools": [tool.to_json() for tool in body.tools or ()],
             "top_p": params.top_p,
             "truncation": body.truncation or "disabled",
             "usage": self._usage() if is_done else None,
@@ -230,7 +236,7 @@ class Answer:
         }
 
     def _usage(self) -> dict[str, Any]:
-        usage = self._talk.group.usage()
+        usage = self._answer.group.usage()
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {
@@ -243,7 +249,8 @@ class Answer:
         }
 
     def _num_reasoning_tokens(self) -> int:
-        """By its text: pieces do not come token by token. Whatever that gives, never more than there were."""
+        """Tokenize the reasoning again: parts do not arrive token by token."""
         text = "".join(item.text for item in self._items if item.kind == "reasoning")
-        tokens = self._talk.tokenizer.encode(text, add_special_tokens=False) if text else []
-        return min(len(tokens), self._talk.group.num_tokens)
+        tokens = self._answer.tokenizer.encode(text, add_special_tokens=False) if text else []
+        # Retokenized text may have more tokens than were generated.
+        return min(len(tokens), self._answer.group.num_tokens)

@@ -1,4 +1,4 @@
-"""What a request says of the form of its answer: `response_format` is OpenAI's, `structured_outputs` vLLM's."""
+"""Constraints on an answer: OpenAI's `response_format` and vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from toolkit.api.http.body_fields import Body, Text, encodable
-from toolkit.errors import InvalidRequestError
+from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.structured_outputs import StructuredOutputsParams
 
 Schema = Annotated[dict[str, Any], AfterValidator(encodable)]
 
 
 class JsonSchemaFormat(Body):
-    name: Text = Field("", description="Taken for compatibility; the model is not told")
+    name: Text = Field("", description="Accepted for compatibility; not shown to the model")
     description: Text | None = Field(
-        None, description="Taken for compatibility; the model is not told"
+        None, description="Accepted for compatibility; not shown to the model"
     )
     schema_: Schema | None = Field(
-        None, alias="schema", description="Any JSON object when there is none"
+        None, alias="schema", description="JSON schema of the answer; default: any JSON object"
     )
     strict: bool | None = Field(
         None,
-        description="Refuses a schema that cannot be held wholly; otherwise its unsupported keywords are passed over",
+        description="true: refuse a schema with keywords that cannot be enforced; default: "
+        "ignore such keywords",
     )
 
 
@@ -31,12 +32,12 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchemaFormat | None = None
 
-    def asked(self) -> StructuredOutputsParams | None:
-        """Raises InvalidRequestError when the schema is missing, or there where none belongs."""
+    def to_params(self) -> StructuredOutputsParams | None:
+        """Raises InvalidParamError if json_schema is missing, or given with another type."""
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise InvalidRequestError(
-                "response_format has json_schema with the type json_schema, and with no other.",
-                param="response_format",
+            raise InvalidParamError(
+                "response_format",
+                "needs json_schema with the type json_schema, and takes it with no other type.",
             )
         if self.type == "text":
             return None
@@ -50,21 +51,21 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """One of them."""
+    """Exactly one of these constraints."""
 
     json_: Schema | Text | None = Field(
-        None, alias="json", description="A JSON schema that the answer fits"
+        None, alias="json", description="JSON schema that the answer satisfies"
     )
-    json_object: bool | None = Field(None, description="The answer is some JSON object")
+    json_object: bool | None = Field(None, description="true: the answer is a JSON object")
     regex: Text | None = Field(
-        None, description="A regular expression that matches the whole answer"
+        None, description="Regular expression that matches the complete answer"
     )
     choice: list[Text] | None = Field(None, description="The answer is one of these texts")
     grammar: Text | None = Field(
-        None, description="A grammar, in Lark (as llguidance extends it) or GBNF"
+        None, description="Grammar of the answer, in Lark (as llguidance extends it) or GBNF"
     )
 
-    def asked(self) -> StructuredOutputsParams:
+    def to_params(self) -> StructuredOutputsParams:
         return StructuredOutputsParams(
             json=self.json_,
             json_object=bool(self.json_object),
@@ -74,15 +75,15 @@ class StructuredOutputs(Body):
         )
 
 
-def asked_form(
+def resolve_constraint(
     response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
 ) -> StructuredOutputsParams | None:
-    """What an answer is bound to; None: nothing. Raises InvalidRequestError when both say so."""
-    form = None if response_format is None else response_format.asked()
+    """Return the answer's constraint, if any. Raises InvalidRequestError if there are two."""
+    constraint = None if response_format is None else response_format.to_params()
     if structured_outputs is None:
-        return form
-    if form is not None:
+        return constraint
+    if constraint is not None:
         raise InvalidRequestError(
             "response_format and structured_outputs exclude each other.", param="structured_outputs"
         )
-    return structured_outputs.asked()
+    return structured_outputs.to_params()

@@ -1,4 +1,4 @@
-"""What a client of /v1/responses sends, and the chat request that says the same."""
+"""Requests of /v1/responses, and their conversion to chat requests."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from toolkit.api.http.body_fields import (
     BY_KIND,
+    FAIL_FAST,
     LIST,
     TEXT,
-    TO_FIRST_MISTAKE,
     Body,
+    RequestBody,
     Text,
-    WholeBody,
 )
-from toolkit.api.openai.conversation import as_chat
+from toolkit.api.openai.conversation import make_chat_request
 from toolkit.api.openai.response_format import JsonSchemaFormat
 from toolkit.api.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ChatRequest
-from toolkit.api.openai.tools import ALLOWED, BY_CHOICE, NAMED, WORD, ChoiceWord, FunctionTool
+from toolkit.api.openai.tools import ALLOWED, BY_CHOICE, MODE, NAMED, ChoiceMode, FunctionTool
 from toolkit.errors import InvalidRequestError
+
+_FROM_ANSWER = "Accepted as part of an earlier answer; not read"
+
 
 # ---- the conversation
 
@@ -28,13 +31,13 @@ class InputPart(Body):
     type: Literal["input_text", "output_text", "text", "refusal"]
     text: Text | None = None
     refusal: Text | None = None
-    annotations: Any = Field(None, exclude=True, description="Of an earlier answer; not read")
-    logprobs: Any = Field(None, exclude=True, description="Of an earlier answer; not read")
+    annotations: Any = Field(None, exclude=True, description=_FROM_ANSWER)
+    logprobs: Any = Field(None, exclude=True, description=_FROM_ANSWER)
 
 
 Content = Annotated[
     Annotated[Text, TEXT]
-    | Annotated[list[InputPart], TO_FIRST_MISTAKE, Field(max_length=MAX_MESSAGES), LIST],
+    | Annotated[list[InputPart], FAIL_FAST, Field(max_length=MAX_MESSAGES), LIST],
     BY_KIND,
 ]
 
@@ -43,13 +46,13 @@ class InputMessage(Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
-    id: str | None = Field(None, description="Of an earlier answer; not read")
-    status: str | None = Field(None, description="Of an earlier answer; not read")
-    phase: str | None = Field(None, description="Of an earlier answer; not read")
+    id: str | None = Field(None, description=_FROM_ANSWER)
+    status: str | None = Field(None, description=_FROM_ANSWER)
+    phase: str | None = Field(None, description=_FROM_ANSWER)
 
 
 class InputReasoning(Body):
-    """What a model thought before an earlier answer: it is not given to it again."""
+    """Reasoning of an earlier answer. It is not shown to the model again."""
 
     type: Literal["reasoning"]
     id: str | None = None
@@ -60,22 +63,22 @@ class InputReasoning(Body):
 
 
 class InputCall(Body):
-    """A call of a tool, in an earlier answer."""
+    """Tool call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: Text
     name: Text
-    arguments: Text = Field(description="JSON")
-    id: str | None = Field(None, description="Not read")
-    status: str | None = Field(None, description="Not read")
+    arguments: Text = Field(description="JSON object")
+    id: str | None = Field(None, description=_FROM_ANSWER)
+    status: str | None = Field(None, description=_FROM_ANSWER)
 
-    def for_chat(self) -> dict[str, Any]:
+    def to_chat(self) -> dict[str, Any]:
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.call_id, "type": "function", "function": function}
 
 
 class InputCallOutput(Body):
-    """What a call gave."""
+    """Result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: Text
@@ -84,12 +87,12 @@ class InputCallOutput(Body):
     status: str | None = Field(None, description="Not read")
 
 
-KINDS = ("message", "reasoning", "function_call", "function_call_output")
+ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
 
 
 def _kind_of_item(item: Any) -> str:
     kind = item.get("type") if isinstance(item, dict) else None
-    return f"({kind if kind in KINDS else 'message'})"
+    return f"({kind if kind in ITEM_TYPES else 'message'})"
 
 
 Item = Annotated[
@@ -101,36 +104,35 @@ Item = Annotated[
 ]
 
 
-def _only_known(items: Any) -> Any:
-    """Says what is not taken, before the kinds that are complain one by one."""
+def _check_item_types(items: Any) -> Any:
+    """Name an unsupported type here: pydantic's error would list what each variant lacks."""
     for item in items if isinstance(items, list) else ():
         kind = item.get("type", "message") if isinstance(item, dict) else None
-        if isinstance(kind, str) and kind not in KINDS:
+        if isinstance(kind, str) and kind not in ITEM_TYPES:
             raise ValueError(
-                f"Items are of the types {', '.join(KINDS)} here; got one of type {kind[:32]!a}"
+                f"Only items of the types {', '.join(ITEM_TYPES)} are supported, not {kind[:32]!a}"
             )
-        for part in (*_listed(item, "content"), *_listed(item, "output")):
+        for part in (*_list_field(item, "content"), *_list_field(item, "output")):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind in ("input_image", "input_file", "input_audio"):
-                raise ValueError(f"Content is text here; got {kind!r}")
+                raise ValueError(f"Only text content is supported, not {kind!r}")
     return items
 
 
-def _listed(item: Any, name: str) -> list[Any]:
-    found = item.get(name) if isinstance(item, dict) else None
-    return found if isinstance(found, list) else []
+def _list_field(item: Any, name: str) -> list[Any]:
+    value = item.get(name) if isinstance(item, dict) else None
+    return value if isinstance(value, list) else []
 
 
 Input = Annotated[
-    Annotated[Text, TEXT]
-    | Annotated[list[Item], TO_FIRST_MISTAKE, Field(max_length=MAX_MESSAGES), LIST],
+    Annotated[Text, TEXT] | Annotated[list[Item], FAIL_FAST, Field(max_length=MAX_MESSAGES), LIST],
     BY_KIND,
-    BeforeValidator(_only_known),
+    BeforeValidator(_check_item_types),
 ]
 
 
 def _messages(items: list[Item]) -> list[dict[str, Any]]:
-    """The same as messages of a chat: calls are a part of the assistant's message that they come with."""
+    """Convert items to chat messages. Calls join the assistant's message before them."""
     messages: list[dict[str, Any]] = []
     for item in items:
         if isinstance(item, InputMessage):
@@ -142,7 +144,7 @@ def _messages(items: list[Item]) -> list[dict[str, Any]]:
         elif isinstance(item, InputCall):
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            messages[-1].setdefault("tool_calls", []).append(item.for_chat())
+            messages[-1].setdefault("tool_calls", []).append(item.to_chat())
     return messages
 
 
@@ -152,40 +154,39 @@ def _text(content: str | list[InputPart]) -> str:
     return "".join(part.text or part.refusal or "" for part in content)
 
 
-# ---- what is asked of the answer
+# ---- options
 
 
 class TextFormat(JsonSchemaFormat):
-    """As chat's `response_format`, with the schema beside the type."""
+    """Chat's `response_format`, with the fields of json_schema next to the type."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
 
-    def shown(self) -> dict[str, Any]:
-        """As it was given, without what nobody reads."""
+    def to_json(self) -> dict[str, Any]:
         known = set(type(self).model_fields)
         return {"type": self.type} | self.model_dump(
             by_alias=True, exclude_unset=True, include=known
         )
 
-    def for_chat(self) -> dict[str, Any]:
-        """With the schema in a table of its own."""
-        schema = {name: value for name, value in self.shown().items() if name != "type"}
+    def to_chat(self) -> dict[str, Any]:
+        schema = {name: value for name, value in self.to_json().items() if name != "type"}
         if not schema and self.type != "json_schema":
             return {"type": self.type}
         return {"type": self.type, "json_schema": schema}
 
 
 class TextOptions(Body):
-    format: TextFormat | None = Field(None, description="text, json_object or json_schema")
+    format: TextFormat | None = Field(
+        None, description="Constraint on the answer: text, json_object or json_schema"
+    )
 
 
 class ResponseTool(FunctionTool):
-    """As a chat's tool, with what it has of its function beside the type."""
+    """Chat's tool, with the fields of the function next to the type."""
 
     type: Literal["function"]
 
-    def shown(self) -> dict[str, Any]:
-        """As it was given, without what nobody reads."""
+    def to_json(self) -> dict[str, Any]:
         return {
             "type": "function",
             "name": self.name,
@@ -194,11 +195,10 @@ class ResponseTool(FunctionTool):
             "strict": self.strict,
         }
 
-    def for_chat(self) -> dict[str, Any]:
-        """With the function in a table of its own."""
+    def to_chat(self) -> dict[str, Any]:
         function = {
             name: value
-            for name, value in self.shown().items()
+            for name, value in self.to_json().items()
             if name != "type" and value is not None
         }
         return {"type": "function", "function": function}
@@ -208,43 +208,38 @@ class ResponseToolChoice(Body):
     type: Literal["function"]
     name: Text
 
-    def for_chat(self) -> dict[str, Any]:
-        """With the name in a table of its own."""
+    def to_chat(self) -> dict[str, Any]:
         return {"type": "function", "function": {"name": self.name}}
 
-    def shown(self) -> dict[str, Any]:
-        """As it was given, without what nobody reads."""
+    def to_json(self) -> dict[str, Any]:
         return {"type": "function", "name": self.name}
 
 
 class ResponseAllowedTools(Body):
-    """Some of the tools, of which the answer may or has to call one."""
+    """Choice among some of the tools: the answer may (auto) or must (required) call one."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: list[ResponseToolChoice]
 
-    def shown(self) -> dict[str, Any]:
-        """As it was given, without what nobody reads."""
+    def to_json(self) -> dict[str, Any]:
         return {
             "type": self.type,
             "mode": self.mode,
-            "tools": [tool.shown() for tool in self.tools],
+            "tools": [tool.to_json() for tool in self.tools],
         }
 
 
-def _only_functions(tools: Any) -> Any:
-    """Says which kind of tool is not there."""
+def _check_tool_types(tools: Any) -> Any:
+    """Name an unsupported type here: pydantic's error would not."""
     for tool in tools if isinstance(tools, list) else ():
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "function":
-            raise ValueError(
-                f"Tools are functions of the client here (type 'function'); got one of type {kind[:32]!a}"
-            )
+            raise ValueError(f"Only tools of type 'function' are supported, not {kind[:32]!a}")
     return tools
 
 
-class ResponsesRequest(WholeBody):
+class ResponsesRequest(RequestBody):
     """POST /v1/responses."""
 
     model_config = ConfigDict(
@@ -253,17 +248,17 @@ class ResponsesRequest(WholeBody):
 
     model: str | None = None
     input: Input = Field(examples=["What is a KV cache?"])
-    instructions: Text | None = Field(None, description="What the system says first")
-    max_output_tokens: int | None = Field(None, description="Most tokens to generate")
+    instructions: Text | None = Field(None, description="System message before the input")
+    max_output_tokens: int | None = Field(None, description="Maximum tokens to generate")
     temperature: float | None = None
     top_p: float | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[ResponseTool] | None, BeforeValidator(_only_functions)] = Field(
+    tools: Annotated[list[ResponseTool] | None, BeforeValidator(_check_tool_types)] = Field(
         None, max_length=MAX_TOOLS, description="Functions that the model may call"
     )
     tool_choice: (
         Annotated[
-            Annotated[ChoiceWord, WORD]
+            Annotated[ChoiceMode, MODE]
             | Annotated[ResponseToolChoice, NAMED]
             | Annotated[ResponseAllowedTools, ALLOWED],
             BY_CHOICE,
@@ -271,17 +266,17 @@ class ResponsesRequest(WholeBody):
         | None
     ) = Field(
         None,
-        description="Default: auto. required, also of allowed_tools, and a named function hold the answer to calls with valid "
-        "arguments",
+        description="Default: auto. With required (also in allowed_tools) or a named function, "
+        "the answer is calls with valid arguments",
     )
     parallel_tool_calls: bool | None = Field(
-        None, description="Whether one answer may have several calls; default: true"
+        None, description="Allow several calls in one answer; default: true"
     )
     truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="auto: an input that is too long loses its beginning"
+        None, description="auto: cut the beginning of an input that is too long"
     )
     stream: bool = False
-    store: bool | None = Field(None, description="Only false: nothing is stored")
+    store: bool | None = Field(None, description="Only false is supported: nothing is stored")
     metadata: dict[Text, Text] | None = None
     user: Text | None = None
     previous_response_id: str | None = Field(None, description="Not supported: nothing is stored")
@@ -289,39 +284,38 @@ class ResponsesRequest(WholeBody):
     prompt: Any = Field(None, description="Not supported: nothing is stored")
     background: bool | None = Field(None, description="Not supported: nothing is stored")
 
-    def chat(self) -> ChatRequest:
-        """The same as a chat request. Raises InvalidRequestError for what is not supported."""
+    def to_chat(self) -> ChatRequest:
+        """Raises InvalidRequestError for unsupported options."""
         for name in ("store", "previous_response_id", "conversation", "prompt", "background"):
             if getattr(self, name):
                 raise InvalidRequestError(
-                    f"{name} is not supported: this server stores no responses. Send the whole conversation as input.",
+                    f"{name} is not supported: this server stores no responses. "
+                    "Send the complete conversation as input.",
                     param=name,
                 )
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        said = (
-            [{"role": "user", "content": self.input}]
-            if isinstance(self.input, str)
-            else _messages(self.input)
-        )
-        return as_chat(
-            messages=messages + said,
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
+        else:
+            messages += _messages(self.input)
+        text_format = None if self.text is None else self.text.format
+        return make_chat_request(
+            messages=messages,
             max_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
-            tools=[tool.for_chat() for tool in self.tools] if self.tools else None,
-            tool_choice=self._choice(),
+            tools=[tool.to_chat() for tool in self.tools] if self.tools else None,
+            tool_choice=self._chat_tool_choice(),
             parallel_tool_calls=self.parallel_tool_calls,
             truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
-            response_format=self.text.format.for_chat()
-            if self.text is not None and self.text.format
-            else None,
+            response_format=None if text_format is None else text_format.to_chat(),
         )
 
-    def _choice(self) -> str | dict[str, Any] | None:
+    def _chat_tool_choice(self) -> str | dict[str, Any] | None:
         choice = self.tool_choice
         if isinstance(choice, ResponseToolChoice):
-            return choice.for_chat()
+            return choice.to_chat()
         if isinstance(choice, ResponseAllowedTools):
-            allowed = {"mode": choice.mode, "tools": [tool.for_chat() for tool in choice.tools]}
+            allowed = {"mode": choice.mode, "tools": [tool.to_chat() for tool in choice.tools]}
             return {"type": choice.type, "allowed_tools": allowed}
         return choice if self.tools or choice == "required" else None

@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer interface, for text and functions. Nothing is stored."""
+"""POST /v1/responses: OpenAI's Responses API, for text and functions. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -8,40 +8,45 @@ from starlette.responses import Response
 
 from toolkit.api.http.body_fields import Route
 from toolkit.api.http.openapi import answers
+from toolkit.api.http.routes import Access, access
 from toolkit.api.http.service import service_for
 from toolkit.api.http.streaming import EventStream, while_connected
-from toolkit.api.openai.conversation import begin, named_as
-from toolkit.api.openai.response_events import Answer
+from toolkit.api.openai.conversation import rename_params, start_answer
+from toolkit.api.openai.response_events import ResponseBuilder
 from toolkit.api.openai.response_request import ResponsesRequest
 
 router = APIRouter(tags=["OpenAI"], route_class=Route)
 
-_NAMES = {
+_PARAM_NAMES = {
     "messages": "input",
     "prompt": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
 }
-"""What a chat's parameters are called here."""
+"""Chat parameters whose name differs here."""
 
 
 @router.post(
     "/v1/responses", response_model=None, responses=answers("OpenAI's Response", stream=True)
 )
+@access(Access.MODEL_WORK)
 async def responses(body: ResponsesRequest, request: Request) -> Response:
-    """Answers an input, or goes on with a conversation, which is sent whole."""
+    """Answer an input: a text, or the complete conversation so far."""
     service = service_for(request, body)
     name = request.state.request_id
-    chat = body.chat()
-    with named_as(_NAMES):
-        talk = await begin(service, chat, f"resp_{name}")
-    answer = Answer(body, talk, name, service.model_name)
+    chat = body.to_chat()
+    with rename_params(_PARAM_NAMES):
+        answer = await start_answer(service, chat, f"resp_{name}")
+    builder = ResponseBuilder(body, answer, name, service.model_name)
     if body.stream:
         return EventStream(
-            answer.events(), talk.group.close, service.config.sse_keep_alive, answer.error_event
+            builder.events(),
+            answer.group.close,
+            service.config.sse_keep_alive,
+            builder.error_event,
         )
     try:
-        done = await while_connected(request, answer.collect())
+        done = await while_connected(request, builder.collect())
     finally:
-        talk.group.close()
+        answer.group.close()
     return Response(msgspec.json.encode(done), media_type="application/json")

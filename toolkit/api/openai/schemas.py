@@ -1,4 +1,4 @@
-"""Requests for completions and chats, as pydantic models: they validate and document."""
+"""Requests for completions and chats, as pydantic models: they validate, and document the API."""
 
 from __future__ import annotations
 
@@ -10,38 +10,34 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from toolkit.api.http.body_fields import (
     BY_KIND,
+    FAIL_FAST,
     LIST,
     TEXT,
-    TO_FIRST_MISTAKE,
     Body,
     Prompts,
-    WholeBody,
+    RequestBody,
+    Text,
     encodable,
 )
-from toolkit.api.http.body_fields import Text as Text  # for those who take it from here
-from toolkit.api.openai.response_format import ResponseFormat, StructuredOutputs, asked_form
-from toolkit.api.openai.tools import Tool, ToolCall, ToolChoice, chosen_tools
+from toolkit.api.openai.response_format import (
+    ResponseFormat,
+    StructuredOutputs,
+    resolve_constraint,
+)
+from toolkit.api.openai.tools import Tool, ToolCall, ToolChoice, select_tools
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import MAX_STOP_STRINGS, BeamSearchParams, SamplingParams
 
-# ---- requests
-
-
 Int = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-"""What the engine's arrays and messages hold."""
-MAX_MESSAGES = 16_384
-"""Of one conversation, and parts of one message."""
-MAX_TOOLS = 128
-"""That one request tells of."""
-MAX_BIASES = 65_536
-"""Tokens of one `logit_bias`."""
-
-
+"""Range of the engine's arrays and messages."""
+MAX_MESSAGES = 16_384  # of one conversation; also parts of one message
+MAX_TOOLS = 128  # of one request
+MAX_BIASES = 65_536  # tokens of one logit_bias
 STOPS = Field(max_length=MAX_STOP_STRINGS, fail_fast=True)
 
 
-def _only_numbers(given: Any) -> Any:
-    """Ends the reading at the first mistake, where each would be told of by itself."""
+def _check_biases(given: Any) -> Any:
+    """Stop at the first wrong value: pydantic would report each one."""
     if isinstance(given, dict):
         if len(given) > MAX_BIASES:
             raise ValueError(f"Input should have at most {MAX_BIASES} tokens, not {len(given)}")
@@ -55,60 +51,63 @@ def _only_numbers(given: Any) -> Any:
 
 class StreamOptions(Body):
     include_usage: bool = Field(
-        False, description="Ends the stream with an event that has the usage"
+        False, description="End the stream with an event that reports the usage"
     )
-    continuous_usage_stats: bool = Field(False, description="Tells the usage so far in every event")
+    continuous_usage_stats: bool = Field(
+        False, description="Report the usage so far in every event; needs include_usage"
+    )
 
 
-class SamplingFields(WholeBody):
-    """What both kinds of completion take. Fields that are not OpenAI's have vLLM's names."""
+class SamplingFields(RequestBody):
+    """Fields of completions and chats. Those that OpenAI lacks have vLLM's names."""
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(
-        None, description="0 to 2; 0 always takes the likeliest token"
+        None, description="0 to 2; 0 always picks the likeliest token"
     )
     top_p: float | None = None
-    n: int | None = Field(None, description="How many answers")
+    n: int | None = Field(None, description="Number of answers")
     stop: Annotated[Annotated[Text, TEXT] | Annotated[list[Text], STOPS, LIST], BY_KIND] | None = (
-        Field(None, description="Texts that end an answer, and are not part of it")
+        Field(None, description="Texts that end an answer; the answer does not include them")
     )
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_only_numbers)] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_check_biases)] | None = None
     seed: int | None = None
-    user: str | None = Field(None, description="Taken for compatibility; kept nowhere")
+    user: str | None = Field(None, description="Accepted for compatibility; not stored")
 
     top_k: Int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Int | None = None
     ignore_eos: bool = False
-    stop_token_ids: Annotated[list[int], TO_FIRST_MISTAKE] | None = None
-    allowed_token_ids: Annotated[list[int], TO_FIRST_MISTAKE] | None = Field(
-        None, description="The only tokens that can be chosen"
+    stop_token_ids: Annotated[list[int], FAIL_FAST] | None = None
+    allowed_token_ids: Annotated[list[int], FAIL_FAST] | None = Field(
+        None, description="Only these tokens can be generated"
     )
-    bad_words: Annotated[list[Text], TO_FIRST_MISTAKE] | None = Field(
-        None, description="Texts that the answer does not have"
+    bad_words: Annotated[list[Text], FAIL_FAST] | None = Field(
+        None, description="Texts that the answer must not contain"
     )
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = False
     truncate_prompt_tokens: Int | None = Field(
         None,
-        description="Keeps that many of the prompt's last tokens; -1: what leaves room for the answer",
+        description="Keep this many tokens at the end of the prompt; -1: as many as leave room "
+        "for the answer",
     )
     prompt_logprobs: int | None = None
     return_token_ids: bool = Field(
-        False, description="Tells the tokens of prompt and answer beside the text"
+        False, description="Also return the token ids of the prompt and the answer"
     )
-    response_format: ResponseFormat | None = Field(None, description="What the answer is held to")
+    response_format: ResponseFormat | None = Field(None, description="Constraint on the answer")
     structured_outputs: StructuredOutputs | None = Field(
-        None, description="The same, in more forms"
+        None, description="Constraint on the answer, of more kinds than response_format"
     )
     priority: Int = Field(
-        0, description="With --scheduling-policy priority: the smaller runs first"
+        0, description="With --scheduling-policy priority, the lowest value runs first"
     )
 
     def _params(
@@ -116,7 +115,7 @@ class SamplingFields(WholeBody):
     ) -> SamplingParams:
         if self.temperature is not None and not 0.0 <= self.temperature <= 2.0:
             raise InvalidRequestError(
-                f"temperature is from 0 to 2; it got {self.temperature!r}.", param="temperature"
+                f"temperature must be from 0 to 2, not {self.temperature!r}.", param="temperature"
             )
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError(
@@ -128,38 +127,41 @@ class SamplingFields(WholeBody):
             )
         given = {
             name: getattr(self, name)
-            for name in (
-                "temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "seed", "top_k", "min_p",
-                "repetition_penalty", "min_tokens", "stop_token_ids", "prompt_logprobs", "allowed_token_ids", "bad_words",
-                "truncate_prompt_tokens",
-            )
+            for name in _SAMPLING_PARAMS
             if getattr(self, name) is not None
-        }  # fmt: skip
+        }
         return SamplingParams(
             **{**defaults, **given},
             max_tokens=max_tokens,
             logprobs=logprobs,
-            logit_bias=_bias(self.logit_bias),
+            logit_bias=_parse_biases(self.logit_bias),
             ignore_eos=self.ignore_eos,
             include_stop_str_in_output=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
             spaces_between_special_tokens=self.spaces_between_special_tokens,
-            structured_outputs=asked_form(self.response_format, self.structured_outputs),
+            structured_outputs=resolve_constraint(self.response_format, self.structured_outputs),
         )
 
     @property
-    def tells_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+    def has_final_usage(self) -> bool:
+        """True if a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    def keeps_telling_usage(self) -> bool:
-        """Whether each event of a stream has the usage so far."""
+    def has_continuous_usage(self) -> bool:
+        """True if each event of a stream has the usage so far."""
         return (
-            self.tells_usage
+            self.has_final_usage
             and self.stream_options is not None
             and self.stream_options.continuous_usage_stats
         )
+
+
+_SAMPLING_PARAMS = (
+    "temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "seed", "top_k",
+    "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "prompt_logprobs",
+    "allowed_token_ids", "bad_words", "truncate_prompt_tokens",
+)  # fmt: skip
 
 
 class CompletionRequest(SamplingFields):
@@ -171,38 +173,40 @@ class CompletionRequest(SamplingFields):
 
     prompt: Prompts
     max_tokens: int | None = Field(
-        16, description="Most tokens to generate; 0 with echo or prompt_logprobs"
+        16, description="Maximum tokens to generate; may be 0 with echo or prompt_logprobs"
     )
     logprobs: int | None = Field(
-        None, description="How many of the likeliest tokens to report at each position"
+        None, description="Number of likeliest tokens to report at each position"
     )
     best_of: int | None = Field(
-        None, description="Generates so many answers, and returns the n likeliest; not for streams"
+        None, description="Generate this many answers and return the n likeliest; not for streams"
     )
-    echo: bool = Field(False, description="Puts the prompt before the answer")
+    echo: bool = Field(False, description="Put the prompt before the answer")
     suffix: str | None = Field(None, description="Not supported")
     use_beam_search: bool = Field(
-        False, description="Finds n answers by beam search over best_of (or n) beams"
+        False, description="Find n answers by beam search with best_of (or n) beams"
     )
-    length_penalty: float = Field(1.0, description="Of beam search: above 0 prefers long answers")
+    length_penalty: float = Field(
+        1.0, description="For beam search: values above 0 prefer long answers"
+    )
     early_stopping: Literal[True, False, "never"] = Field(
-        False, description="Of beam search: when it is content"
+        False,
+        description="For beam search. true: stop once there are as many finished answers as "
+        "beams; false: when a better one is unlikely; never: when there cannot be a better one",
     )
 
     @property
-    def prompt_only(self) -> bool:
-        """Whether nothing is generated."""
+    def is_prompt_only(self) -> bool:
+        """True if no answer is wanted, only the prompt and its log-probabilities."""
         return self.max_tokens == 0 and (self.echo or self.prompt_logprobs is not None)
 
     @property
-    def chooses(self) -> bool:
-        """Whether more answers are generated than returned."""
+    def needs_selection(self) -> bool:
+        """True if more answers are generated than returned."""
         return self.best_of is not None and self.best_of > (self.n or 1)
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """What the engine is asked for. Raises InvalidRequestError for a value out of range or an option that is not
-        supported.
-        """
+        """Raises InvalidRequestError for a value out of range and an unsupported option."""
         if self.suffix:
             raise InvalidRequestError(
                 "suffix is not supported: the models here do not fill in the middle.",
@@ -213,29 +217,31 @@ class CompletionRequest(SamplingFields):
                 raise InvalidRequestError(f"{name} needs use_beam_search to be true.", param=name)
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise InvalidRequestError(
-                f"best_of is at least n, which is {self.n or 1}; it got {self.best_of}.",
+                f"best_of must be at least n ({self.n or 1}), not {self.best_of}.", param="best_of"
+            )
+        if self.needs_selection and self.stream:
+            raise InvalidRequestError(
+                "best_of cannot be streamed: the best answers are known only at the end.",
                 param="best_of",
             )
-        if self.chooses and self.stream:
-            raise InvalidRequestError(
-                "best_of cannot be streamed: the best are known in the end.", param="best_of"
-            )
-        # One token is generated where none is wanted, and not shown.
-        params = self._params(defaults, 1 if self.prompt_only else self.max_tokens, self.logprobs)
+        # The engine generates at least one token; for is_prompt_only it is dropped.
+        max_tokens = 1 if self.is_prompt_only else self.max_tokens
+        params = self._params(defaults, max_tokens, self.logprobs)
         if self.echo and self.logprobs is not None:
             params.prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
-        if not self.chooses:
+        if not self.needs_selection:
             return params
         return msgspec.structs.replace(params, n=self.best_of, logprobs=self.logprobs or 0)
 
     def beam_params(self) -> BeamSearchParams:
-        """Raises InvalidRequestError for what does not go together with beam search."""
-        refused = _given(self, _NOT_OF_BEAMS)
+        """Raises InvalidRequestError for options that beam search does not support."""
+        refused = _non_default(self, _UNSUPPORTED_WITH_BEAMS)
         if self.temperature:
             refused.append("temperature")
         if refused:
             raise InvalidRequestError(
-                f"Beam search looks at log-probabilities alone: {', '.join(refused)} cannot be combined with it.",
+                f"Beam search does not support {', '.join(refused)}: it ranks answers by "
+                "log-probability alone.",
                 param=refused[0],
             )
         if self.max_tokens is None:
@@ -250,7 +256,7 @@ class CompletionRequest(SamplingFields):
         )
 
     def prompts(self) -> list[str | list[int]]:
-        """Raises InvalidRequestError for an empty list or one prompt too many."""
+        """Raises InvalidRequestError for an empty list and for too many prompts."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
@@ -259,7 +265,7 @@ class CompletionRequest(SamplingFields):
             return [self.prompt]
         if len(self.prompt) > 2048:
             raise InvalidRequestError(
-                f"A request takes at most 2048 prompts; it got {len(self.prompt)}.", param="prompt"
+                f"A request takes at most 2048 prompts, not {len(self.prompt)}.", param="prompt"
             )
         return list(self.prompt)
 
@@ -270,7 +276,7 @@ class TextPart(Body):
 
 
 class RefusalPart(Body):
-    """What an assistant said instead of an answer, in the history."""
+    """Refusal of the assistant, in the history."""
 
     type: Literal["refusal"]
     refusal: Text
@@ -280,24 +286,20 @@ class RefusalPart(Body):
         return self.refusal
 
 
-def _only_text(content: Any) -> Any:
-    """Says which kind of part is not taken, before the kinds that are complain one by one."""
+def _check_part_types(content: Any) -> Any:
+    """Name an unsupported type here: pydantic's error would list what each variant lacks."""
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in ("text", "refusal"):
-            raise ValueError(
-                f"Content parts are text here (type 'text'); got one of type {kind[:32]!a}"
-            )
+            raise ValueError(f"Only content parts of type 'text' are supported, not {kind[:32]!a}")
     return content
 
 
 Content = Annotated[
     Annotated[Text, TEXT]
-    | Annotated[
-        list[TextPart | RefusalPart], TO_FIRST_MISTAKE, Field(max_length=MAX_MESSAGES), LIST
-    ],
+    | Annotated[list[TextPart | RefusalPart], FAIL_FAST, Field(max_length=MAX_MESSAGES), LIST],
     BY_KIND,
-    BeforeValidator(_only_text),
+    BeforeValidator(_check_part_types),
 ]
 
 
@@ -305,19 +307,19 @@ class ChatMessage(Body):
     role: Annotated[Text, Field(min_length=1, max_length=64, examples=["user"])]
     content: Content | None = None
     name: Text | None = None
-    tool_calls: list[ToolCall] | None = Field(None, description="Of the assistant")
+    tool_calls: list[ToolCall] | None = Field(None, description="Calls that the assistant made")
     tool_call_id: Text | None = Field(
-        None, description="Of the role tool: the call that this answers"
+        None, description="With the role tool: id of the call that this is the result of"
     )
     reasoning_content: Text | None = Field(
-        None, description="Of the assistant; many templates leave it out"
+        None, description="The assistant's reasoning; many templates leave it out"
     )
 
-    def for_template(self) -> dict[str, Any]:
-        """Content parts joined to one text; what is not given is not there."""
+    def to_template(self) -> dict[str, Any]:
+        """Join content parts to one text and leave empty fields out."""
         message: dict[str, Any] = {"role": self.role, "content": _text(self.content)}
         if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            message["tool_calls"] = [call.to_template() for call in self.tool_calls]
         for name in ("name", "tool_call_id", "reasoning_content"):
             if getattr(self, name):
                 message[name] = getattr(self, name)
@@ -336,7 +338,7 @@ class ChatRequest(SamplingFields):
         }
     )
 
-    messages: Annotated[list[ChatMessage], TO_FIRST_MISTAKE] = Field(max_length=MAX_MESSAGES)
+    messages: Annotated[list[ChatMessage], FAIL_FAST] = Field(max_length=MAX_MESSAGES)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -346,18 +348,20 @@ class ChatRequest(SamplingFields):
     )
     tool_choice: ToolChoice | None = Field(
         None,
-        description="Default: auto. required, also of allowed_tools, and a named tool hold the answer to calls with valid "
-        "arguments, which stop and stop_token_ids do not cut",
+        description="Default: auto. With required (also in allowed_tools) or a named tool, the "
+        "answer is calls with valid arguments, which stop and stop_token_ids do not cut",
     )
-    parallel_tool_calls: bool = Field(True, description="Whether one answer may have several calls")
+    parallel_tool_calls: bool = Field(True, description="Allow several calls in one answer")
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: Text | None = Field(
-        None, max_length=65536, description="A Jinja template; with --trust-request-chat-template"
+        None,
+        max_length=65536,
+        description="Jinja template of the prompt; needs --trust-request-chat-template",
     )
     echo: bool = Field(
         False,
-        description="Puts the text of the last message before the answer when it is the assistant's",
+        description="Put the text of the last message before the answer, if it is the assistant's",
     )
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(encodable)] | None = None
 
@@ -373,34 +377,32 @@ class ChatRequest(SamplingFields):
         return self._params(defaults, limit, (self.top_logprobs or 0) if self.logprobs else None)
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages as chat templates expect them: content parts joined to one text."""
+        """Return the messages as chat templates expect them."""
         if not self.messages:
-            raise InvalidRequestError("There are no messages.", param="messages")
-        return [message.for_template() for message in self.messages]
+            raise InvalidRequestError("The conversation has no messages.", param="messages")
+        return [message.to_template() for message in self.messages]
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """Raises InvalidRequestError for a choice that there is not."""
-        return chosen_tools(self.tools, self.tool_choice)
+        """Raises InvalidRequestError for a tool_choice that does not match the tools."""
+        return select_tools(self.tools, self.tool_choice)
 
     @property
-    def echoed(self) -> str:
-        """What comes before the answer."""
-        last = self.messages[-1] if self.messages else None
-        return (
-            _text(last.content)
-            if self.echo and last is not None and last.role == "assistant"
-            else ""
-        )
+    def echo_text(self) -> str:
+        """Text to put before the answer."""
+        last = self.messages[-1] if self.echo and self.messages else None
+        return _text(last.content) if last is not None and last.role == "assistant" else ""
 
     def template_options(self, *, trusted: bool) -> dict[str, Any]:
-        """What the chat template is given beside the messages. `trusted`: the request may bring one of its own.
+        """Return the chat template's input other than the messages.
 
-        Raises InvalidRequestError for options that do not go together, or that the server does not allow.
+        `trusted`: the request may bring its own template. Raises InvalidRequestError for options
+        that exclude each other, or that the server does not allow.
         """
         if self.chat_template is not None and not trusted:
             raise InvalidRequestError(
-                "This server takes no chat templates from requests; --trust-request-chat-template allows them.",
+                "This server accepts no chat template in a request. "
+                "--trust-request-chat-template allows it.",
                 param="chat_template",
             )
         reserved = {
@@ -435,21 +437,22 @@ class ChatRequest(SamplingFields):
         }
 
 
-_NOT_OF_BEAMS = (
-    "stream", "logprobs", "prompt_logprobs", "echo", "stop", "top_p", "top_k", "min_p", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens",
-    "include_stop_str_in_output", "return_token_ids", "response_format", "structured_outputs",
-    "skip_special_tokens", "spaces_between_special_tokens",
+_UNSUPPORTED_WITH_BEAMS = (
+    "stream", "logprobs", "prompt_logprobs", "echo", "stop", "top_p", "top_k", "min_p",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+    "allowed_token_ids", "bad_words", "min_tokens", "include_stop_str_in_output",
+    "return_token_ids", "response_format", "structured_outputs", "skip_special_tokens",
+    "spaces_between_special_tokens",
 )  # fmt: skip
 
 
-def _given(body: Body, names: Sequence[str]) -> list[str]:
-    """Those that a request has, with another value than the default."""
+def _non_default(body: Body, names: Sequence[str]) -> list[str]:
+    """Return the names of fields whose value is not the default."""
     defaults = type(body).model_fields
     return [name for name in names if getattr(body, name) != defaults[name].default]
 
 
-def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
+def _parse_biases(given: dict[str, float] | None) -> dict[int, float] | None:
     if not given:
         return None
     try:

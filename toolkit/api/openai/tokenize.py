@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize, GET /tokenizer_info: the model's tokenizer, without the model."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info: the tokenizer without the model."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field, StrictInt
 from starlette.responses import Response
 
-from toolkit.api.http.body_fields import Route, Text, WholeBody
+from toolkit.api.http.body_fields import RequestBody, Route, Text
 from toolkit.api.http.openapi import answers
+from toolkit.api.http.routes import Access, access
 from toolkit.api.http.service import Service, service_for
-from toolkit.api.openai.conversation import as_chat, chat_prompt
+from toolkit.api.openai.conversation import encode_conversation, make_chat_request
 from toolkit.engine.async_llm import LONG_TEXT
 from toolkit.errors import InvalidRequestError
 
 router = APIRouter(tags=["tokens"], route_class=Route)
 
-MAX_DETOKENIZED = 2**20
-"""Tokens of one request."""
+MAX_DETOKENIZED = 2**20  # tokens of one request
 
 
-class TokenizeRequest(WholeBody):
-    """POST /tokenize: of a text, or of a conversation as the chat template writes it."""
+class TokenizeRequest(RequestBody):
+    """POST /tokenize: a text, or a conversation, to which the chat template is applied."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The sea is"}})
 
     model: str | None = None
     prompt: Text | None = None
     messages: Any = Field(
-        None, description="A conversation, instead of a prompt; with the options of chat"
+        None, description="A conversation instead of a prompt; takes the options of a chat"
     )
     add_special_tokens: bool = Field(
-        True, description="Of a prompt: those that the tokenizer puts around it"
+        True, description="Add the tokenizer's special tokens to a prompt (such as BOS)"
     )
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(WholeBody):
+class DetokenizeRequest(RequestBody):
     """POST /detokenize."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"tokens": [1, 2, 3]}})
@@ -69,14 +69,15 @@ class TokenizerInfo(msgspec.Struct):
 
 
 @router.post("/tokenize", response_model=None, responses=answers(Tokens))
+@access(Access.MODEL_WORK)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """The tokens of a text or of a conversation."""
+    """Tokenize a text or a conversation."""
     service: Service = request.app.state.service
     tokenizer = service.engine.inputs.require_tokenizer()
     if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError("/tokenize takes either a prompt or messages.", param="prompt")
+        raise InvalidRequestError("/tokenize takes either prompt or messages.", param="prompt")
     if body.messages is not None:
-        tokens = await _of_conversation(service, request, body)
+        tokens = await _encode_messages(service, request, body)
     else:
         service_for(request, body)
         text = body.prompt or ""
@@ -87,22 +88,22 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
             )
         else:
             tokens = tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
-    made = Tokens(len(tokens), service.engine.info.max_model_len, tokens)
+    reply = Tokens(len(tokens), service.engine.info.max_model_len, tokens)
     if body.return_token_strs:
-        made.token_strs = [tokenizer.token_text(token) for token in tokens]
-    return _json(made)
+        reply.token_strs = [tokenizer.token_text(token) for token in tokens]
+    return _json(reply)
 
 
 @router.post("/detokenize", response_model=None, responses=answers(Detokenized))
+@access(Access.MODEL_WORK)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    """The text of tokens."""
+    """Convert tokens to text."""
     service = service_for(request, body)
     tokenizer, size = service.engine.inputs.require_tokenizer(), service.engine.info.vocab_size
     wrong = next((token for token in body.tokens if not 0 <= token < size), None)
     if wrong is not None:
         raise InvalidRequestError(
-            f"tokens has the token {wrong}, and the model's tokens are 0 to {size - 1}.",
-            param="tokens",
+            f"tokens contains {wrong}; the model's tokens are 0 to {size - 1}.", param="tokens"
         )
     if len(body.tokens) > LONG_TEXT:
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
@@ -113,7 +114,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 @router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerInfo))
 async def tokenizer_info(request: Request) -> Response:
-    """What the tokenizer is: its special tokens, its size, its chat template."""
+    """Describe the tokenizer: its size, special tokens and chat template."""
     service: Service = request.app.state.service
     inputs = service.engine.inputs
     tokenizer = inputs.require_tokenizer()
@@ -129,12 +130,11 @@ async def tokenizer_info(request: Request) -> Response:
     )
 
 
-async def _of_conversation(service: Service, request: Request, body: TokenizeRequest) -> list[int]:
-    """The body once more, as the chat request that it describes."""
-    own = {"prompt", "add_special_tokens", "return_token_strs"}
-    chat = as_chat(**body.model_dump(exclude=own))
+async def _encode_messages(service: Service, request: Request, body: TokenizeRequest) -> list[int]:
+    own_fields = {"prompt", "add_special_tokens", "return_token_strs"}
+    chat = make_chat_request(**body.model_dump(exclude=own_fields))
     service_for(request, chat)
-    return await chat_prompt(service, chat)
+    return await encode_conversation(service, chat)
 
 
 def _json(value: msgspec.Struct) -> Response:

@@ -1,4 +1,4 @@
-"""Tools: what a request says of them, and the messages that a model calls them with."""
+"""Tools of a request, and the calls that a model makes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ class FunctionTool(Body):
     name: Text = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: Text | None = None
     parameters: Schema | None = Field(
-        None, description="JSON schema of the arguments; none: there are no arguments"
+        None, description="JSON schema of the arguments; default: no arguments"
     )
     strict: bool | None = Field(
-        None, description="Refuses a schema that cannot be held wholly, where the call is required"
+        None,
+        description="true: refuse a schema with keywords that cannot be enforced, if the call is "
+        "required",
     )
 
 
@@ -44,7 +46,7 @@ class AllowedTools(Body):
 
 
 class AllowedToolsChoice(Body):
-    """Some of the tools, of which the answer may or has to call one."""
+    """Choice among some of the tools: the answer may (auto) or must (required) call one."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -56,19 +58,23 @@ class CalledFunction(Body):
 
 
 class ToolCall(Body):
-    """A call in an assistant's message, as it was told to the client."""
+    """Tool call in an assistant's message, as a reply returned it."""
 
     id: Text
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def for_template(self) -> dict[str, Any]:
-        """With arguments as chat templates expect them: values, not text. Raises InvalidRequestError for no JSON."""
+    def to_template(self) -> dict[str, Any]:
+        """Return the call with parsed arguments, as chat templates expect them.
+
+        Raises InvalidRequestError for arguments that are not JSON.
+        """
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError) as error:
             raise InvalidRequestError(
-                f"The arguments of the tool call {self.id!r} are no JSON: {error}", param="messages"
+                f"The arguments of the tool call {self.id!r} are not JSON: {error}",
+                param="messages",
             ) from None
         return {
             "id": self.id,
@@ -77,30 +83,30 @@ class ToolCall(Body):
         }
 
 
-WORD, NAMED, ALLOWED = Tag("(word)"), Tag("(named)"), Tag("(allowed)")
-"""Mark what a choice may be, for BY_CHOICE: a word, a tool by its name, several that are allowed."""
+MODE, NAMED, ALLOWED = Tag("(mode)"), Tag("(named)"), Tag("(allowed)")
+"""Variants of a tool choice, for BY_CHOICE: a mode, one tool by its name, several allowed tools."""
 
 
 def _kind_of_choice(value: Any) -> str:
     if not isinstance(value, dict | Body):
-        return WORD.tag
+        return MODE.tag
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return ALLOWED.tag if kind == "allowed_tools" else NAMED.tag
 
 
 BY_CHOICE = Discriminator(_kind_of_choice)
-"""Chooses between them, so that what is wrong with one is not told as what another lacks."""
-ChoiceWord = Literal["none", "auto", "required"]
+"""Picks the variant, so that an error concerns the variant the client meant."""
+ChoiceMode = Literal["none", "auto", "required"]
 ToolChoice = Annotated[
-    Annotated[ChoiceWord, WORD]
+    Annotated[ChoiceMode, MODE]
     | Annotated[NamedTool, NAMED]
     | Annotated[AllowedToolsChoice, ALLOWED],
     BY_CHOICE,
 ]
 
 
-class Function(msgspec.Struct, omit_defaults=True):
-    """In a stream, a part of it."""
+class FunctionCall(msgspec.Struct, omit_defaults=True):
+    """Called function of a reply; in a stream, a part of it."""
 
     name: str | None = None
     arguments: str | None = None
@@ -108,53 +114,55 @@ class Function(msgspec.Struct, omit_defaults=True):
 
 class ToolCallMessage(msgspec.Struct):
     id: str
-    function: Function
+    function: FunctionCall
     type: str = "function"
 
 
 class ToolCallDelta(msgspec.Struct, omit_defaults=True):
-    """A part of a call; the first has id, type and name."""
+    """Part of a call. The first part has id, type and name."""
 
     index: int | None = None
     id: str | None = None
     type: str | None = None
-    function: Function | None = None
+    function: FunctionCall | None = None
 
 
-def chosen_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> list[Tool]:
-    """The tools that an answer may call. Raises InvalidRequestError for a choice that there is not."""
+def select_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> list[Tool]:
+    """Return the tools that an answer may call. Raises InvalidRequestError for a bad choice."""
     if not tools:
         if choice is not None and choice != "none":
             raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
         return []
     names = [tool.function.name for tool in tools]
-    if len(set(names)) < len(names):
-        raise InvalidRequestError("Two tools have one name.", param="tools")
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InvalidRequestError(f"tools has two functions named {twice!r}.", param="tools")
     if choice == "none":
         return []
     if isinstance(choice, NamedTool):
-        return _named(tools, names, [choice])
+        return _select_named(tools, names, [choice])
     if isinstance(choice, AllowedToolsChoice):
-        return _named(tools, names, choice.allowed_tools.tools)
+        return _select_named(tools, names, choice.allowed_tools.tools)
     return tools
 
 
-def has_to_call(choice: ToolChoice | None) -> bool:
-    """Whether an answer with this choice is calls, and nothing else."""
+def requires_call(choice: ToolChoice | None) -> bool:
+    """True if an answer with this choice is calls and nothing else."""
     if isinstance(choice, AllowedToolsChoice):
         return choice.allowed_tools.mode == "required"
     return choice == "required" or isinstance(choice, NamedTool)
 
 
-def _named(tools: list[Tool], names: list[str], chosen: list[NamedTool]) -> list[Tool]:
-    """Raises InvalidRequestError for a name that no tool has, and for none."""
+def _select_named(tools: list[Tool], names: list[str], chosen: list[NamedTool]) -> list[Tool]:
+    """Raises InvalidRequestError for an unknown name, and for no name at all."""
     wanted = [one.function.name for one in chosen]
     for name in wanted:
         if name not in names:
             raise InvalidRequestError(
-                f"tool_choice names {name!r}, and the tools are {', '.join(names)}.",
+                f"tool_choice names the unknown tool {name!r}. The tools are {', '.join(names)}.",
                 param="tool_choice",
             )
     if not wanted:
-        raise InvalidRequestError("tool_choice allows no tool; none says so.", param="tool_choice")
+        raise InvalidRequestError(
+            "tool_choice allows no tool. To allow none, set it to none.", param="tool_choice"
+        )
     return [tool for tool in tools if tool.function.name in wanted]

@@ -1,4 +1,4 @@
-"""What the routes of pooled prompts share: taking inputs in, running them, and counting their tokens."""
+"""Shared by the pooling routes: tokenize inputs, run them, count their tokens."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ from toolkit.engine.pooled_prompts import (
     PoolingInput,
     PoolingProcessor,
     Vector,
-    num_at_once,
-    pooled,
+    num_concurrent,
+    pool,
 )
 
 T = TypeVar("T")
 
-MAX_INPUTS = 2048
-"""Of one request."""
+MAX_INPUTS = 2048  # of one request
+TRUNCATE_DESCRIPTION = (
+    "Tokens to keep of each text or pair; -1: as many as the model takes. Without it, a longer "
+    "one is an error"
+)
 
 
 class PooledUsage(msgspec.Struct):
-    """The tokens of pooled prompts; nothing is generated."""
+    """Tokens of the inputs. Nothing is generated."""
 
     prompt_tokens: int
     total_tokens: int
@@ -41,8 +44,8 @@ class PooledUsage(msgspec.Struct):
         return cls(total, total)
 
 
-class Pooling:
-    """One HTTP request's prompts."""
+class PoolingJob:
+    """Prompts of one HTTP request."""
 
     def __init__(self, service: Service, request: Request, prefix: str, priority: int) -> None:
         self.id = f"{prefix}-{request.state.request_id}"
@@ -53,29 +56,33 @@ class Pooling:
     async def prepare(
         self, given: Sequence[str | list[int]], truncate: int | None
     ) -> list[PoolingInput]:
-        """Raises InvalidRequestError for an input that cannot be run."""
+        """Raises InvalidRequestError for an input that cannot run."""
         size = sum(map(len, given))
-        return await _beside(size, lambda: self.processor.texts(given, truncate))
+        return await _tokenize(size, lambda: self.processor.prepare_texts(given, truncate))
 
     async def compare(
         self, firsts: list[str], seconds: list[str], truncate: int | None, names: tuple[str, str]
     ) -> Comparison:
         """Raises InvalidRequestError for texts that cannot be compared."""
         size = sum(map(len, firsts)) + sum(map(len, seconds))
-        return await _beside(
-            size, lambda: self.processor.comparison(firsts, seconds, truncate, names)
+        return await _tokenize(
+            size, lambda: self.processor.prepare_comparison(firsts, seconds, truncate, names)
         )
 
     async def run(self, inputs: Sequence[PoolingInput]) -> list[Vector]:
-        """The vectors, in the order of the inputs. Ends when the client goes; raises TooManyRequestsError, EngineError."""
+        """Return one vector per input. A disconnect of the client aborts the run.
+
+        In the queue, it counts as the inputs that the engine has at once, with the tokens of all.
+        Raises TooManyRequestsError and EngineError.
+        """
         num_tokens = sum(len(one.token_ids) for one in inputs)
-        check_queue(self._engine, self._config, num_at_once(self._engine, inputs), num_tokens)
-        # The engine's names end in something that nobody else has: two clients may send one X-Request-Id.
+        check_queue(self._engine, self._config, num_concurrent(self._engine, inputs), num_tokens)
+        # Engine ids get a random suffix: two clients may send the same X-Request-Id.
         name = f"{self.id}-{uuid.uuid4().hex[:8]}"
-        work = pooled(self._engine, inputs, request_id=name, priority=self._priority)
+        work = pool(self._engine, inputs, request_id=name, priority=self._priority)
         return await while_connected(self._request, work)
 
 
-async def _beside(size: int, work: Callable[[], T]) -> T:
-    """Tokenizing many characters is done in a thread, so that other requests do not wait."""
+async def _tokenize(size: int, work: Callable[[], T]) -> T:
+    """Run `work` on `size` characters, in a thread if that would keep other requests waiting."""
     return await asyncio.to_thread(work) if size > LONG_TEXT else work()

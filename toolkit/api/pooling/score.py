@@ -1,4 +1,4 @@
-"""POST /v1/score and /v1/rerank. Fields and answers are vLLM's, and those of Jina's and Cohere's rerankers."""
+"""POST /v1/score and /v1/rerank, with the fields of vLLM, and of Jina's and Cohere's rerankers."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from toolkit.api.http.body_fields import Body, Route, WholeBody
+from toolkit.api.http.body_fields import Body, RequestBody, Route, Text
 from toolkit.api.http.openapi import answers
+from toolkit.api.http.routes import Access, access
 from toolkit.api.http.service import service_for
-from toolkit.api.openai.schemas import Int, Text
-from toolkit.api.pooling.inputs import MAX_INPUTS, PooledUsage, Pooling
+from toolkit.api.openai.schemas import Int
+from toolkit.api.pooling.inputs import (
+    MAX_INPUTS,
+    TRUNCATE_DESCRIPTION,
+    PooledUsage,
+    PoolingJob,
+)
 from toolkit.errors import InvalidRequestError
 
 router = APIRouter(tags=["scoring"], route_class=Route)
 
-_TRUNCATE = Field(
-    None,
-    description="Tokens that are kept of each text, or pair; -1: as many as the model takes. Without it, more is an error",
-)
-_PRIORITY = Field(0, description="With --scheduling-policy priority: the smaller runs first")
+_TRUNCATE = Field(None, description=TRUNCATE_DESCRIPTION)
+_PRIORITY = Field(0, description="With --scheduling-policy priority, the lowest value runs first")
 
 
-class ScoreRequest(WholeBody):
+class ScoreRequest(RequestBody):
     """POST /v1/score."""
 
     model_config = ConfigDict(
@@ -39,7 +42,7 @@ class ScoreRequest(WholeBody):
     )
 
     model: str | None = None
-    text_1: Text | list[Text] = Field(description="One text for all of text_2, or one for each")
+    text_1: Text | list[Text] = Field(description="One text for all of text_2, or one per text")
     text_2: Text | list[Text]
     truncate_prompt_tokens: Int | None = _TRUNCATE
     priority: Int = _PRIORITY
@@ -49,7 +52,7 @@ class RerankDocument(Body):
     text: Text
 
 
-class RerankRequest(WholeBody):
+class RerankRequest(RequestBody):
     """POST /v1/rerank."""
 
     model_config = ConfigDict(
@@ -66,10 +69,8 @@ class RerankRequest(WholeBody):
     model: str | None = None
     query: Text
     documents: list[Text | RerankDocument]
-    top_n: Int | None = Field(
-        None, description="How many of the best are returned; all, when not given"
-    )
-    return_documents: bool = Field(True, description="Returns the texts beside their numbers")
+    top_n: Int | None = Field(None, description="Number of best documents to return; default: all")
+    return_documents: bool = Field(True, description="Return the text of each document")
     truncate_prompt_tokens: Int | None = _TRUNCATE
     priority: Int = _PRIORITY
 
@@ -92,14 +93,14 @@ class ScoreResponse(msgspec.Struct):
     object: str = "list"
 
 
-class Document(msgspec.Struct):
+class RankedDocument(msgspec.Struct):
     text: str
 
 
 class RerankResult(msgspec.Struct):
     index: int
     relevance_score: float
-    document: Document | msgspec.UnsetType = msgspec.UNSET
+    document: RankedDocument | msgspec.UnsetType = msgspec.UNSET
 
 
 class RerankResponse(msgspec.Struct):
@@ -110,48 +111,47 @@ class RerankResponse(msgspec.Struct):
 
 
 @router.post("/v1/score", response_model=None, responses=answers(ScoreResponse))
+@access(Access.MODEL_WORK)
 async def score(body: ScoreRequest, request: Request) -> Response:
-    """How well texts fit: a cross-encoder's score of each pair, else the cosine of their embeddings."""
+    """Score pairs of texts: by a cross-encoder, or by the cosine of their embeddings."""
     service = service_for(request, body)
-    pooling = Pooling(service, request, "score", body.priority)
+    job = PoolingJob(service, request, "score", body.priority)
     firsts, seconds = _as_list(body.text_1, "text_1"), _as_list(body.text_2, "text_2")
-    job = await pooling.compare(firsts, seconds, body.truncate_prompt_tokens, ("text_1", "text_2"))
-    scores = job.scores(await pooling.run(job.inputs))
+    names = ("text_1", "text_2")
+    comparison = await job.compare(firsts, seconds, body.truncate_prompt_tokens, names)
+    scores = comparison.compute_scores(await job.run(comparison.inputs))
     data = [Score(index, value) for index, value in enumerate(scores)]
-    usage = PooledUsage.of(job.inputs)
-    return _json(ScoreResponse(pooling.id, int(time.time()), service.model_name, data, usage))
+    usage = PooledUsage.of(comparison.inputs)
+    return _json(ScoreResponse(job.id, int(time.time()), service.model_name, data, usage))
 
 
 @router.post("/v1/rerank", response_model=None, responses=answers(RerankResponse))
+@access(Access.MODEL_WORK)
 async def rerank(body: RerankRequest, request: Request) -> Response:
-    """Documents in the order of how well they fit a query, the best first."""
+    """Sort documents by their relevance to a query, best first."""
     service = service_for(request, body)
     if body.top_n is not None and body.top_n < 1:
-        raise InvalidRequestError(f"top_n is at least 1; it got {body.top_n}.", param="top_n")
-    pooling = Pooling(service, request, "rerank", body.priority)
+        raise InvalidRequestError(f"top_n must be at least 1, not {body.top_n}.", param="top_n")
+    job = PoolingJob(service, request, "rerank", body.priority)
     texts = _as_list(body.texts(), "documents")
-    job = await pooling.compare(
-        [body.query], texts, body.truncate_prompt_tokens, ("query", "documents")
-    )
-    scores = job.scores(await pooling.run(job.inputs))
+    names = ("query", "documents")
+    comparison = await job.compare([body.query], texts, body.truncate_prompt_tokens, names)
+    scores = comparison.compute_scores(await job.run(comparison.inputs))
     best = sorted(range(len(texts)), key=scores.__getitem__, reverse=True)[: body.top_n]
-    results = [
-        RerankResult(
-            index, scores[index], Document(texts[index]) if body.return_documents else msgspec.UNSET
-        )
-        for index in best
-    ]
-    return _json(
-        RerankResponse(pooling.id, service.model_name, results, PooledUsage.of(job.inputs))
-    )
+    results = [RerankResult(index, scores[index]) for index in best]
+    if body.return_documents:
+        for result in results:
+            result.document = RankedDocument(texts[result.index])
+    usage = PooledUsage.of(comparison.inputs)
+    return _json(RerankResponse(job.id, service.model_name, results, usage))
 
 
 def _as_list(texts: str | list[str], name: str) -> list[str]:
-    """Raises InvalidRequestError for one text too many."""
+    """Raises InvalidRequestError for too many texts."""
     listed = [texts] if isinstance(texts, str) else texts
     if len(listed) > MAX_INPUTS:
         raise InvalidRequestError(
-            f"{name} has {len(listed)} texts; it takes at most {MAX_INPUTS}.", param=name
+            f"{name} takes at most {MAX_INPUTS} texts, not {len(listed)}.", param=name
         )
     return listed
 

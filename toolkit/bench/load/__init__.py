@@ -1,1 +1,1 @@
-"""The load itself: datasets, arrival times, HTTP client, client processes."""
+"""Load generation: datasets, arrival times, HTTP client, client processes."""

@@ -1,4 +1,4 @@
-"""One answer's stream: which of its events are tokens, and when they came."""
+"""Times the tokens of a streamed answer."""
 
 from __future__ import annotations
 
@@ -15,95 +15,89 @@ from toolkit.client.wire import DONE, EventBuffer, RequestFailedError, error_mes
 
 TEXT_KEYS = (b'"text":', b'"text": ', b'"content":', b'"content": ')
 QUOTE, BACKSLASH = b'"', ord("\\")
-SAID = ("content", "reasoning_content", "reasoning", "tool_calls")
-"""What a chat's piece can carry."""
+OUTPUT_KEYS = ("content", "reasoning_content", "reasoning", "tool_calls")
+"""Fields of a chat delta that carry output."""
 
 
-class Counts(msgspec.Struct, tag="counts"):
-    """What the live display shows: requests, and tokens and times to the first one, in seconds, of those so far."""
+class LiveCounts(msgspec.Struct, tag="counts"):
+    """Running totals for the live display."""
 
     sent: int = 0
     done: int = 0
     failed: int = 0
     tokens: int = 0
-    first_tokens: int = 0
-    ttft: float = 0.0
-    error: str = ""
-    """The newest."""
+    first_tokens: int = 0  # requests that have one
+    ttft: float = 0.0  # sum over those requests, in seconds
+    error: str = ""  # the latest
 
     @property
     def running(self) -> int:
         return self.sent - self.done - self.failed
 
 
-class Answer:
-    """The events of a stream, as they arrive."""
+class StreamTimer:
+    """Counts and times the tokens of one stream as its events arrive."""
 
-    def __init__(self, record: RequestRecord, start: float, counts: Counts) -> None:
+    def __init__(self, record: RequestRecord, start: float, counts: LiveCounts) -> None:
         self.record = record
-        self.start = start  # of the run, by time.perf_counter
+        self.start = start  # time.perf_counter() at the start of the run
         self.counts = counts
         self.events = EventBuffer()
-        self.times = array("d")  # of each piece of the answer
-        self.sizes = array(
-            "q"
-        )  # tokens that it says it has; else 1 for a piece with text, 0 for one without
-        self.counted = 0  # their sum
-        self.sizes_said = False  # whether pieces come with token ids or a running count
-        self.total: int | None = None  # tokens by the server's own count
-        self.complete = False
-        self.ends_empty = False  # whether the last piece has a finish reason and no text
-        self.usual: tuple[bytes, bytes] | None = (
-            None  # what is around the text of a piece of one token
-        )
+        self.times = array("d")  # arrival of each chunk
+        # Tokens of each chunk. If the server does not report them: 1 with text, 0 without.
+        self.chunk_tokens = array("q")
+        self.num_tokens = 0  # sum of chunk_tokens
+        self.has_chunk_counts = False  # chunks carry token ids or a running count
+        self.reported_tokens: int | None = None  # completion tokens by the server's count
+        self.is_complete = False
+        self.ends_empty = False  # the last chunk has a finish reason and no text
+        # Bytes before and after the text in a chunk of one token.
+        self.token_frame: tuple[bytes, bytes] | None = None
 
     def feed(self, data: bytes, read_at: float) -> None:
-        """Takes bytes that were read at a moment of `time.perf_counter`."""
+        """Process bytes that were read at `read_at`, by `time.perf_counter`."""
         now = read_at - self.start
         for event in self.events.feed(data):
-            if self._is_usual(event):
-                self._count(1, now)
+            if self._is_plain_token(event):
+                self._add_chunk(1, now)
             else:
-                self._take(event, now)
+                self._parse_event(event, now)
 
-    def finish(self) -> None:
-        """Raises RequestFailedError when the answer did not come to its end."""
-        if not self.complete:
+    def check_complete(self) -> None:
+        """Raise RequestFailedError if the answer did not reach its end."""
+        if not self.is_complete:
             raise RequestFailedError(
-                "answer broken off", f"after {self.counted} tokens, without an end"
+                "incomplete answer", f"the stream ended after {self.num_tokens} tokens"
             )
 
-    def settle(self) -> None:
-        """Writes into the record what came.
+    def write_record(self) -> None:
+        """Write counts and times into the record.
 
-        Servers send an event for each token also when its text is held back or empty (half a character): where the
-        server's own count agrees, such events are tokens like the others. Otherwise only text counts; where there are
-        tokens and no text at all, every event.
+        Servers send an event for every token, also when its text is held back or empty (half a
+        character). If the server's own count agrees, such events count as tokens. Otherwise only
+        events with text count, or all events if none has text although there are tokens.
         """
-        times, sizes, known = self.times, self.sizes, self.sizes_said
-        if not known and self.total in (len(sizes), len(sizes) - self.ends_empty):
-            times, sizes, known = times[: self.total], array("q", [1]) * self.total, True
-        elif 0 in sizes and (any(sizes) or not self.total):
+        times, sizes, is_known = self.times, self.chunk_tokens, self.has_chunk_counts
+        total = self.reported_tokens
+        if not is_known and total in (len(sizes), len(sizes) - self.ends_empty):
+            times, sizes, is_known = times[:total], array("q", [1]) * total, True
+        elif 0 in sizes and (any(sizes) or not total):
             filled = [(time, size) for time, size in zip(times, sizes, strict=True) if size > 0]
-            times, sizes = (
-                array("d", [time for time, _ in filled]),
-                array("q", [size for _, size in filled]),
-            )
+            times = array("d", [time for time, _ in filled])
+            sizes = array("q", [size for _, size in filled])
         record = self.record
-        record.output_tokens = sum(sizes) if self.total is None else self.total
-        record.sizes_known = known or sum(sizes) == self.total
+        record.output_tokens = sum(sizes) if total is None else total
+        record.has_token_counts = is_known or sum(sizes) == total
         if times:
             record.first_token, record.last_token = times[0], times[-1]
-            record.gaps = array("d", [after - before for before, after in pairwise(times)])
-            record.sizes = sizes[1:]
+            record.chunk_gaps = array("d", [after - before for before, after in pairwise(times)])
+            record.chunk_tokens = sizes[1:]
 
-    def _is_usual(self, event: bytes) -> bool:
-        """Whether it differs from an earlier piece of one token in its text alone, and has one. Most do, and need not
-        be parsed.
-        """
-        if self.usual is None:
+    def _is_plain_token(self, event: bytes) -> bool:
+        """True if only the text differs from an earlier one-token event: no parsing is needed."""
+        if self.token_frame is None:
             return False
-        head, tail = self.usual
+        head, tail = self.token_frame
         end = len(event) - len(tail)
         return (
             end > len(head)
@@ -113,66 +107,72 @@ class Answer:
             and event[end - 1] != BACKSLASH
         )
 
-    def _take(self, data: bytes, now: float) -> None:
+    def _parse_event(self, data: bytes, now: float) -> None:
         if data == DONE:
-            self.complete = True
+            self.is_complete = True
             return
         try:
             event: dict[str, Any] = orjson.loads(data)
             usage = event.get("usage")
             choices = event.get("choices")
-            counted = self._take_usage(usage) if usage else False
+            has_count = self._read_usage(usage) if usage else False
             if choices:
-                self._piece(data, choices[0], now, counted=counted)
+                self._parse_chunk(data, choices[0], now, has_count=has_count)
             elif "error" in event:
                 raise RequestFailedError("error in the stream", error_message(data))
         except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError):
             raise RequestFailedError(
-                "unreadable event", data.decode(errors="replace")[:200]
+                "malformed event", data.decode(errors="replace")[:200]
             ) from None
 
-    def _take_usage(self, usage: dict[str, Any]) -> bool:
-        """Whether it says how many tokens the answer has until now; servers leave out, or null, what they do not count."""
+    def _read_usage(self, usage: dict[str, Any]) -> bool:
+        """Store the counts of a usage object, each optional. True if it has completion tokens."""
         record, total = self.record, usage.get("completion_tokens")
         if total is not None:
-            self.total = index(total)
+            self.reported_tokens = index(total)
         if (prompt := usage.get("prompt_tokens")) is not None:
             record.prompt_tokens = index(prompt)
         if (cached := (usage.get("prompt_tokens_details") or {}).get("cached_tokens")) is not None:
             record.cached_tokens = index(cached)
         return total is not None
 
-    def _piece(self, data: bytes, choice: dict[str, Any], now: float, *, counted: bool) -> None:
-        """One piece of the answer; `counted` when it comes with the tokens until now."""
+    def _parse_chunk(
+        self, data: bytes, choice: dict[str, Any], now: float, *, has_count: bool
+    ) -> None:
+        """Count one chunk. `has_count`: its usage has the completion tokens so far."""
         delta = choice.get("delta") or {}
-        said = [choice.get("text"), *(delta.get(key) for key in SAID)]
-        ends = bool(choice.get("finish_reason"))
-        self.complete |= ends
-        self.ends_empty = ends and not any(said)
+        outputs = [choice.get("text"), *(delta.get(key) for key in OUTPUT_KEYS)]
+        is_last = bool(choice.get("finish_reason"))
+        self.is_complete |= is_last
+        self.ends_empty = is_last and not any(outputs)
         ids = choice.get("token_ids")
-        self.sizes_said |= not self.times and (counted or ids is not None)
-        if self.sizes_said and (counted or ids is not None):
-            carried = len(ids) if ids is not None else max(0, (self.total or 0) - self.counted)
-            self._count(carried, now)
-        elif any(said):
-            self._count(1, now)
-            if not ends:
-                self.usual = _around(data, said[0] or said[1])
-        elif self.times or "role" not in delta:  # a chat begins with a piece that says who speaks
-            self._count(0, now)
+        has_count |= ids is not None
+        self.has_chunk_counts |= not self.times and has_count
+        if self.has_chunk_counts and has_count:
+            if ids is not None:
+                num_tokens = len(ids)
+            else:
+                num_tokens = max(0, (self.reported_tokens or 0) - self.num_tokens)
+            self._add_chunk(num_tokens, now)
+        elif any(outputs):
+            self._add_chunk(1, now)
+            if not is_last:
+                self.token_frame = _split_at_text(data, outputs[0] or outputs[1])
+        elif self.times or "role" not in delta:  # the first chunk of a chat only has the role
+            self._add_chunk(0, now)
 
-    def _count(self, carried: int, now: float) -> None:
+    def _add_chunk(self, num_tokens: int, now: float) -> None:
         if not self.times:
             self.counts.first_tokens += 1
             self.counts.ttft += now - self.record.scheduled
-        self.counted += carried
-        self.counts.tokens += carried
+        self.num_tokens += num_tokens
+        self.counts.tokens += num_tokens
         self.times.append(now)
-        self.sizes.append(carried)
+        self.chunk_tokens.append(num_tokens)
 
 
-def _around(data: bytes, text: object) -> tuple[bytes, bytes] | None:
-    """The event's bytes before and after its text; None where the text is not found as it was expected."""
+def _split_at_text(data: bytes, text: object) -> tuple[bytes, bytes] | None:
+    """Return the event's bytes before and after its text, or None if the text is not found."""
     if not isinstance(text, str):
         return None
     quoted = orjson.dumps(text)

@@ -1,4 +1,4 @@
-"""Sends one request and takes its times. Bytes are timed when they are read, before they are parsed."""
+"""Sends requests and times their answers. Bytes are timed when read, before they are parsed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import time
 
 import orjson
 
-from toolkit.bench.load.answer_stream import Answer, Counts
+from toolkit.bench.load.answer_stream import LiveCounts, StreamTimer
 from toolkit.bench.load.dataset import BenchRequest
-from toolkit.bench.load.http_client import Http
+from toolkit.bench.load.http_client import HTTPClient
 from toolkit.bench.load.record import RequestRecord
 from toolkit.client.wire import RequestFailedError, ServerError, error_message
 
-READY_CHECK = 0.5
-"""Seconds between two attempts to reach a server that is starting."""
+READY_CHECK_INTERVAL = 0.5
+"""Seconds between attempts to reach a server that is starting."""
 
 
 class Clock:
-    """Seconds after a moment of `time.perf_counter`, which all processes of a machine share."""
+    """Seconds since `start`, by `time.perf_counter`, which all processes of a machine share."""
 
     def __init__(self, start: float | None = None) -> None:
         self.start = time.perf_counter() if start is None else start
@@ -27,9 +27,11 @@ class Clock:
         return time.perf_counter() - self.start
 
 
-async def wait_until_ready(http: Http, url: str, patience: float) -> None:
-    """Returns when the server answers, for at most `patience` seconds with anything but a fault: a proxy has one to say
-    for a server that is starting. Raises ServerError.
+async def wait_until_ready(http: HTTPClient, url: str, patience: float) -> None:
+    """Wait until the server answers, for at most `patience` seconds.
+
+    During that time an HTTP error of 500 or above is no answer: a proxy sends one for a server that
+    is still starting. Raises ServerError.
     """
     end = time.perf_counter() + patience
     while True:
@@ -39,16 +41,16 @@ async def wait_until_ready(http: Http, url: str, patience: float) -> None:
                 return
         except RequestFailedError as error:
             if time.perf_counter() >= end:
-                waited = f", {patience:g} s long" if patience else ""
+                waited = f" after {patience:g} s" if patience else ""
                 raise ServerError(
                     f"No server answers at {url}{waited} ({error.example}). "
-                    "Start one with 'tk serve', or name another with --url."
+                    "Start one with 'tk serve', or set --url."
                 ) from None
-        await asyncio.sleep(min(READY_CHECK, max(0.0, end - time.perf_counter())))
+        await asyncio.sleep(min(READY_CHECK_INTERVAL, max(0.0, end - time.perf_counter())))
 
 
-async def first_model(http: Http, url: str) -> str:
-    """The first model that the server lists. Raises ServerError when it lists none."""
+async def first_model(http: HTTPClient, url: str) -> str:
+    """Return the first model that the server lists. Raises ServerError if it lists none."""
     try:
         status, body = await http.get("/v1/models", timeout=30.0)
     except RequestFailedError as error:
@@ -58,28 +60,28 @@ async def first_model(http: Http, url: str) -> str:
     try:
         return str(orjson.loads(body)["data"][0]["id"])
     except (orjson.JSONDecodeError, LookupError, TypeError):
-        raise ServerError(f"{url}/v1/models lists no model; name one with --model.") from None
+        raise ServerError(f"{url}/v1/models lists no model. Set --model.") from None
 
 
 class Client:
     """Sends requests to one route and counts them."""
 
-    def __init__(self, http: Http, route: str, clock: Clock) -> None:
+    def __init__(self, http: HTTPClient, route: str, clock: Clock) -> None:
         self.http = http
         self.route = route
         self.clock = clock
-        self.counts = Counts()
+        self.counts = LiveCounts()
 
     async def send(self, request: BenchRequest, record: RequestRecord) -> None:
-        """Sends it now and fills the record. What goes wrong is the record's error, not an exception."""
-        counts, answer = self.counts, Answer(record, self.clock.start, self.counts)
+        """Send the request now and fill the record. A failure is stored in the record."""
+        counts, timer = self.counts, StreamTimer(record, self.clock.start, self.counts)
         record.max_tokens = request.max_tokens
         counts.sent += 1
         record.sent = self.clock()
         try:
-            status, body = await self.http.post(self.route, request.body, answer.feed)
+            status, body = await self.http.post(self.route, request.body, timer.feed)
             if status == 200:
-                answer.finish()
+                timer.check_complete()
             else:
                 record.error = (f"HTTP {status}", error_message(body))
         except RequestFailedError as error:
@@ -88,7 +90,7 @@ class Client:
             counts.sent -= 1
             raise
         finally:
-            answer.settle()
+            timer.write_record()
         record.ended = self.clock()
         if record.error is None:
             counts.done += 1

@@ -1,4 +1,4 @@
-"""What is asked. Made prompts are the same for the same seed, and different for every request."""
+"""Prompts. Generated ones depend on the seed alone and differ between requests."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from toolkit.config.load import BenchConfig
 Tokens = NDArray[np.int64]
 
 WORDS = """
-    time year people way day man thing woman life child world school state family student group country
-    problem hand part place case week company system program question work government number night point
-    home water room mother area money story fact month lot right study book eye job word business issue side
-    kind head house service friend father power hour game line end member law car city community name
-    president team minute idea kid body information back parent face others level office door health person
-    art war history party result change morning reason research girl guy moment air teacher force education
-    foot boy age policy music market
+    time year people way day man thing woman life child world school state family student group
+    country problem hand part place case week company system program question work government number
+    night point home water room mother area money story fact month lot right study book eye job word
+    business issue side kind head house service friend father power hour game line end member law
+    car city community name president team minute idea kid body information back parent face others
+    level office door health person art war history party result change morning reason research girl
+    guy moment air teacher force education foot boy age policy music market
 """.split()  # noqa: SIM905  # a list of 106 literals reads worse
 
 PREFIX, WARMUP, BLOCK = 1, 2, 3
-"""What else than a request's own prompt is drawn, by number: each has random numbers of its own."""
+"""Keys of the random streams that do not belong to a single request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What one request asks: text, token ids or a conversation, and how many tokens it wants back."""
+    """Text, token ids or a conversation, and the length of the answer."""
 
     content: str | list[int] | list[dict[str, Any]]
     max_tokens: int
@@ -39,14 +39,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One request, ready to send: a JSON body and the number of tokens that it asks for."""
+    """A request that is ready to send: its JSON body and the length of the answer."""
 
     body: bytes
     max_tokens: int
 
 
 class Dataset(Protocol):
-    """Prompts by number. `times`: when they arrive, of those that say so; else None."""
+    """Prompts by index. `times`: recorded arrivals in seconds, or None."""
 
     @property
     def times(self) -> Times | None: ...
@@ -54,19 +54,18 @@ class Dataset(Protocol):
     def prompt(self, index: int) -> Prompt: ...
 
 
-class Maker:
-    """Makes tokens: ids for completions, words for chats. Lengths and contents depend on the seed and on what they
-    are for alone.
-    """
+class PromptGenerator:
+    """Generates prompts: token ids for completions, words for chats."""
 
     def __init__(self, config: BenchConfig) -> None:
         assert config.seed is not None, "a run has chosen its seed"
         self._seed = config.seed
-        self._chat = config.chat
-        self._vocab_size = len(WORDS) if config.chat else config.random_vocab_size
+        self._chat = config.is_chat
+        self._vocab_size = len(WORDS) if config.is_chat else config.random_vocab_size
 
-    def rng(self, *what_for: int) -> np.random.Generator:
-        return np.random.default_rng((self._seed, *what_for))
+    def rng(self, *key: int) -> np.random.Generator:
+        """Return a random generator that depends on the seed and the key alone."""
+        return np.random.default_rng((self._seed, *key))
 
     def tokens(self, rng: np.random.Generator, length: int) -> Tokens:
         return rng.integers(0, self._vocab_size, length)
@@ -82,43 +81,43 @@ class RandomDataset:
 
     times: Times | None = None
 
-    def __init__(self, config: BenchConfig, *purpose: int) -> None:
-        """`purpose`: what tells these prompts from others of the same run."""
-        self._maker = Maker(config)
-        self._purpose = purpose
+    def __init__(self, config: BenchConfig, *key: int) -> None:
+        """`key` separates these prompts from others of the same run."""
+        self._generator = PromptGenerator(config)
+        self._key = key
         self._input_range = length_range(config.random_input_len, config.random_range_ratio)
         self._output_range = length_range(config.random_output_len, config.random_range_ratio)
 
     def prompt(self, index: int) -> Prompt:
-        rng = self._maker.rng(index, *self._purpose)
+        rng = self._generator.rng(index, *self._key)
         input_len = int(rng.integers(*self._input_range, endpoint=True))
         output_len = int(rng.integers(*self._output_range, endpoint=True))
-        return self._maker.prompt(self._tokens(rng, input_len), output_len)
+        return self._generator.prompt(self._tokens(rng, input_len), output_len)
 
     def _tokens(self, rng: np.random.Generator, input_len: int) -> Tokens:
-        return self._maker.tokens(rng, input_len)
+        return self._generator.tokens(rng, input_len)
 
 
 class PrefixDataset(RandomDataset):
-    """Prompts that begin with one of a few prefixes and then have nothing in common."""
+    """Prompts that share one of a few prefixes and have nothing else in common."""
 
     def __init__(self, config: BenchConfig) -> None:
         super().__init__(config)
         self._prefixes = [
-            self._maker.tokens(self._maker.rng(number, PREFIX), config.prefix_len)
+            self._generator.tokens(self._generator.rng(number, PREFIX), config.prefix_len)
             for number in range(config.num_prefixes)
         ]
 
     def _tokens(self, rng: np.random.Generator, input_len: int) -> Tokens:
         prefix = self._prefixes[rng.integers(len(self._prefixes))]
-        return np.concatenate((prefix, self._maker.tokens(rng, input_len)))
+        return np.concatenate((prefix, self._generator.tokens(rng, input_len)))
 
 
 def request(prompt: Prompt, config: BenchConfig, model: str) -> BenchRequest:
-    """The prompt as the server takes it."""
+    """Return the request for a prompt."""
     max_tokens = prompt.max_tokens if config.output_len is None else config.output_len
     body: dict[str, Any] = {"model": model}
-    if not config.chat:
+    if not config.is_chat:
         body["prompt"] = prompt.content
     elif isinstance(prompt.content, str):
         body["messages"] = [{"role": "user", "content": prompt.content}]
@@ -136,5 +135,5 @@ def request(prompt: Prompt, config: BenchConfig, model: str) -> BenchRequest:
 
 
 def length_range(length: int, ratio: float) -> tuple[int, int]:
-    """Shortest and longest of lengths spread by `ratio` around `length`; at least one token."""
+    """Return the shortest and longest length within `ratio` of `length`; at least one token."""
     return max(1, math.floor(length * (1 - ratio))), max(1, math.ceil(length * (1 + ratio)))

@@ -1,4 +1,4 @@
-"""Who sends when. Both drivers run until their requests have ended, and can be cancelled at any moment."""
+"""Open-loop and closed-loop drivers. They return when their requests have ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit.bench.load.dataset import BenchRequest
 from toolkit.bench.load.record import RequestRecord
 
 TIMER_RESOLUTION = 0.001  # seconds
-TICK = 0.01  # seconds between two looks at how late the event loop is
+SAMPLE_INTERVAL = 0.01  # seconds between samples of the event loop's delay
 
 
 async def open_loop(
@@ -21,25 +21,25 @@ async def open_loop(
     records: list[RequestRecord],
     max_concurrency: int | None,
 ) -> None:
-    """Starts request i at `records[i].scheduled`, whatever became of those before it.
+    """Start request i at `records[i].scheduled`, whether or not earlier ones have ended.
 
-    With `max_concurrency` a request that finds no free place waits for one; it is still late by its schedule.
+    With `max_concurrency` a request may have to wait. Its latencies still count from the schedule.
     """
-    places = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else None
+    slots = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else None
 
-    async def one(body: BenchRequest, record: RequestRecord) -> None:
-        record.woken = client.clock()
-        if places is None:
+    async def send(body: BenchRequest, record: RequestRecord) -> None:
+        record.started = client.clock()
+        if slots is None:
             await client.send(body, record)
             return
-        async with places:
+        async with slots:
             await client.send(body, record)
 
     async with asyncio.TaskGroup() as tasks:
         for number, record in enumerate(records):
             body = request(number)
             await sleep_until(record.scheduled, client.clock)
-            tasks.create_task(one(body, record))
+            tasks.create_task(send(body, record))
 
 
 async def closed_loop(
@@ -51,13 +51,13 @@ async def closed_loop(
     count: int | None,
     duration: float | None,
 ) -> None:
-    """Keeps `concurrency` requests in flight until `count` are sent or `duration` seconds are over.
+    """Keep `concurrency` requests in flight until `count` are sent or `duration` seconds are over.
 
-    Appends a record for each request; it counts as scheduled when its place became free.
+    Appends a record for each request. A request is scheduled when an earlier one ends.
     """
     numbers = count_up()
 
-    async def place() -> None:
+    async def send_repeatedly() -> None:
         for number in numbers:
             if count is not None and number >= count:
                 return
@@ -65,20 +65,20 @@ async def closed_loop(
             now = client.clock()
             if duration is not None and now >= duration:
                 return
-            record = RequestRecord(number, scheduled=now, woken=now)
+            record = RequestRecord(number, scheduled=now, started=now)
             records.append(record)
             await client.send(body, record)
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(concurrency if count is None else min(concurrency, count)):
-            tasks.create_task(place())
+            tasks.create_task(send_repeatedly())
 
 
 async def sleep_until(due: float, clock: Callable[[], float]) -> None:
-    """Sleeps until `clock` reads `due`.
+    """Sleep until `clock` reads `due`.
 
-    Timers are half a millisecond off; where there is time for it, the last one is spent looking at the clock. Where
-    there is none at all, others run once nevertheless: a client that is behind still sends what it has, and hears Ctrl-C.
+    Timers are half a millisecond off, so the last millisecond of a long wait polls the clock.
+    A client that is behind still yields once, so that other tasks send and Ctrl-C is handled.
     """
     wait = due - clock()
     if wait > 5 * TIMER_RESOLUTION:
@@ -92,8 +92,8 @@ async def sleep_until(due: float, clock: Callable[[], float]) -> None:
 
 
 async def watch_loop_delay(clock: Callable[[], float], delays: array[float]) -> None:
-    """Writes down, every 10 ms, how many seconds late the event loop is. Runs until cancelled."""
+    """Append the event loop's delay in seconds every 10 ms until cancelled."""
     while True:
-        due = clock() + TICK
-        await asyncio.sleep(TICK)
+        due = clock() + SAMPLE_INTERVAL
+        await asyncio.sleep(SAMPLE_INTERVAL)
         delays.append(max(0.0, clock() - due))

@@ -1,4 +1,4 @@
-"""What every client process sets up before it runs."""
+"""Event loop and file limit of a client process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """uvloop where it exists."""
+    """Return uvloop's factory, or asyncio's if uvloop is not installed."""
     try:
         import uvloop
     except ImportError:
@@ -17,7 +17,7 @@ def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def raise_file_limit() -> None:
-    """Every request in flight is an open file."""
+    """Raise the limit of open files: every request in flight is one."""
     try:
         import resource
     except ImportError:

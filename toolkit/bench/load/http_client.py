@@ -1,6 +1,7 @@
-"""HTTP/1.1 for the load generator: one callback for each read, no task and no future for each piece of a body.
+"""HTTP/1.1 client of the load generator: one callback per read, no task or future per body chunk.
 
-A general client spends more on a server-sent event than the server does; then it is the client that is measured.
+A general client spends more time on a server-sent event than the server does, so a benchmark would
+measure the client.
 """
 
 from __future__ import annotations
@@ -16,32 +17,31 @@ import httptools
 
 from toolkit.client.wire import RequestFailedError
 
-IDLE = 4.0
-"""Seconds after which an idle connection is not used again: common servers close one after 5."""
+IDLE_LIMIT = 4.0
+"""Seconds after which an idle connection is not reused: common servers close it after 5."""
 
-CONNECT_TIMEOUT = 30.0
-"""Seconds."""
+CONNECT_TIMEOUT = 30.0  # seconds
 
-Take = Callable[[bytes, float], None]
-"""Gets a piece of a body and the moment at which it was read, by `time.perf_counter`."""
+OnChunk = Callable[[bytes, float], None]
+"""Called with a chunk of a body and the time it was read, by `time.perf_counter`."""
 
 
-class Http:
-    """Connections to one server: as many as there are requests at once, each used again and again."""
+class HTTPClient:
+    """Keep-alive connections to one server: one for each request in flight."""
 
     def __init__(self, url: str, api_key: str | None, headers: Iterable[str] = ()) -> None:
-        """`headers`: further ones of every request, as KEY=VALUE."""
+        """`headers`: extra headers of every request, as KEY=VALUE."""
         parts = urlsplit(url)
         self._host = parts.hostname or ""
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._ssl else 80)
         self._path = parts.path
         key = f"Authorization: Bearer {api_key}\r\n" if api_key is not None else ""
-        further = "".join(
+        extra = "".join(
             f"{name}: {value}\r\n" for name, _, value in (h.partition("=") for h in headers)
         )
         host = parts.netloc.rpartition("@")[2]
-        self._fields = f"Host: {host}\r\nAccept-Encoding: identity\r\n{key}{further}".encode()
+        self._fields = f"Host: {host}\r\nAccept-Encoding: identity\r\n{key}{extra}".encode()
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
 
@@ -51,47 +51,46 @@ class Http:
     async def __aexit__(self, *error: object) -> None:
         for connection in list(self._open):
             connection.close()
-        await asyncio.sleep(0)  # the transports close in the loop's next turn
+        await asyncio.sleep(0)  # transports close in the loop's next iteration
 
     async def get(self, path: str, timeout: float) -> tuple[int, bytes]:
-        """(status, body). Raises RequestFailedError."""
+        """Return (status, body). Raises RequestFailedError."""
         try:
             async with asyncio.timeout(timeout):
                 return await self._send(b"GET", path, b"", None)
         except TimeoutError:
             raise RequestFailedError("timeout", f"no answer in {timeout:g} s") from None
 
-    async def post(self, path: str, body: bytes, take: Take) -> tuple[int, bytes]:
-        """Sends JSON; `take` gets the body of an answer with status 200, piece by piece.
+    async def post(self, path: str, body: bytes, on_chunk: OnChunk) -> tuple[int, bytes]:
+        """Send JSON and return (status, body). With status 200 the body goes to `on_chunk` instead.
 
-        The result is the status, and the body of an answer with another one. Raises RequestFailedError, and what
-        `take` raises.
+        Raises RequestFailedError, and any exception of `on_chunk`.
         """
-        return await self._send(b"POST", path, body, take)
+        return await self._send(b"POST", path, body, on_chunk)
 
     async def _send(
-        self, method: bytes, path: str, body: bytes, take: Take | None
+        self, method: bytes, path: str, body: bytes, on_chunk: OnChunk | None
     ) -> tuple[int, bytes]:
         head = b"%s %s HTTP/1.1\r\n%s" % (method, (self._path + path).encode(), self._fields)
         if body:
             head += b"Content-Type: application/json\r\nContent-Length: %d\r\n" % len(body)
-        connection = self._free_one() or await self._connect()
+        connection = self._idle_connection() or await self._connect()
         try:
-            answer = await connection.exchange(head + b"\r\n" + body, take)
+            response = await connection.exchange(head + b"\r\n" + body, on_chunk)
         except BaseException:
             connection.close()
             raise
-        if connection.reusable:
+        if connection.is_reusable:
             self._idle.append(connection)
         else:
             connection.close()
-        return answer
+        return response
 
-    def _free_one(self) -> _Connection | None:
-        newest = time.perf_counter() - IDLE
+    def _idle_connection(self) -> _Connection | None:
+        oldest = time.perf_counter() - IDLE_LIMIT
         while self._idle:
             connection = self._idle.pop()
-            if connection.reusable and connection.last_used > newest:
+            if connection.is_reusable and connection.last_used > oldest:
                 return connection
             connection.close()
         return None
@@ -104,116 +103,115 @@ class Http:
                     lambda: _Connection(self._open), self._host, self._port, ssl=self._ssl
                 )
         except TimeoutError:
-            raise RequestFailedError("timeout", "no connection in time") from None
+            raise RequestFailedError("timeout", "the connection took too long") from None
         except OSError as error:
             raise RequestFailedError("cannot connect", error.strerror or str(error)) from None
         return connection
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one request at a time. `everyone` holds the open ones."""
+    """One connection with one request at a time. It adds itself to the set of open connections."""
 
-    def __init__(self, everyone: set[_Connection]) -> None:
-        self._everyone = everyone
+    def __init__(self, open_connections: set[_Connection]) -> None:
+        self._open_connections = open_connections
         self._transport: asyncio.Transport | None = None
-        self._waiting: asyncio.Future[tuple[int, bytes]] | None = None
-        self.reusable = False
+        self._response: asyncio.Future[tuple[int, bytes]] | None = None
+        self.is_reusable = False
         self.last_used = 0.0
 
-    async def exchange(self, request: bytes, take: Take | None) -> tuple[int, bytes]:
-        """Sends a request and waits for the end of its answer."""
-        self._take = take
+    async def exchange(self, request: bytes, on_chunk: OnChunk | None) -> tuple[int, bytes]:
+        """Send a request and wait for the end of its response."""
+        self._on_chunk = on_chunk
         self._parser = httptools.HttpResponseParser(self)
-        self._begun = self._framed = self._complete = self.reusable = False
-        self._pieces: list[bytes] = []
-        self._waiting = asyncio.get_running_loop().create_future()
+        self._has_headers = self._has_length = self._is_complete = self.is_reusable = False
+        self._body: list[bytes] = []
+        self._response = asyncio.get_running_loop().create_future()
         if self._transport is None:
             raise RequestFailedError(
                 "connection closed by the server", "before the request was sent"
             )
         self._transport.write(request)
-        return await self._waiting
+        return await self._response
 
     def close(self) -> None:
-        self.reusable = False
+        self.is_reusable = False
         if self._transport is not None:
             self._transport.abort()
 
-    # ---- the event loop's calls
+    # ---- called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(
-            asyncio.Transport, transport
-        )  # uvloop's have no common base with asyncio's
-        self._everyone.add(self)
+        # uvloop's transports share no base class with asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
+        self._open_connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
-        if self._waiting is None or self._waiting.done():
-            self.close()  # nobody asked
+        if self._response is None or self._response.done():
+            self.close()  # unsolicited data
             return
         try:
             self._parser.feed_data(data)
-            if self._pieces and self._streams:
-                pieces, self._pieces = self._pieces, []
-                assert self._take is not None
-                self._take(pieces[0] if len(pieces) == 1 else b"".join(pieces), now)
+            if self._body and self._is_streaming:
+                chunks, self._body = self._body, []
+                assert self._on_chunk is not None
+                self._on_chunk(chunks[0] if len(chunks) == 1 else b"".join(chunks), now)
         except httptools.HttpParserError as error:
-            self._fail(RequestFailedError("unreadable answer", str(error)))
+            self._fail(RequestFailedError("malformed response", str(error)))
         except Exception as error:
             self._fail(error)
         else:
-            if self._complete:
-                self.reusable = self._keep_alive
+            if self._is_complete:
+                self.is_reusable = self._keep_alive
                 self.last_used = now
                 self._succeed()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.reusable = False
+        self.is_reusable = False
         self._transport = None
-        self._everyone.discard(self)
-        if self._waiting is None or self._waiting.done():
+        self._open_connections.discard(self)
+        if self._response is None or self._response.done():
             return
-        if not self._begun:
+        if not self._has_headers:
             self._fail(
                 RequestFailedError(
                     "connection closed by the server", str(error or "before it answered")
                 )
             )
-        elif self._framed:
+        elif self._has_length:
             self._fail(
-                RequestFailedError("answer broken off", str(error or "the connection was closed"))
+                RequestFailedError("incomplete answer", str(error or "the connection was closed"))
             )
         else:
-            self._succeed()  # an answer without a length ends with the connection
+            self._succeed()  # a response without a length ends with the connection
 
-    # ---- the parser's calls
+    # ---- called by the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() in (b"content-length", b"transfer-encoding"):
-            self._framed = True
+            self._has_length = True
 
     def on_headers_complete(self) -> None:
-        self._begun = True
+        self._has_headers = True
 
     def on_body(self, body: bytes) -> None:
-        self._pieces.append(body)
+        self._body.append(body)
 
     def on_message_complete(self) -> None:
-        self._complete = True
+        self._is_complete = True
         self._keep_alive = self._parser.should_keep_alive()
 
-    # ---- the end of an exchange
+    # ---- end of an exchange
 
     @property
-    def _streams(self) -> bool:
-        return self._take is not None and self._parser.get_status_code() == 200
+    def _is_streaming(self) -> bool:
+        return self._on_chunk is not None and self._parser.get_status_code() == 200
 
     def _succeed(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result((self._parser.get_status_code(), b"".join(self._pieces)))
+        if self._response is not None and not self._response.done():
+            self._response.set_result((self._parser.get_status_code(), b"".join(self._body)))
 
     def _fail(self, error: Exception) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_exception(error)
+        if self._response is not None and not self._response.done():
+            self._response.set_exception(error)
         self.close()

@@ -1,6 +1,7 @@
-"""Clients in processes of their own: the first process hands out the shares, says when to begin, and gathers what came.
+"""Client processes. The parent distributes the load, starts all clients and collects their results.
 
-They speak MessagePack through the pipes of standard input and output. A client ends when its standard input does.
+Messages are MessagePack over standard input and output. A client exits when its standard input
+closes.
 """
 
 from __future__ import annotations
@@ -16,45 +17,46 @@ from typing import Any
 
 import msgspec
 
-from toolkit.bench.load.answer_stream import Counts
+from toolkit.bench.load.answer_stream import LiveCounts
 from toolkit.bench.load.client import Clock
 from toolkit.bench.load.event_loop import event_loop_factory, raise_file_limit
-from toolkit.bench.load.http_client import Http
-from toolkit.bench.load.record import RequestRecord, Seconds, Share
-from toolkit.bench.load.share import Job, LoadShare
+from toolkit.bench.load.http_client import HTTPClient
+from toolkit.bench.load.record import ClientResult, RequestRecord, Seconds
+from toolkit.bench.load.share import LoadJob, LoadShare
 from toolkit.config.load import BenchConfig
+from toolkit.framing import frame, read_frame
 
-HEAD_START = 0.05
-"""Seconds between the word to begin and the beginning, so that all clients begin together."""
+START_DELAY = 0.05
+"""Seconds from the start message to the start, so that all clients start together."""
 
-REFRESH = 0.25
-"""Seconds between two reports of a client's counts."""
-
-
-class Ready(msgspec.Struct, tag="ready"):
-    """The client has made its requests."""
+REPORT_INTERVAL = 0.25
+"""Seconds between reports of a client's counts."""
 
 
-class Begin(msgspec.Struct, tag="begin"):
-    """`at`: the moment that counts as 0, by `time.perf_counter`, which all processes share."""
+class ClientReady(msgspec.Struct, tag="ready"):
+    """The client has prepared its requests."""
+
+
+class StartLoad(msgspec.Struct, tag="start"):
+    """Start the load. `at` is time 0, by `time.perf_counter`, which all processes share."""
 
     at: float
 
 
-class Stop(msgspec.Struct, tag="stop"):
-    """Report what there is."""
+class StopLoad(msgspec.Struct, tag="stop"):
+    """Cancel the load and report the result so far."""
 
 
-class Done(msgspec.Struct, tag="done"):
-    """The client's share, at its end."""
+class LoadDone(msgspec.Struct, tag="done"):
+    """Result of a client."""
 
     records: list[RequestRecord]
     loop_delays: Seconds
     cpu_share: float
 
 
-ToClient = Job | Begin | Stop
-FromClient = Ready | Counts | Done
+ToClient = LoadJob | StartLoad | StopLoad
+FromClient = ClientReady | LiveCounts | LoadDone
 
 
 def _enc_hook(value: Any) -> bytes:
@@ -72,22 +74,12 @@ _from_client = msgspec.msgpack.Decoder(FromClient, dec_hook=_dec_hook)
 _to_client = msgspec.msgpack.Decoder(ToClient)
 
 
-def _frame(message: ToClient | FromClient) -> bytes:
-    body = _encoder.encode(message)
-    return len(body).to_bytes(4, "big") + body
-
-
-async def _read(stream: asyncio.StreamReader) -> bytes:
-    """One frame's body. Raises IncompleteReadError at the end of the stream."""
-    return await stream.readexactly(int.from_bytes(await stream.readexactly(4), "big"))
-
-
 class ClientProcesses:
-    """The first process's side: `clients` processes, each with a share."""
+    """The parent's side of the client processes."""
 
     def __init__(self, processes: Sequence[Process]) -> None:
         self._processes = processes
-        self._counts = [Counts() for _ in processes]
+        self._counts = [LiveCounts() for _ in processes]
         self.clock = Clock()
 
     @classmethod
@@ -95,7 +87,7 @@ class ClientProcesses:
     async def started(
         cls, config: BenchConfig, model: str, clients: int
     ) -> AsyncIterator[ClientProcesses]:
-        """Starts the processes and waits until all are ready to begin; ends them with the block."""
+        """Start the processes and wait until all are ready; kill them at the end of the block."""
         processes: list[Process] = []
         try:
             for index in range(clients):
@@ -104,13 +96,13 @@ class ClientProcesses:
                         *(sys.executable, "-m", "toolkit.bench.load.processes"),
                         stdin=PIPE,
                         stdout=PIPE,
-                        start_new_session=True,  # Ctrl-C is for the first process, which says when to stop
+                        start_new_session=True,  # only the parent gets Ctrl-C; it sends StopLoad
                     )
                 )
-                _tell(processes[-1], Job(config, model, index, clients))
+                _send(processes[-1], LoadJob(config, model, index, clients))
             for process in processes:
-                message = await _hear(process)
-                assert isinstance(message, Ready), "a client speaks first when it is ready"
+                message = await _receive(process)
+                assert isinstance(message, ClientReady), "a client's first message is ClientReady"
             yield cls(processes)
         finally:
             for process in processes:
@@ -119,80 +111,82 @@ class ClientProcesses:
             await asyncio.gather(*(process.wait() for process in processes))
 
     @property
-    def counts(self) -> Counts:
-        """The sums of what the clients last reported."""
-        total = Counts()
+    def counts(self) -> LiveCounts:
+        """Sums of the clients' latest reports."""
+        total = LiveCounts()
         for one in self._counts:
             for name in ("sent", "done", "failed", "tokens", "first_tokens", "ttft"):
                 setattr(total, name, getattr(total, name) + getattr(one, name))
             total.error = one.error or total.error
         return total
 
-    async def run(self, stop: asyncio.Event) -> list[Share]:
-        """Lets all begin, and waits for their shares. After `stop` they come as they are."""
-        begin = Begin(time.perf_counter() + HEAD_START)
-        self.clock = Clock(begin.at)
+    async def run(self, stop: asyncio.Event) -> list[ClientResult]:
+        """Start all clients and wait for their results. `stop` cancels the load."""
+        start = StartLoad(time.perf_counter() + START_DELAY)
+        self.clock = Clock(start.at)
         for process in self._processes:
-            _tell(process, begin)
-        stopping = asyncio.create_task(self._forward(stop))
+            _send(process, start)
+        stopping = asyncio.create_task(self._forward_stop(stop))
         try:
-            return await asyncio.gather(*(self._gather(i) for i in range(len(self._processes))))
+            return await asyncio.gather(
+                *(self._receive_result(i) for i in range(len(self._processes)))
+            )
         finally:
             stopping.cancel()
 
-    async def _gather(self, index: int) -> Share:
+    async def _receive_result(self, index: int) -> ClientResult:
         while True:
-            message = await _hear(self._processes[index])
-            if isinstance(message, Done):
-                return Share(message.records, message.loop_delays, message.cpu_share)
-            if isinstance(message, Counts):
+            message = await _receive(self._processes[index])
+            if isinstance(message, LoadDone):
+                return ClientResult(message.records, message.loop_delays, message.cpu_share)
+            if isinstance(message, LiveCounts):
                 self._counts[index] = message
 
-    async def _forward(self, stop: asyncio.Event) -> None:
+    async def _forward_stop(self, stop: asyncio.Event) -> None:
         await stop.wait()
         for process in self._processes:
-            _tell(process, Stop())
+            _send(process, StopLoad())
 
 
-def _tell(process: Process, message: ToClient) -> None:
+def _send(process: Process, message: ToClient) -> None:
     assert process.stdin is not None
-    process.stdin.write(_frame(message))
+    process.stdin.write(frame(_encoder.encode(message)))
 
 
-async def _hear(process: Process) -> FromClient:
+async def _receive(process: Process) -> FromClient:
     assert process.stdout is not None
     try:
-        message: FromClient = _from_client.decode(await _read(process.stdout))
+        message: FromClient = _from_client.decode(await read_frame(process.stdout))
     except asyncio.IncompleteReadError:
         raise RuntimeError(
-            f"a client process ended with exit code {await process.wait()}; what it wrote to stderr says why"
+            f"A client process ended with exit code {await process.wait()}; see its output above."
         ) from None
     return message
 
 
-async def _client() -> None:
-    """A client process, from its job to its share."""
-    orders = await _standard_input()
-    job = _to_client.decode(await _read(orders))
-    assert isinstance(job, Job), "the first order is the job"
-    async with Http(job.config.url, job.config.api_key, job.config.header) as http:
+async def _run_client() -> None:
+    """Run the job that the parent sends and report its result."""
+    stdin = await _open_stdin()
+    job = _to_client.decode(await read_frame(stdin))
+    assert isinstance(job, LoadJob), "the first message is the job"
+    async with HTTPClient(job.config.url, job.config.api_key, job.config.header) as http:
         share = LoadShare(job, http)
-        _say(Ready())
-        begin = _to_client.decode(await _read(orders))
-        assert isinstance(begin, Begin), "the second order is to begin"
-        client = share.start(Clock(begin.at))
+        _reply(ClientReady())
+        start = _to_client.decode(await read_frame(stdin))
+        assert isinstance(start, StartLoad), "the second message starts the load"
+        client = share.start(Clock(start.at))
         stop = asyncio.Event()
         helpers = [
-            asyncio.create_task(_obey(orders, stop)),
-            asyncio.create_task(_report(client.counts)),
+            asyncio.create_task(_wait_for_stop(stdin, stop)),
+            asyncio.create_task(_report_counts(client.counts)),
         ]
         result = await share.run(stop)
         for helper in helpers:
             helper.cancel()
-        _say(Done(result.records, result.loop_delays, result.cpu_share))
+        _reply(LoadDone(result.records, result.loop_delays, result.cpu_share))
 
 
-async def _standard_input() -> asyncio.StreamReader:
+async def _open_stdin() -> asyncio.StreamReader:
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer
@@ -200,23 +194,23 @@ async def _standard_input() -> asyncio.StreamReader:
     return reader
 
 
-async def _obey(orders: asyncio.StreamReader, stop: asyncio.Event) -> None:
+async def _wait_for_stop(stdin: asyncio.StreamReader, stop: asyncio.Event) -> None:
     try:
-        while not isinstance(_to_client.decode(await _read(orders)), Stop):
+        while not isinstance(_to_client.decode(await read_frame(stdin)), StopLoad):
             pass
     except asyncio.IncompleteReadError:
-        pass  # the first process has gone
+        pass  # the parent has exited
     stop.set()
 
 
-async def _report(counts: Counts) -> None:
+async def _report_counts(counts: LiveCounts) -> None:
     while True:
-        await asyncio.sleep(REFRESH)
-        _say(counts)
+        await asyncio.sleep(REPORT_INTERVAL)
+        _reply(counts)
 
 
-def _say(message: FromClient) -> None:
-    sys.stdout.buffer.write(_frame(message))
+def _reply(message: FromClient) -> None:
+    sys.stdout.buffer.write(frame(_encoder.encode(message)))
     sys.stdout.buffer.flush()
 
 
@@ -224,9 +218,9 @@ def main() -> None:
     raise_file_limit()
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         try:
-            runner.run(_client())
+            runner.run(_run_client())
         except (asyncio.IncompleteReadError, BrokenPipeError):
-            sys.exit(1)  # the first process has gone
+            sys.exit(1)  # the parent has exited
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""Datasets that are read from files: ShareGPT's conversations, one's own prompts, traces. Requests are taken in the
-file's order, and from its beginning again when there are more.
-"""
+"""Datasets read from files. Requests follow the order of the file and start over at its end."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ from toolkit.bench.load.arrivals import Times
 from toolkit.bench.load.dataset import (
     BLOCK,
     Dataset,
-    Maker,
     PrefixDataset,
     Prompt,
+    PromptGenerator,
     RandomDataset,
     Tokens,
 )
@@ -29,24 +27,24 @@ from toolkit.config.load import BenchConfig
 from toolkit.errors import ConfigError
 
 CHARACTERS_PER_TOKEN = 4
-"""Of English text, roughly: recorded answers are as long as their text, without anybody's tokenizer."""
+"""Estimate for English text, which needs no tokenizer."""
 
-SHORTEST, LONGEST_PROMPT, LONGEST = 4, 1024, 2048
-"""Tokens: shorter conversations of ShareGPT, longer prompts and longer conversations are left out, as in vLLM."""
+MIN_LEN, MAX_PROMPT_LEN, MAX_TOTAL_LEN = 4, 1024, 2048
+"""Lengths of ShareGPT conversations that are kept, in tokens, as in vLLM."""
 
 BLOCK_SIZE = 512
-"""Tokens that one id of a trace's `hash_ids` stands for."""
+"""Tokens per id in a trace's `hash_ids`."""
 
-RECENT_BLOCKS = 4096
-"""Blocks that are kept; another one is made again, which takes microseconds."""
+BLOCK_CACHE_SIZE = 4096
+"""Blocks to keep. Generating one takes microseconds."""
 
 INPUT_KEYS = ("input_length", "ContextTokens", "Request tokens")
 OUTPUT_KEYS = ("output_length", "GeneratedTokens", "Response tokens")
-"""What traces call them: Mooncake's, Azure's, BurstGPT's."""
+"""Keys of the traces of Mooncake, Azure and BurstGPT."""
 
 
-class Prompts:
-    """Prompts as they stand in a file."""
+class RecordedPrompts:
+    """Prompts of a file."""
 
     times: Times | None = None
 
@@ -59,7 +57,7 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class TraceLine:
-    """One request of a trace: seconds after its beginning, tokens, and the ids of its prompt's blocks."""
+    """One request of a trace: time in seconds, lengths in tokens, ids of the prompt's blocks."""
 
     at: float
     input_len: int
@@ -67,29 +65,31 @@ class TraceLine:
     blocks: tuple[int, ...]
 
 
-class Trace:
-    """Prompts of recorded lengths. What had equal blocks when it was recorded has equal blocks again."""
+class TraceDataset:
+    """Generated prompts with a trace's lengths. Blocks with equal ids have equal tokens."""
 
     def __init__(self, config: BenchConfig, lines: Sequence[TraceLine]) -> None:
-        self._maker = Maker(config)
+        self._generator = PromptGenerator(config)
         self._lines = sorted(lines, key=lambda line: line.at)
         self.times: Times | None = np.array([line.at - self._lines[0].at for line in self._lines])
-        self._block = lru_cache(RECENT_BLOCKS)(self._make_block)
+        self._block = lru_cache(BLOCK_CACHE_SIZE)(self._generate_block)
 
     def prompt(self, index: int) -> Prompt:
         line = self._lines[index % len(self._lines)]
         shared = [self._block(number) for number in line.blocks]
-        own = self._maker.tokens(
-            self._maker.rng(index), max(0, line.input_len - BLOCK_SIZE * len(shared))
+        rest = self._generator.tokens(
+            self._generator.rng(index), max(0, line.input_len - BLOCK_SIZE * len(shared))
         )
-        return self._maker.prompt(np.concatenate((*shared, own))[: line.input_len], line.output_len)
+        return self._generator.prompt(
+            np.concatenate((*shared, rest))[: line.input_len], line.output_len
+        )
 
-    def _make_block(self, number: int) -> Tokens:
-        return self._maker.tokens(self._maker.rng(number, BLOCK), BLOCK_SIZE)
+    def _generate_block(self, number: int) -> Tokens:
+        return self._generator.tokens(self._generator.rng(number, BLOCK), BLOCK_SIZE)
 
 
 def open_dataset(config: BenchConfig) -> Dataset:
-    """The dataset that a config names. Raises ConfigError when its file cannot be read."""
+    """Open the dataset of a config. Raises ConfigError if its file cannot be read."""
     if config.dataset_name == "random":
         return RandomDataset(config)
     if config.dataset_name == "prefix":
@@ -98,104 +98,104 @@ def open_dataset(config: BenchConfig) -> Dataset:
 
 
 def _open_recorded(config: BenchConfig) -> Dataset:
-    """The dataset of `dataset_path`. Raises ConfigError, which names the line, when it is not of its kind."""
-    assert config.dataset_path is not None, "the config has checked it"
+    """Read the dataset at `dataset_path`. Raises ConfigError with the line that is invalid."""
+    assert config.dataset_path is not None, "checked by the config"
     path = Path(config.dataset_path)
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(
-            f"--dataset-path cannot be read: {path}: {why}.", param="dataset_path"
+            f"--dataset-path: cannot read {path}: {why}.", param="dataset_path"
         ) from None
     if config.dataset_name == "trace":
-        found: Sequence[Any] = [_trace_line(row, f"{path}:{n}") for n, row in _rows(path, text)]
+        found: Sequence[Any] = [_parse_trace(row, f"{path}:{n}") for n, row in _rows(path, text)]
     elif config.dataset_name == "custom":
-        found = [_custom(row, f"{path}:{n}", config) for n, row in _json_lines(path, text)]
+        found = [_parse_custom(row, f"{path}:{n}", config) for n, row in _json_lines(path, text)]
     else:
-        found = list(_sharegpt(path, text))
+        found = list(_parse_sharegpt(path, text))
     if not found:
-        raise ConfigError(f"{path} has no request in it.", param="dataset_path")
-    return Trace(config, found) if config.dataset_name == "trace" else Prompts(found)
+        raise ConfigError(f"{path} contains no requests.", param="dataset_path")
+    return TraceDataset(config, found) if config.dataset_name == "trace" else RecordedPrompts(found)
 
 
 def _json_lines(path: Path, text: str) -> Iterable[tuple[int, dict[str, Any]]]:
-    """(number, object) of each line that is not empty."""
+    """Yield (line number, object) of each non-empty line."""
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
                 row = orjson.loads(line)
             except orjson.JSONDecodeError as error:
-                raise _wrong(f"{path}:{number}", f"is no JSON ({error})") from None
+                raise _invalid(f"{path}:{number}", f"is not JSON ({error})") from None
             if not isinstance(row, dict):
-                raise _wrong(f"{path}:{number}", "is no JSON object")
+                raise _invalid(f"{path}:{number}", "is not a JSON object")
             yield number, row
 
 
 def _rows(path: Path, text: str) -> Iterable[tuple[int, dict[str, Any]]]:
-    """(number, row) of lines of JSON, or of CSV with a header."""
+    """Yield (line number, row) of JSON lines, or of CSV with a header."""
     if text.lstrip().startswith("{"):
         return _json_lines(path, text)
     return enumerate(csv.DictReader(io.StringIO(text)), 2)
 
 
-def _custom(row: dict[str, Any], where: str, config: BenchConfig) -> Prompt:
+def _parse_custom(row: dict[str, Any], where: str, config: BenchConfig) -> Prompt:
     content = row.get("messages", row.get("prompt"))
     is_chat = isinstance(content, list) and all(isinstance(part, dict) for part in content)
     is_ids = isinstance(content, list) and all(isinstance(part, int) for part in content)
     if not content or not (isinstance(content, str) or is_chat or is_ids):
-        raise _wrong(where, "has neither a prompt nor messages")
-    if is_chat != config.chat and not isinstance(content, str):
+        raise _invalid(where, "has neither a prompt nor messages")
+    if is_chat != config.is_chat and not isinstance(content, str):
         needed = "chat" if is_chat else "completions"
-        raise _wrong(where, f"is for --endpoint {needed}")
+        raise _invalid(where, f"needs --endpoint {needed}")
     length = row.get(
         "output_len", row.get("output_tokens", row.get("max_tokens", config.random_output_len))
     )
     if not isinstance(length, int) or length < 1:
-        raise _wrong(where, f"has an output_len of {length!r}")
+        raise _invalid(where, f"has an invalid output_len: {length!r}")
     return Prompt(content, length)
 
 
-def _trace_line(row: dict[str, Any], where: str) -> TraceLine:
+def _parse_trace(row: dict[str, Any], where: str) -> TraceLine:
     try:
         if "timestamp" in row:
             at = float(row["timestamp"]) / 1e3
         else:
-            at = _moment(row["TIMESTAMP" if "TIMESTAMP" in row else "Timestamp"])
+            at = _parse_time(row["TIMESTAMP" if "TIMESTAMP" in row else "Timestamp"])
         input_len, output_len = (
             int(next(row[key] for key in keys if key in row)) for keys in (INPUT_KEYS, OUTPUT_KEYS)
         )
         blocks = tuple(int(number) for number in row.get("hash_ids") or ())
     except (KeyError, StopIteration, TypeError, ValueError, RuntimeError) as error:
-        raise _wrong(where, f"is no line of a trace ({type(error).__name__}: {error})") from None
+        raise _invalid(where, f"is not a trace line ({type(error).__name__}: {error})") from None
     return TraceLine(at, max(1, input_len), max(1, output_len), blocks)
 
 
-def _moment(text: str) -> float:
-    """Seconds, of a number of them or of a date."""
+def _parse_time(text: str) -> float:
+    """Return seconds from a number or from a date."""
     try:
         return float(text)
     except ValueError:
         return float(np.datetime64(text, "us").astype(np.int64)) / 1e6
 
 
-def _sharegpt(path: Path, text: str) -> Iterable[Prompt]:
-    """The first question of every conversation that has an answer to it."""
+def _parse_sharegpt(path: Path, text: str) -> Iterable[Prompt]:
+    """Yield the first question of every conversation that has an answer to it."""
     try:
         conversations = orjson.loads(text)
         pairs = [c["conversations"][:2] for c in conversations if len(c["conversations"]) >= 2]
         turns = [(str(first["value"]), str(second["value"])) for first, second in pairs]
     except (orjson.JSONDecodeError, LookupError, TypeError) as error:
-        raise _wrong(str(path), f"is no list of ShareGPT's conversations ({error})") from None
+        raise _invalid(str(path), f"is not a list of ShareGPT conversations ({error})") from None
     for question, answer in turns:
         input_len, output_len = (len(part) // CHARACTERS_PER_TOKEN for part in (question, answer))
-        too_long = input_len > LONGEST_PROMPT or input_len + output_len > LONGEST
-        if min(input_len, output_len) >= SHORTEST and not too_long:
+        is_too_long = input_len > MAX_PROMPT_LEN or input_len + output_len > MAX_TOTAL_LEN
+        if min(input_len, output_len) >= MIN_LEN and not is_too_long:
             yield Prompt(question, output_len)
 
 
-def _wrong(where: str, what: str) -> ConfigError:
+def _invalid(where: str, problem: str) -> ConfigError:
     return ConfigError(
-        f"{where} {what}. 'tk bench --help-all' says what each dataset looks like.",
+        f"{where} {problem}. 'tk bench --help-all' describes the formats.",
         param="dataset_path",
     )

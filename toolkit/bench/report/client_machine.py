@@ -1,4 +1,4 @@
-"""The machine that a client ran on, as far as it bears on the numbers."""
+"""Description of the client's machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 
 def environment() -> dict[str, Any]:
-    """Versions, processor and load; nothing that names the machine or its user."""
+    """Return versions, processor and load, but nothing that identifies the machine or its user."""
     from toolkit.version import __version__
 
     return {
@@ -26,7 +26,7 @@ def environment() -> dict[str, Any]:
 
 
 def processor() -> str | None:
-    """The processor's name; None where nobody says it."""
+    """Return the processor's name, or None if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -35,5 +35,4 @@ def processor() -> str | None:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""A result for programs: one JSON document, and one line of JSON for each request."""
+"""Machine-readable results: one JSON document, and one line of JSON per request."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from toolkit.bench.load.record import RequestRecord
 from toolkit.bench.report.client_machine import environment
 from toolkit.bench.report.outcome import Outcome
 from toolkit.bench.report.stats import Latencies, Steady
-from toolkit.bench.report.summary import Estimate, Summary
+from toolkit.bench.report.summary import IntervalEstimate, Summary
 
-SCHEMA = "tk-bench/2"  # a new number when a key changes its meaning or goes
-RESOLUTION = 7
-"""Digits of a second, of what there is one for each chunk of."""
-SECRET = ("api_key", "header")
-"""Settings that are not written down."""
+SCHEMA = "tk-bench/2"  # increase the number when a key changes its meaning or is removed
+GAP_DIGITS = 7  # decimals of a chunk's gap in seconds
+SECRET_SETTINGS = ("api_key", "header")
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """The result, with seconds under keys that end in _s. Numbers that there are none of are null; `_ci` is an interval
-    of 95 % confidence, null at an end that is open.
+    """Return the result. Keys that end in _s hold seconds; unknown numbers are null.
+
+    `_ci` is a 95 % confidence interval. An open end is null.
     """
     result = outcome.result
     return {
@@ -69,7 +68,9 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
             else result.per_second(result.num_good),
         },
         **latencies(result.latencies),
-        "itl_per": "token" if result.sizes_known else "token, by the mean of its request's chunks",
+        "itl_per": "token"
+        if result.has_token_counts
+        else "token, by the mean of its request's chunks",
         "steady": None if result.steady is None else _steady(result.steady),
         "client": {
             "saturated": result.saturated,
@@ -85,13 +86,15 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def settings(outcome: Outcome) -> dict[str, Any]:
-    """All that was set, without keys; a rate without a limit is null."""
-    found = {k: v for k, v in dataclasses.asdict(outcome.config).items() if k not in SECRET}
+    """Return all settings except secrets. An infinite value is null."""
+    found = {
+        k: v for k, v in dataclasses.asdict(outcome.config).items() if k not in SECRET_SETTINGS
+    }
     return {name: None if value == float("inf") else value for name, value in found.items()}
 
 
 def latencies(found: Latencies) -> dict[str, Any]:
-    """As JSON, each under its name and _s."""
+    """Return the latencies under their names with the suffix _s."""
     return {
         f"{field.name}_s": _summary(getattr(found, field.name))
         for field in dataclasses.fields(Latencies)
@@ -109,7 +112,7 @@ def _steady(steady: Steady) -> dict[str, Any]:
     }
 
 
-def _estimate(name: str, estimate: Estimate) -> dict[str, Any]:
+def _estimate(name: str, estimate: IntervalEstimate) -> dict[str, Any]:
     return {name: estimate.value, f"{name}_ci": [estimate.low, estimate.high]}
 
 
@@ -118,13 +121,13 @@ def _summary(summary: Summary | None) -> dict[str, Any] | None:
 
 
 def request_lines(outcome: Outcome) -> Iterator[bytes]:
-    """Each request, as it was scheduled, on a line of its own. Moments are seconds after the beginning."""
+    """Yield a line of JSON per request in scheduled order. Times are seconds after the start."""
     for record in sorted(outcome.records, key=lambda r: (r.scheduled, r.number)):
         yield orjson.dumps(_request(record), option=orjson.OPT_APPEND_NEWLINE)
 
 
 def _request(record: RequestRecord) -> dict[str, Any]:
-    answered = record.ok and record.first_token is not None
+    has_answer = record.ok and record.first_token is not None
     return {
         "number": record.number,
         "scheduled_s": record.scheduled,
@@ -136,11 +139,11 @@ def _request(record: RequestRecord) -> dict[str, Any]:
         "cached_tokens": record.cached_tokens,
         "output_tokens": record.output_tokens,
         "max_tokens": record.max_tokens,
-        "ttft_s": record.ttft if answered else None,
-        "tpot_s": record.tpot if answered else None,
+        "ttft_s": record.ttft if has_answer else None,
+        "tpot_s": record.tpot if has_answer else None,
         "e2el_s": record.e2el if record.ok else None,
-        "chunk_gaps_s": [round(gap, RESOLUTION) for gap in record.gaps],
-        "chunk_tokens": record.sizes.tolist() if record.sizes_known else None,
+        "chunk_gaps_s": [round(gap, GAP_DIGITS) for gap in record.chunk_gaps],
+        "chunk_tokens": record.chunk_tokens.tolist() if record.has_token_counts else None,
         "error": None
         if record.error is None
         else {"cause": record.error[0], "example": record.error[1]},

@@ -1,4 +1,4 @@
-"""A result as one HTML file with plots, which needs nothing from the network."""
+"""HTML report of a result: one file with plots that needs no network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.bench.report.document import settings
 from toolkit.bench.report.outcome import Outcome
 from toolkit.bench.report.plots import Axis, Chart
 from toolkit.bench.report.steady import in_flight, tokens_between
-from toolkit.bench.report.summary import Estimate, Summary
+from toolkit.bench.report.summary import IntervalEstimate, Summary
 from toolkit.bench.report.wording import (
     describe_client,
     describe_load,
@@ -24,12 +24,12 @@ from toolkit.bench.report.wording import (
     problems,
 )
 
-FEWEST_BINS, MOST_BINS = 20, 120
-"""Of the timeline; between them, one for every few requests, so that it shows the load and not chance."""
-MOST_DOTS = 3000
-"""Requests that are drawn one by one: of more, every so many."""
+MIN_BINS, MAX_BINS = 20, 120
+"""Bins of the timeline. Each has several requests, so that it shows the load and not noise."""
+MAX_DOTS = 3000
+"""Requests to draw as dots. A larger run is subsampled."""
 TAIL = (10, 25, 50, 75, 90, 95, 99, 99.5, 99.9, 99.95, 99.99)
-"""Percentiles that are drawn, and of these only those that the number of values can tell."""
+"""Percentiles to draw. Those that need more values than there are get left out."""
 TAIL_TICKS = (
     (1 / 0.9, "10"),
     (2.0, "50"),
@@ -41,7 +41,6 @@ TAIL_TICKS = (
 
 
 def html_report(outcome: Outcome) -> str:
-    """The whole page."""
     title = f"{outcome.model}: {describe_load(outcome.config)}"
     charts = "".join(chart.svg() for chart in _charts(outcome))
     notes = "".join(
@@ -50,11 +49,13 @@ def html_report(outcome: Outcome) -> str:
     )
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">'
+        '<meta name="viewport" content="width=device-width">'
+        '<meta name="color-scheme" content="light dark">'
         f"<style>{_asset('report.css')}</style></head><body>"
         f"<header><h1>{escape(outcome.model)}</h1><p>{escape(describe_load(outcome.config))}; "
-        f"{escape(describe_prompts(outcome.config))}</p><p class=dim>{escape(outcome.config.url)} · "
-        f"{outcome.began:%Y-%m-%d %H:%M:%S} UTC</p></header>{notes}"
+        f"{escape(describe_prompts(outcome.config))}</p>"
+        f"<p class=dim>{escape(outcome.config.url)} · {outcome.began:%Y-%m-%d %H:%M:%S} UTC</p>"
+        f"</header>{notes}"
         f"<section class=cards>{''.join(_cards(outcome))}</section>"
         f"<section class=charts>{charts}</section>"
         f"<section>{_latency_table(outcome)}</section>"
@@ -68,7 +69,6 @@ def _asset(name: str) -> str:
 
 
 def _cards(outcome: Outcome) -> Iterator[str]:
-    """The figures that are looked for first."""
     result = outcome.result
     found = result.latencies
     failed = f"{result.num_failed:,} failed" if result.num_failed else "none failed"
@@ -78,16 +78,16 @@ def _cards(outcome: Outcome) -> Iterator[str]:
     yield _card(f"{result.per_second(result.output_tokens):,.0f}", "output tokens/s")
     yield _card(f"{result.per_second(result.num_succeeded):,.2f}", "requests/s")
     if result.good_share is not None and result.num_good is not None:
-        kept = f"good requests/s ({result.good_share:.1%})"
-        yield _card(f"{result.per_second(result.num_good):,.2f}", kept)
+        caption = f"good requests/s ({result.good_share:.1%})"
+        yield _card(f"{result.per_second(result.num_good):,.2f}", caption)
     for name, summary in (("TTFT", found.ttft), ("ITL", found.itl), ("E2E", found.e2el)):
         if summary is not None:
             (first, low), (last, high) = summary.percentiles[0], summary.percentiles[-1]
             yield _card(_ms(low.value), f"ms {name} p{first:g}; p{last:g}: {_ms(high.value)}")
 
 
-def _card(value: str, name: str) -> str:
-    return f"<div><strong>{escape(value)}</strong><span>{escape(name)}</span></div>"
+def _card(value: str, caption: str) -> str:
+    return f"<div><strong>{escape(value)}</strong><span>{escape(caption)}</span></div>"
 
 
 def _charts(outcome: Outcome) -> Iterator[Chart]:
@@ -122,33 +122,32 @@ def _charts(outcome: Outcome) -> Iterator[Chart]:
 
 
 def _timeline(outcome: Outcome, records: list[RequestRecord], end: float) -> Iterator[Chart]:
-    bins = int(np.clip(len(records) // 5, FEWEST_BINS, MOST_BINS))
+    bins = int(np.clip(len(records) // 5, MIN_BINS, MAX_BINS))
     edges = np.linspace(0.0, end, bins + 1)
     middles = (edges[1:] + edges[:-1]) / 2
     x = Axis.linear("seconds", 0.0, end)
     tokens = tokens_between(records, edges) / np.diff(edges)
-    flying = in_flight(records, edges)
+    running = in_flight(records, edges)
     arrived = np.histogram([r.scheduled for r in records], edges)[0] / np.diff(edges)
-    finished = np.histogram([r.ended for r in records if r.ok and r.ended is not None], edges)[
-        0
-    ] / np.diff(edges)
+    ends = [r.ended for r in records if r.ok and r.ended is not None]
+    finished = np.histogram(ends, edges)[0] / np.diff(edges)
     throughput = Chart("Throughput", x, Axis.linear("output tokens/s", 0.0, float(tokens.max())))
-    flight = Chart("Requests in flight", x, Axis.linear("requests", 0.0, float(flying.max())))
+    flight = Chart("Requests in flight", x, Axis.linear("requests", 0.0, float(running.max())))
     if outcome.result.steady is not None:
         window = outcome.result.steady.window
         for chart in (throughput, flight):
             chart.band("steady", window.start, window.end)
     if outcome.result.saturated is None:
         yield throughput.area("tokens/s", "s0", middles, tokens)
-    yield flight.area("in flight", "s2", middles, flying)
-    most = float(max(arrived.max(), finished.max()))
-    rates = Chart("Arrivals and ends", x, Axis.linear("requests/s", 0.0, most))
+    yield flight.area("in flight", "s2", middles, running)
+    highest = float(max(arrived.max(), finished.max()))
+    rates = Chart("Arrivals and ends", x, Axis.linear("requests/s", 0.0, highest))
     yield rates.line("scheduled", "s1", middles, arrived).line("finished", "s0", middles, finished)
 
 
 def _over_time(records: list[RequestRecord], done: list[RequestRecord], end: float) -> Chart:
-    """TTFT by arrival; what failed lies at the upper edge."""
-    shown = done[:: len(done) // MOST_DOTS + 1]
+    """Plot TTFT by arrival. Failed requests are at the upper edge."""
+    shown = done[:: len(done) // MAX_DOTS + 1]
     times = [r.ttft * 1e3 for r in shown]
     chart = Chart(
         "Each request",
@@ -156,22 +155,22 @@ def _over_time(records: list[RequestRecord], done: list[RequestRecord], end: flo
         Axis.logarithmic("TTFT, ms", min(times), max(times)),
     )
     chart.points("TTFT", "s0", [r.scheduled for r in shown], times)
-    failed = [r.scheduled for r in records if r.error is not None][:MOST_DOTS]
+    failed = [r.scheduled for r in records if r.error is not None][:MAX_DOTS]
     if failed:
         chart.points("failed", "bad", failed, [chart.y.high] * len(failed))
     return chart
 
 
 def _tails(title: str, *series: tuple[str, str, Any]) -> Chart:
-    """Milliseconds by percentile, with the tail drawn out: equal steps for 90, 99, 99.9 %."""
+    """Plot milliseconds by percentile, on an axis with equal steps for 90, 99, 99.9 %."""
     drawn = []
     for name, style, values in series:
         percents = np.array([p for p in TAIL if len(values) * (1 - p / 100) >= 1 or p <= 50])
         if len(values):
             drawn.append((name, style, percents, np.percentile(values, percents) * 1e3))
-    most = max(1 / (1 - percents[-1] / 100) for _, _, percents, _ in drawn)
-    ticks = tuple(tick for tick in TAIL_TICKS if tick[0] <= most * 1.001)
-    x = Axis("percentile", TAIL_TICKS[0][0], max(most, 2.0), ticks, log=True)
+    end = max(1 / (1 - percents[-1] / 100) for _, _, percents, _ in drawn)
+    ticks = tuple(tick for tick in TAIL_TICKS if tick[0] <= end * 1.001)
+    x = Axis("percentile", TAIL_TICKS[0][0], max(end, 2.0), ticks, is_log=True)
     low = min(float(values.min()) for *_, values in drawn)
     high = max(float(values.max()) for *_, values in drawn)
     chart = Chart(title, x, Axis.logarithmic("ms", low, high))
@@ -181,10 +180,10 @@ def _tails(title: str, *series: tuple[str, str, Any]) -> Chart:
 
 
 def _gaps(gaps: Floats) -> Chart:
-    """How often tokens come at which distance; what lies beyond the axis counts at its ends."""
+    """Plot a histogram of the gaps between tokens. Gaps beyond the axis count at its ends."""
     low, high = np.percentile(gaps, (1, 99.9)) * 1e3
     x = Axis.logarithmic("ms between tokens", float(max(low, high / 1e3)), float(high))
-    edges = np.geomspace(x.low, x.high, MOST_BINS // 2 + 1)
+    edges = np.geomspace(x.low, x.high, MAX_BINS // 2 + 1)
     share = np.histogram(np.clip(gaps * 1e3, x.low, x.high), edges)[0] / len(gaps) * 100
     chart = Chart("Gaps between tokens", x, Axis.linear("% of tokens", 0.0, float(share.max())))
     return chart.area("share", "s2", np.sqrt(edges[1:] * edges[:-1]), share)
@@ -209,8 +208,8 @@ def _latency_table(outcome: Outcome) -> str:
         f"<tr><th>{name}</th>{_cells(summary)}</tr>" for name, summary in rows if summary
     )
     return (
-        f"<h2>Latencies, ms, with intervals of 95% confidence</h2><table class=numbers><tr><th></th>{head}</tr>"
-        f"{body}</table>"
+        "<h2>Latencies in ms, with 95% confidence intervals</h2><table class=numbers>"
+        f"<tr><th></th>{head}</tr>{body}</table>"
     )
 
 
@@ -220,7 +219,7 @@ def _cells(summary: Summary) -> str:
     return f"{cells}<td>{_ms(summary.max)}</td><td>{summary.count:,}</td>"
 
 
-def _interval(estimate: Estimate) -> str:
+def _interval(estimate: IntervalEstimate) -> str:
     if estimate.low is None and estimate.high is None:
         return ""
     low, high = ("?" if bound is None else _ms(bound) for bound in (estimate.low, estimate.high))
@@ -232,37 +231,32 @@ def _details(outcome: Outcome) -> Iterator[str]:
     run: dict[str, Any] = {"client": describe_client(outcome.config, result)}
     if result.offered_rate is not None and result.sent_rate is not None:
         run["rate"] = f"{result.offered_rate:,.3f} requests/s offered, {result.sent_rate:,.3f} sent"
-    if (said := describe_server(outcome)) is not None:
-        run["server said"] = said
+    if (metrics := describe_server(outcome)) is not None:
+        run["server metrics"] = metrics
     if outcome.server_version is not None:
-        run["server's version"] = outcome.server_version
+        run["server version"] = outcome.server_version
     run |= dict(text.split("=", 1) for text in outcome.config.metadata)
     yield _detail("Run", run.items(), is_open=True)
     yield _detail(
         "Settings", ((k, v) for k, v in settings(outcome).items() if v not in (None, (), False))
     )
-    yield _detail("Client's machine", environment().items())
+    yield _detail("Client machine", environment().items())
 
 
 def _detail(title: str, rows: Iterable[tuple[str, Any]], *, is_open: bool = False) -> str:
     body = "".join(
-        f"<tr><th>{escape(str(k))}</th><td>{escape(_shown(v))}</td></tr>" for k, v in rows
+        f"<tr><th>{escape(str(k))}</th><td>{escape(_format(v))}</td></tr>" for k, v in rows
     )
-    opened = " open" if is_open else ""
-    return f"<details{opened}><summary>{title}</summary><table>{body}</table></details>"
+    open_attribute = " open" if is_open else ""
+    return f"<details{open_attribute}><summary>{title}</summary><table>{body}</table></details>"
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _ms(seconds: float) -> str:
-    """In milliseconds, with as many digits as say something."""
+    """Format as milliseconds with three or more digits."""
     number = seconds * 1e3
-    return (
-        f"{number:,.0f}"
-        if number >= 1000
-        else f"{number:.1f}"
-        if number >= 100
-        else f"{number:.2f}"
-    )
+    digits = 0 if number >= 1000 else 1 if number >= 100 else 2
+    return f"{number:,.{digits}f}"

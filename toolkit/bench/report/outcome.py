@@ -1,4 +1,4 @@
-"""All that a run leaves, for whoever reports it."""
+"""Outcome of a run."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from toolkit.bench.load.record import RequestRecord
-from toolkit.bench.report.stats import Result
+from toolkit.bench.report.stats import RunResult
 from toolkit.bench.server_metrics import ServerChange
 from toolkit.config.load import BenchConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was asked for, of which model, and what came of it."""
+    """Settings, records and statistics of a run."""
 
     config: BenchConfig
     model: str
-    result: Result
+    result: RunResult
     records: Sequence[RequestRecord]
     interrupted: bool
     server: ServerChange | None

@@ -1,6 +1,6 @@
-"""Plots as SVG, without a library: lines, areas and points over linear or logarithmic axes.
+"""SVG plots without a library: lines, areas and points over linear or logarithmic axes.
 
-Colours are classes (s0, s1, … for series), so that a page's style, and a reader's dark mode, decide on them.
+Colours are CSS classes (s0, s1, … for series), so they follow the page's style and dark mode.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from numpy.typing import ArrayLike
 
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 14, 40
-"""Margins, for the axes' labels."""
+"""Margins for the labels of the axes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From `low` to `high`, in the units of the data; `ticks` are (value, label)."""
+    """An axis from `low` to `high` in the units of the data. `ticks` are (value, label)."""
 
     title: str
     low: float
     high: float
     ticks: tuple[tuple[float, str], ...]
-    log: bool = False
+    is_log: bool = False
 
     @classmethod
     def linear(cls, title: str, low: float, high: float) -> Axis:
-        """With about five ticks at round numbers."""
+        """Create an axis with about five ticks at round numbers."""
         high = high if high > low else low + 1.0
         step = _round_step((high - low) / 5)
         first = math.ceil(low / step - 1e-9)
@@ -40,7 +40,7 @@ class Axis:
 
     @classmethod
     def logarithmic(cls, title: str, low: float, high: float) -> Axis:
-        """From a power of ten, or twice or five times one, to another."""
+        """Create an axis whose ends are 1, 2 or 5 times a power of ten."""
         low = max(low, high * 1e-6, 1e-9)
         steps = [m * 10.0**e for e in range(-9, 10) for m in (1, 2, 5)]
         first = max((s for s in steps if s <= low), default=steps[0])
@@ -48,13 +48,13 @@ class Axis:
         ticks = [s for s in steps if first <= s <= last]
         if len(ticks) > 8:
             ticks = [s for s in ticks if f"{s:e}".startswith("1")]
-        return cls(title, first, last, tuple((value, label(value)) for value in ticks), log=True)
+        return cls(title, first, last, tuple((value, label(value)) for value in ticks), is_log=True)
 
     def place(self, values: ArrayLike) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Where values lie, from 0 to 1; those outside lie at the ends."""
+        """Return positions from 0 to 1, clipped to the axis."""
         found = np.asarray(values, dtype=np.float64)
         low, high = self.low, self.high
-        if self.log:
+        if self.is_log:
             found = np.log(np.maximum(found, low))
             low, high = math.log(low), math.log(high)
         return np.clip((found - low) / (high - low), 0.0, 1.0)
@@ -62,7 +62,7 @@ class Axis:
 
 @dataclass(slots=True)
 class Chart:
-    """A plot that grows by what is drawn on it."""
+    """A plot to draw series on."""
 
     title: str
     x: Axis
@@ -70,17 +70,17 @@ class Chart:
     _shapes: list[str] = field(default_factory=list)
     _legend: list[tuple[str, str]] = field(default_factory=list)
     _read: list[dict[str, object]] = field(default_factory=list)
-    """Series that the pointer reads values from."""
+    """Series whose values are shown at the pointer."""
 
     def line(self, name: str, style: str, xs: ArrayLike, ys: ArrayLike) -> Chart:
-        """Joins the points."""
+        """Draw a line through the points."""
         px, py = self._points(xs, ys)
         self._shapes.append(f'<polyline class="line {style}" points="{_joined(px, py)}"/>')
         self._name(name, style, px, ys)
         return self
 
     def area(self, name: str, style: str, xs: ArrayLike, ys: ArrayLike) -> Chart:
-        """Fills what is below the points, and joins them."""
+        """Draw a line through the points and fill the area below it."""
         px, py = self._points(xs, ys)
         if len(px):
             base = HEIGHT - BOTTOM
@@ -89,7 +89,6 @@ class Chart:
         return self.line(name, style, xs, ys)
 
     def points(self, name: str, style: str, xs: ArrayLike, ys: ArrayLike) -> Chart:
-        """A dot at each."""
         px, py = self._points(xs, ys)
         dots = "".join(
             f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2"/>' for a, b in zip(px, py, strict=True)
@@ -99,7 +98,7 @@ class Chart:
         return self
 
     def band(self, name: str, start: float, end: float) -> Chart:
-        """Shades a part of the x axis, behind everything."""
+        """Shade a range of the x axis, behind everything else."""
         left, right = LEFT + self.x.place([start, end]) * (WIDTH - LEFT - RIGHT)
         self._shapes.insert(
             0,
@@ -110,16 +109,18 @@ class Chart:
         return self
 
     def svg(self) -> str:
-        """The plot with its title and legend, as HTML."""
+        """Return the plot with its title and legend as HTML."""
         legend = "".join(
             f'<span><i class="{style}"></i>{escape(name)}</span>' for name, style in self._legend
         )
         data = escape(json.dumps(self._read), quote=True)
         return (
-            f'<figure data-series="{data}"><figcaption><b>{escape(self.title)}</b>{legend}</figcaption>'
+            f'<figure data-series="{data}">'
+            f"<figcaption><b>{escape(self.title)}</b>{legend}</figcaption>"
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">'
             f"{self._grid()}{''.join(self._shapes)}"
-            f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg><output></output></figure>'
+            f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
+            "<output></output></figure>"
         )
 
     def _points(self, xs: ArrayLike, ys: ArrayLike) -> tuple[Sequence[float], Sequence[float]]:
@@ -153,17 +154,18 @@ class Chart:
         middle = (LEFT + right) / 2
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{base}" y2="{base}"/>')
         parts.append(
-            f'<text class="title" x="{middle}" y="{HEIGHT - 5}" text-anchor="middle">{escape(self.x.title)}</text>'
+            f'<text class="title" x="{middle}" y="{HEIGHT - 5}" text-anchor="middle">'
+            f"{escape(self.x.title)}</text>"
         )
         parts.append(
-            f'<text class="title" transform="translate(13 {(TOP + base) / 2}) rotate(-90)" text-anchor="middle">'
-            f"{escape(self.y.title)}</text>"
+            f'<text class="title" transform="translate(13 {(TOP + base) / 2}) rotate(-90)" '
+            f'text-anchor="middle">{escape(self.y.title)}</text>'
         )
         return "".join(parts)
 
 
 def label(value: float) -> str:
-    """A number in three digits or so."""
+    """Format a number with about three digits."""
     if value == 0:
         return "0"
     if abs(value) >= 1000:
@@ -176,6 +178,6 @@ def _joined(px: Sequence[float], py: Sequence[float]) -> str:
 
 
 def _round_step(rough: float) -> float:
-    """The nearest of 1, 2, 5 times a power of ten that is not smaller."""
+    """Round up to 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))

@@ -1,4 +1,4 @@
-// The pointer reads the nearest value of each line.
+// Shows the nearest value of each line at the pointer.
 for (const figure of document.querySelectorAll("figure")) {
   const series = JSON.parse(figure.dataset.series);
   const svg = figure.querySelector("svg"), cursor = figure.querySelector(".cursor");

@@ -1,47 +1,49 @@
-"""Whether it was the client that was too slow, and not the server."""
+"""Detects a client that is too slow to measure the server."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from toolkit.bench.load.record import Share
+from toolkit.bench.load.record import ClientResult
 
-LATE = 0.010  # seconds: at rates worth measuring, a client this late distorts what it measures
-BUSY = 0.95  # share of one core: one event loop has no more than one
-LAZY = 0.5  # share of one core: a client that uses less is late because others have the cores
-SETTLED = 1.0  # seconds: in shorter runs the opening burst alone looks like a busy client
+MAX_DELAY = 0.010  # seconds: at rates worth measuring, a longer delay distorts the result
+MAX_CPU_SHARE = 0.95  # of one core: an event loop cannot use more than one
+MIN_CPU_SHARE = 0.5  # of one core: a late client that uses less is waiting for a core
+MIN_WALL = 1.0  # seconds: in a shorter run the initial burst alone looks like a busy client
+
+REMEDY = "send from more processes (--clients N) or from another machine"
+"""Advice in addition to a lower load."""
 
 
-REMEDY = "send from more processes, --clients N, or from another machine"
-"""What to do about it, besides a lower load."""
-
-
-def share_saturation(share: Share, wall: float, *, paced: bool) -> str | None:
-    """Why this client, not the server, was a bottleneck; None when it was not. `paced`: its arrivals followed a clock."""
+def client_saturation(client: ClientResult, wall: float, *, is_paced: bool) -> str | None:
+    """Return why this client was the bottleneck, or None. `is_paced`: arrivals had a schedule."""
     lags = [
-        r.woken - r.scheduled for r in share.records if r.sent is not None and r.woken is not None
+        r.started - r.scheduled
+        for r in client.records
+        if r.sent is not None and r.started is not None
     ]
-    lag = float(np.percentile(lags, 90)) if paced and lags else 0.0
-    delay = float(np.percentile(np.frombuffer(share.loop_delays), 90)) if share.loop_delays else 0.0
-    return saturation(lag, delay, share.cpu_share, wall)
+    lag = float(np.percentile(lags, 90)) if is_paced and lags else 0.0
+    delays = np.frombuffer(client.loop_delays)
+    delay = float(np.percentile(delays, 90)) if len(delays) else 0.0
+    return saturation(lag, delay, client.cpu_share, wall)
 
 
 def saturation(send_lag: float, loop_delay: float, cpu_share: float, wall: float) -> str | None:
-    """Why a client was the bottleneck; None when it was not.
+    """Return why a client was the bottleneck, or None.
 
-    `send_lag` and `loop_delay` are 90th percentiles, in seconds; the former is 0 where arrivals follow no clock.
+    `send_lag` and `loop_delay` are 90th percentiles in seconds. `send_lag` is 0 without a schedule.
     """
-    waits = (
+    cause = (
         f", though it used {cpu_share:.0%} of a core: the machine is busy"
-        if cpu_share < LAZY
+        if cpu_share < MIN_CPU_SHARE
         else ""
     )
-    if send_lag > LATE:
-        return f"a tenth of the requests were sent more than {send_lag * 1e3:.0f} ms late{waits}"
-    if wall < SETTLED:
+    if send_lag > MAX_DELAY:
+        return f"a tenth of the requests were sent more than {send_lag * 1e3:.0f} ms late{cause}"
+    if wall < MIN_WALL:
         return None
-    if cpu_share > BUSY:
+    if cpu_share > MAX_CPU_SHARE:
         return f"it used {cpu_share:.0%} of its one core"
-    if loop_delay > LATE:
-        return f"its event loop was often more than {loop_delay * 1e3:.0f} ms late{waits}"
+    if loop_delay > MAX_DELAY:
+        return f"its event loop was often more than {loop_delay * 1e3:.0f} ms late{cause}"
     return None

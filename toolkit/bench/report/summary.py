@@ -1,9 +1,9 @@
-"""Distributions in a few numbers, each with the interval that it lies in with 95 % confidence.
+"""Summaries of distributions, each number with a 95 % confidence interval.
 
-A percentile's interval is that of order statistics (Hahn and Meeker, Statistical Intervals, section 5.2): it takes no
-shape for granted, and is open at the end where there are too few values to tell. Values of one group (tokens of a
-request, requests of the same seconds) resemble each other; they count as fewer, by the design effect (Kish, Survey
-Sampling, section 5.4).
+The interval of a percentile uses order statistics (Hahn and Meeker, Statistical Intervals, section
+5.2). It assumes no shape, and is open at an end for which there are too few values. Values of one
+group (tokens of a request, requests of the same seconds) are correlated, so they count as fewer, by
+the design effect (Kish, Survey Sampling, section 5.4).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from toolkit.bench.load.record import Floats
 
 PERCENTILES = (50.0, 90.0, 99.0)
 NORMAL_95 = 1.959964
-"""Standard errors on either side of a mean."""
+"""Half width of a 95 % interval in standard errors."""
 Indices = NDArray[np.int64]
-"""The number of each value's group."""
-EXACT = 5_000
-"""Values up to which the binomial distribution is summed up; it is the normal one beyond."""
+"""Group number of each value."""
+MAX_EXACT = 5_000
+"""Values up to which the binomial distribution is summed; beyond, a normal one approximates it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
-    """A number and its interval. A bound is None where the values cannot tell."""
+class IntervalEstimate:
+    """A number and its interval. A bound is None if there are too few values."""
 
     value: float
     low: float | None = None
@@ -38,21 +38,20 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A distribution, in seconds."""
+    """Summary of a distribution in seconds."""
 
     count: int
-    mean: Estimate
+    mean: IntervalEstimate
     std: float
     min: float
     max: float
-    percentiles: tuple[tuple[float, Estimate], ...]
-    """(per cent, value), ascending."""
+    percentiles: tuple[tuple[float, IntervalEstimate], ...]  # (percent, value), ascending
 
     @classmethod
     def of(
         cls, groups: Sequence[Sequence[float] | Floats], percentiles: Sequence[float] = PERCENTILES
     ) -> Summary | None:
-        """Of the values in all groups, those of one group resembling each other; None when there are none.
+        """Summarize groups of values, correlated within a group. Returns None if there are none.
 
         Percentiles interpolate linearly between the two nearest ranks.
         """
@@ -66,7 +65,7 @@ class Summary:
     def each(
         cls, values: Sequence[float] | Floats, percentiles: Sequence[float] = PERCENTILES
     ) -> Summary | None:
-        """Of values that are independent of each other."""
+        """Summarize independent values."""
         return cls._of(np.asarray(values, dtype=np.float64), np.arange(len(values)), percentiles)
 
     @classmethod
@@ -75,16 +74,17 @@ class Summary:
             return None
         mean = float(values.mean())
         spread = NORMAL_95 * _error_of_mean(values - mean, of_group)
-        known = math.isfinite(spread)
         ordered = np.sort(values)
         found = []
         for percent in percentiles:
             value = float(np.percentile(ordered, percent))
-            worth = _independent(values <= value, of_group)
-            found.append((percent, Estimate(value, *_interval(ordered, percent / 100, worth))))
+            num_independent = _effective_count(values <= value, of_group)
+            bounds = _interval(ordered, percent / 100, num_independent)
+            found.append((percent, IntervalEstimate(value, *bounds)))
+        bounds = (mean - spread, mean + spread) if math.isfinite(spread) else (None, None)
         return cls(
             count=int(values.size),
-            mean=Estimate(mean, mean - spread, mean + spread) if known else Estimate(mean),
+            mean=IntervalEstimate(mean, *bounds),
             std=float(values.std()),
             min=float(ordered[0]),
             max=float(ordered[-1]),
@@ -92,11 +92,10 @@ class Summary:
         )
 
     def at(self, percent: float) -> float:
-        """One of the percentiles."""
         return dict(self.percentiles)[percent].value
 
     def as_json(self) -> dict[str, Any]:
-        """Under keys such as mean, p99 and p99_ci."""
+        """Return the summary under keys such as mean, p99 and p99_ci."""
         row: dict[str, Any] = {
             "count": self.count,
             "std": self.std,
@@ -110,56 +109,55 @@ class Summary:
 
 
 def _error_of_mean(deviations: Floats, of_group: Indices) -> float:
-    """The standard error of the mean of values in groups, such that NORMAL_95 times it is a 95 % interval also where
-    groups are few; infinite with one group.
+    """Return the standard error of the mean of grouped values; infinite with one group.
+
+    It is corrected so that NORMAL_95 times it is a 95 % interval also for few groups.
     """
     sums = np.bincount(of_group, deviations)[np.bincount(of_group) > 0]
     degrees = len(sums) - 1
     if degrees < 1:
         return math.inf
     error = math.sqrt(float((sums**2).sum()) * len(sums) / degrees) / len(deviations)
-    return error * (1 + (NORMAL_95**2 + 1) / (4 * degrees))  # Student's t, nearly
+    return error * (1 + (NORMAL_95**2 + 1) / (4 * degrees))  # approximates Student's t
 
 
-def _independent(below: NDArray[np.bool_], of_group: Indices) -> int:
-    """How many independent values would tell the share of those `below` as well as these in groups do."""
+def _effective_count(below: NDArray[np.bool_], of_group: Indices) -> int:
+    """Return the number of independent values that estimate the share of `below` equally well."""
     share = float(below.mean())
     if share in (0.0, 1.0):
         return len(np.unique(of_group))
     error = _error_of_mean(np.asarray(below - share, dtype=np.float64), of_group)
     if math.isinf(error):
         return 1
-    return (
-        len(below)
-        if error == 0.0
-        else max(1, min(len(below), round(share * (1 - share) / error**2)))
-    )
+    if error == 0.0:
+        return len(below)
+    return max(1, min(len(below), round(share * (1 - share) / error**2)))
 
 
-def _interval(ordered: Floats, share: float, worth: int) -> tuple[float | None, float | None]:
-    """Where the quantile of that share lies, of ascending values that are `worth` as many independent ones."""
-    low, high = _ranks(worth, share)
+def _interval(ordered: Floats, share: float, count: int) -> tuple[float | None, float | None]:
+    """Return the interval of a quantile of ascending values worth `count` independent ones."""
+    low, high = _ranks(count, share)
 
     def at(rank: int) -> float:
-        return float(np.quantile(ordered, (rank - 1) / max(worth - 1, 1)))
+        return float(np.quantile(ordered, (rank - 1) / max(count - 1, 1)))
 
-    return (at(low) if low >= 1 else None), (at(high) if high <= worth else None)
+    return (at(low) if low >= 1 else None), (at(high) if high <= count else None)
 
 
 def _ranks(count: int, share: float) -> tuple[int, int]:
-    """The order statistics, from 1, between which a quantile of `count` values lies: 0 and `count` + 1 are the ends of
-    the line.
+    """Return the ranks, from 1, of the order statistics around a quantile of `count` values.
+
+    0 and `count` + 1 stand for minus and plus infinity.
     """
-    if count > EXACT:
+    if count > MAX_EXACT:
         spread = NORMAL_95 * math.sqrt(count * share * (1 - share))
         low, high = math.floor(count * share - spread), math.ceil(count * share + spread) + 1
         return max(low, 0), min(high, count + 1)
     k = np.arange(1, count + 1)
     steps = np.log((count - k + 1) / k) + math.log(share / (1 - share))
-    log_chance = np.concatenate(([0.0], np.cumsum(steps))) + count * math.log(1 - share)
-    below = np.cumsum(
-        np.exp(log_chance)
-    )  # below[k]: the chance that at most k values are below the quantile
+    log_probability = np.concatenate(([0.0], np.cumsum(steps))) + count * math.log(1 - share)
+    # below[k]: the probability that at most k values are below the quantile
+    below = np.cumsum(np.exp(log_probability))
     low = int(np.searchsorted(below, 0.025, side="right"))  # the first k with more than 2.5 %
     high = int(np.searchsorted(below, 0.975, side="left")) + 1
     return low, high

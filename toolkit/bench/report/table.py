@@ -1,4 +1,4 @@
-"""A result for people, on one screen of 80 columns."""
+"""Result as a table for one screen of 80 columns."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from toolkit.bench.report.outcome import Outcome
-from toolkit.bench.report.summary import Estimate, Summary
+from toolkit.bench.report.summary import IntervalEstimate, Summary
 from toolkit.bench.report.wording import (
     TITLES,
-    carry_several,
     describe_client,
     describe_load,
     describe_prompts,
     describe_server,
+    has_multi_token_chunks,
     problems,
 )
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-FITTING = 4
-"""Percentiles that fit beside a latency; more of them are rows, and the latencies are columns."""
+MAX_COLUMNS = 4
+"""Percentiles that fit as columns. If there are more, percentiles are rows."""
 
 
 def print_table(console: Console, outcome: Outcome) -> None:
-    """Prints what was measured. What a saturated client measured of the server is left out."""
+    """Print the result. With a saturated client, throughput and latencies are left out."""
     from rich.text import Text
 
     for name, text in _facts(outcome):
@@ -59,16 +59,17 @@ def _facts(outcome: Outcome) -> Iterator[tuple[str, str]]:
     if result.saturated is None:
         yield from _throughput(outcome)
     if (text := describe_server(outcome)) is not None:
-        yield "server said", text
+        yield "metrics", text
     yield "client", describe_client(config, result)
     if (
-        config.paced
+        config.is_paced
         and config.max_concurrency is not None
         and (wait := result.place_wait) is not None
     ):
         yield (
             "",
-            f"waited {wait.at(50) * 1e3:,.2f} ms (p50), {wait.at(99) * 1e3:,.2f} ms (p99) for a place",
+            f"waited {wait.at(50) * 1e3:,.2f} ms (p50), {wait.at(99) * 1e3:,.2f} ms (p99) "
+            "for --max-concurrency",
         )
 
 
@@ -81,30 +82,31 @@ def _throughput(outcome: Outcome) -> Iterator[tuple[str, str]]:
         f"{result.per_second(result.prompt_tokens):,.0f} prompt tok/s",
     )
     if (steady := result.steady) is None:
-        yield "steady", "no such part: the run was short, all at once, a ramp, or never settled"
+        yield "steady", "no steady part: a short run, a burst, a ramp, or a load that kept changing"
     else:
         yield (
             "steady",
-            f"{plus_minus(steady.requests_per_s, 2)} requests/s, {plus_minus(steady.output_tokens_per_s, 0)} tok/s, "
+            f"{plus_minus(steady.requests_per_s, 2)} requests/s, "
+            f"{plus_minus(steady.output_tokens_per_s, 0)} tok/s, "
             f"{steady.in_flight:,.1f} at once, {steady.window.start:.1f}-{steady.window.end:.1f} s",
         )
     if result.num_good is not None and result.good_share is not None:
         yield (
             "goodput",
-            f"{result.per_second(result.num_good):,.2f} requests/s: {result.good_share:.1%} kept "
+            f"{result.per_second(result.num_good):,.2f} requests/s: {result.good_share:.1%} met "
             f"{' '.join(outcome.config.goodput)} ms",
         )
 
 
-def plus_minus(estimate: Estimate, digits: int) -> str:
-    """'12.5 ±0.3'."""
+def plus_minus(estimate: IntervalEstimate, digits: int) -> str:
+    """Format an estimate like 12.5 ±0.3."""
     if estimate.high is None:
         return f"{estimate.value:,.{digits}f}"
     return f"{estimate.value:,.{digits}f} ±{estimate.high - estimate.value:,.{digits}f}"
 
 
 def _rows(outcome: Outcome) -> Iterator[tuple[str, Summary]]:
-    """(title, latency) of those asked for; what counts from the send only where it differs."""
+    """Yield (title, latency) of the requested metrics; "from send" only where it differs."""
     found = outcome.result.latencies
     by_name = {"ttft": found.ttft, "tpot": found.tpot, "itl": found.itl, "e2el": found.e2el}
     service = {"ttft": found.service_ttft, "e2el": found.service_e2el}
@@ -114,12 +116,12 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, Summary]]:
         sent = service.get(name)
         if summary is not None and sent is not None and _differ(summary, sent):
             yield "  from send", sent
-        if name == "itl" and carry_several(outcome.result) and found.chunk_gap is not None:
+        if name == "itl" and has_multi_token_chunks(outcome.result) and found.chunk_gap is not None:
             yield "  chunk gap", found.chunk_gap
 
 
 def _differ(one: Summary, other: Summary) -> bool:
-    """By more than a per cent."""
+    """Return True if they differ by more than one percent."""
     pairs = (
         (one.mean.value, other.mean.value),
         *((e.value, other.at(p)) for p, e in one.percentiles),
@@ -134,7 +136,7 @@ def _latencies(outcome: Outcome) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     rows = [(title, _cells(summary)) for title, summary in _rows(outcome)]
     names = ["mean", *(f"p{percent:g}" for percent in outcome.config.percentiles), "max"]
-    if len(outcome.config.percentiles) <= FITTING:
+    if len(outcome.config.percentiles) <= MAX_COLUMNS:
         table.add_column("latency, ms", style="bold", min_width=11)
         for name in names:
             table.add_column(name, justify="right", min_width=8)
@@ -154,15 +156,15 @@ def _latencies(outcome: Outcome) -> Table:
 
 
 def _cells(summary: Summary) -> list[tuple[str, str]]:
-    """(milliseconds, what is to be added and taken away) of mean, percentiles and maximum."""
+    """Return (milliseconds, half width of the interval) of mean, percentiles and maximum."""
     estimates = [summary.mean, *(estimate for _, estimate in summary.percentiles)]
-    return [(f"{e.value * 1e3:,.2f}", _around(e)) for e in estimates] + [
+    return [(f"{e.value * 1e3:,.2f}", _half_width(e)) for e in estimates] + [
         (f"{summary.max * 1e3:,.2f}", "")
     ]
 
 
-def _around(estimate: Estimate) -> str:
-    """The interval, as the further of its ends; open ends say that there are too few values to tell."""
+def _half_width(estimate: IntervalEstimate) -> str:
+    """Format the distance to the farther end of the interval. "+?" and "-?" mark an open end."""
     if estimate.low is None and estimate.high is None:
         return ""
     if estimate.high is None:

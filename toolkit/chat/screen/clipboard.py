@@ -1,4 +1,4 @@
-"""The clipboard: through a program of the desktop where there is one, else through the terminal."""
+"""Copying to the clipboard, by a desktop program if there is one, else by the terminal."""
 
 from __future__ import annotations
 
@@ -17,30 +17,36 @@ PROGRAMS = (
     ("TMUX", ("tmux", "load-buffer", "-w", "-")),  # -w: to the terminal's clipboard, too
     ("HOME", ("pbcopy",)),
 )
-"""(variable that must be set, command that takes the text on its standard input)"""
-PATIENCE = 5.0  # seconds
+"""(environment variable that must be set, command that reads the text from stdin)"""
+TIMEOUT = 5.0  # seconds
 
 
 def copy(text: str, terminal: Terminal) -> str:
-    """Copies a text, and says how. Raises InvalidRequestError when there is no way."""
+    """Copy the text and return a message that says how. Raises InvalidRequestError."""
     for variable, command in PROGRAMS:
-        if os.environ.get(variable) and shutil.which(command[0]) and _feed(command, text):
+        if os.environ.get(variable) and shutil.which(command[0]) and _run(command, text):
             return f"Copied {len(text):,} characters ({command[0]})."
     if not terminal.is_live:
-        raise InvalidRequestError("There is no clipboard: neither a program for it nor a terminal.")
-    terminal.out.write(
-        f"\x1b]52;c;{base64.b64encode(text.encode()).decode()}\x07"
-    )  # OSC 52, which works over SSH
+        raise InvalidRequestError("No clipboard: found neither a clipboard program nor a terminal.")
+    encoded = base64.b64encode(text.encode()).decode()
+    terminal.out.write(f"\x1b]52;c;{encoded}\x07")  # OSC 52, which works over SSH
     terminal.out.flush()
-    return f"Sent {len(text):,} characters to the terminal's clipboard, if it lets programs write there (OSC 52)."
+    return (
+        f"Sent {len(text):,} characters to the terminal's clipboard (OSC 52). "
+        "The terminal may have to allow it."
+    )
 
 
-def _feed(command: tuple[str, ...], text: str) -> bool:
+def _run(command: tuple[str, ...], text: str) -> bool:
     try:
         done = subprocess.run(
-            command, input=text.encode(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=PATIENCE,
+            command,
+            input=text.encode(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=TIMEOUT,
             check=False,
-        )  # fmt: skip
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0

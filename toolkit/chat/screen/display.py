@@ -1,11 +1,11 @@
-"""How an answer is shown while it comes."""
+"""Display of an answer while it is streamed."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from toolkit.chat.answer_view import Answer
-from toolkit.chat.history import call_text
+from toolkit.chat.history import format_call
 from toolkit.chat.screen.terminal import Terminal
 
 
@@ -13,16 +13,16 @@ class Display(Protocol):
     """Shows one answer."""
 
     def update(self, answer: Answer) -> None:
-        """More of it has come."""
+        """Take the new state of the answer."""
 
     def refresh(self) -> float:
-        """Draws what has changed; seconds until it should be called again."""
+        """Draw the changes and return the seconds until the next call."""
 
     def redraw(self) -> None:
-        """Something else has written to the screen."""
+        """Draw everything again, after another program wrote to the screen."""
 
     def finish(self) -> None:
-        """Nothing more comes; the cursor is left at the beginning of a line."""
+        """Draw the rest and move the cursor to the start of a line."""
 
 
 class NoDisplay:
@@ -42,7 +42,7 @@ class NoDisplay:
 
 
 class PlainDisplay(NoDisplay):
-    """Writes the text as it comes."""
+    """Writes the text as it arrives."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
@@ -58,11 +58,11 @@ class PlainDisplay(NoDisplay):
         if self._written and not self._written.endswith("\n"):
             self._terminal.write("\n")
         for call in self._answer.tool_calls:
-            self._terminal.note(f"→ {call_text(call)}")
+            self._terminal.note(f"→ {format_call(call)}")
 
 
 def display_for(terminal: Terminal, reasoning: str, language: str | None = None) -> Display:
-    """The arguments are those of LiveDisplay."""
+    """Choose the display for the terminal. Arguments are those of LiveDisplay."""
     if not terminal.is_live:
         return PlainDisplay(terminal)
     from toolkit.chat.screen.live import LiveDisplay

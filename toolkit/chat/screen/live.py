@@ -1,4 +1,4 @@
-"""An answer on a terminal: Markdown that is drawn anew at its end."""
+"""Answers on a terminal: Markdown whose last block is redrawn while it grows."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from rich.style import Style
 from rich.text import Text
 
 from toolkit.chat.answer_view import Answer
-from toolkit.chat.history import call_text
-from toolkit.chat.screen.markdown import PROSE_WIDTH, Block, BlockRenderer, MarkdownStream
+from toolkit.chat.history import format_call
+from toolkit.chat.screen.markdown import PROSE_WIDTH, BlockRenderer, MarkdownBlock, MarkdownStream
 from toolkit.chat.screen.region import Region
 from toolkit.chat.screen.terminal import CONTROLS, Terminal
 
 FRAME = 1 / 30  # seconds
-BUSY = 3  # of the time, at most one part in this many goes into drawing
+BUSY = 3  # at most 1 / BUSY of the time is spent drawing
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-PATIENCE = 0.3  # seconds without an answer, until it is said that it is waited for
-THOUGHT_LINES = 6
+SPINNER_DELAY = 0.3  # seconds without an answer until the spinner appears
+REASONING_LINES = 6  # shown while the model reasons
 DIM = Style(dim=True)
 
 
 class LiveDisplay:
-    """Finished blocks go to the screen for good; the last one is drawn anew until it is finished."""
+    """Writes finished blocks once and redraws the last block until it is finished."""
 
     def __init__(self, terminal: Terminal, reasoning: str, language: str | None = None) -> None:
-        """`reasoning`: full, short or hidden. `language`: the answer is code of that language, and not Markdown."""
+        """`reasoning`: full, short or hidden. `language`: of an answer that is code."""
         self._terminal = terminal
         self._reasoning = reasoning
         self._region = Region(terminal.out, terminal.size)
@@ -34,116 +34,117 @@ class LiveDisplay:
         if language is not None:
             self._stream.feed(f"```{language}\n")
         self._answer = Answer()
-        self._fed = 0
-        self._last: Block | None = None  # on the screen for good
-        self._thought = False  # the reasoning is dealt with
+        self._num_fed = 0  # characters
+        self._last_block: MarkdownBlock | None = None  # finished
+        self._is_reasoning_folded = False
         self._began = time.monotonic()
 
     def update(self, answer: Answer) -> None:
         self._answer = answer
-        self._stream.feed(answer.content[self._fed :].translate(CONTROLS))
-        self._fed = len(answer.content)
+        self._stream.feed(answer.content[self._num_fed :].translate(CONTROLS))
+        self._num_fed = len(answer.content)
 
     def refresh(self) -> float:
         began = time.monotonic()
         if self._answer.is_empty:
-            self._region.draw(self._waiting(began - self._began))
+            self._region.draw(self._waiting_lines(began - self._began))
         else:
-            self._end_thought()
+            self._fold_reasoning()
             self._commit(self._stream.take_finished())
-            self._region.draw(self._draft())
+            self._region.draw(self._draft_lines())
         return max(FRAME, BUSY * (time.monotonic() - began))
 
     def redraw(self) -> None:
-        self._region.forget()
+        self._region.reset()
 
     def finish(self) -> None:
         if self._answer.is_empty and not self._answer.reasoning:
             self._region.draw([])
             return
-        self._end_thought()
+        self._fold_reasoning()
         self._commit(self._stream.take_rest())
-        self._region.draw(self._calls(self._last is not None))
+        self._region.draw(self._call_lines(self._last_block is not None))
         self._region.commit()
 
     def _width(self) -> int:
         return max(1, self._terminal.size().columns - 1)
 
-    def _lines(self, blocks: list[Block]) -> list[str]:
-        return self._renderer.lines(blocks, self._width(), self._last)
+    def _lines(self, blocks: list[MarkdownBlock]) -> list[str]:
+        return self._renderer.lines(blocks, self._width(), self._last_block)
 
-    def _draft(self) -> list[str]:
-        """What is not finished. Of a table that is longer than the screen, the end: its columns may still move, and what
-        has left the screen cannot.
-        """
+    def _draft_lines(self) -> list[str]:
+        """Render the unfinished blocks. A table taller than the screen is cut to its end."""
         blocks = self._stream.draft()
         lines = self._lines(blocks)
         rows = self._terminal.size().lines
+        # Its columns may still change width, and lines off the screen cannot be redrawn.
         if blocks and blocks[-1].is_table and len(lines) > rows - 1:
             above = len(lines) - (rows - 2)
             lines = [*self._dim(f"⋮ {above} lines above"), *lines[above:]]
-        return lines + self._calls(bool(lines))
+        return lines + self._call_lines(bool(lines))
 
-    def _commit(self, blocks: list[Block]) -> None:
+    def _commit(self, blocks: list[MarkdownBlock]) -> None:
         for block in blocks:
             lines = self._lines([block])
             if lines:
                 self._region.draw(lines)
                 self._region.commit()
-                self._last = block
+                self._last_block = block
 
     def _dim(self, text: str, style: Style = DIM) -> list[str]:
         return self._renderer.render(Text(text, style=style), self._width())
 
-    def _calls(self, after_text: bool) -> list[str]:
-        """The calls of tools, below the text."""
+    def _call_lines(self, after_text: bool) -> list[str]:
+        """Render the tool calls. `after_text`: put an empty line above them."""
         calls = [call for call in self._answer.tool_calls if call["function"]["name"]]
         lines = [
             line
             for call in calls
-            for line in self._dim(f"→ {call_text(call)}".translate(CONTROLS), Style(bold=True))
+            for line in self._dim(f"→ {format_call(call)}".translate(CONTROLS), Style(bold=True))
         ]
         return [""] * (after_text and bool(lines)) + lines
 
-    def _waiting(self, seconds: float) -> list[str]:
-        """What is to be seen before the answer begins."""
-        if seconds < PATIENCE:
+    def _waiting_lines(self, seconds: float) -> list[str]:
+        """Render the spinner and the reasoning, before the answer begins."""
+        if seconds < SPINNER_DELAY:
             return []
-        what = "thinking" if self._answer.reasoning else "waiting"
+        activity = "thinking" if self._answer.reasoning else "waiting"
         frame = SPINNER[int(seconds * 10) % len(SPINNER)]
-        head = self._dim(f"{frame} {what} {seconds:.0f} s")
+        head = self._dim(f"{frame} {activity} {seconds:.0f} s")
         if self._reasoning == "hidden":
             return head
-        thought = self._thoughts()
+        lines = self._reasoning_lines()
         if self._reasoning == "full":
-            return [*thought, *head]
-        room = max(0, min(THOUGHT_LINES, self._terminal.size().lines - 2))
-        return (
-            [*head, *thought[len(thought) - room :]] if room < len(thought) else [*head, *thought]
-        )
+            return [*lines, *head]
+        room = max(0, min(REASONING_LINES, self._terminal.size().lines - 2))
+        return [*head, *lines[len(lines) - room :]] if room < len(lines) else [*head, *lines]
 
-    def _thoughts(self) -> list[str]:
+    def _reasoning_lines(self) -> list[str]:
         text = self._answer.reasoning.strip().translate(CONTROLS)
         if not text:
             return []
         width = min(self._width(), PROSE_WIDTH)
         return self._renderer.render(Text(text, style=Style(dim=True, italic=True)), width)
 
-    def _end_thought(self) -> None:
-        """Folds the reasoning, once."""
-        if self._thought:
+    def _fold_reasoning(self) -> None:
+        """Replace the reasoning by one line, once; in `full`, keep it above that line."""
+        if self._is_reasoning_folded:
             return
-        self._thought = True
+        self._is_reasoning_folded = True
         self._region.draw([])
         if not self._answer.reasoning:
             return
-        lines = self._thoughts() if self._reasoning == "full" else []
-        self._region.draw([*lines, *self._dim(thought_line(self._answer)), ""])
+        lines = self._reasoning_lines() if self._reasoning == "full" else []
+        self._region.draw([*lines, *self._dim(folded_line(self._answer)), ""])
         self._region.commit()
 
 
-def thought_line(answer: Answer) -> str:
-    """What stands in the place of reasoning that is folded."""
-    seconds = (answer.thought or answer.last or 0.0) - (answer.first or 0.0)
+def folded_line(answer: Answer) -> str:
+    """Return the line that replaces the reasoning."""
+    end = answer.reasoning_end or answer.last_token or 0.0
+    seconds = end - (answer.first_token or 0.0)
     words = len(answer.reasoning.split())
-    return f"▸ thought for {seconds:.1f} s, {words:,} word{'s' if words != 1 else ''}: Ctrl-T or /show reasoning unfolds it"
+    return (
+        f"▸ thought for {seconds:.1f} s, {words:,} word{'s' if words != 1 else ''} "
+        "(Ctrl-T or /show reasoning shows it)"
+    )

@@ -1,4 +1,4 @@
-"""Markdown that is shown while it is written: finished blocks, and a draft of the last one."""
+"""Streamed Markdown: finished blocks, and a draft of the last one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
-PROSE_WIDTH = 100  # columns; longer lines are hard to read. Code and tables take what there is
+PROSE_WIDTH = 100  # columns; longer lines are hard to read. Code and tables use the full width
 CODE_INDENT = 2
 
 THEME = Theme(
@@ -48,7 +48,7 @@ THEME = Theme(
         "markdown.table.header": "bold",
     }
 )
-"""The terminal's own colors, and of those only what can be read on a dark and on a light background."""
+"""Uses only those of the terminal's own colors that are readable on dark and light backgrounds."""
 
 CODE_THEME = ANSISyntaxTheme(
     {
@@ -82,15 +82,15 @@ UNDECIDED = re.compile(
     """,
     re.VERBOSE,
 )
-"""A last line without its end and indent that may become anything: to show it now would be to take it back."""
+"""Matches a last line (without indent) whose meaning depends on the next characters."""
 CODE_SPAN = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 EMPHASIS = re.compile(r"\*\*|\*|~~")
 OPEN_LINK = re.compile(r"!?\[[^\[\]]{0,100}(\](\([^()]{0,300})?)?$")
-"""A link whose address is not complete."""
+"""A link without a complete address, at the end."""
 
 
-class Code(CodeBlock):
-    """Without a background and without a frame, so that it can be copied."""
+class PlainCode(CodeBlock):
+    """Code without background or frame, so that it can be copied."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         code = str(self.text).rstrip()
@@ -104,8 +104,8 @@ class LeftHeading(Heading):
     LEVEL_ALIGN = Heading.LEVEL_ALIGN | {"h1": "left"}
 
 
-class SteadyList(ListElement):
-    """Numbers have room for two digits from the first on, so that the tenth item moves no other."""
+class StableList(ListElement):
+    """A list with room for two-digit numbers, so that the tenth item does not move the others."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.list_type == "bullet_list_open":
@@ -117,14 +117,14 @@ class SteadyList(ListElement):
             yield from item.render_number(console, options, number, last)
 
 
-class Line(HorizontalRule):
+class PlainRule(HorizontalRule):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Rule(style="markdown.hr")
         yield Text()
 
 
 class PlainTable(TableElement):
-    """Without edges; where cells wrap, rows are kept apart."""
+    """A table without edges, and with lines between rows if cells wrap."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for table in super().__rich_console__(console, options):
@@ -135,27 +135,27 @@ class PlainTable(TableElement):
             yield table
 
 
-class Rendered(Markdown):
-    """Blocks, as rich renders them."""
+class RenderedBlocks(Markdown):
+    """Parsed blocks, in the form that rich renders."""
 
     elements = Markdown.elements | {
-        "fence": Code,
-        "code_block": Code,
+        "fence": PlainCode,
+        "code_block": PlainCode,
         "heading_open": LeftHeading,
-        "hr": Line,
-        "bullet_list_open": SteadyList,
-        "ordered_list_open": SteadyList,
+        "hr": PlainRule,
+        "bullet_list_open": StableList,
+        "ordered_list_open": StableList,
         "table_open": PlainTable,
     }
 
     def __init__(self, tokens: list[Token]) -> None:
-        super().__init__("", hyperlinks=False)  # where a link leads is to be seen
+        super().__init__("", hyperlinks=False)  # show the addresses of links
         self.parsed = tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """A paragraph, a list, a table, ... `line` is where it begins."""
+class MarkdownBlock:
+    """A paragraph, list, table, ... that begins at `line`."""
 
     tokens: list[Token]
     line: int
@@ -173,18 +173,17 @@ class Block:
         return self.is_code or self.is_table
 
     @property
-    def leaves_gap(self) -> bool:
-        """Whether an empty line follows it."""
-        return Rendered.elements.get(
+    def has_gap_after(self) -> bool:
+        """True if an empty line follows it."""
+        return RenderedBlocks.elements.get(
             self.tokens[-1].type.replace("_close", "_open"), UnknownElement
         ).new_line
 
 
 class MarkdownStream:
-    """Markdown that comes in pieces. What a block becomes depends on what follows it only while it is the last, so that
-    finished blocks can be taken out for good.
+    """Parses Markdown as it arrives. All blocks but the last one are finished.
 
-    A link whose address is defined further down than where it is used is shown as it is written.
+    A link whose address is defined below it is shown as it is written.
     """
 
     def __init__(self) -> None:
@@ -195,98 +194,96 @@ class MarkdownStream:
     def feed(self, text: str) -> None:
         self.rest += text
 
-    def take_finished(self) -> list[Block]:
-        """Blocks that nothing can change any more, once each."""
+    def take_finished(self) -> list[MarkdownBlock]:
+        """Return the blocks finished since the last call."""
         complete = self.rest[: self.rest.rfind("\n") + 1]
-        env = {
-            "references": self._definitions
-        }  # of complete lines: what they define holds from there on
-        *finished, last = self._blocks(complete, env) or [Block([], 0)]
+        # Links defined in complete lines stay defined.
+        env = {"references": self._definitions}
+        *finished, last = self._blocks(complete, env) or [MarkdownBlock([], 0)]
         if finished:
             self.rest = "\n".join(self.rest.split("\n")[last.line :])
         return finished
 
-    def take_rest(self) -> list[Block]:
-        """What is left when nothing more comes."""
+    def take_rest(self) -> list[MarkdownBlock]:
+        """Return the remaining blocks, at the end of the text."""
         text, self.rest = self.rest, ""
         return self._blocks(text, {"references": self._definitions})
 
-    def draft(self) -> list[Block]:
-        """What the rest looks like now: without an end that is undecided, and with what is open in it closed."""
-        text = _decided(self.rest)
+    def draft(self) -> list[MarkdownBlock]:
+        """Return the unfinished blocks, without an undecided end and with open marks closed."""
+        text = _drop_undecided(self.rest)
         blocks = self._blocks(text, {"references": dict(self._definitions)})
-        if blocks and not blocks[-1].is_code and (closed := _closed(text)) != text:
+        if blocks and not blocks[-1].is_code and (closed := _close_marks(text)) != text:
             blocks = self._blocks(closed, {"references": dict(self._definitions)})
         return blocks
 
-    def _blocks(self, text: str, env: dict[str, Any]) -> list[Block]:
-        blocks: list[Block] = []
+    def _blocks(self, text: str, env: dict[str, Any]) -> list[MarkdownBlock]:
+        blocks: list[MarkdownBlock] = []
         for token in self._parser.parse(text, env):
             for child in token.children or ():
-                if child.type == "softbreak":  # a line that the model began is a line
+                if child.type == "softbreak":  # keep the line breaks of the model
                     child.type = "hardbreak"
             if token.level == 0 and token.nesting >= 0:
-                blocks.append(Block([], token.map[0] if token.map else 0))
+                blocks.append(MarkdownBlock([], token.map[0] if token.map else 0))
             blocks[-1].tokens.append(token)
         return blocks
 
 
 class BlockRenderer:
-    """Blocks as lines of a terminal, with its escape codes and without line breaks."""
+    """Renders blocks as lines of a terminal, with escape codes."""
 
     def __init__(self, console: Console) -> None:
-        """`console`: whose colors are used."""
+        """Use the colors of `console`."""
         self._console = Console(
             file=StringIO(),
             force_terminal=console.is_terminal,
-            color_system=console.color_system,  # type: ignore[arg-type]  # rich gives any text and takes some
+            color_system=console.color_system,  # type: ignore[arg-type]  # str for a Literal
             no_color=console.no_color,
             legacy_windows=False,
             theme=THEME,
             highlight=False,
         )
 
-    def lines(self, blocks: Sequence[Block], columns: int, before: Block | None) -> list[str]:
-        """The lines of blocks, after what ends with the block `before`."""
+    def lines(
+        self, blocks: Sequence[MarkdownBlock], columns: int, before: MarkdownBlock | None
+    ) -> list[str]:
+        """Render blocks that follow the block `before`."""
         lines: list[str] = []
         for block in blocks:
             shown = self.render(
-                Rendered(block.tokens), columns if block.is_wide else min(columns, PROSE_WIDTH)
+                RenderedBlocks(block.tokens),
+                columns if block.is_wide else min(columns, PROSE_WIDTH),
             )
             if not block.is_code and shown[:1] == [""]:
-                del shown[
-                    0
-                ]  # rich puts an empty line before lists, quotes and tables, even before the first
-            if shown and before is not None and before.leaves_gap:
+                del shown[0]  # rich puts an empty line before every list, quote and table
+            if shown and before is not None and before.has_gap_after:
                 lines.append("")
             lines += shown
             before = block
         return lines
 
-    def render(self, what: Any, columns: int) -> list[str]:
-        """Anything that rich can print."""
+    def render(self, renderable: Any, columns: int) -> list[str]:
+        """Render anything that rich can print."""
         self._console.width = columns
         with self._console.capture() as captured:
-            self._console.print(what)
+            self._console.print(renderable)
         return [line.rstrip() for line in captured.get().split("\n")][:-1]
 
 
-def _decided(text: str) -> str:
-    """The text without what its next piece may turn into something else."""
+def _drop_undecided(text: str) -> str:
+    """Remove the end of the text if its meaning depends on the next characters."""
     complete, newline, last = text.rpartition("\n")
     if UNDECIDED.fullmatch(last.lstrip()):
         last = ""
     lines = complete.split("\n")
     if lines[-1].startswith("|") and not (len(lines) > 1 and lines[-2].startswith("|")):
-        complete, last = (
-            "\n".join(lines[:-1]),
-            "",
-        )  # the head of a table, which the line below it makes one
+        # Maybe the head of a table: the next line decides.
+        complete, last = "\n".join(lines[:-1]), ""
     return complete + newline + OPEN_LINK.sub("", last).rstrip("*_~`")
 
 
-def _closed(text: str) -> str:
-    """The text with the code or the emphasis closed that its last paragraph leaves open."""
+def _close_marks(text: str) -> str:
+    """Close code and emphasis that are open at the end of the last paragraph."""
     paragraph = text.rpartition("\n\n")[2]
     outside = CODE_SPAN.sub("", paragraph)
     if ticks := re.search("`+", outside):
@@ -301,7 +298,7 @@ def _closed(text: str) -> str:
 
 
 def code_blocks(text: str) -> list[str]:
-    """The code in a text, block by block."""
+    """Return the fenced code blocks of a text."""
     return [
         token.content for token in MarkdownIt("commonmark").parse(text) if token.type == "fence"
     ]

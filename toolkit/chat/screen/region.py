@@ -1,4 +1,4 @@
-"""The end of what is on the screen, which may still change."""
+"""The last lines on the screen, which can be redrawn."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from typing import TextIO
 
 from rich.text import Text
 
-BEGIN = "\x1b[?2026h\x1b[?7l"  # show nothing until END; a line that is too wide is cut, not wrapped
-END = "\x1b[?7h\x1b[?2026l"
+# Between the two, the terminal shows no change yet and cuts lines that are too wide.
+BEGIN_UPDATE = "\x1b[?2026h\x1b[?7l"
+END_UPDATE = "\x1b[?7h\x1b[?2026l"
 ERASE_LINE = "\x1b[2K"
 ERASE_BELOW = "\x1b[J"
 
 
 class Region:
-    """Lines at the end of the screen. Drawing writes from the first one that differs on, at once, so that nothing
-    flickers. What is pushed off the top of the screen can be reached no more and stays as it is.
+    """Lines at the end of the screen.
+
+    A redraw writes the lines from the first changed one on, in one update, so that nothing
+    flickers. Lines that have scrolled off the top of the screen can no longer change.
     """
 
     def __init__(self, out: TextIO, size: Callable[[], os.terminal_size]) -> None:
         self._out = out
         self._size = size
         self._lines: list[str] = []  # on the screen; the cursor is at the end of the last one
-        self._gone = 0  # lines before them, off the screen
+        self._num_scrolled = 0  # lines before them, off the screen
         self._columns = 0
 
     def draw(self, lines: Sequence[str]) -> None:
-        """Shows these lines in place of what it shows now. They hold no line breaks, and are narrower than the
-        screen.
-        """
+        """Replace the shown lines. They have no line breaks and are narrower than the screen."""
         columns, rows = self._size()
-        lost = max(0, len(self._lines) - rows)  # the screen has become lower
-        self._lines, self._gone = self._lines[lost:], self._gone + lost
-        new = list(lines[self._gone :])
+        lost = max(0, len(self._lines) - rows)  # the screen got fewer rows
+        self._lines, self._num_scrolled = self._lines[lost:], self._num_scrolled + lost
+        new = list(lines[self._num_scrolled :])
         same = 0
         while same < min(len(new), len(self._lines)) and new[same] == self._lines[same]:
             same += 1
@@ -48,43 +49,41 @@ class Region:
         elif same == len(self._lines):
             written = ("\r\n" if same else "") + new[same]
         else:
-            written = self._back_to(same, columns) + (
+            written = self._move_up_to(same, columns) + (
                 ERASE_LINE + new[same] if same < len(new) else ""
             )
         written += "".join(f"\r\n{ERASE_LINE}{line}" for line in new[same + 1 :])
         if len(new) < len(self._lines) or columns != self._columns:
-            written = written + ERASE_BELOW if new[same:] else self._shrunk(same, written)
-        self._out.write(BEGIN + written + END)
+            written = written + ERASE_BELOW if new[same:] else self._shrink(same, written)
+        self._out.write(BEGIN_UPDATE + written + END_UPDATE)
         self._out.flush()
         self._columns = columns
         pushed = max(0, len(new) - rows)
-        self._gone += pushed
+        self._num_scrolled += pushed
         self._lines = new[pushed:]
 
     def commit(self) -> None:
-        """What is shown stays, and the next thing is drawn below it."""
+        """Keep the shown lines for good; draw the next ones below them."""
         if self._lines:
             self._out.write("\r\n")
             self._out.flush()
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Something else has written to the screen: the next drawing begins anew."""
-        self._lines, self._gone = [], 0
+    def reset(self) -> None:
+        """Draw all lines again next time, because another program wrote to the screen."""
+        self._lines, self._num_scrolled = [], 0
 
-    def _back_to(self, line: int, columns: int) -> str:
-        """Moves the cursor to the beginning of a line on the screen."""
+    def _move_up_to(self, line: int, columns: int) -> str:
+        """Return the codes that move the cursor to the start of a line on the screen."""
         rows = [1] * (len(self._lines) - line)
-        if (
-            columns < self._columns
-        ):  # the terminal has become narrower, and has wrapped what was there
+        if columns < self._columns:  # the terminal got narrower and wrapped the lines
             widths = [Text.from_ansi(text).cell_len for text in self._lines[line:]]
             rows = [max(1, -(-width // columns)) for width in widths]
         up = sum(rows) - 1
         return "\r" + (f"\x1b[{up}A" if up else "")
 
-    def _shrunk(self, kept: int, moved: str) -> str:
-        """Nothing is left from a line on: the cursor goes to the end of the one before it."""
+    def _shrink(self, kept: int, moved: str) -> str:
+        """Add codes to `moved` that erase all but `kept` lines and put the cursor at their end."""
         if kept == 0:
             return moved + ERASE_BELOW
         return f"{moved}{ERASE_BELOW}\x1b[A\r{self._lines[kept - 1]}"

@@ -1,4 +1,4 @@
-"""The two streams of the program: answers go to stdout, everything else to stderr."""
+"""The terminal: answers go to stdout, everything else to stderr; keys come from stdin."""
 
 from __future__ import annotations
 
@@ -13,65 +13,64 @@ from rich.console import Console
 from rich.text import Text
 
 CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))
-"""An answer can hold anything; control characters but tab and newline could take over the terminal."""
-MARKED_PASTES = ("\x1b[?2004h", "\x1b[?2004l")
+"""Control characters except tab and newline: in an answer they could control the terminal."""
+BRACKETED_PASTE = ("\x1b[?2004h", "\x1b[?2004l")  # on, off
 
 
 class Keyboard:
-    """The terminal that keys come from, if they do."""
+    """Input mode of the terminal on stdin. Does nothing if stdin is no terminal."""
 
     def __init__(self) -> None:
-        self._usual: list[Any] | None = None
+        self._saved_mode: list[Any] | None = None
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Within it keys are not shown: they wait for the next question. Ctrl-C and Ctrl-Z work."""
-        self.hush()
+    def hidden_input(self) -> Iterator[None]:
+        """Hide keys typed inside the block; the next prompt reads them. Ctrl-C and Ctrl-Z work."""
+        self.hide_input()
         try:
             yield
         finally:
             self.restore()
 
-    def hush(self) -> None:
-        """To be called again after a prompt, which leaves its own mode."""
+    def hide_input(self) -> None:
+        """Turn off echo. Call it again after a prompt, which sets its own mode."""
         import termios
 
-        if not _is_ours():
+        if not _is_foreground():
             return
         mode = termios.tcgetattr(0)
-        if self._usual is None:
-            self._usual = list(mode)
+        if self._saved_mode is None:
+            self._saved_mode = list(mode)
         mode[3] &= ~(termios.ECHO | termios.ICANON)
         termios.tcsetattr(0, termios.TCSANOW, mode)
-        self._mark_pastes(
-            MARKED_PASTES[0]
-        )  # what is pasted now is one text for the next question, too
+        # Text pasted now also becomes one question.
+        self._set_bracketed_paste(BRACKETED_PASTE[0])
 
     def restore(self) -> None:
         import termios
 
-        if self._usual is not None:
-            termios.tcsetattr(0, termios.TCSANOW, self._usual)
-            self._usual = None
-            self._mark_pastes(MARKED_PASTES[1])
+        if self._saved_mode is not None:
+            termios.tcsetattr(0, termios.TCSANOW, self._saved_mode)
+            self._saved_mode = None
+            self._set_bracketed_paste(BRACKETED_PASTE[1])
 
     @staticmethod
-    def _mark_pastes(code: str) -> None:
+    def _set_bracketed_paste(code: str) -> None:
         if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
             sys.stderr.write(code)
             sys.stderr.flush()
 
 
 def printable(text: str) -> str:
-    """What was typed or given, without bytes that are no text (Python keeps them as lone surrogates)."""
+    """Replace bytes that are not text, which Python decodes as lone surrogates."""
     return text.encode(errors="replace").decode()
 
 
-def _is_ours() -> bool:
-    """Whether there are keys, and the shell has not put the program into the background."""
+def _is_foreground() -> bool:
+    """Return True if stdin is a terminal and this process is in its foreground."""
     try:
         return sys.stdin.isatty() and os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:  # it is not the terminal of this session
+    except OSError:  # the terminal belongs to another session
         return False
 
 
@@ -81,13 +80,13 @@ class Terminal:
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self.out = sys.stdout if out is None else out
         for stream in (self.out, sys.stderr if err is None else err):
-            if isinstance(stream, TextIOWrapper):  # what an old encoding lacks is no reason to fail
+            if isinstance(stream, TextIOWrapper):  # its encoding may lack characters
                 stream.reconfigure(errors="replace")
-        self.talk = Console(file=err, stderr=err is None, highlight=False)
-        self.talk.soft_wrap = not self.talk.is_terminal  # in a file a message stays one line
+        self.err_console = Console(file=err, stderr=err is None, highlight=False)
+        self.err_console.soft_wrap = not self.err_console.is_terminal  # one line each in a file
         self.console = Console(file=self.out, highlight=False)
         self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
-        """Whether what has been written can be written anew."""
+        """True if text on the screen can be redrawn."""
         self.keyboard = Keyboard()
 
     def size(self) -> os.terminal_size:
@@ -95,24 +94,24 @@ class Terminal:
         return os.terminal_size((width, height))
 
     def write(self, text: str) -> None:
-        """A piece of an answer, at once. What goes into a pipe goes as it came."""
+        """Write part of an answer and flush. A pipe gets it unchanged."""
         self.out.write(text.translate(CONTROLS) if self.console.is_terminal else text)
         self.out.flush()
 
     def note(self, text: str) -> None:
-        """Something in passing."""
+        """Print a dim message to stderr."""
         if text:
-            self.talk.print(Text(text, style="dim"))
+            self.err_console.print(Text(text, style="dim"))
 
     def hint(self, text: str) -> None:
-        """Something in passing, for somebody who looks."""
-        if self.talk.is_terminal:
+        """Print a dim message if stderr is a terminal."""
+        if self.err_console.is_terminal:
             self.note(text)
 
-    def gap(self) -> None:
-        """An empty line, where somebody looks."""
-        if self.talk.is_terminal:
-            self.talk.print()
+    def blank_line(self) -> None:
+        """Print an empty line if stderr is a terminal."""
+        if self.err_console.is_terminal:
+            self.err_console.print()
 
     def error(self, text: str) -> None:
-        self.talk.print(Text(text, style="red"))
+        self.err_console.print(Text(text, style="red"))

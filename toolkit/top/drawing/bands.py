@@ -1,4 +1,4 @@
-"""A heatmap's raster: observations counted in bands of time that are equally high on a logarithmic scale."""
+"""Bands of a heatmap: time ranges of equal height on a logarithmic scale."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ NUM_BANDS = PER_DECADE * DECADES
 
 
 def band_of(seconds: float) -> int:
-    """The band that a time falls in; the first and the last take what lies beyond them."""
+    """Return the band of a time. The first and the last band include all times beyond them."""
     if seconds <= FASTEST:
         return 0
     return min(NUM_BANDS - 1, int(PER_DECADE * math.log10(seconds / FASTEST)))
 
 
 def lower_bound(band: int) -> float:
-    """The shortest time of a band, in seconds."""
+    """Return the shortest time of a band, in seconds."""
     return FASTEST * math.pow(10.0, band / PER_DECADE)
 
 
-def spread(pieces: Sequence[tuple[float, float, float]]) -> array[float]:
-    """Counts by band of observations that are spread evenly within their piece (above, up to, how many)."""
+def count_by_band(buckets: Sequence[tuple[float, float, float]]) -> array[float]:
+    """Distribute a histogram's observations, spread evenly in their buckets, over the bands."""
     counts = array("f", bytes(4 * NUM_BANDS))
-    for above, up_to, count in pieces:
+    for above, up_to, count in buckets:
         low, high = band_of(above), band_of(up_to)
         if low == high:
             counts[low] += count

@@ -1,4 +1,4 @@
-"""Bars, charts and heatmaps, in characters."""
+"""Bars, charts and heatmaps in characters."""
 
 from __future__ import annotations
 
@@ -15,33 +15,29 @@ from toolkit.top.readings.server import Point
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 SHADES = " ░▒▓█"
-HUES = 4
-"""Brightnesses of a chart, from its foot to its top."""
-HEAT = 15
-"""The hottest color of a heatmap; 0 is its ground."""
-NOTHING = 1e-9
-"""Below this, a chart shows 0."""
+HUES = 4  # brightnesses of a chart, from bottom to top
+HEAT = 15  # hottest color of a heatmap; 0 is its background
+EPSILON = 1e-9  # below this, a chart shows 0
 NOW = "now"
-LABEL = 8
-"""Columns left of a heatmap, for times."""
+LABEL = 8  # columns left of a heatmap, for times
 
 
 def bar(share: float | None, width: int, style: str = "bar") -> Line:
-    """A share from 0 to 1. Without colors, too, its end is seen."""
+    """Draw a share from 0 to 1. Its end is visible without colors too."""
     filled = round(min(max(share or 0.0, 0.0), 1.0) * width)
     return [("━" * filled, style), ("─" * (width - filled), "track")]
 
 
-def level(share: float | None) -> str:
-    """The style of a share that is better low: of a cache, of memory."""
+def usage_style(share: float | None) -> str:
+    """Return the style of a share that should be low, such as memory in use."""
     if share is None:
         return "bar"
     return "bad" if share >= 0.95 else "warn" if share >= 0.8 else "bar"
 
 
-def nice_top(value: float) -> float:
-    """The next of 1, 2, 3, 5, 8 and their tenfolds, so that a chart's scale rarely changes."""
-    if value < NOTHING:
+def axis_top(value: float) -> float:
+    """Round up to 1, 2, 3, 5 or 8 times a power of ten, so that a chart's scale rarely changes."""
+    if value < EPSILON:
         return 1.0
     decade = 10.0 ** math.floor(math.log10(value))
     return next(
@@ -49,9 +45,10 @@ def nice_top(value: float) -> float:
     )
 
 
-def spark(points: Iterable[Point], width: int, style: str = "spark") -> Line:
-    """One line of columns from 0 to the highest; the newest at the right. What is not known is blank; a gap
-    remains at the top, so that lines below each other stay apart.
+def sparkline(points: Iterable[Point], width: int, style: str = "spark") -> Line:
+    """Draw a chart of one line, the newest point at the right. Unknown points are blank.
+
+    The highest column leaves an eighth free, so that adjacent lines stay apart.
     """
     shown = _newest(points, width)
     top = max((point for point in shown if point is not None), default=0.0) or 1.0
@@ -69,24 +66,24 @@ def spark(points: Iterable[Point], width: int, style: str = "spark") -> Line:
 def chart(
     points: Iterable[Point], width: int, height: int, hue: str, top: float | None = None
 ) -> Block:
-    """Columns from 0 up to `top`, or to a round number above the highest; the newest at the right."""
+    """Draw columns from 0 to `top` (default: a round number), the newest point at the right."""
     shown = _newest(points, width)
-    ceiling = top or nice_top(max((p for p in shown if p is not None), default=0.0))
+    ceiling = top or axis_top(max((p for p in shown if p is not None), default=0.0))
     scale = 8 * height / ceiling
     columns = [
         _column(None if point is None else min(8 * height, round(scale * point)), height)
         for point in shown
     ]
-    made: Block = []
+    lines: Block = []
     for row, cells in zip(range(height - 1, -1, -1), zip(*columns, strict=True), strict=False):
         brightness = min(HUES - 1, row * HUES // height)
-        made.append([("".join(cells), f"{hue}{brightness}")])
-    return made
+        lines.append([("".join(cells), f"{hue}{brightness}")])
+    return lines
 
 
 @lru_cache(maxsize=4096)
 def _column(eighths: int | None, height: int) -> str:
-    """One column from its top to its foot; a foot remains of 0, so that it is not nothing."""
+    """Draw one column from top to bottom. 0 is one eighth high, None is blank."""
     if eighths is None:
         return " " * height
     full, rest = divmod(max(1, eighths), 8)
@@ -94,25 +91,28 @@ def _column(eighths: int | None, height: int) -> str:
 
 
 def time_axis(ages: Sequence[float], width: int) -> Line:
-    """How far back lies what, under a chart. `ages`: of its points, in seconds, the newest last."""
-    made = [" "] * (width - len(NOW)) + list(NOW)
+    """Label times below a chart. `ages` of its points are in seconds, the newest last."""
+    cells = [" "] * (width - len(NOW)) + list(NOW)
     for back in (30, 60, 120, 180, 300, 600, 1200, 1800, 3600):
         index = bisect_left(ages, -back, key=lambda age: -age)  # the first point that is not older
         column = width - len(ages) + index
         label = f"-{wording.duration(back).replace(' 0 s', '').replace(' 0 min', '')}"
-        room = made[max(0, column - 1) : column + len(label) + 1]
-        if index and column >= 0 and room.count(" ") == len(label) + 2:
-            made[column : column + len(label)] = label
-    return [("".join(made), "dim")]
+        around = cells[max(0, column - 1) : column + len(label) + 1]
+        if index and column >= 0 and around.count(" ") == len(label) + 2:
+            cells[column : column + len(label)] = label
+    return [("".join(cells), "dim")]
 
 
 def heatmap(history: Iterable[Sequence[float]], width: int, height: int, *, colors: bool) -> Block:
-    """Times up, the past to the left, how many as heat. With colors two rows of cells fit in a line of text."""
+    """Draw counts by band (upwards) over time (to the right).
+
+    With colors, a line of text has two rows of cells.
+    """
     shown = list(history)[-(width - LABEL) :] if width > LABEL else []
     used = [band for band, counts in enumerate(zip(*shown, strict=True)) if any(counts)]
     if not used:
         return [
-            [("nothing observed yet".center(width), "dim")] if y == height // 2 else []
+            [("no observations yet".center(width), "dim")] if y == height // 2 else []
             for y in range(height)
         ]
     rows = _rows(used[0], used[-1], height * 2 if colors else height)
@@ -124,39 +124,42 @@ def heatmap(history: Iterable[Sequence[float]], width: int, height: int, *, colo
         [math.ceil(scale * math.log1p(count)) if count > 0 else 0 for count in row] for row in cells
     ]
     margin = " " * (width - LABEL - len(shown))
-    made: Block = []
+    lines: Block = []
     for y in range(height):
         line: Line = [(f"{_label(rows, y, height):>{LABEL - 1}} ", "dim"), (margin, "heat0/0")]
         if colors:
             line += _runs("▀", zip(levels[2 * y], levels[2 * y + 1], strict=True))
         else:
             line.append(("".join(SHADES[math.ceil(4 * heat / HEAT)] for heat in levels[y]), ""))
-        made.append(line)
-    return made
+        lines.append(line)
+    return lines
 
 
 def _runs(character: str, pairs: Iterable[tuple[int, int]]) -> Line:
-    """Equal neighbours as one piece."""
+    """Merge equal neighbours into one span."""
     return [
         (character * len(list(run)), f"heat{pair[0]}/{pair[1]}") for pair, run in groupby(pairs)
     ]
 
 
 def _rows(lowest: int, highest: int, count: int) -> list[tuple[int, int]]:
-    """`count` ranges of bands (from, to), the slowest first, that cover those used; several rows may share a band."""
+    """Return `count` ranges of bands (from, to), the slowest first, that cover those in use.
+
+    Several rows may share a band.
+    """
     num_bands = highest - lowest + 1
-    each = -(-num_bands // count)  # bands in a row
+    each = -(-num_bands // count)  # bands per row
     if each > 1 or num_bands == count:
         first = max(0, min(lowest - (each * count - num_bands) // 2, NUM_BANDS - each * count))
         return [(first + each * i, first + each * (i + 1)) for i in range(count - 1, -1, -1)]
-    times = max(1, count // num_bands)  # rows of a band
+    times = max(1, count // num_bands)  # rows per band
     needed = -(-count // times)
     first = max(0, min(lowest - (needed - num_bands) // 2, NUM_BANDS - needed))
     return [(first + i // times, first + i // times + 1) for i in range(count - 1, -1, -1)]
 
 
 def _label(rows: Sequence[tuple[int, int]], y: int, height: int) -> str:
-    """The time at the foot of a line, on every third."""
+    """Return the lower bound of a line, on every third line."""
     if (height - 1 - y) % 3:
         return ""
     per_line = len(rows) // height
@@ -164,6 +167,6 @@ def _label(rows: Sequence[tuple[int, int]], y: int, height: int) -> str:
 
 
 def _newest(points: Iterable[Point], width: int) -> list[Point]:
-    """Exactly `width` points; what is older than all is not known."""
+    """Return the last `width` points, padded with None on the left."""
     known = list(points)[-width:] if width > 0 else []
     return [None] * (width - len(known)) + known

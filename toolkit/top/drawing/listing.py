@@ -1,10 +1,10 @@
-"""A table that can be sorted, filtered and walked through: its state, and how it is drawn."""
+"""Table that can be sorted, filtered and scrolled: its state and its drawing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rich.cells import cell_len
 
@@ -16,8 +16,10 @@ Key = float | str
 
 @dataclass(frozen=True, slots=True)
 class Column(Generic[T]):
-    """`text` is what stands there, `key` what is sorted by. Columns with a higher `spare` give way first when the
-    screen is narrow. One with `most` grows up to that width where there is room.
+    """A column: `text` of a cell, and `key` to sort by.
+
+    On a narrow screen, columns with the highest `spare` are dropped first. A column with `most`
+    grows up to that width.
     """
 
     title: str
@@ -32,10 +34,16 @@ class Column(Generic[T]):
     draw: Callable[[T, int], Line] | None = None
 
 
-class Listing(Generic[T]):
-    """Rows of any kind. `name_of` tells them apart, so that the cursor stays on its row when others come and go.
+def text_column(title: str, width: int, text: Callable[[T], str], **options: Any) -> Column[T]:
+    """Return a left-aligned column, sorted by its text in ascending order."""
+    return Column(title, width, text, text, left=True, descending=False, **options)
 
-    `searched` is the text that the filter looks in. `sort` is the title of a column; None leaves the rows as they come.
+
+class Listing(Generic[T]):
+    """A table of rows of any kind.
+
+    `name_of` identifies a row, so that the cursor stays on it while others come and go. `searched`
+    is the text that the filter matches. `sort` is the title of a column, or None for no sorting.
     """
 
     def __init__(
@@ -44,7 +52,7 @@ class Listing(Generic[T]):
         name_of: Callable[[T], str],
         searched: Callable[[T], str],
         sort: str | None,
-        empty: str = "Nothing here.",
+        empty: str = "No rows.",
     ) -> None:
         self.columns = list(columns)
         self.name_of = name_of
@@ -56,20 +64,18 @@ class Listing(Generic[T]):
         self.rows: list[T] = []
         self.num_all = 0
         self.cursor = 0
-        self.above = 0
-        """Lines of the page over the table."""
+        self.above = 0  # lines of the page above the table
         self._offset = 0
         self._height = 1
-        self._titles = [column.title for column in self.columns]
-        """Of the columns that there is room for."""
+        self._titles = [column.title for column in self.columns]  # of the visible columns
 
     @property
     def current(self) -> T | None:
-        """The row under the cursor."""
+        """Row under the cursor."""
         return self.rows[self.cursor] if self.rows else None
 
     def show(self, rows: Sequence[T]) -> None:
-        """Takes the rows of now."""
+        """Replace the rows."""
         current = self.name_of(self.rows[self.cursor]) if self.rows else None
         wanted = self.filter.lower()
         kept = (
@@ -86,31 +92,30 @@ class Listing(Generic[T]):
         )
 
     def sort_next(self) -> None:
-        """From now on, by the next column that is seen."""
+        """Sort by the next visible column."""
         now = self._titles.index(self.sort) if self.sort in self._titles else -1
         self.sort = self._titles[(now + 1) % len(self._titles)]
         self.is_reversed = False
 
     def reverse(self) -> None:
-        """From now on, the other way round."""
         self.is_reversed = not self.is_reversed
 
     def move(self, by: int) -> None:
-        """The cursor goes down by `by` rows, or up."""
+        """Move the cursor down by `by` rows, or up if negative."""
         self.cursor = max(0, min(len(self.rows) - 1, self.cursor + by))
 
     def move_page(self, by: int) -> None:
-        """By screens."""
+        """Move the cursor by screens."""
         self.move(by * max(1, self._height - 1))
 
     def point_at(self, y: int) -> None:
-        """The cursor goes to the row that is drawn in line `y` of the page."""
+        """Move the cursor to the row in line `y` of the page."""
         row = y - self.above - 1  # below the header
         if 0 <= row < len(self.rows) - self._offset:
             self.cursor = self._offset + row
 
     def draw(self, width: int, height: int) -> Block:
-        """A header, then the rows around the cursor."""
+        """Draw a header and the rows around the cursor."""
         self._height = max(1, height - 1)
         highest = max(0, len(self.rows) - self._height)
         self._offset = max(
@@ -120,12 +125,12 @@ class Listing(Generic[T]):
         self._titles = [column.title for column, _ in fitting if column.title]
         lines = [self._header(fitting, width)]
         if not self.rows:
-            said = (
-                f"Nothing fits the filter {self.filter!r}."
+            text = (
+                f"No row matches the filter {self.filter!r}."
                 if self.filter and self.num_all
                 else self.empty
             )
-            return [*lines, [], [(f"  {said}", "dim")]]
+            return [*lines, [], [(f"  {text}", "dim")]]
         for index in range(self._offset, min(len(self.rows), self._offset + self._height)):
             line = fit(self._row(self.rows[index], fitting), width)
             lines.append(
@@ -136,7 +141,7 @@ class Listing(Generic[T]):
         return lines
 
     def _fitting(self, width: int) -> list[tuple[Column[T], int]]:
-        """The columns that there is room for, with their widths."""
+        """Return the visible columns with their widths."""
         kept = list(self.columns)
         while sum(column.width + 1 for column in kept) - 1 > width and any(
             column.spare for column in kept

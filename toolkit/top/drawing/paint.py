@@ -1,10 +1,11 @@
-"""Text in pieces that each have the name of a style. All that the dashboard draws is made of it, so that it can be made, cut
-and tested without a terminal; `palette` turns the names into colors.
+"""Lines of styled text, as the dashboard draws them. They are built and tested without a terminal.
+
+Styles are names, which `palette` turns into colors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import zip_longest
 
 from rich.cells import cell_len, set_cell_size
@@ -14,38 +15,37 @@ Line = list[tuple[str, str]]
 Block = list[Line]
 """Lines from top to bottom."""
 
-GAP = 2
-"""Columns between blocks that stand side by side."""
+GAP = 2  # columns between blocks side by side
 
 
 def plain(lines: Iterable[Line]) -> str:
-    """The text alone."""
+    """Return the text without styles."""
     return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
 
 
 def width_of(line: Line) -> int:
-    """In columns of the terminal."""
+    """Return the width in terminal columns."""
     return sum(cell_len(text) for text, _ in line)
 
 
 def fit(line: Line, width: int) -> Line:
-    """The line in exactly `width` columns: filled up, or cut with an ellipsis."""
+    """Pad the line to `width` columns, or cut it with an ellipsis."""
     used = width_of(line)
     if used <= width:
         return [*line, (" " * (width - used), "")] if used < width else line
-    made: Line = []
+    spans: Line = []
     left = max(0, width - 1)
     for text, style in line:
         size = cell_len(text)
         if size > left:
-            return [*made, (set_cell_size(text, left) + "…" * min(1, width), style)]
-        made.append((text, style))
+            return [*spans, (set_cell_size(text, left) + "…" * min(1, width), style)]
+        spans.append((text, style))
         left -= size
-    return made
+    return spans
 
 
 def cut(text: str, width: int) -> str:
-    """Text in at most `width` columns."""
+    """Cut the text with an ellipsis to at most `width` columns."""
     return (
         text
         if cell_len(text) <= width
@@ -53,10 +53,8 @@ def cut(text: str, width: int) -> str:
     )
 
 
-def squeeze(text: str, width: int) -> str:
-    """Text in exactly `width` columns of one character each; what is too long loses its middle, as hosts and ports tell
-    servers apart.
-    """
+def cut_middle(text: str, width: int) -> str:
+    """Pad ASCII text to `width` columns, or cut its middle: server names differ at both ends."""
     if len(text) <= width:
         return text.ljust(width)
     tail = (width - 1) // 2
@@ -64,53 +62,46 @@ def squeeze(text: str, width: int) -> str:
 
 
 def wrap(text: str, width: int, lines: int) -> list[str]:
-    """Words in at most `lines` lines; the last is cut where they do not fit."""
-    made = [""]
+    """Wrap words into at most `lines` lines; the last one is cut."""
+    wrapped = [""]
     for word in text.split():
-        longer = f"{made[-1]} {word}".strip()
-        if cell_len(longer) <= width or len(made) == lines:
-            made[-1] = longer
+        longer = f"{wrapped[-1]} {word}".strip()
+        if cell_len(longer) <= width or len(wrapped) == lines:
+            wrapped[-1] = longer
         else:
-            made.append(word)
-    return [cut(line, width) for line in made]
+            wrapped.append(word)
+    return [cut(line, width) for line in wrapped]
 
 
-def rule(title: str, width: int, note: str = "") -> Line:
-    """A heading over a block, with a remark at its right end."""
+def heading(title: str, width: int, note: str = "") -> Line:
+    """Draw the heading of a block, with a note at its right end if there is space."""
     line: Line = [("─ ", "rule"), (title, "title"), (" ", "")]
     end: Line = [(f" {note} ", "dim"), ("─", "rule")] if note else []
     left = width - width_of(line) - width_of(end)
     if left < 2 and note:
-        return rule(title, width)
+        return heading(title, width)
     return fit([*line, ("─" * left, "rule"), *end], width)
 
 
-def beside(*blocks: tuple[Block, int]) -> Block:
-    """Blocks next to each other, each with its width."""
-    made: Block = []
+def side_by_side(*blocks: tuple[Block, int]) -> Block:
+    """Draw (block, width) pairs next to each other."""
+    rows: Block = []
     for lines in zip_longest(*(block for block, _ in blocks), fillvalue=None):
         row: Line = []
         for index, (line, (_, width)) in enumerate(zip(lines, blocks, strict=True)):
             row += [(" " * GAP, "")] if index else []
             row += fit(line or [], width)
-        made.append(row)
-    return made
+        rows.append(row)
+    return rows
 
 
-def share_out(width: int, count: int) -> list[int]:
-    """The widths of `count` blocks side by side."""
-    room = width - GAP * (count - 1)
-    return [room * (i + 1) // count - room * i // count for i in range(count)]
+def split_width(width: int, count: int) -> list[int]:
+    """Return the widths of `count` blocks side by side."""
+    total = width - GAP * (count - 1)
+    return [total * (i + 1) // count - total * i // count for i in range(count)]
 
 
-def columns(cells: Sequence[str], widths: Sequence[int], style: str = "") -> Line:
-    """Cells of a table's row, at the right ends of their columns."""
-    return [
-        (f"{cut(cell, width):>{width}}", style) for cell, width in zip(cells, widths, strict=True)
-    ]
-
-
-def ends(left: Line, right: Line, width: int) -> Line:
-    """Two texts at the two ends of a line; the left one gives way."""
-    room = max(0, width - width_of(right) - 1)
-    return [*fit(left, room), (" ", ""), *right]
+def spread(left: Line, right: Line, width: int) -> Line:
+    """Draw two texts at the ends of a line. The left one is cut if both do not fit."""
+    left_width = max(0, width - width_of(right) - 1)
+    return [*fit(left, left_width), (" ", ""), *right]

@@ -1,4 +1,4 @@
-"""Colors: two themes for Textual, and what the names of styles in `paint` mean in each; without color, bold and dim."""
+"""Colors: two Textual themes, and the style names of `paint` in each and without colors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.top.drawing.draw import HEAT, HUES
 
 @dataclass(frozen=True, slots=True)
 class Colors:
-    """What a theme is made of."""
+    """Colors of a theme."""
 
     ground: str
     raised: str
@@ -29,8 +29,7 @@ class Colors:
     amber: str
     red: str
     selected: str
-    heat: tuple[str, ...]
-    """From cold to hot, over `ground`."""
+    heat: tuple[str, ...]  # from cold to hot
 
 
 DARK = Colors(
@@ -66,7 +65,7 @@ LIGHT = Colors(
 
 
 def theme(name: str, colors: Colors, *, dark: bool) -> Theme:
-    """For Textual: what is drawn by its own widgets."""
+    """Build the theme of Textual's own widgets."""
     return Theme(
         name=name,
         primary=colors.blue,
@@ -90,7 +89,7 @@ THEMES = {
 
 
 class Palette:
-    """Rich styles by name; several names with spaces between are put on top of each other."""
+    """Rich styles by name. Names separated by spaces are combined."""
 
     def __init__(self, colors: Colors | None) -> None:
         self.has_colors = colors is not None
@@ -99,14 +98,14 @@ class Palette:
         self.style = lru_cache(maxsize=2048)(self._style)
 
     def _style(self, name: str) -> Style:
-        """The style of a name. Unknown names are a KeyError: they are all ours."""
+        """Return the style of a name. Raises KeyError for unknown names."""
         found = Style()
         for part in name.split():
             found += self._cell(part) if part.startswith("heat") else self._styles[part]
         return found
 
     def _cell(self, name: str) -> Style:
-        """`heat3/7`: two cells of a heatmap, one over the other, that '▀' shows."""
+        """Return the style of `heat3/7`: '▀' as two cells of a heatmap, one above the other."""
         if not self._heat:
             return Style()
         upper, _, lower = name[4:].partition("/")
@@ -137,10 +136,17 @@ def _named(colors: Colors) -> dict[str, Style]:
         "tab-on": Style(color=colors.ground, bgcolor=colors.blue, bold=True),
         "key": Style(color=colors.blue, bold=True),
     }
-    for hue, color in (("gen", colors.green), ("prompt", colors.violet), ("run", colors.blue), ("wait", colors.amber),
-                       ("kv", colors.cyan), ("power", colors.red)):  # fmt: skip
-        ramp = _ramp([_mix(colors.ground, color, 0.55), color], HUES)
-        styles |= {f"{hue}{i}": Style(color=shade) for i, shade in enumerate(ramp)}
+    hues = {
+        "gen": colors.green,
+        "prompt": colors.violet,
+        "run": colors.blue,
+        "wait": colors.amber,
+        "kv": colors.cyan,
+        "power": colors.red,
+    }
+    for hue, color in hues.items():
+        shades = _ramp([_mix(colors.ground, color, 0.55), color], HUES)
+        styles |= {f"{hue}{i}": Style(color=shade) for i, shade in enumerate(shades)}
         styles[hue] = Style(color=color)
     return styles
 
@@ -158,13 +164,13 @@ def _without_colors() -> dict[str, Style]:
 
 
 def _ramp(stops: list[str], count: int) -> list[str]:
-    """`count` colors from the first stop to the last."""
-    made = []
+    """Interpolate `count` colors from the first stop to the last."""
+    ramp = []
     for index in range(count):
         at = index * (len(stops) - 1) / max(1, count - 1)
         low = min(int(at), len(stops) - 2)
-        made.append(_mix(stops[low], stops[low + 1], at - low))
-    return made
+        ramp.append(_mix(stops[low], stops[low + 1], at - low))
+    return ramp
 
 
 def _mix(one: str, other: str, share: float) -> str:

@@ -1,4 +1,4 @@
-"""Where the drawn lines meet Textual."""
+"""Textual widget that shows drawn lines."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from toolkit.top.drawing.paint import Block, Line, fit
 from toolkit.top.drawing.palette import Palette
 
 
-class Painter(Protocol):
-    """The app, as far as widgets need it."""
+class HasPalette(Protocol):
+    """The app, as this module uses it."""
 
     palette: Palette
 
 
-class Painted(Widget):
-    """Shows what `draw(width, height)` gives. It is drawn anew when `repaint` says so, and when the size changes."""
+class Canvas(Widget):
+    """Shows the lines of `draw(width, height)`; `redraw` and a new size draw them again."""
 
-    DEFAULT_CSS = "Painted { height: 1fr; }"
+    DEFAULT_CSS = "Canvas { height: 1fr; }"
     ALLOW_SELECT = False
 
     def __init__(
@@ -33,22 +33,21 @@ class Painted(Widget):
         draw: Callable[[int, int], Block],
         *,
         id: str | None = None,
-        clicked: Callable[[int, int], None] | None = None,
+        on_position: Callable[[int, int], None] | None = None,
     ) -> None:
         super().__init__(id=id)
         self._draw = draw
-        self._clicked = clicked
+        self._on_position = on_position
         self._drawn: Block = []
         self._drawn_size: tuple[int, int] | None = None
         self._style: Callable[[str], Style] = Style.parse
 
-    def repaint(self) -> None:
-        """What it shows is no longer true."""
+    def redraw(self) -> None:
+        """Draw again with the next refresh."""
         self._drawn_size = None
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        """See Widget."""
         width, height = self.content_size
         if self._drawn_size != (width, height):
             self._drawn = self._draw(width, height)
@@ -60,12 +59,12 @@ class Painted(Widget):
         )
 
     def _styles(self) -> Callable[[str], Style]:
-        """Styles by name, upon the widget's own."""
-        palette = cast(Painter, self.app).palette
+        """Return a function from style name to style, on top of the widget's own style."""
+        palette = cast(HasPalette, self.app).palette
         base = self.rich_style if palette.has_colors else Style.null()
         return lru_cache(maxsize=1024)(lambda name: base + palette.style(name))
 
     def on_click(self, event: events.Click) -> None:
-        """Says where."""
-        if self._clicked is not None:
-            self._clicked(event.x, event.y)
+        """Report the column and line of a click."""
+        if self._on_position is not None:
+            self._on_position(event.x, event.y)

@@ -1,1 +1,1 @@
-"""What can be looked at, one page each: they turn the state into lines and know nothing of the terminal."""
+"""The pages of the dashboard. They turn the state into lines and do not use the terminal."""

@@ -1,51 +1,47 @@
-"""The first page: how much, how full, how fast."""
+"""Overview page: throughput, load, cache, GPU and latencies."""
 
 from __future__ import annotations
 
 from toolkit.top import wording
-from toolkit.top.drawing.draw import bar, chart, level, spark, time_axis
-from toolkit.top.drawing.paint import Block, Line, beside, ends, rule, share_out
+from toolkit.top.drawing.draw import bar, chart, sparkline, time_axis, usage_style
+from toolkit.top.drawing.paint import Block, Line, heading, side_by_side, split_width, spread
 from toolkit.top.pages.page import Page
 from toolkit.top.readings.server import Point
 from toolkit.top.state import State
 from toolkit.top.view import View
 
-NAME = 9
-"""Columns of a fact's name."""
-PANEL = 24
-"""Least columns of a panel of facts."""
-FACTS = 5
-LATENCY = 7
-TALL = 36
-"""From this height on there is a second row of charts."""
+NAME = 9  # columns of a fact's name
+MIN_PANEL = 24  # columns of a panel of facts
+FACTS_HEIGHT = 5
+LATENCY_HEIGHT = 7
+TALL = 36  # least height for a second row of charts
 LATENCY_COLUMNS = ("p50", "p90", "p99", "mean", "count")
 
 
 class OverviewPage(Page):
-    """Rates, charts, facts and latencies of the servers that are looked at."""
+    """Rates, charts, facts and latencies of the shown servers."""
 
     title = "Overview"
 
     def draw(self, state: State, width: int, height: int) -> Block:
-        """See Page."""
         return overview(state.view, width, height)
 
 
 def overview(view: View, width: int, height: int) -> Block:
-    """The page in `width` columns and `height` lines."""
-    charts = height - FACTS - LATENCY
+    """Draw the page in `width` columns and `height` lines."""
+    charts = height - FACTS_HEIGHT - LATENCY_HEIGHT
     upper = charts if height < TALL else (charts + 1) // 2
-    made = _throughput(view, width, upper)
+    lines = _throughput(view, width, upper)
     if upper < charts:
-        made += _load(view, width, charts - upper)
-    return [*made, *_facts(view, width), *_latencies(view, width)][:height]
+        lines += _load(view, width, charts - upper)
+    return [*lines, *_facts(view, width), *_latencies(view, width)][:height]
 
 
 def _throughput(view: View, width: int, height: int) -> Block:
-    left, right = share_out(width, 2)
+    left, right = split_width(width, 2)
     generation = (view.generation_rate, view.mean_generation_rate)
     prompts = (view.prompt_rate, view.mean_prompt_rate)
-    return beside(
+    return side_by_side(
         (_rate(view, "Generation", generation, "generation", "gen", left, height), left),
         (_rate(view, "Prompts", prompts, "prompt", "prompt", right, height), right),
     )
@@ -54,27 +50,27 @@ def _throughput(view: View, width: int, height: int) -> Block:
 def _rate(
     view: View, title: str, rates: tuple[Point, Point], name: str, hue: str, width: int, height: int
 ) -> Block:
-    """A heading, the rate of now and its mean, and a chart of `name`."""
+    """Draw a heading, the current rate, its mean and peak, and a chart of `name`."""
     now, mean = rates
     points = view.points.get(name, [])
     peak = max((point for point in points[-width:] if point is not None), default=None)
-    said: Line = [(wording.decimal(now), f"value {hue}"), (" tok/s", "dim")]
+    value: Line = [(wording.decimal(now), f"value {hue}"), (" tok/s", "dim")]
     note: Line = [(f"mean {wording.short(mean)}  peak {wording.short(peak)}", "dim")]
-    head: Block = [rule(title, width), ends(said, note, width)]
+    head: Block = [heading(title, width), spread(value, note, width)]
     return head + _plot(view, name, hue, width, height - len(head))
 
 
 def _plot(
     view: View, name: str, hue: str, width: int, height: int, top: float | None = None
 ) -> Block:
-    """A chart, over a time axis where there is room for one."""
+    """Draw a chart, with a time axis if it is high enough."""
     has_axis = height >= 8
-    made = chart(view.points.get(name, []), width, height - has_axis, hue, top)
-    return [*made, time_axis(view.ages, width)] if has_axis else made
+    lines = chart(view.points.get(name, []), width, height - has_axis, hue, top)
+    return [*lines, time_axis(view.ages, width)] if has_axis else lines
 
 
 def _load(view: View, width: int, height: int) -> Block:
-    """Charts of what the throughput depends on."""
+    """Draw charts of the load: running, waiting, KV cache, power."""
     shown = [
         ("Running", wording.count(view.running), "running", "run", None),
         ("Waiting", wording.count(view.waiting), "waiting", "wait", None),
@@ -84,42 +80,44 @@ def _load(view: View, width: int, height: int) -> Block:
         shown.append(
             ("Power", f"{wording.count(view.gpu_power)} W", "power", "power", view.gpu_power_limit)
         )
-    widths = share_out(width, len(shown))
+    widths = split_width(width, len(shown))
     blocks = []
     for (title, value, name, hue, top), size in zip(shown, widths, strict=True):
-        head: Block = [rule(title, size), [(value, f"value {hue}")]]
+        head: Block = [heading(title, size), [(value, f"value {hue}")]]
         blocks.append((head + _plot(view, name, hue, size, height - len(head), top), size))
-    return beside(*blocks)
+    return side_by_side(*blocks)
 
 
 def _facts(view: View, width: int) -> Block:
-    """Panels of numbers, as many as fit."""
+    """Draw panels of numbers, as many as fit."""
     panels = [_requests, _cache]
     if view.gpu_utilization is not None or view.gpu_power is not None:
         panels.append(_gpu)
     panels += [_steps, _processes] if view.cpu_cores else [_steps]
-    panels.append(_ends)
-    fitting = max(1, min(len(panels), (width + 2) // (PANEL + 2)))
-    widths = share_out(width, fitting)
-    return beside(*((panel(view, size), size) for panel, size in zip(panels, widths, strict=False)))
+    panels.append(_finished)
+    fitting = max(1, min(len(panels), (width + 2) // (MIN_PANEL + 2)))
+    widths = split_width(width, fitting)
+    return side_by_side(
+        *((panel(view, size), size) for panel, size in zip(panels, widths, strict=False))
+    )
 
 
 def _panel(title: str, width: int, *facts: tuple[str, Line]) -> Block:
     lines: Block = [[(f"{name:<{NAME}}", "dim"), *value] for name, value in facts]
-    return [rule(title, width), *lines]
+    return [heading(title, width), *lines]
 
 
 def _trend(
     value: str, points: list[Point], width: int, style: str = "value", digits: int = 6
 ) -> Line:
-    """A number, and beside it how it went."""
-    return [(f"{value:>{digits}} ", style), *spark(points, max(0, width - NAME - digits - 1))]
+    """Draw a number and its history."""
+    return [(f"{value:>{digits}} ", style), *sparkline(points, max(0, width - NAME - digits - 1))]
 
 
 def _share(value: float | None, width: int, style: str | None = None) -> Line:
     size = width - NAME - 6
     return [
-        *bar(value, size, level(value) if style is None else style),
+        *bar(value, size, usage_style(value) if style is None else style),
         (f"{wording.percent(value, 0):>6}", "value"),
     ]
 
@@ -178,7 +176,7 @@ def _gpu(view: View, width: int) -> Block:
     if view.gpu_power_limit and view.gpu_power is not None:
         share = view.gpu_power / view.gpu_power_limit
         power = [
-            *bar(share, width - NAME - 6, level(share)),
+            *bar(share, width - NAME - 6, usage_style(share)),
             (f"{wording.count(view.gpu_power):>4} W", "value"),
         ]
     return _panel(
@@ -202,7 +200,7 @@ def _steps(view: View, width: int) -> Block:
 
 
 def _processes(view: View, width: int) -> Block:
-    rows = sorted(view.cpu_cores.items(), key=lambda one: -one[1])[: FACTS - 1]
+    rows = sorted(view.cpu_cores.items(), key=lambda one: -one[1])[: FACTS_HEIGHT - 1]
     return _panel(
         "Processes",
         width,
@@ -220,8 +218,8 @@ def _processes(view: View, width: int) -> Block:
     )
 
 
-def _ends(view: View, width: int) -> Block:
-    rows = sorted(view.finished.items(), key=lambda one: -one[1])[: FACTS - 1]
+def _finished(view: View, width: int) -> Block:
+    rows = sorted(view.finished.items(), key=lambda one: -one[1])[: FACTS_HEIGHT - 1]
     total = sum(view.finished.values())
     return _panel(
         "Finished",
@@ -234,14 +232,14 @@ def _ends(view: View, width: int) -> Block:
 
 
 def _latencies(view: View, width: int) -> Block:
-    """Names down, quantiles across, and the medians' last while."""
+    """Draw a table of latencies and the history of their medians."""
     size = 10
     numbers = NAME + size * len(LATENCY_COLUMNS)
-    room = width - numbers - 2
+    trend = width - numbers - 2
     head: Line = [(" " * NAME, ""), *((f"{title:>{size}}", "dim") for title in LATENCY_COLUMNS)]
-    if room > 12:
+    if trend > 12:
         head.append(("  " + "p50 over time", "dim"))
-    lines: Block = [rule(f"Latency, {wording.span(view.span)}", width), head]
+    lines: Block = [heading(f"Latency, {wording.span(view.span)}", width), head]
     for name in ("TTFT", "ITL", "TPOT", "E2E", "queue"):
         found = view.latencies.get(name)
         values = [] if found is None else [found.p50, found.p90, found.p99, found.mean]
@@ -250,5 +248,5 @@ def _latencies(view: View, width: int) -> Block:
         line: Line = [(f"{name:<{NAME}}", "dim")]
         styles = ("value", "", "value", "", "dim")
         line += [(f"{cell:>{size}}", style) for cell, style in zip(cells, styles, strict=True)]
-        lines.append([*line, ("  ", ""), *spark(view.points.get(name, []), max(0, room))])
+        lines.append([*line, ("  ", ""), *sparkline(view.points.get(name, []), max(0, trend))])
     return lines

@@ -1,4 +1,4 @@
-"""What all pages have in common."""
+"""Base class of the pages."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from toolkit.top.state import State
 
 
 class Page:
-    """One of the five. `listing` is its table, if it has one; `keys` are those of this page alone."""
+    """One of the five pages. `listing` is its table, if any; `keys` are those of this page only."""
 
     title: ClassVar[str]
     keys: tuple[tuple[str, str], ...] = ()
-    wants_requests: ClassVar[bool] = False
-    shows_age: ClassVar[bool] = True
-    """Whether what it shows grows old, so that it is dimmed when the servers do not answer."""
+    needs_requests: ClassVar[bool] = False
+    is_time_dependent: ClassVar[bool] = True
+    """True if its numbers age: they are dimmed while no server answers."""
     listing: Listing[Any] | None = None
 
     def show(self, state: State) -> None:
-        """Takes what there is now."""
+        """Take over the current state."""
 
     def turn(self, by: int) -> bool:
-        """Shows the next of what it can show, or the one before; whether it can."""
+        """Show the next or previous part of the page; return False if it has only one."""
         return False
 
     def draw(self, state: State, width: int, height: int) -> Block:
-        """The page in `width` columns and at most `height` lines."""
+        """Draw the page in `width` columns and at most `height` lines."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The page of settings: what each server runs with, side by side."""
+"""Config page: settings of the servers, side by side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit.config.engine import PARTS
 from toolkit.config.fields import options
 from toolkit.config.server import ServerConfig
 from toolkit.top import wording
-from toolkit.top.drawing.listing import Column, Listing
+from toolkit.top.drawing.listing import Column, Listing, text_column
 from toolkit.top.drawing.paint import Block, Line, wrap
 from toolkit.top.pages.page import Page
 from toolkit.top.readings.server import Server
@@ -20,12 +20,15 @@ DEFAULTS = {
     row.name: row.default for config in (*PARTS.values(), ServerConfig) for row in options(config)
 }
 HIDDEN = ("model_name", "engine")
-NO_SETTINGS = "This server tells only what stands in its metrics. A tk server tells all to its operator (--admin-key)."
+NO_SETTINGS = (
+    "This server reports only the settings in its metrics. "
+    "A tk server reports all of them to its operator (--admin-key)."
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A setting, and its value on each server; None where a server has none."""
+class SettingRow:
+    """A setting and its value on each server; None if the server does not report it."""
 
     name: str
     section: str
@@ -34,19 +37,19 @@ class Row:
 
     @property
     def differs(self) -> bool:
-        """Whether the servers do not agree."""
+        """True if the servers have different values."""
         return len({value for value in self.values if value is not None}) > 1
 
 
 class SettingsPage(Page):
-    """Settings of the servers that are looked at. Those that are not at their default are marked."""
+    """Settings of the shown servers. Values other than the default are marked."""
 
     title = "Config"
     keys = (("s", "Sort"), ("/", "Filter"))
-    shows_age = False
+    is_time_dependent = False
 
     def __init__(self) -> None:
-        self.listing: Listing[Row] = Listing(
+        self.listing: Listing[SettingRow] = Listing(
             [],
             lambda row: row.section + row.name,
             lambda row: f"{row.name} {row.section}",
@@ -54,16 +57,15 @@ class SettingsPage(Page):
         )
 
     def show(self, state: State) -> None:
-        """See Page."""
-        servers = state.looked_at
+        servers = state.shown_servers
         self.listing.columns = _columns(servers)
-        told = [_settings(server) for server in servers]
-        names = dict.fromkeys(name for one in told for name in one)
+        settings = [_settings(server) for server in servers]
+        names = dict.fromkeys(name for one in settings for name in one)
         rows = []
         for section, name in names:
-            values = tuple(one.get((section, name)) for one in told)
+            values = tuple(one.get((section, name)) for one in settings)
             default = DEFAULTS.get(name, ...)
-            changed = (
+            is_changed = (
                 section not in ("device", "build")
                 and default is not ...
                 and any(
@@ -71,65 +73,64 @@ class SettingsPage(Page):
                     for server, value in zip(servers, values, strict=True)
                 )
             )
-            rows.append(Row(name, section, values, changed))
+            rows.append(SettingRow(name, section, values, is_changed))
         self.listing.show(rows)
 
     def draw(self, state: State, width: int, height: int) -> Block:
-        """The table, and what the marks mean."""
-        servers = state.looked_at
-        said: Block = []
+        """Draw the table and the legend of the marks."""
+        servers = state.shown_servers
+        notes: Block = []
         if all(server.settings is None for server in servers):
-            said = [[(line, "warn")] for line in wrap(NO_SETTINGS, width, 2)]
+            notes = [[(line, "warn")] for line in wrap(NO_SETTINGS, width, 2)]
         legend: Line = []
         if any(row.is_changed for row in self.listing.rows):
             legend += [("● ", "flag"), ("not the default   ", "dim")]
         if len(servers) > 1:
-            legend += [("≠ ", "warn"), ("not the same everywhere", "dim")]
-        self.listing.above = len(said)
-        made = [*said, *self.listing.draw(width, height - len(said) - bool(legend))]
-        return [*made[: height - 1], legend] if legend else made
+            legend += [("≠ ", "warn"), ("differs between servers", "dim")]
+        self.listing.above = len(notes)
+        lines = [*notes, *self.listing.draw(width, height - len(notes) - bool(legend))]
+        return [*lines[: height - 1], legend] if legend else lines
 
 
-def _columns(servers: Sequence[Server]) -> list[Column[Row]]:
-    def value(index: int) -> Column[Row]:
-        return Column(
+def _columns(servers: Sequence[Server]) -> list[Column[SettingRow]]:
+    def value(index: int) -> Column[SettingRow]:
+        return text_column(
             servers[index].name,
             13,
             lambda row: row.values[index] or "",
-            lambda row: row.values[index] or "",
-            left=True,
-            descending=False,
             most=400,
             style=lambda row: "flag" if row.is_changed else "",
         )
 
     return [
-        Column("", 2, _mark, _mark, left=True, style=lambda row: "flag" if row.is_changed else "warn"),
-        Column("setting", 22, lambda row: row.name, lambda row: row.name, left=True, descending=False, most=38),
-        Column("of", 9, lambda row: row.section, lambda row: row.section, left=True, descending=False, spare=1,
-               style=lambda _: "dim"),
+        Column(
+            "", 2, _mark, _mark, left=True, style=lambda row: "flag" if row.is_changed else "warn"
+        ),
+        text_column("setting", 22, lambda row: row.name, most=38),
+        text_column("section", 9, lambda row: row.section, spare=1, style=lambda _: "dim"),
         *(value(index) for index in range(len(servers))),
-    ]  # fmt: skip
+    ]
 
 
-def _mark(row: Row) -> str:
+def _mark(row: SettingRow) -> str:
     return ("●" if row.is_changed else " ") + ("≠" if row.differs else " ")
 
 
 def _settings(server: Server) -> dict[tuple[str, str], str]:
-    """(section, name) to value: what /server_info tells, else the labels of the metrics."""
-    told = server.settings
-    if told is None:
+    """Map (section, name) to a value from /server_info, else from labels of the metrics."""
+    settings = server.settings
+    if settings is None:
         labels = server.last.labels if server.last is not None else {}
         shown = (
             (name, value) for name, value in labels.items() if name not in HIDDEN and name[0] != "_"
         )
         return {("metrics", name): _shown(value) for name, value in shown}
-    found = {("build", "version"): _shown(told["version"])} if "version" in told else {}
-    engine = told.get("engine")
+    found = {("build", "version"): _shown(settings["version"])} if "version" in settings else {}
+    engine = settings.get("engine")
     parts = engine.items() if isinstance(engine, dict) else ()
-    asked = {"engine" if part == "device" else part: values for part, values in parts}
-    sections = {"device": told.get("device"), **asked, "server": told.get("server")}
+    # "device" is the section of resolved values; the settings named so get the name "engine".
+    given = {"engine" if part == "device" else part: values for part, values in parts}
+    sections = {"device": settings.get("device"), **given, "server": settings.get("server")}
     for section, values in sections.items():
         for name, value in values.items() if isinstance(values, dict) else ():
             found[section, name] = _shown(value)
@@ -137,7 +138,7 @@ def _settings(server: Server) -> dict[tuple[str, str], str]:
 
 
 def _shown(value: Any) -> str:
-    """As a flag would have it."""
+    """Format a value as on the command line."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, list | tuple):

@@ -1,1 +1,1 @@
-"""A server's metrics over time: fetched, recorded, simulated, and the arithmetic on them."""
+"""A server's metrics over time: reading, recording, simulating, and the arithmetic on them."""

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 
 from toolkit.top.readings.reading import Histogram, Reading
 
-HALVES = 7
-"""Each half as many as before it: enough for the 99th percentile."""
-Piece = tuple[float, float, float]  # above, up to, how many
+HALVES = 7  # parts of a split bucket, each with half the count of the one before: enough for p99
+Bucket = tuple[float, float, float]  # above, up to, count
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """A distribution in seconds; the values are None when nothing was observed."""
+    """A distribution in seconds. Values are None without observations."""
 
     p50: float | None
     p90: float | None
@@ -25,8 +24,11 @@ class Latency:
     count: float
 
 
-def increase(name: str, old: Reading | None, new: Reading) -> float | None:
-    """How much a counter rose; since the server's start when `old` is None. None: no such counter."""
+def counter_increase(name: str, old: Reading | None, new: Reading) -> float | None:
+    """Return the increase of a counter, since the server's start if `old` is None.
+
+    None: there is no such counter.
+    """
     now = new.numbers.get(name)
     if now is None:
         return None
@@ -34,90 +36,93 @@ def increase(name: str, old: Reading | None, new: Reading) -> float | None:
     return max(0.0, now - before)
 
 
-def observed(name: str, old: Reading | None, new: Reading) -> Histogram:
-    """What a histogram took in between two readings; since the server's start when `old` is None."""
+def histogram_increase(name: str, old: Reading | None, new: Reading) -> Histogram:
+    """Return the observations between two readings, since the server's start if `old` is None."""
     now = new.histograms.get(name, Histogram())
     before = old.histograms.get(name) if old is not None else None
     if before is None:
-        return tightened(now)
-    counts = {(above, up_to): count for above, up_to, count in before.pieces}
-    pieces = [
+        return refine_first_bucket(now)
+    counts = {(above, up_to): count for above, up_to, count in before.buckets}
+    buckets = [
         (above, up_to, count - counts.get((above, up_to), 0.0))
-        for above, up_to, count in now.pieces
+        for above, up_to, count in now.buckets
     ]
     found = Histogram(
         max(0.0, now.count - before.count),
         max(0.0, now.sum - before.sum),
-        [piece for piece in pieces if piece[2] > 0],
+        [bucket for bucket in buckets if bucket[2] > 0],
     )
-    return tightened(found)
+    return refine_first_bucket(found)
 
 
-def tightened(histogram: Histogram) -> Histogram:
-    """The histogram with a first piece that goes with the sum of all observations.
+def refine_first_bucket(histogram: Histogram) -> Histogram:
+    """Split the first bucket where the sum of all observations shows that it is too coarse.
 
-    The others are at least at the low ends of their pieces; what is left of the sum is the most that the first may have.
-    Where its mean is far below its middle, its observations are spread as those of an exponential distribution (the least
-    that a mean says) instead of evenly: a first bucket of 300 ms holds all of a queue where nobody waits.
+    The other buckets hold at least their lower bounds, so the rest of the sum is the most that the
+    first one can hold. If the mean in it is far below its middle, its observations are distributed
+    exponentially (the least assumption for a known mean) instead of evenly. For example, a first
+    bucket of 300 ms has all waits of an empty queue.
     """
-    if not histogram.pieces or histogram.pieces[0][0] > 0:
+    if not histogram.buckets or histogram.buckets[0][0] > 0:
         return histogram
-    (_, up_to, count), *others = histogram.pieces
+    (_, up_to, count), *others = histogram.buckets
     left = max(0.0, histogram.sum - sum(above * number for above, _, number in others))
     half = math.log(2.0) * left / count
     if half * HALVES > up_to:
         return histogram
-    shares = [count / 2**i for i in range(1, HALVES)]
-    shares.append(shares[-1])
-    first = [(i * half, (i + 1) * half, share) for i, share in enumerate(shares)]
+    counts = [count / 2**i for i in range(1, HALVES)]
+    counts.append(counts[-1])
+    first = [(i * half, (i + 1) * half, number) for i, number in enumerate(counts)]
     return Histogram(histogram.count, histogram.sum, [*first, *others])
 
 
-def together(histograms: Iterable[Histogram]) -> Histogram:
-    """Those of several servers as one. Their bounds may differ."""
+def add_up(histograms: Iterable[Histogram]) -> Histogram:
+    """Add the histograms of several servers. Their bounds may differ."""
     several = list(histograms)
     return Histogram(
         sum(one.count for one in several),
         sum(one.sum for one in several),
-        [piece for one in several for piece in one.pieces],
+        [bucket for one in several for bucket in one.buckets],
     )
 
 
-def latency(histogram: Histogram) -> Latency:
-    """The distribution in short."""
-    p50, p90, p99 = quantiles(histogram.pieces, (0.50, 0.90, 0.99))
+def summarize(histogram: Histogram) -> Latency:
+    p50, p90, p99 = quantiles(histogram.buckets, (0.50, 0.90, 0.99))
     return Latency(p50, p90, p99, mean(histogram), histogram.count)
 
 
 def mean(histogram: Histogram) -> float | None:
-    """Of all observations; None when there are none."""
+    """Return the mean of all observations, or None without any."""
     return histogram.sum / histogram.count if histogram.count else None
 
 
-def requests_per_step(told: Histogram, steps: Histogram, generated: float | None) -> float | None:
-    """As the server tells it; else by the tokens of its steps, in which each running request gets one."""
-    if told.count or not steps.count or generated is None:
-        return mean(told)
+def requests_per_step(
+    batch_sizes: Histogram, steps: Histogram, generated: float | None
+) -> float | None:
+    """Return the mean batch size.
+
+    Without a histogram of it, take generated tokens per step: each running request gets one.
+    """
+    if batch_sizes.count or not steps.count or generated is None:
+        return mean(batch_sizes)
     return generated / steps.count
 
 
-def quantiles(pieces: Sequence[Piece], wanted: Sequence[float]) -> list[float | None]:
-    """The quantiles `wanted`, ascending, of observations that are spread evenly within their piece.
+def quantiles(buckets: Sequence[Bucket], wanted: Sequence[float]) -> list[float | None]:
+    """Return the quantiles `wanted`, ascending, of observations spread evenly in their buckets.
 
-    For the buckets of one histogram that is Prometheus' `histogram_quantile`. Pieces of several may overlap. All None
-    when nothing was observed.
+    For one histogram, this is Prometheus' `histogram_quantile`. Buckets of several may overlap.
+    All are None without observations.
     """
-    total = sum(count for _, _, count in pieces)
+    total = sum(count for _, _, count in buckets)
     if total <= 0:
         return [None] * len(wanted)
-    slopes: defaultdict[float, float] = defaultdict(
-        float
-    )  # of the cumulative count, from this bound on
-    opened: defaultdict[float, int] = defaultdict(
-        int
-    )  # pieces that begin here, less those that end
-    steps: defaultdict[float, float] = defaultdict(float)  # of the cumulative count, at this bound
-    for above, up_to, count in pieces:
+    # By bound: slope of the cumulative count from it on, buckets that begin less those that end,
+    # and steps of the cumulative count.
+    slopes: defaultdict[float, float] = defaultdict(float)
+    opened: defaultdict[float, int] = defaultdict(int)
+    steps: defaultdict[float, float] = defaultdict(float)
+    for above, up_to, count in buckets:
         if up_to > above:
             slopes[above] += count / (up_to - above)
             slopes[up_to] -= count / (up_to - above)
@@ -136,19 +141,17 @@ def quantiles(pieces: Sequence[Piece], wanted: Sequence[float]) -> list[float | 
         while len(found) < len(wanted) and bound in steps and wanted[len(found)] * total <= below:
             found.append(bound)
         num_open += opened.get(bound, 0)
-        slope = (
-            slope + slopes.get(bound, 0.0) if num_open else 0.0
-        )  # without what rounding would leave
+        # Outside all buckets the slope is 0; rounding would leave a rest.
+        slope = slope + slopes.get(bound, 0.0) if num_open else 0.0
         last = bound
-    return found + [last] * (
-        len(wanted) - len(found)
-    )  # those at the very end, which rounding has missed
+    # Rounding can miss quantiles at the very end.
+    return found + [last] * (len(wanted) - len(found))
 
 
-def restarted(old: Reading, new: Reading) -> bool:
-    """Whether the server's counters began anew in between, so that they cannot be subtracted.
+def has_restarted(old: Reading, new: Reading) -> bool:
+    """Return True if counters restarted in between, so that they cannot be subtracted.
 
-    So it is, too, when one of several processes was replaced: then some counters only fall a little.
+    When one of several processes is replaced, some counters only fall a little.
     """
     if old.start_time != new.start_time and None not in (old.start_time, new.start_time):
         return True

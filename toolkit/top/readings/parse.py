@@ -1,7 +1,7 @@
-"""Prometheus text, as far as the dashboard needs it.
+"""Parser for the Prometheus text that the dashboard needs.
 
-A server's text has a thousand lines, of which only the values change: what stands before a value is taken apart once
-and remembered, which makes this twenty times as fast as the general parser.
+A server's text has a thousand lines, and only the values change. Names and labels are parsed once
+and cached, which makes this twenty times as fast as the general parser.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from typing import NamedTuple
 from toolkit.client.wire import ServerError
 from toolkit.top.readings.reading import Histogram
 
-ANCHOR = "num_requests_running"
-"""Every server that this can watch has it; what stands before it is the prefix."""
+ANCHOR = "num_requests_running"  # every supported server has it, after its prefix
 PREFIXES = ("tk:", "vllm:")
-MOST_SERIES = 50_000
-"""A text with more is not remembered."""
+MAX_SERIES = 50_000  # in the cache
 
 HISTOGRAMS = {
     "time_to_first_token_seconds",
@@ -35,9 +33,8 @@ HISTOGRAMS = {
     "request_prompt_tokens",
     "request_generation_tokens",
 }
-BIRTH = "generation_tokens_created"
-"""Of all moments of creation, one is enough."""
-MEANS = {BIRTH, "kv_cache_usage_perc", "gpu_utilization_perc", "gpu_temperature_celsius"}
+CREATED = "generation_tokens_created"  # the only creation time that is read
+MEANS = {CREATED, "kv_cache_usage_perc", "gpu_utilization_perc", "gpu_temperature_celsius"}
 PARTS = {
     "request_success_total": "finished_reason",
     "admission_rejections_total": "reason",
@@ -47,7 +44,7 @@ PARTS = {
     "gpu_utilization_perc": "gpu",
     "gpu_power_watts": "gpu",
 }
-"""Numbers that are wanted by a label too."""
+"""Metrics that are also read by label."""
 INFOS = {"build_info", "config_info", "cache_config_info"}
 RENAMED = {
     "gpu_cache_usage_perc": "kv_cache_usage_perc",
@@ -55,15 +52,15 @@ RENAMED = {
     "gpu_prefix_cache_hits_total": "prefix_cache_hits_total",
     "time_per_output_token_seconds": "inter_token_latency_seconds",
 }
-"""Older vLLM's names."""
+"""Names in older versions of vLLM, and the current ones."""
 
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"')
 _SERIES = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*\s*(?:\{.*\})?")
 _ESCAPED = re.compile(r"\\(.)")
 
 
-class Metrics(NamedTuple):
-    """What the text says, by names without the prefix."""
+class ParsedMetrics(NamedTuple):
+    """Metrics by name without the prefix."""
 
     numbers: dict[str, float]
     parts: dict[str, dict[str, float]]
@@ -73,20 +70,21 @@ class Metrics(NamedTuple):
 
 
 class Parser:
-    """Reads the texts of one server, one after the other."""
+    """Parser for the successive texts of one server."""
 
     def __init__(self) -> None:
         self._series: dict[str, tuple[str, dict[str, str]]] = {}
 
-    def parse(self, text: str) -> Metrics:
-        """Raises ServerError when it is no Prometheus text, or not of a server such as ours."""
+    def parse(self, text: str) -> ParsedMetrics:
+        """Parse a text. Raises ServerError if it is not Prometheus text of a tk or vLLM server."""
         samples = [self._sample(line) for line in text.split("\n") if line and line[0] != "#"]
         prefix = find_prefix({name for name, _, _ in samples})
         wanted = (prefix, "process_")
         return _gather(
             (name.removeprefix(prefix), labels, value)
             for name, labels, value in samples
-            if name.startswith(wanted) and (not name.endswith("_created") or name == prefix + BIRTH)
+            if name.startswith(wanted)
+            and (not name.endswith("_created") or name == prefix + CREATED)
         )
 
     def _sample(self, line: str) -> tuple[str, dict[str, str], float]:
@@ -95,23 +93,23 @@ class Parser:
         try:
             known = self._series.get(key)
             if known is None:
-                known = _taken_apart(key)
-                if len(self._series) < MOST_SERIES:
+                known = _parse_series(key)
+                if len(self._series) < MAX_SERIES:
                     self._series[key] = known
             return (*known, float(line[end:].split(None, 1)[0]))
         except (ValueError, IndexError):
             raise ServerError("/metrics is not Prometheus text.") from None
 
 
-def _taken_apart(key: str) -> tuple[str, dict[str, str]]:
-    """(name, labels) of what stands before a value. Raises ValueError when it is no such thing."""
+def _parse_series(key: str) -> tuple[str, dict[str, str]]:
+    """Return (name, labels). Raises ValueError if `key` is not a series."""
     if not _SERIES.fullmatch(key):
         raise ValueError(key)
     name, _, labels = key.partition("{")
-    return name.strip(), {label: _unescaped(value) for label, value in _LABEL.findall(labels)}
+    return name.strip(), {label: _unescape(value) for label, value in _LABEL.findall(labels)}
 
 
-def _unescaped(value: str) -> str:
+def _unescape(value: str) -> str:
     return (
         _ESCAPED.sub(lambda found: "\n" if found[1] == "n" else found[1], value)
         if "\\" in value
@@ -120,7 +118,7 @@ def _unescaped(value: str) -> str:
 
 
 def find_prefix(names: set[str]) -> str:
-    """What stands before the names: `tk:`, `vllm:`... Raises ServerError when it knows none of the names."""
+    """Return the prefix of the names: `tk:`, `vllm:`, ... Raises ServerError if there is none."""
     for prefix in PREFIXES:
         if prefix + ANCHOR in names:
             return prefix
@@ -128,12 +126,12 @@ def find_prefix(names: set[str]) -> str:
         if re.fullmatch(rf"\w+:{ANCHOR}", name):
             return name.removesuffix(ANCHOR)
     raise ServerError(
-        f"/metrics has no {PREFIXES[0]}{ANCHOR}: it is not the metrics of a tk or a vLLM server."
+        f"/metrics has no {PREFIXES[0]}{ANCHOR}: it does not come from a tk or vLLM server."
     )
 
 
-def _gather(samples: Iterable[tuple[str, dict[str, str], float]]) -> Metrics:
-    """Adds up engines and models."""
+def _gather(samples: Iterable[tuple[str, dict[str, str], float]]) -> ParsedMetrics:
+    """Add up the samples of engines and models."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     parts: dict[str, defaultdict[str, float]] = {}
     buckets: defaultdict[str, defaultdict[float, float]] = defaultdict(lambda: defaultdict(float))
@@ -158,7 +156,7 @@ def _gather(samples: Iterable[tuple[str, dict[str, str], float]]) -> Metrics:
         label = PARTS.get(name)
         if label in labels:
             parts.setdefault(name, defaultdict(float))[labels[label]] += value
-        elif label == "process":  # the one that answers
+        elif label == "process":  # standard metric of the process that serves /metrics
             parts.setdefault(name, defaultdict(float))["server"] += value
     numbers = {
         name: sum(values) / len(values) if name in MEANS else sum(values)
@@ -170,7 +168,7 @@ def _gather(samples: Iterable[tuple[str, dict[str, str], float]]) -> Metrics:
             numbers.setdefault(new, numbers.pop(old))
         if old in histograms:
             histograms.setdefault(new, histograms.pop(old))
-    return Metrics(
+    return ParsedMetrics(
         {name: value for name, value in numbers.items() if math.isfinite(value)},
         {name: dict(values) for name, values in parts.items()},
         histograms,
@@ -180,12 +178,12 @@ def _gather(samples: Iterable[tuple[str, dict[str, str], float]]) -> Metrics:
 
 
 def _histogram(name: str, numbers: dict[str, float], cumulative: dict[float, float]) -> Histogram:
-    """From counts at or below each bound; takes its sum and count out of `numbers`."""
-    pieces = []
+    """Build a histogram from cumulative counts; move its sum and count out of `numbers`."""
+    buckets = []
     lower, below = 0.0, 0.0
     for bound, count in sorted(cumulative.items()):
         upper = lower if math.isinf(bound) else bound
         if count > below:
-            pieces.append((lower, upper, count - below))
+            buckets.append((lower, upper, count - below))
         lower, below = upper, count
-    return Histogram(numbers.pop(f"{name}_count", below), numbers.pop(f"{name}_sum", 0.0), pieces)
+    return Histogram(numbers.pop(f"{name}_count", below), numbers.pop(f"{name}_sum", 0.0), buckets)

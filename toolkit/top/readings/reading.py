@@ -1,4 +1,4 @@
-"""What one look at a server brings: the record that the dashboard, recordings and the demo share."""
+"""One reading of a server: shared by the dashboard, recordings and the demo."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import msgspec
 
 
 class Histogram(msgspec.Struct, array_like=True, frozen=True):
-    """Observations between bounds.
+    """Observations by bucket.
 
-    `pieces` are (above, up to, how many), ascending, without the empty ones; what lies above the last bound stands
-    at that bound, as in Prometheus' `histogram_quantile`.
+    `buckets` are (above, up to, count), ascending, without the empty ones. Values above the last
+    bound count as equal to it, as in Prometheus' `histogram_quantile`.
     """
 
     count: float = 0.0
     sum: float = 0.0
-    pieces: list[tuple[float, float, float]] = []
+    buckets: list[tuple[float, float, float]] = []
 
 
 class LiveRequest(msgspec.Struct):
-    """A request that a tk server has now, as /tk/requests tells. Times in seconds."""
+    """A live request as /tk/requests lists it. Times in seconds."""
 
     id: str
     state: str = ""
@@ -37,25 +37,24 @@ class LiveRequest(msgspec.Struct):
 
 
 class Reading(msgspec.Struct, omit_defaults=True):
-    """One server at one moment. Names of metrics are without the server's prefix.
+    """One server at one moment. Metric names have no prefix.
 
-    When nothing could be read, `error` says why and the rest is empty. `requests` is None when nobody asked for them or
-    the server does not tell; then `no_requests` says why. `settings` come with the first reading of a connection.
+    If the server could not be read, `error` says why and the rest is empty. `requests` is None if
+    they were not asked for, or if the server does not list them; then `no_requests` says why.
+    `settings` come with the first reading of a connection.
     """
 
     url: str
-    time: float
-    """Seconds on a clock that only goes on."""
-    wall: float
-    """Seconds since 1970."""
+    time: float  # seconds on a monotonic clock
+    wall: float  # seconds since 1970
     error: str = ""
     numbers: dict[str, float] = {}
-    """Sums over engines and models; means where a sum means nothing."""
+    """Sums over engines and models; means where a sum makes no sense."""
     parts: dict[str, dict[str, float]] = {}
-    """Numbers by the value of a label: ends by reason, errors by code, power by GPU."""
+    """Numbers by the value of a label: finished by reason, errors by code, power by GPU."""
     histograms: dict[str, Histogram] = {}
     labels: dict[str, str] = {}
-    """Of the metrics that exist for their labels: versions, settings."""
+    """Labels of info metrics: versions and settings."""
     model: str = ""
     version: str = ""
     requests: list[LiveRequest] | None = None
@@ -64,6 +63,6 @@ class Reading(msgspec.Struct, omit_defaults=True):
 
     @property
     def start_time(self) -> float | None:
-        """When the server's process started, or its counters did, in seconds since 1970."""
+        """Start of the server's process, or of its counters, in seconds since 1970."""
         created = self.numbers.get("generation_tokens_created")
         return self.numbers.get("process_start_time_seconds", created)

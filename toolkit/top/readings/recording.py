@@ -1,4 +1,4 @@
-"""Recordings: a first line that says what it is, then a line of JSON for each reading."""
+"""Recordings: JSON lines. The first is a header, each other one a reading."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ from toolkit.top.readings.reading import Reading
 VERSION = 1
 
 
-class Head(msgspec.Struct, tag_field="format", tag="tk-top"):
-    """The first line."""
-
+class Header(msgspec.Struct, tag_field="format", tag="tk-top"):
     version: int
     urls: list[str]
 
 
 class _Origin(msgspec.Struct):
-    """Of a reading, whose it is: enough to pass over those of others."""
+    """URL of a reading: enough to skip the readings of other servers."""
 
     url: str
 
 
-class Recorder:
-    """Writes a recording. Raises ToolkitError when the file cannot be written."""
+class RecordingWriter:
+    """Writes a recording. Raises ToolkitError if the file cannot be written."""
 
     def __init__(self, path: str, urls: list[str]) -> None:
         self._path = path
@@ -35,14 +33,12 @@ class Recorder:
             self._file: IO[bytes] = Path(path).open("wb")  # noqa: SIM115  # closed by `close`
         except OSError as error:
             raise ToolkitError(f"--record cannot write {path}: {error.strerror}.") from None
-        self._write(msgspec.json.encode(Head(VERSION, urls)))
+        self._write(msgspec.json.encode(Header(VERSION, urls)))
 
     def add(self, reading: Reading) -> None:
-        """Writes a reading."""
         self._write(msgspec.json.encode(reading))
 
     def close(self) -> None:
-        """Ends the recording."""
         self._file.close()
 
     def _write(self, line: bytes) -> None:
@@ -53,9 +49,10 @@ class Recorder:
             raise ToolkitError(f"--record cannot write {self._path}: {error.strerror}.") from None
 
 
-class Replay:
-    """One server of a recording; each `read` gives its next reading, None after the last. A file of any length takes no
-    more memory than one line of it.
+class RecordedSource:
+    """One server of a recording.
+
+    `read` returns its next reading, None after the last. One line of the file is in memory.
     """
 
     def __init__(self, path: str, url: str) -> None:
@@ -67,11 +64,10 @@ class Replay:
         self._origin = msgspec.json.Decoder(_Origin)
 
     def now(self) -> float:
-        """The clock stands still between two readings."""
+        """Return the time of the last reading."""
         return self._now
 
     async def read(self, *, requests: bool) -> Reading | None:
-        """See Source."""
         for line in self._file:
             try:
                 if self._origin.decode(line).url == self.url:
@@ -79,31 +75,30 @@ class Replay:
                     self._now = reading.time
                     return reading
             except msgspec.MsgspecError:
-                continue  # cut short, where the recording was interrupted
+                continue  # cut off when the recording was interrupted
         return None
 
     async def abort(self, id: str) -> None:
-        """See Source."""
-        raise ToolkitError("This is a recording: its requests are gone.")
+        raise ToolkitError("This is a recording: its requests cannot be ended.")
 
     async def close(self) -> None:
-        """See Source."""
         self._file.close()
 
 
-def replays(path: str) -> list[Replay]:
-    """The servers of a recording. Raises ToolkitError when the file cannot be read or is none."""
+def recorded_sources(path: str) -> list[RecordedSource]:
+    """Open the servers of a recording. Raises ToolkitError if the file is not a recording."""
     try:
         with Path(path).open("rb") as file:
-            head = msgspec.json.decode(file.readline(), type=Head)
+            header = msgspec.json.decode(file.readline(), type=Header)
     except OSError as error:
         raise ToolkitError(f"--replay cannot read {path}: {error.strerror}.") from None
     except msgspec.MsgspecError:
         raise ToolkitError(
-            f"{path} is no recording of tk top: its first line is not that of one. 'tk top --record FILE' makes them."
+            f"{path} is not a recording of tk top: its first line is not a header. "
+            "'tk top --record FILE' writes a recording."
         ) from None
-    if head.version != VERSION:
+    if header.version != VERSION:
         raise ToolkitError(
-            f"{path} is a recording of version {head.version}; this tk reads version {VERSION}."
+            f"{path} is a recording of version {header.version}; this tk reads version {VERSION}."
         )
-    return [Replay(path, url) for url in head.urls]
+    return [RecordedSource(path, url) for url in header.urls]

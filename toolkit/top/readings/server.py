@@ -1,4 +1,4 @@
-"""What is kept of one server: the readings of the window, and points for the charts."""
+"""State of one server: the readings of the window, and points for the charts."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from array import array
 from collections import deque
 from typing import Any
 
-from toolkit.top.drawing.bands import spread
+from toolkit.top.drawing.bands import count_by_band
 from toolkit.top.readings.arithmetic import (
-    increase,
-    observed,
+    counter_increase,
+    has_restarted,
+    histogram_increase,
     quantiles,
     requests_per_step,
-    restarted,
 )
 from toolkit.top.readings.reading import LiveRequest, Reading
 
 HISTORY = 300  # points of a chart: wider than most terminals
-KEPT = 120  # readings that span the window
+MAX_READINGS = 120  # that span the window
 
 LATENCIES = {
     "TTFT": "time_to_first_token_seconds",
@@ -52,26 +52,23 @@ class Server:
         self.name = url.partition("://")[2]
         self.window = window
         self.error = ""
-        self.tried: float | None = None
-        """When the newest reading, good or not, was taken."""
-        self.last: Reading | None = None
-        """The newest good one."""
+        self.last_attempt: float | None = None  # time of the newest reading, also of a failed one
+        self.last: Reading | None = None  # newest successful reading
         self.settings: dict[str, Any] | None = None
         self.requests: list[LiveRequest] | None = None
         self.no_requests = ""
-        self.times: deque[float] = deque(maxlen=HISTORY)
-        """When each of the points was taken."""
+        self.times: deque[float] = deque(maxlen=HISTORY)  # of the points
         self.points: dict[str, deque[Point]] = {
             name: deque(maxlen=HISTORY) for name in (*RATES, *GAUGES, "batch", *LATENCIES)
         }
         self.bands: dict[str, deque[array[float]]] = {
             name: deque(maxlen=HISTORY) for name in LATENCIES
         }
-        self._kept: deque[Reading] = deque()
+        self._readings: deque[Reading] = deque()
 
     def add(self, reading: Reading) -> None:
-        """Takes the newest reading. After a restart of the server those before it count no more."""
-        self.tried, self.error = reading.time, reading.error
+        """Add the newest reading. A restart of the server drops the readings before it."""
+        self.last_attempt, self.error = reading.time, reading.error
         if reading.error:
             self._add_gap(reading.time)
             return
@@ -80,35 +77,37 @@ class Server:
         if reading.requests is not None or reading.no_requests:
             self.requests, self.no_requests = reading.requests, reading.no_requests
         before = self.last
-        if before is not None and restarted(before, reading):
-            self._kept.clear()
+        if before is not None and has_restarted(before, reading):
+            self._readings.clear()
             self._add_gap(reading.time)
             before = None
         self.last = reading
         if before is not None:
             self._add_points(before, reading)
-        if not self._kept or reading.time - self._kept[-1].time >= 0.99 * self.window / KEPT:
-            self._kept.append(reading)
-        while len(self._kept) > 1 and self._kept[1].time <= reading.time - self.window:
-            self._kept.popleft()  # the one before the window stays while it is needed to span the window
+        least_gap = 0.99 * self.window / MAX_READINGS
+        if not self._readings or reading.time - self._readings[-1].time >= least_gap:
+            self._readings.append(reading)
+        # The last reading before the window stays while it is needed to span the window.
+        while len(self._readings) > 1 and self._readings[1].time <= reading.time - self.window:
+            self._readings.popleft()
 
     @property
     def first(self) -> Reading | None:
-        """The reading at the window's begin."""
-        return self._kept[0] if self._kept else None
+        """Reading at the start of the window."""
+        return self._readings[0] if self._readings else None
 
     @property
     def is_up(self) -> bool:
-        """Whether the newest attempt to read it went well."""
+        """True if the newest attempt to read it succeeded."""
         return self.last is not None and not self.error
 
     @property
     def is_tk(self) -> bool:
-        """Whether it is a tk server, whatever prefix its metrics have."""
+        """True for a tk server, whatever the prefix of its metrics."""
         return self.last is not None and "scheduling_policy" in self.last.labels
 
     def age(self, now: float) -> float:
-        """Seconds since the numbers were true; infinite when there never were any."""
+        """Return the seconds since the last successful reading; infinite without one."""
         return now - self.last.time if self.last is not None else float("inf")
 
     def _add_points(self, old: Reading, new: Reading) -> None:
@@ -117,27 +116,27 @@ class Server:
             return
         self.times.append(new.time)
         for title, name in RATES.items():
-            gained = increase(name, old, new)
+            gained = counter_increase(name, old, new)
             self.points[title].append(None if gained is None else gained / seconds)
         for title, name in GAUGES.items():
             self.points[title].append(new.numbers.get(name))
-        told, steps = (
-            observed(name, old, new)
+        batch_sizes, steps = (
+            histogram_increase(name, old, new)
             for name in ("iteration_num_requests", "iteration_tokens_total")
         )
-        generated = increase("generation_tokens_total", old, new)
-        self.points["batch"].append(requests_per_step(told, steps, generated))
+        generated = counter_increase("generation_tokens_total", old, new)
+        self.points["batch"].append(requests_per_step(batch_sizes, steps, generated))
         for title, name in LATENCIES.items():
-            histogram = observed(name, old, new)
-            self.points[title].append(quantiles(histogram.pieces, (0.5,))[0])
-            self.bands[title].append(spread(histogram.pieces))
+            histogram = histogram_increase(name, old, new)
+            self.points[title].append(quantiles(histogram.buckets, (0.5,))[0])
+            self.bands[title].append(count_by_band(histogram.buckets))
 
     def _add_gap(self, time: float) -> None:
-        """Nothing is known of this moment."""
+        """Add points without a value."""
         if self.last is None:
             return
         self.times.append(time)
         for points in self.points.values():
             points.append(None)
         for bands in self.bands.values():
-            bands.append(spread(()))
+            bands.append(count_by_band(()))

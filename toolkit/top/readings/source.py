@@ -1,4 +1,4 @@
-"""Where the readings come from: a server over HTTP."""
+"""Sources of readings: a server over HTTP."""
 
 from __future__ import annotations
 
@@ -14,36 +14,39 @@ from toolkit.top.readings.parse import Parser
 from toolkit.top.readings.reading import LiveRequest, Reading
 
 TIMEOUT = 5.0  # seconds
-OTHER_SERVER = "Live requests are not told: only tk servers have /tk/requests."
-WANTS_KEY = "Live requests are told to the operator alone: give the key with --admin-key."
+NO_LIST = "Live requests cannot be listed: only tk servers have /tk/requests."
+NEEDS_KEY = "Live requests need the operator's key: set --admin-key."
 
 
 class Source(Protocol):
-    """One server. That it is gone is no exception but a reading with an error."""
+    """One server. If it does not answer, `read` returns a reading with an error."""
 
     url: str
 
     def now(self) -> float:
-        """The time on the clock of the readings."""
+        """Return the time on the clock of the readings."""
 
     async def read(self, *, requests: bool) -> Reading | None:
-        """How things stand; with the live requests, on request. None: there is nothing more to come."""
+        """Read the server, optionally with its live requests. None: end of a recording."""
 
     async def abort(self, id: str) -> None:
-        """Ends a live request. Raises ToolkitError when that did not work."""
+        """End a live request. Raises ToolkitError if that fails."""
 
     async def close(self) -> None:
-        """Lets go of the connection."""
+        """Close the connection."""
 
 
-class Listing(msgspec.Struct):
-    """The body of /tk/requests."""
+class LiveRequests(msgspec.Struct):
+    """Body of /tk/requests."""
 
     requests: list[LiveRequest]
 
 
 class HTTPSource:
-    """A server's `/metrics`, and what a tk server tells beside them. `transport` stands in for the network in tests."""
+    """A server's `/metrics`, and the live requests and settings of a tk server.
+
+    `transport` replaces the network in tests.
+    """
 
     def __init__(
         self,
@@ -67,11 +70,9 @@ class HTTPSource:
         self._connected = False
 
     def now(self) -> float:
-        """See Source."""
         return time.monotonic()
 
     async def read(self, *, requests: bool) -> Reading:
-        """See Source."""
         try:
             response = await self._get("/metrics")
             if response.status_code != 200:
@@ -82,7 +83,7 @@ class HTTPSource:
             taken = time.monotonic()
             metrics = self._parser.parse(response.text)
         except ServerError as error:
-            self._connected = False  # another server may stand there when it comes back
+            self._connected = False  # the next server at this URL may be another one
             return Reading(self.url, time.monotonic(), time.time(), error=error.message)
         reading = Reading(
             self.url,
@@ -94,24 +95,22 @@ class HTTPSource:
             labels=metrics.labels,
         )
         if not self._connected:
-            await self._introduce(reading)
+            await self._read_info(reading)
         reading.model, reading.version = self._model or metrics.model, self._version
         if requests:
             reading.requests, reading.no_requests = await self._requests()
         return reading
 
     async def abort(self, id: str) -> None:
-        """See Source."""
-        response = await self._ask("DELETE", f"/tk/requests/{quote(id, safe='')}")
+        response = await self._request("DELETE", f"/tk/requests/{quote(id, safe='')}")
         if response.status_code != 200:
             raise ServerError(error_message(response.content))
 
     async def close(self) -> None:
-        """See Source."""
         await self.http.aclose()
 
-    async def _introduce(self, reading: Reading) -> None:
-        """Model, version and settings, as far as the server tells them."""
+    async def _read_info(self, reading: Reading) -> None:
+        """Read model, version and settings, if the server has them."""
         models = await self._json("/v1/models")
         version = await self._json("/version")
         try:
@@ -124,26 +123,24 @@ class HTTPSource:
         self._connected = True
 
     async def _requests(self) -> tuple[list[LiveRequest] | None, str]:
-        """(live requests, "") or (None, why there are none to be had)."""
+        """Return (live requests, "") or (None, reason)."""
         try:
             response = await self._get("/tk/requests")
             if response.status_code in (401, 403):
-                return None, WANTS_KEY
+                return None, NEEDS_KEY
             if response.status_code in (404, 405):
-                return None, OTHER_SERVER
+                return None, NO_LIST
             if response.status_code != 200:
-                return (
-                    None,
-                    f"/tk/requests answered HTTP {response.status_code}: {error_message(response.content)}",
-                )
-            return msgspec.json.decode(response.content, type=Listing).requests, ""
+                reason = error_message(response.content)
+                return None, f"/tk/requests answered HTTP {response.status_code}: {reason}"
+            return msgspec.json.decode(response.content, type=LiveRequests).requests, ""
         except ServerError as error:
             return None, error.message
         except msgspec.MsgspecError:
-            return None, OTHER_SERVER
+            return None, NO_LIST
 
     async def _json(self, path: str) -> Any:
-        """A body, or None when there is none to be had."""
+        """Return a decoded JSON body, or None without one."""
         try:
             response = await self._get(path)
             return msgspec.json.decode(response.content) if response.status_code == 200 else None
@@ -151,9 +148,9 @@ class HTTPSource:
             return None
 
     async def _get(self, path: str) -> httpx.Response:
-        return await self._ask("GET", path)
+        return await self._request("GET", path)
 
-    async def _ask(self, method: str, path: str) -> httpx.Response:
+    async def _request(self, method: str, path: str) -> httpx.Response:
         try:
             return await self.http.request(method, path)
         except httpx.TimeoutException:

@@ -1,4 +1,4 @@
-"""What happened between two readings of each of several servers."""
+"""Changes between two readings of each of several servers."""
 
 from __future__ import annotations
 
@@ -6,67 +6,68 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from toolkit.top.readings.arithmetic import increase, observed, together
+from toolkit.top.readings.arithmetic import add_up, counter_increase, histogram_increase
 from toolkit.top.readings.reading import Histogram, Reading
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Two readings of one server. `old` None: since its start."""
+    """Two readings of one server. If `old` is None, the window begins at the server's start."""
 
     old: Reading | None
     new: Reading
 
     @property
     def seconds(self) -> float:
-        """Between the two; 0 when that is unknown."""
+        """Length of the window; 0 if the server's start is unknown."""
         if self.old is not None:
             return self.new.time - self.old.time
         return self.new.wall - self.new.start_time if self.new.start_time is not None else 0.0
 
 
 class Windows:
-    """Sums over servers; None where no server has the metric."""
+    """Totals over servers; None if no server has the metric."""
 
     def __init__(self, windows: list[Window]) -> None:
         self.windows = windows
         self.seconds = max(window.seconds for window in windows)
 
     def sum(self, name: str) -> float | None:
-        """The numbers of now, added."""
-        return total_of(window.new.numbers.get(name) for window in self.windows)
+        """Add up the newest values of a metric."""
+        return sum_known(window.new.numbers.get(name) for window in self.windows)
 
     def mean(self, name: str) -> float | None:
-        """The mean of the numbers of now."""
+        """Return the mean of the newest values of a metric."""
         values = [window.new.numbers[name] for window in self.windows if name in window.new.numbers]
         return sum(values) / len(values) if values else None
 
     def increase(self, name: str) -> float | None:
-        """How much counters rose."""
-        return total_of(increase(name, window.old, window.new) for window in self.windows)
+        """Return the increase of a counter."""
+        return sum_known(counter_increase(name, window.old, window.new) for window in self.windows)
 
     def rate(self, name: str) -> float | None:
-        """Increase per second."""
+        """Return the increase of a counter per second."""
         rates = (
             gained / window.seconds
             for window in self.windows
-            if window.seconds > 0 and (gained := increase(name, window.old, window.new)) is not None
+            if window.seconds > 0
+            and (gained := counter_increase(name, window.old, window.new)) is not None
         )
-        return total_of(rates)
+        return sum_known(rates)
 
-    def observed(self, name: str) -> Histogram:
-        """What histograms took in."""
-        return together(observed(name, window.old, window.new) for window in self.windows)
+    def histogram(self, name: str) -> Histogram:
+        """Return the observations of a histogram."""
+        return add_up(histogram_increase(name, window.old, window.new) for window in self.windows)
 
     def parts(self, name: str) -> dict[str, float]:
-        """The numbers of now by a label, added."""
+        """Add up the newest values of a metric by label."""
         counts: Counter[str] = Counter()
         for window in self.windows:
             counts.update(window.new.parts.get(name, {}))
         return dict(counts)
 
     def cores(self) -> dict[str, float]:
-        """Processor cores in use, by process; of several servers, the busiest of each kind."""
+        """Return CPU cores in use by kind of process: the busiest server's of each kind."""
         name = "process_cpu_seconds_total"
         found: dict[str, float] = {}
         for window in self.windows:
@@ -78,7 +79,7 @@ class Windows:
         return found
 
 
-def total_of(values: Iterable[float | None]) -> float | None:
-    """Of those that are known; None when none is."""
+def sum_known(values: Iterable[float | None]) -> float | None:
+    """Add up the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
