@@ -143,7 +143,7 @@ class Planner(LiveRequests):
         return min(-(-len(self.running) // self.num_stages), -(-ready // free))
 
     def _make_room(self, request: Request, num_tokens: int, step: StepBuilder) -> bool:
-        """Give the request blocks for its next tokens, preempting from the lowest rank up.
+        """Give the request blocks for its next tokens, preempting from the highest rank down.
 
         Return False if the request itself was preempted.
         """
