@@ -1,4 +1,4 @@
-"""One request for text, as it is carried from the front end to the device."""
+"""The specification of one request, carried from the front end to the device."""
 
 from __future__ import annotations
 
@@ -8,27 +8,21 @@ from toolkit.sampling.params import PoolingParams, SamplingParams
 
 
 class SequenceSpec(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """Everything that a request brings, checked and resolved. Never changed afterwards.
+    """Everything a request specifies, checked and resolved. Immutable.
 
-    The front end makes it and keeps it, so that a request survives its core. The scheduler and the
-    workers hold it by reference. A new per-request attribute is one field here, and is read where
-    it is needed.
+    The front end creates and keeps it, so that a request survives its core. The scheduler and the
+    workers hold references to it. A new per-request attribute is one field here.
     """
 
     prompt_token_ids: list[int]
     params: SamplingParams
-    max_tokens: int
-    """Output tokens, resolved against the context length."""
+    max_tokens: int  # resolved against the context length
     eos_token_ids: list[int]
     priority: int = 0
-    cache_salt: str = ""
-    """Requests with different salts share no cached blocks."""
-    grammar: str = ""
-    """Constraint on the output, in llguidance's format. Empty: none."""
-    pooling: PoolingParams | None = None
-    """Set if the prompt is pooled instead of continued."""
-    is_final_only: bool = False
-    """All tokens are reported together at the end."""
+    cache_salt: str = ""  # requests with different salts share no cached blocks
+    grammar: str = ""  # constraint on the output in llguidance's format; empty: none
+    pooling: PoolingParams | None = None  # set if the prompt is pooled instead of continued
+    is_final_only: bool = False  # all tokens are reported together at the end
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""AsyncLLM when its core dies, fails or sends nonsense."""
+"""AsyncLLM when its core dies, fails, or sends unexpected messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ import pytest_asyncio
 from tests import checkpoints
 from toolkit import LLM, AsyncLLM, SamplingParams
 from toolkit.engine.cores import replica, revival
-from toolkit.engine.messages import EngineOutput, EngineOutputs, EngineRequest, Ping, Pong
+from toolkit.engine.messages import (
+    EngineOutput,
+    EngineOutputs,
+    EngineRequest,
+    StepProbe,
+    StepReport,
+)
 from toolkit.errors import EngineError, ServerUnavailableError
 from toolkit.scheduler.stats import EngineStats
 from toolkit.sequence import SequenceSpec
@@ -26,23 +32,23 @@ INFO = types.SimpleNamespace(max_model_len=100, num_blocks=100, block_size=16)
 
 
 class ScriptedCore:
-    """A core that says what the test has it say, and keeps what it is told."""
+    """Core that sends the messages of the test and stores those that it receives."""
 
     client = 0
-    ended = False
+    has_exited = False
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.received: list[Any] = []
         self._says: asyncio.Queue[Any] = asyncio.Queue()
 
     def send(self, message: Any) -> None:
-        self.told.append(message)
+        self.received.append(message)
 
     async def receive(self) -> list[Any]:
         return [await self._says.get()]
 
     async def say(self, message: Any) -> None:
-        """Returns when it has been taken in."""
+        """Return once the message has been handled."""
         self._says.put_nowait(message)
         while not self._says.empty():
             await asyncio.sleep(0)
@@ -63,22 +69,22 @@ def request(id: str, prompt: list[int] = PROMPT, n: int = 1) -> EngineRequest:
 
 @pytest_asyncio.fixture
 async def scripted(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[AsyncLLM, ScriptedCore]]:
-    """An engine whose news of a step are old at once, and its core."""
-    monkeypatch.setattr(replica, "FRESH", -1.0)
+    """Engine for which no step is recent, and its core."""
+    monkeypatch.setattr(replica, "STEP_MAX_AGE", -1.0)
     llm, core = AsyncLLM("no-model"), ScriptedCore()
-    llm.attach([(core, INFO)], types.SimpleNamespace(tokenizer=None))
-    llm.read()
+    llm.connect_cores([(core, INFO)], types.SimpleNamespace(tokenizer=None))
+    llm.start_reading()
     yield llm, core
     await llm.shutdown()
 
 
 async def state_of(llm: AsyncLLM) -> str:
-    """What a probe is told."""
+    """Return the state reported to a health check."""
     try:
         await llm.check()
     except ServerUnavailableError as error:
         return error.message
-    return "well"
+    return "healthy"
 
 
 STEPS = {
@@ -92,62 +98,60 @@ STEPS = {
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
-async def test_one_failed_canary_is_forgotten_when_a_step_brings_something(
-    scripted, monkeypatch, step
-):
+async def test_a_successful_step_clears_a_failed_probe(scripted, monkeypatch, step):
     llm, core = scripted
-    monkeypatch.setattr(replica, "FRESH", 60.0)
-    await core.say(Pong("the step failed"))
+    monkeypatch.setattr(replica, "STEP_MAX_AGE", 60.0)
+    await core.say(StepReport("the step failed"))
     assert "the step failed" in await state_of(llm)
     await core.say(step)
-    assert await state_of(llm) == "well"
+    assert await state_of(llm) == "healthy"
 
 
-async def test_news_of_failing_steps_do_not_show_that_the_engine_is_well(scripted, monkeypatch):
+async def test_outputs_of_failed_steps_do_not_prove_health(scripted, monkeypatch):
     llm, core = scripted
-    monkeypatch.setattr(replica, "FRESH", 60.0)
-    monkeypatch.setattr(replica, "HUNG", 0.05)
+    monkeypatch.setattr(replica, "STEP_MAX_AGE", 60.0)
+    monkeypatch.setattr(replica, "PROBE_TIMEOUT", 0.05)
     llm.replicas[0]._stepped_at = -1e9
     failed = EngineOutput(8, [], finish_reason="error", error="the step failed")
     await core.say(EngineOutputs([failed], stats=EngineStats(num_running=1)))
     assert "no step" in await state_of(llm)
-    assert [type(message) for message in core.told] == [Ping]
+    assert [type(message) for message in core.received] == [StepProbe]
 
 
-async def test_deaths_count_for_the_requests_that_were_open_then(scripted):
-    """A request that came while no core ran has not been met by that death."""
+async def test_core_deaths_count_only_for_requests_open_at_the_time(scripted):
+    """A request submitted while no core runs does not count the earlier death."""
     llm, core = scripted
-    before = llm.begin(request("before"))
-    llm.pause(0)
-    meanwhile = llm.begin(request("meanwhile"))
-    llm.resume(0, core, INFO)
+    before = llm.start_request(request("before"))
+    llm.fail_over(0)
+    later = llm.start_request(request("later"))
+    llm.replace_core(0, core, INFO)
     for _ in range(2):
         assert llm.num_unfinished == 2
-        llm.pause(0)
-        llm.resume(0, core, INFO)
+        llm.fail_over(0)
+        llm.replace_core(0, core, INFO)
     with pytest.raises(EngineError, match="died 3 times"):
         await anext(before)
     assert llm.num_unfinished == 1
-    llm.pause(0)
+    llm.fail_over(0)
     with pytest.raises(EngineError, match="died 3 times"):
-        await anext(meanwhile)
+        await anext(later)
 
 
-async def test_answers_to_one_prompt_share_it_after_the_engine_died_too(scripted, checkpoint):
-    """In 4 blocks of prompt and one more for each answer, though nothing else is cached."""
+async def test_answers_share_the_prompt_after_a_restart(scripted, checkpoint):
+    """They use 4 blocks of prompt and one more per answer, although prefix caching is off."""
     llm, core = scripted
-    llm.begin(request("four", prompt=list(range(64)), n=4))
+    llm.start_request(request("four", prompt=list(range(64)), n=4))
     await core.say(EngineOutputs([EngineOutput(number, [number + 5]) for number in range(4)]))
-    llm.pause(0)
-    core.told.clear()
-    llm.resume(0, core, INFO)
-    assert [(rest.num_sequences, rest.output_token_ids) for rest in core.told] == [
+    llm.fail_over(0)
+    core.received.clear()
+    llm.replace_core(0, core, INFO)
+    assert [(rest.num_sequences, rest.output_token_ids) for rest in core.received] == [
         (1, [n + 5]) for n in range(4)
     ]
 
     settings = {"device": "cpu", "block_size": 16, "num_gpu_blocks_override": 100}
     second = LLM(str(checkpoint("llama3-gqa")), enable_prefix_caching=False, **settings)._core
-    for rest in core.told:
+    for rest in core.received:
         second.add(rest)
     while not all(len(live.output_token_ids) > 2 for live in second.scheduler.requests):
         second.step()
@@ -156,7 +160,7 @@ async def test_answers_to_one_prompt_share_it_after_the_engine_died_too(scripted
     assert len({block for own in blocks for block in own}) == 4 + 4
 
 
-async def test_what_cannot_be_taken_in_ends_the_core_before_another_starts(
+async def test_an_unhandled_error_ends_the_core_before_the_next_starts(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = checkpoint("llama3-gqa")
@@ -170,19 +174,19 @@ async def test_what_cannot_be_taken_in_ends_the_core_before_another_starts(
     monkeypatch.setattr(revival, "CoreClient", Watched)
     async with AsyncLLM(str(model), device="cpu", num_threads=1) as llm:
         first = llm.replicas[0].link.pid
-        stream = llm.begin(request("one"))
-        take, num_taken = llm.take, 0
+        stream = llm.start_request(request("one"))
+        handle, num_handled = llm.handle_outputs, 0
 
-        def take_some(message: EngineOutputs, core: replica.Replica) -> None:
-            nonlocal num_taken
-            num_taken += 1
-            if num_taken == 4:
-                stopped = llm.begin(request("while it takes in"))
-                stopped.close()  # the old core can be told things all the time
+        def fail_on_the_fourth(message: EngineOutputs, core: replica.Replica) -> None:
+            nonlocal num_handled
+            num_handled += 1
+            if num_handled == 4:
+                stopped = llm.start_request(request("during handling"))
+                stopped.close()  # messages to the old core are possible at any time
                 raise KeyError("a bug")
-            take(message, core)
+            handle(message, core)
 
-        monkeypatch.setattr(llm, "take", take_some)
+        monkeypatch.setattr(llm, "handle_outputs", fail_on_the_fourth)
         async with asyncio.timeout(200):
             tokens = [token async for delta in stream for token in delta.token_ids]
         assert at_start == [False]
@@ -190,7 +194,7 @@ async def test_what_cannot_be_taken_in_ends_the_core_before_another_starts(
     assert tokens == checkpoints.greedy(checkpoints.make_reference("llama3-gqa"), PROMPT, 20)
 
 
-async def test_one_that_hangs_as_it_starts_is_replaced_in_its_turn(
+async def test_a_core_that_hangs_during_its_start_is_replaced(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = checkpoint("llama3-gqa")
@@ -206,7 +210,7 @@ async def test_one_that_hangs_as_it_starts_is_replaced_in_its_turn(
     monkeypatch.setattr(revival, "CoreClient", Stopped)
     async with AsyncLLM(str(model), device="cpu", num_threads=1, worker_timeout=1.0) as llm:
         first = llm.replicas[0].link.pid
-        stream = llm.begin(request("one"))
+        stream = llm.start_request(request("one"))
         psutil.Process(first).kill()
         async with asyncio.timeout(200):
             tokens = [token async for delta in stream for token in delta.token_ids]

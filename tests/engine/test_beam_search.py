@@ -18,7 +18,7 @@ PROMPTS = ["The sea is", "a", "What is a KV cache?"]
 @pytest.fixture(scope="module")
 def reference() -> torch.nn.Module:
     model = checkpoints.make_reference(NAME)
-    with torch.no_grad():  # so that the end is now and then among the likeliest
+    with torch.no_grad():  # makes the end token likely enough to occur
         model.lm_head.weight[checkpoints.EOS] *= 1.6
     return model
 
@@ -34,7 +34,7 @@ def llm(reference: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) ->
 def expected(
     model: torch.nn.Module, prompt: list[int], params: BeamSearchParams
 ) -> list[tuple[list[int], float]]:
-    """(tokens up to the end, score) of Transformers' beams, from the best down."""
+    """Return (tokens up to the end, score) of Transformers' beams, best first."""
     ids = torch.tensor([prompt])
     with torch.no_grad():
         found = model.generate(
@@ -63,7 +63,7 @@ def expected(
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.5, -1.0])
 @pytest.mark.parametrize("width", [2, 5])
-def test_the_beams_are_those_of_transformers(
+def test_beams_match_transformers(
     llm: LLM,
     reference: torch.nn.Module,
     width: int,
@@ -85,7 +85,7 @@ def test_the_beams_are_those_of_transformers(
             )
 
 
-def test_some_of_these_beams_end_before_their_length(llm: LLM) -> None:
+def test_some_of_these_beams_end_early(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=4, max_tokens=12, length_penalty=0.0)
     reasons = {
         one.finish_reason for output in llm.beam_search(PROMPTS, params) for one in output.outputs
@@ -93,7 +93,7 @@ def test_some_of_these_beams_end_before_their_length(llm: LLM) -> None:
     assert "stop" in reasons
 
 
-def test_the_end_is_ignored_when_asked(llm: LLM, reference: torch.nn.Module) -> None:
+def test_ignore_eos_ignores_the_end_token(llm: LLM, reference: torch.nn.Module) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
     output = llm.beam_search(PROMPTS[0], params)[0]
     assert [one.token_ids for one in output.outputs] == [
@@ -118,15 +118,15 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: object) -> No
 
 
 @pytest.mark.parametrize("wrong", [["a"], [None], [[1]], "abc"])
-def test_what_names_no_token_does_not_stop_beams(wrong):
-    with pytest.raises(InvalidRequestError, match="stop_token_ids names tokens by their numbers"):
+def test_invalid_stop_tokens_are_refused(wrong):
+    with pytest.raises(InvalidRequestError, match="stop_token_ids must contain token ids"):
         BeamSearchParams(beam_width=2, max_tokens=3, stop_token_ids=wrong)
 
 
-def test_a_token_outside_the_vocabulary_does_not_stop_beams(llm):
+def test_stop_tokens_outside_the_vocabulary_are_refused(llm):
     for wrong in (9999, -4):
         params = BeamSearchParams(beam_width=2, max_tokens=3, stop_token_ids=[wrong])
-        with pytest.raises(InvalidRequestError, match=f"stop_token_ids has the token {wrong}"):
+        with pytest.raises(InvalidRequestError, match=f"stop_token_ids contains token {wrong}"):
             llm.beam_search([[1, 2]], params)
-    nothing = BeamSearchParams(beam_width=2, max_tokens=3, stop_token_ids=None)
-    assert len(llm.beam_search([[1, 2]], nothing)[0].outputs) == 2
+    without_stops = BeamSearchParams(beam_width=2, max_tokens=3, stop_token_ids=None)
+    assert len(llm.beam_search([[1, 2]], without_stops)[0].outputs) == 2

@@ -1,4 +1,4 @@
-"""AsyncLLM over several cores: their tokens, and what becomes of requests when a core dies or is gone for good."""
+"""AsyncLLM over several cores: outputs, and requests of a core that dies or is permanently lost."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from toolkit.engine.messages import (
     EngineOutput,
     EngineOutputs,
     EngineRequest,
-    Forgotten,
     ListRequests,
-    Pong,
+    PrefixCacheCleared,
     RequestInfo,
     RequestList,
     ResetPrefixCache,
+    StepReport,
 )
 from toolkit.errors import EngineDeadError, ServerUnavailableError
 from toolkit.scheduler.stats import EngineStats
@@ -34,9 +34,7 @@ NEW_TOKENS = 12
 
 
 @pytest.mark.parametrize(("name", "tensor"), [("gpt2", 1), ("llama3-gqa", 2), ("qwen3", 1)])
-async def test_greedy_tokens_and_log_probabilities_of_both_engines_are_those_of_transformers(
-    checkpoint, name, tensor
-):
+async def test_tokens_and_logprobs_of_both_engines_match_transformers(checkpoint, name, tensor):
     model, rng = checkpoints.make_reference(name), random.Random(name)
     prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 17, 40, 23, 9, 30)]
     settings = {
@@ -76,34 +74,34 @@ Pair = tuple[AsyncLLM, ScriptedCore, ScriptedCore]
 
 @pytest_asyncio.fixture
 async def scripted() -> AsyncIterator[Pair]:
-    """An engine of two cores that say what the test has them say."""
+    """Engine of two cores that send the messages of the test."""
     llm, cores = AsyncLLM("no-model"), (ScriptedCore(), ScriptedCore())
 
     class Inputs:
         tokenizer = None
 
-    llm.attach([(core, INFO) for core in cores], Inputs())
+    llm.connect_cores([(core, INFO) for core in cores], Inputs())
     for index in range(2):
-        llm.read(index)
+        llm.start_reading(index)
     yield llm, *cores
     await llm.shutdown()
 
 
 def numbers(core: ScriptedCore) -> list[int]:
-    return [message.number for message in core.told if isinstance(message, EngineRequest)]
+    return [message.number for message in core.received if isinstance(message, EngineRequest)]
 
 
-async def test_requests_of_a_core_that_died_go_on_with_the_other_at_once(scripted: Pair) -> None:
+async def test_requests_of_a_dead_core_move_to_the_other_at_once(scripted: Pair) -> None:
     llm, first, second = scripted
-    streams = [llm.begin(request(str(i), prompt=[i] * 20, n=2)) for i in range(4)]
+    streams = [llm.start_request(request(str(i), prompt=[i] * 20, n=2)) for i in range(4)]
     assert len(numbers(first)) == len(numbers(second)) == 2
     [lost] = [streams[i] for i in range(4) if numbers(first)[0] == streams[i].request.number]
     number = lost.request.number
     await first.say(EngineOutputs([EngineOutput(number, [5]), EngineOutput(number + 1, [6])]))
     before = numbers(second)
-    second.told.clear()
-    llm.pause(0)
-    rest = [message for message in second.told if isinstance(message, EngineRequest)]
+    second.received.clear()
+    llm.fail_over(0)
+    rest = [message for message in second.received if isinstance(message, EngineRequest)]
     assert [
         (one.number, one.output_token_ids) for one in rest if one.number in (number, number + 1)
     ] == [
@@ -113,158 +111,158 @@ async def test_requests_of_a_core_that_died_go_on_with_the_other_at_once(scripte
     assert len(rest) == 4, "both answers of both requests"
     assert all(one.num_sequences == 1 and one.number not in before for one in rest)
     lost.close()
-    assert second.told[-1] == Abort([number, number + 1], 0)
+    assert second.received[-1] == Abort([number, number + 1], 0)
 
     third = ScriptedCore()
-    llm.resume(0, third, INFO)
-    assert third.told == [], "nobody waited for it"
-    llm.begin(request("late"))
-    assert len(third.told) == 1, "it has the least to do"
+    llm.replace_core(0, third, INFO)
+    assert third.received == [], "no request waited for it"
+    llm.start_request(request("late"))
+    assert len(third.received) == 1, "it has the least load"
 
 
-async def test_cores_that_die_together_are_one_death_of_each_request() -> None:
+async def test_cores_that_die_together_count_as_one_death() -> None:
     llm, cores = AsyncLLM("no-model"), [ScriptedCore() for _ in range(4)]
 
     class Inputs:
         tokenizer = None
 
-    llm.attach([(core, INFO) for core in cores], Inputs())
-    streams = [llm.begin(request(str(i), prompt=[i] * 20)) for i in range(8)]
-    llm.pause(0, 1, 2)
+    llm.connect_cores([(core, INFO) for core in cores], Inputs())
+    streams = [llm.start_request(request(str(i), prompt=[i] * 20)) for i in range(8)]
+    llm.fail_over(0, 1, 2)
     assert len(numbers(cores[3])) == 8
     assert max(stream.num_deaths for stream in streams) == 1
-    llm.pause(1)  # told once more
+    llm.fail_over(1)  # reported again
     assert max(stream.num_deaths for stream in streams) == 1
     await llm.shutdown()
 
 
-async def test_what_moved_to_another_core_is_no_prompt_to_compute_for_ever(scripted: Pair) -> None:
+async def test_moved_requests_do_not_count_as_uncomputed_prompts(scripted: Pair) -> None:
     llm, first, second = scripted
-    stream = llm.begin(request("long", prompt=list(range(4000))))
+    stream = llm.start_request(request("long", prompt=list(range(4000))))
     index = 0 if numbers(first) else 1
     core = (first, second)[index]
     await core.say(EngineOutputs([EngineOutput(stream.request.number, [5])]))
-    llm.pause(index)
-    llm.resume(index, ScriptedCore(), INFO)
+    llm.fail_over(index)
+    llm.replace_core(index, ScriptedCore(), INFO)
     for i in range(4):
-        llm.begin(request(str(i), prompt=[i] * 20))
+        llm.start_request(request(str(i), prompt=[i] * 20))
     moved = (first, second)[1 - index]
-    assert len(numbers(moved)) > 1, "what is left of an answer does not keep others away"
+    assert len(numbers(moved)) > 1, "the rest of an answer is a small load"
 
 
-async def test_a_core_that_fails_its_requests_is_passed_over(
+async def test_a_core_that_fails_its_requests_is_avoided(
     scripted: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would look idle, and get all of them."""
+    """Otherwise it would look idle and get all requests."""
     llm, first, second = scripted
-    # Else it is trusted again after five seconds, which the loop below may take on a busy machine.
-    monkeypatch.setattr(replica, "HUNG", 1e9)
+    # Otherwise it is trusted again after five seconds, which the loop may take on a busy machine.
+    monkeypatch.setattr(replica, "PROBE_TIMEOUT", 1e9)
     for i in range(20):
-        stream = llm.begin(request(str(i), prompt=[i] * 20))
+        stream = llm.start_request(request(str(i), prompt=[i] * 20))
         if stream.request.number in numbers(first):
             failed = EngineOutput(stream.request.number, [], finish_reason="error", error="no luck")
             await first.say(EngineOutputs([failed]))
-    assert len(numbers(first)) <= replica.FAILURES
+    assert len(numbers(first)) <= replica.MAX_FAILURES
     assert len(numbers(second)) >= 17
 
 
-async def test_a_core_that_hangs_is_passed_over_though_nobody_asks_for_its_health(
+async def test_a_hung_core_is_avoided_without_health_checks(
     scripted: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, first, second = scripted
     known = list(range(400))
-    stuck = llm.begin(request("stuck", prompt=known))
+    stuck = llm.start_request(request("stuck", prompt=known))
     silent, other = (first, second) if numbers(first) else (second, first)
-    monkeypatch.setattr(replica, "HUNG", -1.0)
-    await other.say(Pong())
+    monkeypatch.setattr(replica, "PROBE_TIMEOUT", -1.0)
+    await other.say(StepReport())
     stuck.close()
     for i in range(3):
-        llm.begin(request(str(i), prompt=known))
-        await other.say(Pong())
+        llm.start_request(request(str(i), prompt=known))
+        await other.say(StepReport())
     assert (len(numbers(silent)), len(numbers(other))) == (1, 3)
 
 
-async def test_what_a_core_has_forgotten_is_known_of_it_no_more(scripted: Pair) -> None:
-    """Whichever front end had it do so."""
+async def test_a_cleared_prefix_cache_attracts_no_requests(scripted: Pair) -> None:
+    """Also if another front end cleared the cache."""
     llm, first, second = scripted
     known = list(range(400))
-    llm.begin(request("one", prompt=known)).close()
+    llm.start_request(request("one", prompt=known)).close()
     home, other = (first, second) if numbers(first) else (second, first)
-    busy = llm.begin(request("two", prompt=known))
+    busy = llm.start_request(request("two", prompt=known))
     await home.say(EngineOutputs([EngineOutput(busy.request.number, [5])]))
     assert len(numbers(home)) == 2
-    await home.say(Forgotten())
-    llm.begin(request("three", prompt=known))
+    await home.say(PrefixCacheCleared())
+    llm.start_request(request("three", prompt=known))
     assert len(numbers(other)) == 1
 
 
-async def test_requests_wait_when_no_core_runs_and_go_on_with_the_first_that_comes(
+async def test_requests_without_a_core_wait_for_the_first_replacement(
     scripted: Pair,
 ) -> None:
     llm, *before = scripted
-    llm.begin(request("one"))
+    llm.start_request(request("one"))
     for index, core in enumerate(before):
-        llm.pause(index)
-        core.told.clear()
-    llm.begin(request("meanwhile"))
+        llm.fail_over(index)
+        core.received.clear()
+    llm.start_request(request("later"))
     third = ScriptedCore()
-    llm.resume(1, third, INFO)
+    llm.replace_core(1, third, INFO)
     assert numbers(third) == [0, 1]
-    assert [core.told for core in before] == [[], []]
+    assert [core.received for core in before] == [[], []]
 
 
-async def test_what_a_dead_core_had_still_to_say_is_not_heard(scripted: Pair) -> None:
+async def test_messages_of_a_dead_core_are_dropped(scripted: Pair) -> None:
     llm, first, second = scripted
-    stream = llm.begin(request("one"))
+    stream = llm.start_request(request("one"))
     core, index = (first, 0) if numbers(first) else (second, 1)
-    llm.pause(index)
+    llm.fail_over(index)
     core._says.put_nowait(EngineOutputs([EngineOutput(stream.request.number, [5])]))
     for _ in range(5):
         await asyncio.sleep(0)
     assert stream.state.sequences[0].token_ids == []
 
 
-async def test_a_server_goes_on_without_an_engine_that_is_gone_and_says_so(
+async def test_a_server_continues_without_a_lost_engine(
     scripted: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, _, second = scripted
-    monkeypatch.setattr(replica, "FRESH", 1e9)
+    monkeypatch.setattr(replica, "STEP_MAX_AGE", 1e9)
     for core in scripted[1:]:
         await core.say(EngineOutputs(stats=EngineStats(num_sampled=1)))
     await llm.check()
-    llm.pause(0)
-    await llm.check()  # one that is being started again is missed by nobody
+    llm.fail_over(0)
+    await llm.check()  # a restarting engine is ignored while another is healthy
     await llm.check_some()
-    llm.lose(0, EngineDeadError("Engine 0: out of everything."))
+    llm.remove_core(0, EngineDeadError("Engine 0: out of everything."))
     with pytest.raises(EngineDeadError, match="Engine 0: out of everything"):
         await llm.check()
     await llm.check_some()
-    llm.begin(request("one"))
+    llm.start_request(request("one"))
     assert len(numbers(second)) == 1
     assert not llm.died.is_set()
 
-    llm.pause(1)
-    with pytest.raises(ServerUnavailableError, match="being started again"):
+    llm.fail_over(1)
+    with pytest.raises(ServerUnavailableError, match="being restarted"):
         await llm.live_requests()
-    llm.lose(1, EngineDeadError("Engine 1: the same."))
+    llm.remove_core(1, EngineDeadError("Engine 1: the same."))
     assert llm.died.is_set()
     with pytest.raises(EngineDeadError, match="Engine 1"):
-        llm.begin(request("two"))
+        llm.start_request(request("two"))
 
 
-async def test_one_engine_whose_steps_fail_is_named(
+async def test_an_engine_whose_steps_fail_is_named(
     scripted: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, first, second = scripted
-    monkeypatch.setattr(replica, "FRESH", 1e9)
-    await first.say(Pong())
-    await second.say(Pong("no memory"))
+    monkeypatch.setattr(replica, "STEP_MAX_AGE", 1e9)
+    await first.say(StepReport())
+    await second.say(StepReport("no memory"))
     with pytest.raises(ServerUnavailableError, match="Engine 1's steps fail: no memory"):
         await llm.check()
     await llm.check_some()
 
 
-async def test_each_engine_has_a_throughput_of_its_own(scripted: Pair) -> None:
+async def test_each_engine_has_its_own_throughput(scripted: Pair) -> None:
     llm, first, second = scripted
     llm.metrics.observe_throughput()
     await asyncio.sleep(0.01)
@@ -275,7 +273,7 @@ async def test_each_engine_has_a_throughput_of_its_own(scripted: Pair) -> None:
     assert computed == pytest.approx(30 * steps)
     assert generated == pytest.approx(10 * steps)
 
-    def told(name: str) -> list[float]:
+    def rates(name: str) -> list[float]:
         labels = {"model_name": "no-model"}
         value = llm.metrics.registry.get_sample_value
         return [value(f"tk:{name}_per_second", labels | {"engine": engine}) for engine in "01"]
@@ -285,11 +283,11 @@ async def test_each_engine_has_a_throughput_of_its_own(scripted: Pair) -> None:
         ("computed_tokens", computed),
         ("generation_tokens", generated),
     ):
-        assert told(name) == pytest.approx([total / 4, total * 3 / 4])
-        assert sum(told(name)) == pytest.approx(total)
+        assert rates(name) == pytest.approx([total / 4, total * 3 / 4])
+        assert sum(rates(name)) == pytest.approx(total)
 
 
-async def test_questions_and_figures_are_of_all_cores(scripted: Pair) -> None:
+async def test_queries_and_statistics_cover_all_cores(scripted: Pair) -> None:
     llm, *cores = scripted
     for index, core in enumerate(cores):
         stats = EngineStats(num_running=1 + index, num_waiting=5, kv_cache_usage=0.2 + index)
@@ -300,26 +298,26 @@ async def test_questions_and_figures_are_of_all_cores(scripted: Pair) -> None:
     asking = asyncio.create_task(llm.live_requests())
     await asyncio.sleep(0)
     for index, core in enumerate(cores):
-        while not core.told:
+        while not core.received:
             await asyncio.sleep(0)
-        [question] = core.told
-        assert isinstance(question, ListRequests)
+        [query] = core.received
+        assert isinstance(query, ListRequests)
         info = RequestInfo(f"of {index}", "running", float(index), 1, 0, 1, 1.0, 1, 0, 0, "")
-        await core.say(RequestList(question.ticket, [info], 0.5 * index))
+        await core.say(RequestList(query.ticket, [info], 0.5 * index))
     found = await asking
-    assert [one.id for one in found.requests] == ["of 1", "of 0"], "the oldest first"
+    assert [one.id for one in found.requests] == ["of 1", "of 0"], "oldest first"
     assert found.kv_cache_usage == 0.25
 
     llm.reset_prefix_cache()
-    assert all(isinstance(core.told[-1], ResetPrefixCache) for core in cores)
+    assert all(isinstance(core.received[-1], ResetPrefixCache) for core in cores)
 
 
 async def test_answers_without_a_seed_differ_between_cores(scripted: Pair) -> None:
-    """Each core by itself would begin with the same."""
+    """Each core would otherwise draw the same seeds."""
     llm, *cores = scripted
     for i in range(4):
-        llm.begin(request(str(i)))
-    requests = [one for core in cores for one in core.told if isinstance(one, EngineRequest)]
+        llm.start_request(request(str(i)))
+    requests = [one for core in cores for one in core.received if isinstance(one, EngineRequest)]
     seeds = {one.seed for one in requests}
     assert len(seeds) == 4
     assert None not in seeds

@@ -1,4 +1,4 @@
-"""Steps that fail in a real engine: the guilty request ends with an error, all others with the right tokens."""
+"""Failing steps in a real engine: the faulty request fails, all others get the right tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARAMS = SamplingParams(
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Callable[[str], Path]) -> list[list[int]]:
-    """What an engine says that never failed."""
+    """Tokens of an engine that never failed."""
     llm = LLM(str(checkpoint("llama3-gqa")), device="cpu", max_num_seqs=8)
     outputs = llm.generate([*PROMPTS], PARAMS)
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -38,7 +38,7 @@ def llm(request, checkpoint: Callable[[str], Path]) -> LLM:
 
 
 def drive(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -> dict[int, tuple]:
-    """(tokens, finish reason, error) of each prompt; unlike `generate`, it tells of those beside a failed one."""
+    """Return (tokens, finish reason, error) of each prompt, also when another one failed."""
     for index, prompt in enumerate(prompts):
         _, request = llm._inputs.process(prompt, params)
         request.number = index
@@ -67,7 +67,7 @@ def drive(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -
 def fail_when(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, reason: Callable[[torch.Tensor], Exception | None]
 ):
-    """Makes the model raise what `reason` gives for a step's token ids."""
+    """Make the model raise the error that `reason` returns for a step's token ids."""
     runner = llm._core.executor._worker.runner
     forward = runner.model.forward
     seen: list[torch.Tensor] = []
@@ -84,23 +84,23 @@ def fail_when(
 
 
 @pytest.mark.parametrize("at", [0, 2, 4])
-def test_a_poisonous_request_fails_alone(llm, expected, monkeypatch, at):
+def test_only_the_faulty_request_fails(llm, expected, monkeypatch, at):
     fail_when(
         llm,
         monkeypatch,
-        lambda ids: RuntimeError("a kernel met its end") if (ids == POISON).any() else None,
+        lambda ids: RuntimeError("a kernel crashed") if (ids == POISON).any() else None,
     )
     prompts = [*PROMPTS]
     prompts.insert(at, [7, POISON, 9])
     results = drive(llm, prompts)
     tokens, reason, error = results.pop(at)
     assert (tokens, reason) == ([], "error")
-    assert "RuntimeError: a kernel met its end" in error
+    assert "RuntimeError: a kernel crashed" in error
     assert [r[0] for r in results.values()] == expected
     assert {r[1:] for r in results.values()} == {("length", None)}
 
 
-def test_generate_tells_which_request_failed_and_can_be_used_again(llm, expected, monkeypatch):
+def test_generate_names_the_failed_request_and_works_afterwards(llm, expected, monkeypatch):
     with monkeypatch.context() as patch:
         fail_when(llm, patch, lambda ids: ValueError("spoiled") if (ids == POISON).any() else None)
         with pytest.raises(EngineError, match=r"1 of 5 requests failed.*ValueError: spoiled"):
@@ -114,9 +114,7 @@ def test_generate_tells_which_request_failed_and_can_be_used_again(llm, expected
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError()]
 )
-def test_out_of_memory_once_makes_steps_smaller_and_all_finish_right(
-    llm, expected, monkeypatch, error
-):
+def test_out_of_memory_shrinks_steps_and_keeps_answers_right(llm, expected, monkeypatch, error):
     before = llm._core.scheduler.max_num_batched_tokens
     errors = iter([None, error])
     seen = fail_when(llm, monkeypatch, lambda ids: next(errors, None))
@@ -129,42 +127,42 @@ def test_out_of_memory_once_makes_steps_smaller_and_all_finish_right(
     assert all(len(ids) <= after for ids in seen[3:])
 
 
-def drive_past_a_failure(
+def run_with_one_failure(
     llm: LLM, patch: pytest.MonkeyPatch
 ) -> tuple[list[weakref.ref], weakref.ref]:
-    """What each step had, and the model."""
+    """Return weak references to the activations of each step, and to the model."""
     model = llm._core.executor._worker.runner.model
     forward = model.forward
-    had: list[weakref.ref] = []
+    held: list[weakref.ref] = []
 
     def instead(token_ids: torch.Tensor, *rest: object) -> torch.Tensor:
         activations = torch.zeros(100)
-        had.append(weakref.ref(activations))
-        if len(had) == 2:
+        held.append(weakref.ref(activations))
+        if len(held) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return forward(token_ids, *rest)
 
     patch.setattr(model, "forward", instead)
     drive(llm, PROMPTS[:2])
-    return had, weakref.ref(model)
+    return held, weakref.ref(model)
 
 
-def test_what_a_failed_step_had_is_free_at_once(llm, monkeypatch):
-    """And so is the model after the end: without the garbage collector, which may not look for long."""
+def test_memory_of_a_failed_step_is_free_at_once(llm, monkeypatch):
+    """Also the model after shutdown. The garbage collector is off: it may not run for long."""
     gc.collect()
     gc.disable()
     try:
         with monkeypatch.context() as patch:
-            had, model = drive_past_a_failure(llm, patch)
-        assert len(had) > 2
-        assert [one() for one in had] == [None] * len(had)
+            held, model = run_with_one_failure(llm, patch)
+        assert len(held) > 2
+        assert [one() for one in held] == [None] * len(held)
         llm.shutdown()
         assert model() is None
     finally:
         gc.enable()
 
 
-def test_memory_that_is_never_enough_ends_the_request_with_advice(llm, monkeypatch):
+def test_permanent_out_of_memory_ends_requests_with_advice(llm, monkeypatch):
     fail_when(llm, monkeypatch, lambda ids: torch.OutOfMemoryError("out of memory"))
     results = drive(llm, PROMPTS[:2])
     for tokens, reason, error in results.values():
@@ -173,8 +171,8 @@ def test_memory_that_is_never_enough_ends_the_request_with_advice(llm, monkeypat
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_fail_their_own_request_only(llm, expected, temperature):
-    """A token whose embedding is not a number; its blocks are used again afterwards."""
+def test_non_finite_logits_fail_only_their_request(llm, expected, temperature):
+    """A token's embedding is NaN. Its blocks are used again afterwards."""
     model = llm._core.executor._worker.runner.model
     with torch.inference_mode():
         model.embed.weight[POISON] = torch.nan
@@ -192,20 +190,18 @@ def test_logits_that_are_not_finite_fail_their_own_request_only(llm, expected, t
         assert [tokens for tokens, *_ in alone] == expected
 
 
-def test_an_error_that_sticks_to_the_device_stops_the_engine(llm, monkeypatch):
+def test_a_persistent_device_error_stops_the_engine(llm, monkeypatch):
     fail_when(llm, monkeypatch, lambda ids: RuntimeError("CUDA error: an illegal memory access"))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         llm.generate("a", PARAMS)
 
 
-def test_what_failed_is_told_until_a_step_goes_well_and_a_request_s_own_fault_is_none(
-    llm, monkeypatch
-):
+def test_failure_lasts_until_a_step_succeeds(llm, monkeypatch):
     core = llm._core
     with monkeypatch.context() as patch:
-        fail_when(llm, patch, lambda ids: RuntimeError("a kernel met its end"))
+        fail_when(llm, patch, lambda ids: RuntimeError("a kernel crashed"))
         drive(llm, [[7, 9]])
-        assert core.failure == "RuntimeError: a kernel met its end"
+        assert core.failure == "RuntimeError: a kernel crashed"
     drive(llm, [[7, 9]])
     assert core.failure is None
     nothing_left = SamplingParams(max_tokens=3, allowed_token_ids=[5], bad_words_token_ids=[[5, 5]])
@@ -218,7 +214,7 @@ def test_what_failed_is_told_until_a_step_goes_well_and_a_request_s_own_fault_is
     assert "not finite" in core.failure
 
 
-def test_limits_that_leave_no_token_are_refused_before_it_runs(llm):
+def test_limits_that_forbid_every_token_are_refused(llm):
     every = range(llm.info.vocab_size)
     for limits in (
         {"stop_token_ids": list(every), "min_tokens": 2},
@@ -228,7 +224,7 @@ def test_limits_that_leave_no_token_are_refused_before_it_runs(llm):
             llm.generate([[1, 2]], SamplingParams(max_tokens=5, **limits), use_tqdm=False)
 
 
-def test_limits_that_leave_no_token_later_are_named(llm):
+def test_limits_that_forbid_every_later_token_are_named(llm):
     pairs = [[one, two] for one in (5, 6) for two in (5, 6)]
     params = SamplingParams(max_tokens=5, allowed_token_ids=[5, 6], bad_words_token_ids=pairs)
     with pytest.raises(EngineError, match="allowed_token_ids and bad_words leave no token"):

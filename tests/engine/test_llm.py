@@ -1,4 +1,4 @@
-"""The offline interface: what goes in, what comes out, in which order, and what is left behind."""
+"""The offline interface: prompts, outputs, their order, and cleanup."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def reference() -> torch.nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(request):
-    """After every test the engine is idle and all of its cache is free."""
+def check_cleanup(request):
+    """Check after every test that the engine is idle and its cache is free."""
     yield
     if "llm" in request.fixturenames:
         scheduler = request.getfixturevalue("llm")._core.scheduler
@@ -77,16 +77,16 @@ class TestPrompts:
                 output.outputs[0].token_ids, skip_special_tokens=True
             )
 
-    def test_every_form_of_a_prompt_is_the_same_prompt(self, llm):
+    def test_every_prompt_format_gives_the_same_answer(self, llm):
         ids = checkpoints.make_tokenizer().encode("The sea")
-        forms = ["The sea", ids, {"prompt": "The sea"}, {"prompt_token_ids": ids}]
-        answers = tokens_of(llm.generate(forms, greedy()))
+        formats = ["The sea", ids, {"prompt": "The sea"}, {"prompt_token_ids": ids}]
+        answers = tokens_of(llm.generate(formats, greedy()))
         assert len(answers) == 4
         assert answers == [answers[0]] * 4
-        for form in forms:
-            assert tokens_of(llm.generate(form, greedy())) == [answers[0]]
+        for prompt in formats:
+            assert tokens_of(llm.generate(prompt, greedy())) == [answers[0]]
 
-    def test_one_setting_for_all_or_one_each(self, llm):
+    def test_sampling_params_for_all_or_one_each(self, llm):
         each = [greedy(max_tokens=n) for n in (1, 5, 3)]
         assert [len(tokens) for tokens in tokens_of(llm.generate(["a", "b", "c"], each))] == [
             1,
@@ -104,7 +104,7 @@ class TestPrompts:
     def test_no_prompts_give_no_outputs(self, llm):
         assert llm.generate([], greedy()) == []
 
-    def test_a_chat_is_its_template(self, llm):
+    def test_chat_applies_the_template(self, llm):
         messages = [{"role": "user", "content": "hi"}]
         tokenizer = checkpoints.make_tokenizer()
         rendered = tokenizer.apply_chat_template(
@@ -115,33 +115,33 @@ class TestPrompts:
         several = llm.chat([messages, messages], greedy())
         assert tokens_of(several) == [list(output.outputs[0].token_ids)] * 2
 
-    def test_a_chat_that_the_template_refuses_says_why(self, llm):
+    def test_chat_reports_the_templates_error(self, llm):
         with pytest.raises(InvalidRequestError, match="no such role"):
             llm.chat([{"role": "pirate", "content": "arr"}])
 
     @pytest.mark.parametrize(
-        ("bad", "says"),
+        ("bad", "message"),
         [
             ("", "empty"),
             ([VOCAB], f"token {VOCAB}"),
             ([-1, 3], "token -1"),
             ({"text": "hi"}, "prompt_token_ids"),
-            ({"prompt_token_ids": ["a"]}, "whole numbers"),
+            ({"prompt_token_ids": ["a"]}, "list of integers"),
             ({"prompt_token_ids": []}, "empty"),
             ([3] * 160, "160 tokens"),
-            ([3] * 150, "max_tokens asks for"),
+            ([3] * 150, "max_tokens is 12, but the prompt of 150"),
             ("x" * 100_000, "100000 characters"),
         ],
     )
-    def test_a_bad_prompt_among_good_ones_runs_nothing(self, llm, monkeypatch, bad, says):
+    def test_one_invalid_prompt_prevents_the_whole_call(self, llm, monkeypatch, bad, message):
         monkeypatch.setattr(llm._core, "step", lambda: pytest.fail("something ran"))
-        with pytest.raises(InvalidRequestError, match=says):
+        with pytest.raises(InvalidRequestError, match=message):
             llm.generate(["good", bad, "good"], greedy())
 
     @pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias"])
-    def test_tokens_in_settings_are_checked_too(self, llm, name):
+    def test_tokens_in_sampling_params_are_checked(self, llm, name):
         value = {VOCAB: 1.0} if name == "logit_bias" else [VOCAB]
-        with pytest.raises(InvalidRequestError, match=f"{name} has the token {VOCAB}"):
+        with pytest.raises(InvalidRequestError, match=f"{name} contains token {VOCAB}"):
             llm.generate("a", SamplingParams(**{name: value}))
 
     def test_a_model_without_tokenizer_takes_token_ids_only(self, checkpoint, tmp_path, reference):
@@ -162,10 +162,8 @@ class TestPrompts:
             with pytest.raises(InvalidRequestError, match="no tokenizer"):
                 call()
 
-    def test_another_folders_tokenizer_leaves_the_models_end_token(
-        self, checkpoint, tmp_path, reference
-    ):
-        """--tokenizer changes how text is read, not what ends an answer."""
+    def test_another_tokenizer_keeps_the_models_end_token(self, checkpoint, tmp_path, reference):
+        """--tokenizer changes how text is tokenized, not the end token."""
         words = tmp_path / "tokenizer"
         tokenizer = checkpoints.make_tokenizer()
         tokenizer.eos_token = "<|user|>"
@@ -182,7 +180,7 @@ class TestSettings:
         with pytest.raises(ConfigError, match=r"max_num_seq.*Did you mean max_num_seqs"):
             LLM(str(checkpoint("gpt2")), max_num_seq=3)
 
-    def test_vllms_names_are_taken(self, checkpoint, reference):
+    def test_vllms_setting_names_work(self, checkpoint, reference):
         llm = LLM(
             str(checkpoint("llama3-gqa")),
             device="cpu",
@@ -195,7 +193,7 @@ class TestSettings:
             checkpoints.greedy(reference, prompt, 12) for prompt in prompts
         ]
 
-    def test_priorities_decide_who_is_first(self, checkpoint, monkeypatch):
+    def test_priorities_decide_the_order(self, checkpoint, monkeypatch):
         llm = LLM(
             str(checkpoint("llama3-gqa")),
             device="cpu",
@@ -235,25 +233,25 @@ class TestEnds:
         (answer,) = llm.generate(prompt, greedy(max_tokens=None))[0].outputs
         assert (len(answer.token_ids), answer.finish_reason) == (60, "length")
 
-    def test_the_end_token_ends_and_makes_no_text(self, llm):
+    def test_the_end_token_adds_no_text(self, llm):
         params = SamplingParams(temperature=0, max_tokens=9, logit_bias={EOS: 100})
         (answer,) = llm.generate("a", params)[0].outputs
         assert (answer.token_ids, answer.text) == ([EOS], "")
         assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
 
-    def test_ignore_eos_goes_on(self, llm):
+    def test_ignore_eos_continues(self, llm):
         params = greedy(max_tokens=9, logit_bias={EOS: 100})
         (answer,) = llm.generate("a", params)[0].outputs
         assert (answer.token_ids, answer.finish_reason) == ([EOS] * 9, "length")
 
-    def test_min_tokens_holds_the_end_off(self, llm):
+    def test_min_tokens_delays_the_end(self, llm):
         params = SamplingParams(temperature=0, max_tokens=9, min_tokens=4, logit_bias={EOS: 100})
         (answer,) = llm.generate("a", params)[0].outputs
         assert len(answer.token_ids) == 5
         assert EOS not in answer.token_ids[:4]
         assert (answer.token_ids[-1], answer.finish_reason) == (EOS, "stop")
 
-    def test_a_stop_token_ends_and_is_named(self, llm, reference):
+    def test_a_stop_token_ends_the_answer_and_is_reported(self, llm, reference):
         prompt = [10, 20, 30]
         expected = self.expected(reference, prompt)
         stop = expected[8]
@@ -264,7 +262,7 @@ class TestEnds:
 
 
 class TestLogprobs:
-    def test_the_chosen_token_and_the_likeliest_are_transformers(self, llm, reference):
+    def test_chosen_and_likeliest_tokens_match_transformers(self, llm, reference):
         prompt = [4, 8, 15, 16, 23, 42]
         (output,) = llm.generate(prompt, greedy(max_tokens=8, logprobs=4))
         answer = output.outputs[0]
@@ -282,7 +280,7 @@ class TestLogprobs:
             float(values.max(-1).values.sum()), abs=1e-2
         )
 
-    def test_they_are_of_the_raw_logits_whatever_the_sampler_does(self, llm, reference):
+    def test_logprobs_are_of_the_raw_logits(self, llm, reference):
         prompt = [4, 8, 15]
         params = SamplingParams(
             max_tokens=1,
@@ -303,17 +301,17 @@ class TestLogprobs:
 
 
 class TestStream:
-    def test_pieces_are_the_whole(self, llm):
+    def test_deltas_add_up_to_the_output(self, llm):
         params = greedy(max_tokens=30, logprobs=1)
-        (whole,) = llm.generate("The sea", params)
+        (full,) = llm.generate("The sea", params)
         deltas = list(llm.stream("The sea", params))
-        assert "".join(delta.text for delta in deltas) == whole.outputs[0].text
-        assert [t for delta in deltas for t in delta.token_ids] == whole.outputs[0].token_ids
-        assert [p for delta in deltas for p in delta.logprobs] == whole.outputs[0].logprobs
+        assert "".join(delta.text for delta in deltas) == full.outputs[0].text
+        assert [t for delta in deltas for t in delta.token_ids] == full.outputs[0].token_ids
+        assert [p for delta in deltas for p in delta.logprobs] == full.outputs[0].logprobs
         assert [delta.finish_reason for delta in deltas][-1] == "length"
         assert len(deltas) == 30
 
-    def test_leaving_early_frees_everything(self, llm):
+    def test_closing_a_stream_frees_its_blocks(self, llm):
         stream = llm.stream("The sea", greedy(max_tokens=100))
         next(stream)
         assert llm._core.scheduler.num_unfinished == 1
@@ -327,21 +325,21 @@ class TestStream:
             llm.generate(text, settings)[0].outputs[0].text for text in ("abc", "xyz", "mno")
         ]
         first, second = llm.stream("abc", settings), llm.stream("xyz", settings)
-        pieces = [next(first).text, next(first).text], [next(second).text]
+        texts = [next(first).text, next(first).text], [next(second).text]
         middle = llm.generate("mno", settings)[0].outputs[0].text
         for index, stream in ((1, second), (0, first)):
-            pieces[index].extend(delta.text for delta in stream)
-        assert ["".join(pieces[0]), "".join(pieces[1]), middle] == expected
+            texts[index].extend(delta.text for delta in stream)
+        assert ["".join(texts[0]), "".join(texts[1]), middle] == expected
 
 
 class TestAfterAnException:
-    def test_the_engine_goes_on_after_a_caller_gave_up(self, llm, reference):
-        def give_up(*_: object) -> None:
+    def test_the_engine_works_after_an_exception_in_a_caller(self, llm, reference):
+        def fail(*_: object) -> None:
             raise ZeroDivisionError
 
         prompts = ragged(2)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm._outputs, "process", give_up)
+            patch.setattr(llm._outputs, "process", fail)
             with pytest.raises(ZeroDivisionError):
                 llm.generate(prompts, greedy())
         assert tokens_of(llm.generate(prompts, greedy())) == [
@@ -350,15 +348,13 @@ class TestAfterAnException:
 
     @pytest.mark.parametrize("overlap", [False, True])
     @pytest.mark.parametrize("at", [0, 3])
-    def test_an_interrupted_step_leaves_nothing_wrong_in_the_cache(
-        self, checkpoint, reference, overlap, at
-    ):
-        """Ctrl-C while a prompt is computed, and the same prompts again; a stream that was open goes on."""
+    def test_an_interrupted_step_leaves_the_cache_correct(self, checkpoint, reference, overlap, at):
+        """Ctrl-C during a prompt, then the same prompts again; an open stream continues."""
         llm = LLM(
             str(checkpoint("llama3-gqa")), device="cpu", max_num_seqs=8, async_scheduling=overlap
         )
         stream = llm.stream([9, 9, 9], greedy(max_tokens=20))
-        beginning = next(stream).token_ids
+        prefix = next(stream).token_ids
         model = llm._core.executor._worker.runner.model
         forward, calls = model.forward, []
 
@@ -377,11 +373,11 @@ class TestAfterAnException:
             checkpoints.greedy(reference, prompt, 12) for prompt in prompts
         ]
         rest = [token for delta in stream for token in delta.token_ids]
-        assert beginning + rest == checkpoints.greedy(reference, [9, 9, 9], 20)
+        assert prefix + rest == checkpoints.greedy(reference, [9, 9, 9], 20)
         assert llm._core.scheduler.pool.usage == 0.0
         assert llm._core.scheduler.num_steps_in_flight == 0
 
-    def test_an_engine_that_was_shut_down_says_so(self, checkpoint):
+    def test_calls_after_shutdown_raise(self, checkpoint):
         llm = LLM(str(checkpoint("gpt2")), device="cpu", max_num_seqs=2)
         stream = llm.stream([9, 9, 9], greedy(20))
         next(stream)
@@ -392,7 +388,7 @@ class TestAfterAnException:
         llm.shutdown()
 
 
-def test_a_step_is_told_what_it_takes_at_least(checkpoint):
+def test_a_steps_work_is_computed(checkpoint):
     llm = LLM(str(checkpoint("gpt2")), device="cpu", max_num_seqs=2)
     core, info = llm._core, llm.info
     work = []

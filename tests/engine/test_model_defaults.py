@@ -1,4 +1,4 @@
-"""A model's generation_config.json says how it wants to be sampled, where a request says nothing."""
+"""Sampling defaults from a model's generation_config.json."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_defaults(folder, **values):
     )
 
 
-def test_a_request_without_parameters_takes_the_models_own(folder):
+def test_a_request_without_parameters_uses_the_models_defaults(folder):
     write_defaults(folder, temperature=0.0, top_k=7)
     llm = LLM(str(folder), device="cpu")
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, top_k=7)
@@ -36,13 +36,13 @@ def test_a_request_without_parameters_takes_the_models_own(folder):
     assert default == greedy
 
 
-def test_defaults_out_of_range_are_refused_at_start_with_the_file_named(folder):
+def test_defaults_out_of_range_are_refused_at_start(folder):
     write_defaults(folder, top_p=7.0)
     with pytest.raises(CheckpointError, match=r"generation_config\.json.*top_p"):
         LLM(str(folder), device="cpu")
 
 
-def test_a_model_that_says_not_to_sample_is_greedy(folder):
+def test_do_sample_false_is_greedy(folder):
     write_defaults(folder, do_sample=False)
     assert LLM(str(folder), device="cpu").get_default_sampling_params() == SamplingParams(
         temperature=0.0

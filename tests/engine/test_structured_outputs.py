@@ -1,4 +1,4 @@
-"""Structured output: what an answer is held to, on models with random weights, which would write anything."""
+"""Structured outputs of models with random weights, which would generate anything."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from toolkit.engine.messages import EngineRequest
 from toolkit.errors import EngineError, InvalidRequestError
 from toolkit.sampling.structured_outputs import MAX_RULES, MAX_SIZE, StructuredOutputsParams
 
-PROMPTS = ["Tell me", "{", "What is 2 + 2?", "x"]
+PROMPTS = ["Describe", "{", "What is 2 + 2?", "x"]
 HARD = "(((a|b){1,50}c?){1,50}a?){1,50}"
-"""Within the limits when it is compiled, past them while it is followed."""
+"""Within the limits when compiled, beyond them during generation."""
 
 
 @pytest.fixture(scope="module")
@@ -41,26 +41,26 @@ def llm(model):
 
 
 def params(max_tokens: int = 100, **options: Any) -> SamplingParams:
-    form = {
+    constraint = {
         k: options.pop(k) for k in list(options) if k in StructuredOutputsParams.__struct_fields__
     }
-    asked = StructuredOutputsParams(**form) if form else None
+    asked = StructuredOutputsParams(**constraint) if constraint else None
     return SamplingParams(max_tokens=max_tokens, structured_outputs=asked, **options)
 
 
 def texts(llm: LLM, *many: SamplingParams) -> list[list[tuple[str, str]]]:
-    """Of each: the texts of its answers, and why they ended."""
+    """Return (text, finish reason) of each answer of each request."""
     outputs = llm.generate([PROMPTS[i % 4] for i in range(len(many))], list(many), use_tqdm=False)
     return [
         [(answer.text, answer.finish_reason) for answer in output.outputs] for output in outputs
     ]
 
 
-# ---- 200 schemas
+# 200 schemas
 
 
 def schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A random JSON schema of keywords that can be held; with `$defs` it is a whole one."""
+    """Return a random JSON schema of supported keywords; with `$defs` it is complete."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const"]
     if depth < 3:
         kinds += ["object", "object", "array", "anyOf", "ref"]
@@ -123,7 +123,7 @@ def schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     }
 
 
-def whole_schema(seed: int) -> dict[str, Any]:
+def complete_schema(seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     node = {
         "type": "object",
@@ -134,8 +134,9 @@ def whole_schema(seed: int) -> dict[str, Any]:
 
 
 def test_answers_to_200_random_schemas_parse_and_validate(llm):
-    wanted = [whole_schema(seed) for seed in range(200)]
-    # What ends things is made likelier, and what goes on without end less likely: random weights do not get to an end.
+    wanted = [complete_schema(seed) for seed in range(200)]
+    # Closing tokens are made likelier and whitespace impossible. Otherwise random weights rarely
+    # reach an end.
     bias = {
         ord(c) - 33: v for c, v in {'"': 6.0, "}": 8.0, "]": 6.0, ",": 2.0, "\\": -100.0}.items()
     }
@@ -151,26 +152,26 @@ def test_answers_to_200_random_schemas_parse_and_validate(llm):
         jsonschema.Draft202012Validator(one, format_checker=checker).validate(json.loads(text))
 
 
-# ---- every form
+# Every kind of constraint
 
 
-def test_each_form_holds_each_of_several_answers(llm):
-    forms = [
+def test_each_constraint_holds_for_each_of_n_answers(llm):
+    constraints = [
         ({"choice": ["yes", "no", "perhaps\n"]}, lambda text: text in ("yes", "no", "perhaps\n")),
         ({"regex": r"[a-c]{2,4}-\d{3}"}, lambda text: re.fullmatch(r"[a-c]{2,4}-\d{3}", text)),
         ({"grammar": 'start: "a" "b"+ ("c" | "d")'}, lambda text: re.fullmatch("ab+[cd]", text)),
         ({"grammar": 'root ::= "x" [0-9]? "y"'}, lambda text: re.fullmatch("x[0-9]?y", text)),
         ({"json": '{"type": "boolean"}'}, lambda text: text in ("true", "false")),
     ]
-    many = [params(n=3, seed=7 * i, **form) for i, (form, _) in enumerate(forms)]
-    for (form, fits), answers in zip(forms, texts(llm, *many), strict=True):
+    many = [params(n=3, seed=7 * i, **constraint) for i, (constraint, _) in enumerate(constraints)]
+    for (constraint, fits), answers in zip(constraints, texts(llm, *many), strict=True):
         assert len(answers) == 3
         for text, reason in answers:
-            assert reason == "stop", form
-            assert fits(text), (form, text)
+            assert reason == "stop", constraint
+            assert fits(text), (constraint, text)
 
 
-def test_any_json_object(llm):
+def test_json_object_gives_an_object(llm):
     bias = dict.fromkeys((llm.tokenizer.encode("}")[0],), 30.0)
     [[(text, reason)]] = texts(llm, params(json_object=True, logit_bias=bias))
     assert reason == "stop"
@@ -178,7 +179,7 @@ def test_any_json_object(llm):
 
 
 def test_greedy_takes_the_likeliest_allowed_token(llm, model):
-    """Against Transformers' logits, and a mask by brute force."""
+    """Compare with Transformers' logits and a brute-force mask."""
     choices = ["abcd", "abce", "xyz", "xy", "q"]
     [[(found, _)]] = texts(llm, params(choice=choices, temperature=0.0))
     prompt, text = llm.tokenizer.encode(PROMPTS[0]), ""
@@ -206,7 +207,7 @@ def test_logprobs_are_of_the_raw_logits(llm, model):
         assert position[token].logprob == pytest.approx(float(expected[i, token]), abs=1e-3)
 
 
-def test_min_tokens_waits_for_the_grammar_to_have_more(llm):
+def test_min_tokens_applies_where_the_grammar_allows_more(llm):
     [[(text, _)], [(short, reason)]] = texts(
         llm, params(choice=["a", "aaaa"], min_tokens=4), params(choice=["b"], min_tokens=4)
     )
@@ -217,18 +218,18 @@ def test_min_tokens_waits_for_the_grammar_to_have_more(llm):
     )  # nothing else is allowed, and an end is better than an error
 
 
-def test_the_end_that_a_grammar_asks_for_before_min_tokens_comes_once(llm):
+def test_a_grammars_end_before_min_tokens_comes_once(llm):
     asked = params(regex="[0-9]", min_tokens=10, skip_special_tokens=False)
     [output] = llm.generate(["x"], [asked], use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 2
 
 
-def test_a_form_that_the_allowed_tokens_cannot_take_is_named_as_the_cause(llm):
+def test_a_conflict_with_allowed_token_ids_is_reported(llm):
     with pytest.raises(EngineError, match="allowed_token_ids"):
         texts(llm, params(choice=["yes"], allowed_token_ids=[5, 6, 7]))
 
 
-def test_an_interrupted_step_with_a_grammar_is_forgotten(model, monkeypatch, caplog):
+def test_an_interrupted_step_with_a_grammar_has_no_effect(model, monkeypatch, caplog):
     llm = LLM(str(model[1]), num_gpu_blocks_override=512, async_scheduling=True)
     execute, calls = llm._core.executor.execute, []
 
@@ -247,7 +248,7 @@ def test_an_interrupted_step_with_a_grammar_is_forgotten(model, monkeypatch, cap
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
-def test_stop_strings_penalties_and_ignored_ends_go_with_a_grammar(llm):
+def test_stop_strings_penalties_and_ignore_eos_with_a_grammar(llm):
     [[(cut, reason)], [(penalized, _)], [(endless, last)]] = texts(
         llm,
         params(regex="ab{5}c", stop=["bb"]),
@@ -259,23 +260,23 @@ def test_stop_strings_penalties_and_ignored_ends_go_with_a_grammar(llm):
     assert (endless, last) == ("hi", "length")
 
 
-# ---- whatever happens to the request
+# Preemption, swapping, resuming, failures
 
 
 def mixed(count: int) -> list[SamplingParams]:
-    """Requests of which every other has a grammar."""
-    forms: list[dict[str, Any]] = [
+    """Requests with and without a grammar, alternately."""
+    constraints: list[dict[str, Any]] = [
         {"regex": "[a-z]{30,60}"},
         {},
         {"json": {"type": "array", "items": {"enum": ["ab", "cd", "efg"]}, "minItems": 12}},
         {"logprobs": 1},
     ]
-    return [params(60, seed=i, n=1 + i % 2, **forms[i % 4]) for i in range(count)]
+    return [params(60, seed=i, n=1 + i % 2, **constraints[i % 4]) for i in range(count)]
 
 
 @pytest.fixture(scope="module")
 def alone(llm):
-    """Each of them run by itself."""
+    """Answers of each request run alone."""
     return [texts(llm, *[params(1)] * (i % 4), one)[-1] for i, one in enumerate(mixed(12))]
 
 
@@ -299,12 +300,12 @@ def test_overlap_preemption_and_swapping_change_no_answer(model, alone, settings
     assert bool(preempted) == ("num_gpu_blocks_override" in settings)
 
 
-def test_a_request_that_goes_on_from_its_tokens_ends_as_it_would_have(llm):
-    spec = llm._inputs.process(PROMPTS[0], params(json=whole_schema(3), temperature=0.0))[1].spec
+def test_a_resumed_request_gets_the_same_tokens(llm):
+    spec = llm._inputs.process(PROMPTS[0], params(json=complete_schema(3), temperature=0.0))[1].spec
 
     def run(number: int, given: list[int]) -> list[int]:
         core: EngineCore = llm._core
-        told = list(given)
+        tokens = list(given)
         core.add(
             EngineRequest(
                 id=f"r{number}", number=number, spec=spec, index=0, output_token_ids=given
@@ -312,15 +313,15 @@ def test_a_request_that_goes_on_from_its_tokens_ends_as_it_would_have(llm):
         )
         while core.has_work:
             message = core.step()[0]
-            told += [token for output in message.outputs for token in output.token_ids]
-            told += memoryview(message.token_ids).cast("i").tolist()
-        return told
+            tokens += [token for output in message.outputs for token in output.token_ids]
+            tokens += memoryview(message.token_ids).cast("i").tolist()
+        return tokens
 
-    whole = run(10**6, [])
-    assert all(run(10**6 + k, whole[:k]) == whole for k in (1, 5, len(whole) - 1))
+    all_tokens = run(10**6, [])
+    assert all(run(10**6 + k, all_tokens[:k]) == all_tokens for k in (1, 5, len(all_tokens) - 1))
 
 
-def test_one_that_passes_the_limits_of_work_ends_with_the_cause_and_the_others_go_on(llm):
+def test_a_grammar_beyond_the_limits_fails_only_its_request(llm):
     good = params(choice=["fine"])
     hard = params(900, regex=HARD, min_tokens=900)
     with pytest.raises(EngineError, match=r"1 of 3 requests failed.*too many"):
@@ -329,22 +330,22 @@ def test_one_that_passes_the_limits_of_work_ends_with_the_cause_and_the_others_g
 
 
 @pytest.mark.parametrize(
-    ("form", "cause"),
+    ("constraint", "cause"),
     [
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json": {"type": "strin"}}, "Invalid type: strin"),
         ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
         ({"json": {"minimum": 5, "maximum": 3, "type": "integer"}}, "Unsatisfiable"),
-        ({"json": {"$ref": "#"}}, "no text that it allows"),
-        ({"json": {"allOf": [{"$ref": "#"}]}}, "no text that it allows"),
-        ({"regex": r"[^\s\S]"}, "no text that it allows"),
-        ({"grammar": "start: start"}, "no text that it allows"),
+        ({"json": {"$ref": "#"}}, "allows no text"),
+        ({"json": {"allOf": [{"$ref": "#"}]}}, "allows no text"),
+        ({"regex": r"[^\s\S]"}, "allows no text"),
+        ({"grammar": "start: start"}, "allows no text"),
         ({"json": "{"}, "cannot be read"),
         ({"regex": "(a"}, "unclosed group"),
         ({"regex": "a(?=b)"}, "look-around"),
         ({"grammar": "start: nowhere"}, "unknown name"),
         ({"grammar": "gibberish"}, "cannot be read"),
-        ({"regex": "a" * (MAX_SIZE + 1)}, "are the most"),
+        ({"regex": "a" * (MAX_SIZE + 1)}, "at most"),
         (
             {
                 "grammar": "start: r0\n"
@@ -368,18 +369,20 @@ def test_one_that_passes_the_limits_of_work_ends_with_the_cause_and_the_others_g
         ),
         ({}, "none"),
         ({"regex": "a", "choice": ["b"]}, "regex, choice"),
-        ({"choice": []}, "choose"),
+        ({"choice": []}, "empty choice"),
     ],
 )
-def test_what_cannot_be_held_is_refused_with_the_cause(llm, form, cause):
+def test_invalid_constraints_are_refused_with_the_cause(llm, constraint, cause):
     with pytest.raises(InvalidRequestError, match=cause) as refused:
         llm.generate(
-            "x", SamplingParams(structured_outputs=StructuredOutputsParams(**form)), use_tqdm=False
+            "x",
+            SamplingParams(structured_outputs=StructuredOutputsParams(**constraint)),
+            use_tqdm=False,
         )
     assert refused.value.param == "structured_outputs"
 
 
-def test_lenient_passes_over_what_cannot_be_held(llm):
+def test_lenient_ignores_unsupported_keywords(llm):
     wanted = {
         "type": "array",
         "uniqueItems": True,
@@ -391,7 +394,7 @@ def test_lenient_passes_over_what_cannot_be_held(llm):
     assert json.loads(text) == [1, 1]
 
 
-# ---- while grammars are compiled
+# During the compilation of grammars
 
 
 def submit(llm: LLM, number: int, asked: SamplingParams) -> None:
@@ -401,7 +404,7 @@ def submit(llm: LLM, number: int, asked: SamplingParams) -> None:
 
 
 def num_calls(work: Callable[[], object]) -> int:
-    """Functions that work calls, Python's and C's."""
+    """Count the Python and C functions that `work` calls."""
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -417,7 +420,7 @@ def num_calls(work: Callable[[], object]) -> int:
 
 
 def ends(llm: LLM) -> dict[int, tuple[str, str | None]]:
-    """(finish reason, error) of all that still run, by number."""
+    """Run all requests. Returns (finish reason, error) by number."""
     found = {}
     for _ in range(2000):
         if not llm._core.has_work:
@@ -428,7 +431,7 @@ def ends(llm: LLM) -> dict[int, tuple[str, str | None]]:
     return found
 
 
-def test_a_step_costs_nothing_for_those_whose_grammars_are_being_compiled(llm, monkeypatch):
+def test_compiling_grammars_add_no_cost_to_a_step(llm, monkeypatch):
     core, count = llm._core, 300
     compiling: Future = Future()
     submit(llm, 0, params(500, ignore_eos=True))
@@ -443,16 +446,14 @@ def test_a_step_costs_nothing_for_those_whose_grammars_are_being_compiled(llm, m
         patch.setattr(core._constraints._compiler, "compile", lambda *_: compiling)
         for number in range(1, count + 1):
             submit(llm, number, params(choice=["yes", "no"]))
-    assert num_calls(steps) < alone + count, (
-        "not even one call for each of them in all of these steps"
-    )
+    assert num_calls(steps) < alone + count, "less than one call per waiting request in all steps"
     assert len(core.scheduler.running) == 1
     ready = core._constraints._compiler.compile('start: "yes" | "no"', [checkpoints.EOS])
     compiling.set_result(ready.result())
     assert ends(llm) == {0: ("length", None)} | dict.fromkeys(range(1, count + 1), ("stop", None))
 
 
-def test_those_whose_grammar_cannot_be_compiled_end_with_the_cause_once(llm, monkeypatch):
+def test_requests_with_an_invalid_grammar_end_once_with_the_cause(llm, monkeypatch):
     compiling: Future = Future()
     with monkeypatch.context() as patch:
         patch.setattr(llm._core._constraints._compiler, "compile", lambda *_: compiling)
@@ -461,25 +462,25 @@ def test_those_whose_grammar_cannot_be_compiled_end_with_the_cause_once(llm, mon
     llm._core.step()
     assert llm._core.scheduler.num_waiting == 4
     llm._core.scheduler.abort("0/0")
-    compiling.set_exception(ValueError("no such form"))
-    assert ends(llm) == dict.fromkeys((1, 2, 3), ("error", "no such form"))
+    compiling.set_exception(ValueError("no such grammar"))
+    assert ends(llm) == dict.fromkeys((1, 2, 3), ("error", "no such grammar"))
     assert not llm._core.has_work
 
 
-def test_a_chain_of_as_many_rules_as_there_may_be_is_followed(llm):
-    """On a thread's usual stack it would be the end of the process."""
+def test_a_chain_of_the_maximum_number_of_rules_works(llm):
+    """It would overflow a thread's default stack."""
     count = MAX_RULES - 10
     rules = "\n".join([f'r{i}: "x" | /[a-z]+/ r{i + 1}' for i in range(count)] + [f'r{count}: "y"'])
     [[(text, _)]] = texts(llm, params(8, grammar=f"start: r0\n{rules}"))
     assert re.fullmatch("[a-z]+", text)
 
 
-# ---- reasoning
+# Reasoning
 
 
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory):
-    """Its tokens 260 and 261 are the marks of reasoning."""
+    """Model whose tokens 260 and 261 delimit reasoning."""
     folder = checkpoints.save(
         checkpoints.make_reference("llama3-gqa"), tmp_path_factory.mktemp("structured") / "thinker"
     )
@@ -490,7 +491,7 @@ def thinker(tmp_path_factory):
     return LLM(str(folder), num_gpu_blocks_override=4096)
 
 
-def test_the_form_holds_after_the_reasoning_and_an_answer_does_not_end_in_it(thinker):
+def test_the_constraint_applies_after_the_reasoning(thinker):
     bias = {261: 5.0, checkpoints.EOS: 5.0}
     many = [
         params(300, choice=["yes"], reasoning="begun", seed=i, logit_bias=bias) for i in range(6)
@@ -500,9 +501,9 @@ def test_the_form_holds_after_the_reasoning_and_an_answer_does_not_end_in_it(thi
         assert re.fullmatch("(?s:.*)</think>yes", text)
 
 
-def test_reasoning_may_or_may_not_begin(thinker):
+def test_reasoning_is_optional(thinker):
     begins = params(300, choice=["no"], reasoning="possible", logit_bias={260: 30.0, 261: 40.0})
-    does_not = params(300, choice=["no"], reasoning="possible", logit_bias={260: -100.0}, seed=1)
-    [[(thought, _)], [(plain, _)]] = texts(thinker, begins, does_not)
+    skips = params(300, choice=["no"], reasoning="possible", logit_bias={260: -100.0}, seed=1)
+    [[(thought, _)], [(plain, _)]] = texts(thinker, begins, skips)
     assert re.fullmatch("(?s:<think>.*</think>no)", thought)
     assert plain == "no"

@@ -1,4 +1,4 @@
-"""Streamed text against Transformers' decode of the whole, and stop strings against a search in the whole."""
+"""Streamed text against Transformers' decode, and stop strings against a plain search."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests import checkpoints
 from toolkit import LLM, SamplingParams
-from toolkit.engine.output_processor import AnswerText
+from toolkit.engine.output_processor import IncrementalDetokenizer
 from toolkit.text.tokenizer import TextStream, Tokenizer
 
 quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -27,7 +27,9 @@ SPECIAL = ["<|endoftext|>", "<|user|>"]
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory) -> tuple[PreTrainedTokenizerFast, Tokenizer]:
-    """GPT-2's kind, with merges that end within characters; one added token is special and not named as such."""
+    """Byte-level tokenizer like GPT-2's. Merges split characters; one added token is special but
+    not named in the tokenizer's special tokens.
+    """
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -45,7 +47,7 @@ def byte_level(tmp_path_factory) -> tuple[PreTrainedTokenizerFast, Tokenizer]:
 
 @pytest.fixture(scope="module")
 def sentence_piece(tmp_path_factory) -> tuple[PreTrainedTokenizerFast, Tokenizer]:
-    """Llama 2's kind: words begin with ▁, and characters that have no token are written in bytes."""
+    """Tokenizer like Llama 2's: words begin with ▁, other characters become byte tokens."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *"abcdeést", "▁a", "▁b", "▁s", "▁se", "ab", "se", "▁sea", "▁▁"]
     merges = [
@@ -92,8 +94,8 @@ def pieces_of(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> list[str]:
 class TestStreams:
     @given(data=st.data(), skip=st.booleans())
     @quick
-    def test_any_tokens_give_what_transformers_decodes(self, byte_level, data, skip):
-        """Bytes that are no text, characters cut in two, special tokens in between: U+FFFD in the same places."""
+    def test_any_tokens_decode_like_transformers(self, byte_level, data, skip):
+        """Invalid bytes, split characters and special tokens give U+FFFD in the same places."""
         theirs, ours = byte_level
         ids = data.draw(st.lists(st.integers(0, len(theirs) - 1), max_size=30))
         expected = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
@@ -102,7 +104,7 @@ class TestStreams:
 
     @given(data=st.data(), skip=st.booleans())
     @quick
-    def test_how_many_tokens_come_at_once_makes_no_difference(self, byte_level, data, skip):
+    def test_group_size_makes_no_difference(self, byte_level, data, skip):
         theirs, ours = byte_level
         groups = data.draw(
             st.lists(st.lists(st.integers(0, len(theirs) - 1), max_size=4), max_size=12)
@@ -116,7 +118,7 @@ class TestStreams:
 
     @given(text=st.text(max_size=30))
     @quick
-    def test_any_text_comes_back_in_whole_characters(self, byte_level, text):
+    def test_any_text_streams_in_complete_characters(self, byte_level, text):
         theirs, ours = byte_level
         pieces = pieces_of(ours, theirs.encode(text), skip=False)
         assert "".join(pieces) == text
@@ -140,7 +142,7 @@ class TestStreams:
 
     @given(data=st.data(), skip=st.booleans())
     @quick
-    def test_sentence_pieces_differ_by_the_leading_space_alone(self, sentence_piece, data, skip):
+    def test_sentencepiece_differs_only_by_the_leading_space(self, sentence_piece, data, skip):
         theirs, ours = sentence_piece
         word = st.integers(259, len(theirs) - 1).map(lambda id: [id])
         character = st.characters(exclude_categories=["Cs"]).map(
@@ -155,24 +157,26 @@ class TestStreams:
 
     @given(ids=st.lists(st.integers(3, 258), max_size=12))
     @quick
-    def test_bytes_that_are_no_text_become_replacement_characters(self, sentence_piece, ids):
-        """As Python decodes them. (Tokenizers gives up on the whole run of bytes, which cannot be known while streaming.)"""
+    def test_invalid_bytes_become_replacement_characters(self, sentence_piece, ids):
+        """Matches Python's decoding. Tokenizers rejects the entire run of bytes, whose extent is
+        unknown while streaming.
+        """
         pieces = pieces_of(sentence_piece[1], ids, skip=True)
         assert "".join(pieces) == bytes(id - 3 for id in ids).decode(errors="replace")
 
-    def test_a_token_that_the_tokenizer_does_not_have_makes_no_text(self, byte_level):
+    def test_unknown_tokens_add_no_text(self, byte_level):
         _, ours = byte_level
         assert ours.decode([ours.size, ours.size + 1000]) == ""
 
-    def test_a_token_alone_is_empty_when_it_is_part_of_a_character(self, byte_level):
+    def test_the_text_of_a_partial_character_is_empty(self, byte_level):
         theirs, ours = byte_level
-        whole, *_ = theirs.encode("a")
+        complete, *_ = theirs.encode("a")
         part = theirs.convert_tokens_to_ids("ð")
-        assert (ours.token_text(whole), ours.token_text(part)) == ("a", "")
+        assert (ours.token_text(complete), ours.token_text(part)) == ("a", "")
 
 
 BYTES = checkpoints.make_tokenizer()
-"""One token for each byte: its tokens are known by their text."""
+"""Tokenizer with one token per byte."""
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +189,8 @@ def byte_tokenizer(tmp_path_factory) -> Tokenizer:
 def stream_until_stop(
     tokenizer: Tokenizer, pieces: list[str], params: SamplingParams
 ) -> tuple[list[str], str | None]:
-    """What a user sees of an answer whose tokens spell `pieces`, a step at a time."""
-    state = AnswerText(tokenizer, params)
+    """Return (shown texts, stop string) of an answer whose tokens spell `pieces`, one per step."""
+    state = IncrementalDetokenizer(tokenizer, params)
     shown: list[str] = []
     for index, piece in enumerate(pieces):
         text, stop = state.add(BYTES.encode(piece), index == len(pieces) - 1)
@@ -197,7 +201,7 @@ def stream_until_stop(
 
 
 def search(pieces: list[str], stops: list[str]) -> tuple[int, str] | None:
-    """(where, which) of the stop string that is complete first; of several, the one that begins first."""
+    """Return (position, stop string) of the first complete one; if several, the leftmost."""
     text = ""
     for piece in pieces:
         text += piece
@@ -217,36 +221,38 @@ class TestStopStrings:
         include=st.booleans(),
     )
     @quick
-    def test_they_are_found_across_tokens_and_never_shown(
+    def test_stop_strings_are_found_across_tokens_and_not_shown(
         self, byte_tokenizer, pieces, stops, include
     ):
         params = SamplingParams(stop=stops, include_stop_str_in_output=include)
         shown, stop = stream_until_stop(byte_tokenizer, pieces, params)
         found = search(pieces, stops)
-        whole = "".join(pieces)
+        text = "".join(pieces)
         if found is None:
-            assert (stop, "".join(shown)) == (None, whole)
+            assert (stop, "".join(shown)) == (None, text)
         else:
             at, which = found
             assert stop == which
-            assert "".join(shown) == whole[: at + (len(which) if include else 0)]
+            assert "".join(shown) == text[: at + (len(which) if include else 0)]
 
     @given(
         pieces=st.lists(st.sampled_from(["a", "b", "☃"]), min_size=1, max_size=20),
         stop=letters,
-        least=st.integers(1, 8),
+        min_tokens=st.integers(1, 8),
     )
     @quick
-    def test_min_tokens_makes_the_early_ones_text(self, byte_tokenizer, pieces, stop, least):
-        """One that is complete before there are enough tokens is text like any other."""
-        params = SamplingParams(stop=[stop], min_tokens=least, max_tokens=100)
+    def test_stop_strings_before_min_tokens_are_plain_text(
+        self, byte_tokenizer, pieces, stop, min_tokens
+    ):
+        """A stop string that is complete before `min_tokens` is plain text."""
+        params = SamplingParams(stop=[stop], min_tokens=min_tokens, max_tokens=100)
         shown, met = stream_until_stop(byte_tokenizer, pieces, params)
         text = ""
         count = 0
         for piece in pieces:
             before, text = text, text + piece
             count += len(BYTES.encode(piece))
-            if count >= least and text.endswith(stop):
+            if count >= min_tokens and text.endswith(stop):
                 assert met == stop
                 assert "".join(shown) == text.removesuffix(stop)
                 assert len(before) < len(text)
@@ -255,16 +261,14 @@ class TestStopStrings:
             assert met is None
             assert "".join(shown) == text
 
-    def test_what_may_become_a_stop_string_is_held_back_and_given_when_it_does_not(
-        self, byte_tokenizer
-    ):
+    def test_possible_stop_strings_are_held_back(self, byte_tokenizer):
         params = SamplingParams(stop=["ababc"])
         shown, stop = stream_until_stop(byte_tokenizer, list("xababababz"), params)
         assert stop is None
         assert shown == ["x", "", "", "", "", "ab", "", "ab", "", "ababz"]
 
-    def test_in_an_engine(self, checkpoint):
-        """The stop string is taken from what the model says anyhow."""
+    def test_stop_strings_end_answers_of_an_engine(self, checkpoint):
+        """The stop strings are parts of the unconstrained answer."""
         llm = LLM(str(checkpoint("llama3-gqa")), device="cpu", max_num_seqs=4)
         params = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
         (free,) = llm.generate("The sea", SamplingParams(**params))[0].outputs
@@ -272,7 +276,7 @@ class TestStopStrings:
             stop = free.text[start : start + size]
             at = free.text.index(stop)
             (answer,) = llm.generate(
-                "The sea", SamplingParams(stop=[stop, "never said"], **params)
+                "The sea", SamplingParams(stop=[stop, "not generated"], **params)
             )[0].outputs
             assert answer.text == free.text[:at]
             assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
@@ -284,10 +288,10 @@ class TestStopStrings:
             assert llm._core.scheduler.num_unfinished == 0
 
 
-def test_a_stop_string_that_was_complete_before_min_tokens_ends_nothing_later():
-    """It is held back as the beginning of a longer one, and must not count when that is given up."""
+def test_a_stop_string_before_min_tokens_ends_nothing_later():
+    """It is held back as the start of a longer one and must not count when that fails."""
     from tests import checkpoints
-    from toolkit.engine.output_processor import AnswerText
+    from toolkit.engine.output_processor import IncrementalDetokenizer
 
     folder_tokenizer = checkpoints.make_tokenizer()
 
@@ -298,7 +302,7 @@ def test_a_stop_string_that_was_complete_before_min_tokens_ends_nothing_later():
         def text_table(self, skip: bool) -> dict[int, str | None]:
             return {token: text.decode() for token, text in self.byte_table(skip).items()}
 
-    state = AnswerText(Letters(), SamplingParams(stop=["ab", "abcd"], min_tokens=3))
+    state = IncrementalDetokenizer(Letters(), SamplingParams(stop=["ab", "abcd"], min_tokens=3))
     pieces = [state.add(folder_tokenizer.encode(letter), False) for letter in "abxab"]
     assert "".join(text for text, _ in pieces) == "abx"
     assert [stop for _, stop in pieces] == [None, None, None, None, "ab"]

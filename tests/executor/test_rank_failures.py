@@ -21,7 +21,7 @@ from toolkit.executor.rank_messages import (
 from toolkit.executor.rank_progress import Progress
 from toolkit.scheduler import ModelOutput, PromptLogprobs, TokenLogprobs
 
-KILLED = Broken(2, "", "ended without a word (killed by signal 9)", cause=Cause.KILLED)
+KILLED = Broken(2, "", "ended unexpectedly (killed by signal 9)", cause=Cause.KILLED)
 KNOWS = Broken(1, "CheckpointError", "model.safetensors is cut short")
 FAILED = Broken(3, "", "ZeroDivisionError: division by zero")
 LOST = Broken(0, "", "RuntimeError: Connection closed by peer", cause=Cause.LOST_PEER)
@@ -46,7 +46,7 @@ def test_a_network_error_is_a_lost_peer():
 def test_an_error_of_a_rank_keeps_its_type():
     assert isinstance(as_error(KNOWS, "rank 1"), CheckpointError)
     assert str(as_error(KILLED, "rank 2 on 10.0.0.3")).startswith(
-        "rank 2 on 10.0.0.3 ended without a word"
+        "rank 2 on 10.0.0.3 ended unexpectedly"
     )
     assert str(as_error(FAILED, "rank 3")) == "rank 3: ZeroDivisionError: division by zero"
     assert isinstance(

@@ -1,8 +1,9 @@
-"""A device that keeps no numbers, only what they would have been computed from; and a loop that drives it.
+"""Simulated device without numbers, and a loop that drives it.
 
-A slot of the KV cache holds the name of the prefix that its token ended: two slots are equal exactly when all tokens up to
-them are. A step's tokens are checked against every earlier position of their row, so that a block shared wrongly, found when
-stale, or swapped to the wrong place is seen at the first token that would have read it.
+A slot of the KV cache holds an id of the token prefix that it was computed from: two slots are
+equal exactly if all tokens up to them are. Each step's tokens are checked against all earlier
+positions of their row. A block that is shared wrongly, stale, or swapped to the wrong place is
+detected at the first token that would read it.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ MAX_MODEL_LEN = 40
 
 
 def next_token(tokens: tuple[int, ...], seed: int) -> int:
-    """What the model says after `tokens`: any rule will do that depends on all of them."""
+    """Return the next token: any function that depends on all of `tokens`."""
     return random.Random(f"{seed}:{tokens}").randrange(VOCAB)
 
 
 def expected_answer(request: Request) -> tuple[list[int], FinishReason, int | None]:
-    """(tokens, reason, stop token) of a request run alone, by the rules as a user would state them."""
+    """Return (tokens, reason, stop token) of a request run alone, by the documented rules."""
     tokens: list[int] = []
     while True:
         tokens.append(next_token((*request.prompt_token_ids, *tokens), request.seed))
@@ -64,21 +65,21 @@ class Row:
 
 
 class Device:
-    """Applies steps as workers do. Raises AssertionError where a real one would compute something wrong."""
+    """Executes steps like a worker. Raises AssertionError where a worker would compute garbage."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.block_size = scheduler.block_size
         self.samples_elsewhere = scheduler.num_stages > 1
-        """A first stage: it knows no token that the step does not bring."""
+        """A first stage: it knows only tokens that the step brings."""
         self.cache = np.full((scheduler.pool.num_blocks, self.block_size), GARBAGE, np.int64)
         self.host = np.full((scheduler.host_pool.num_blocks, self.block_size), GARBAGE, np.int64)
         self.rows: dict[int, Row] = {}
-        self.names: dict[tuple[int, int], int] = {}
-        self.broken = False
-        """A step failed and the loop does not know yet: what runs now computes nonsense and is dropped."""
+        self.prefix_ids: dict[tuple[int, int], int] = {}
+        self.is_broken = False
+        """A step failed, unknown to the loop yet. Later steps compute garbage, which is dropped."""
 
     def execute(self, step: SchedulerOutput, *, fails: bool = False) -> ModelOutput:
-        self.broken |= fails
+        self.is_broken |= fails
         for block, host_block in step.swap_out:
             self.host[host_block] = self.cache[block]
         for host_block, block in step.swap_in:
@@ -103,19 +104,20 @@ class Device:
             )
         )
         prefixes = {number: self._prefixes(self.rows[number].tokens) for number, *_ in work}
-        for number, count, computed, _ in work:  # a layer writes all of a step's keys, then reads
+        # A layer first writes all keys of a step, then reads.
+        for number, count, computed, _ in work:
             row = self.rows[number]
             assert computed + count <= len(row.tokens), "only known tokens can be computed"
             for position in range(computed, computed + count):
                 block = row.blocks[position // self.block_size]
                 self.cache[block, position % self.block_size] = (
-                    GARBAGE if self.broken else prefixes[number][position]
+                    GARBAGE if self.is_broken else prefixes[number][position]
                 )
         sampled = []
         for number, count, computed, samples in work:
             row = self.rows[number]
             seen = computed + count
-            if not self.broken:
+            if not self.is_broken:
                 held = [
                     self.cache[row.blocks[p // self.block_size], p % self.block_size]
                     for p in range(seen)
@@ -131,17 +133,17 @@ class Device:
         return ModelOutput(step.step, np.array(sampled, np.int32))
 
     def _prefixes(self, tokens: list[int]) -> list[int]:
-        """For each position, the name of the tokens up to it."""
+        """Return the id of the token prefix at each position."""
         names, name = [], 0
         for token in tokens:
-            name = self.names.setdefault((name, token), len(self.names) + 1)
+            name = self.prefix_ids.setdefault((name, token), len(self.prefix_ids) + 1)
             names.append(name)
         return names
 
 
 @dataclass
 class Plan:
-    """A script: who comes when, who is aborted when, which steps fail."""
+    """Script of a run: arrivals, aborts and failing steps."""
 
     block_size: int = 4
     num_blocks: int = 20
@@ -152,25 +154,25 @@ class Plan:
     caching: bool = True
     depth: int = 1
     num_stages: int = 1
-    one_by_one: bool = False
-    """Whether running requests are scheduled in Python each, as when blocks lack."""
+    schedules_singly: bool = False
+    """Schedule each running request in Python, as when blocks are scarce."""
     arrivals: list[tuple[int, list[Request]]] = field(default_factory=list)
     """(turn of the loop, requests)."""
     aborts: list[tuple[int, str]] = field(default_factory=list)
-    failures: dict[int, str] = field(default_factory=dict)
-    """By number of the step: "error" or "memory"."""
-    poison: dict[str, int] = field(default_factory=dict)
-    """Requests with which every step fails that samples them once they have this many output tokens."""
+    failures: dict[int, str] = field(default_factory=dict)  # by step number: "error" or "memory"
+    failing_requests: dict[str, int] = field(default_factory=dict)
+    """Steps that sample one of these requests fail once it has this many output tokens."""
 
     @property
     def requests(self) -> list[Request]:
         return [request for _, group in self.arrivals for request in group]
 
     def _repr_pretty_(self, printer, cycle) -> None:
-        """How hypothesis shows it."""
+        """Print the plan in hypothesis' reports."""
         settings = {name: value for name, value in vars(self).items() if name != "arrivals"}
         lines = [
-            f"turn {turn}: {r.id} {r.prompt_token_ids} {r.params} priority {r.spec.priority} salt {r.cache_salt!r}"
+            f"turn {turn}: {r.id} {r.prompt_token_ids} {r.params} "
+            f"priority {r.spec.priority} salt {r.cache_salt!r}"
             for turn, group in self.arrivals
             for r in group
         ]
@@ -183,28 +185,27 @@ class Outcome:
     trace: list[tuple] = field(default_factory=list)
     first_token: dict[str, int] = field(default_factory=dict)
     """Turn at which each request's first token was known."""
-    told: dict[int, list[int]] = field(default_factory=dict)
-    """By number: the tokens that `update` told of."""
-    num_batched: int = 0
-    """Steps in which all that were told got a token and nothing else."""
+    reported: dict[int, list[int]] = field(default_factory=dict)
+    """Tokens reported by `update`, by number."""
+    num_batched: int = 0  # steps that reported only single tokens
     num_preemptions: int = 0
     num_swaps: int = 0
 
-    def take_in(self, results: StepResults) -> None:
+    def add(self, results: StepResults) -> None:
         plain = zip(results.numbers.tolist(), results.token_ids.tolist(), strict=True)
         for number, token in plain:
-            self.told.setdefault(number, []).append(token)
+            self.reported.setdefault(number, []).append(token)
         for one in results.others:
             if one.request.spec.is_final_only:
                 assert one.request.is_finished
-                self.told[one.request.number] = one.request.output_token_ids
+                self.reported[one.request.number] = one.request.output_token_ids
             elif one.token_id is not None:
-                self.told.setdefault(one.request.number, []).append(one.token_id)
+                self.reported.setdefault(one.request.number, []).append(one.token_id)
         self.num_batched += bool(len(results.numbers) and not results.others)
 
 
 def make_scheduler(plan: Plan) -> Scheduler:
-    """Rows keep few tokens, so that requests take theirs over several times."""
+    """Create the scheduler. Its rows keep few tokens, so that they are flushed several times."""
     with mock.patch.object(rows, "LEAST_TAIL", 16):
         scheduler = Scheduler(
             num_blocks=plan.num_blocks,
@@ -217,13 +218,13 @@ def make_scheduler(plan: Plan) -> Scheduler:
             enable_prefix_caching=plan.caching,
             num_stages=plan.num_stages,
         )
-    if plan.one_by_one:
+    if plan.schedules_singly:
         scheduler._schedule_batch = lambda step: False
     return scheduler
 
 
 def run(plan: Plan) -> Outcome:
-    """Runs a plan to its end as the engine's loop does, checking every invariant at every step."""
+    """Run a plan to its end like the engine's loop. Checks all invariants at every step."""
     scheduler = make_scheduler(plan)
     device, outcome = Device(scheduler), Outcome(scheduler)
     steps: deque[tuple[SchedulerOutput, ModelOutput | str]] = deque()
@@ -255,8 +256,8 @@ def run(plan: Plan) -> Outcome:
             for request, samples in zip(scheduled, step.samples.tolist(), strict=True):
                 known = request.num_known_tokens - request.num_prompt_tokens
                 if plan.num_stages > 1:
-                    assert request.num_in_flight == samples, "nothing of it was on its way"
-                if samples and known >= plan.poison.get(request.id, MAX_MODEL_LEN):
+                    assert request.num_in_flight == samples, "it had no token in flight"
+                if samples and known >= plan.failing_requests.get(request.id, MAX_MODEL_LEN):
                     failure = failure or "error"
             output = device.execute(step, fails=failure is not None)
             steps.append((step, failure or output))
@@ -272,29 +273,29 @@ def run(plan: Plan) -> Outcome:
             )
         check_ownership(scheduler)
         if not steps:
-            assert arrivals or not scheduler.num_unfinished, "nothing runs, and somebody waits"
+            assert arrivals or not scheduler.num_unfinished, "a request waits while nothing runs"
             continue
         step, result = steps.popleft()
         if isinstance(result, str):
             steps.clear()
-            device.broken = False
+            device.is_broken = False
             device.rows.clear()
             scheduler.recover(step, out_of_memory=result == "memory")
         else:
-            outcome.take_in(scheduler.update(step, result))
+            outcome.add(scheduler.update(step, result))
             for request in plan.requests:
                 if request.num_known_tokens > request.num_prompt_tokens:
                     outcome.first_token.setdefault(request.id, turn)
         check_ownership(scheduler)
         outcome.num_preemptions += scheduler.take_stats().num_preemptions
-    check_nothing_is_left(scheduler)
+    check_all_is_free(scheduler)
     for request in plan.requests:
         if not request.spec.is_final_only or request.finish_reason in (
             FinishReason.STOP,
             FinishReason.LENGTH,
         ):
             new = request.output_token_ids[given[request.number] :]
-            assert outcome.told.get(request.number, []) == new
+            assert outcome.reported.get(request.number, []) == new
     return outcome
 
 
@@ -308,11 +309,13 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput, budget: int) -> None
     assert len(set(running)) == len(running)
     assert set(scheduled) <= set(running)
     for copies in (step.swap_out, step.swap_in):
-        assert len({target for _, target in copies}) == len(copies), "a block is copied to once"
+        assert len({target for _, target in copies}) == len(copies), (
+            "each block is a copy target once"
+        )
 
 
 def check_ownership(scheduler: Scheduler) -> None:
-    """Every block is held exactly as often as somebody names it, and what nobody names is free, once."""
+    """Check that reference counts match the block tables, and unreferenced blocks are free once."""
     holders = Counter(block for request in scheduler.running for block in request.blocks)
     pool = scheduler.pool
     assert [holders[block] for block in range(pool.num_blocks)] == pool._references
@@ -334,7 +337,7 @@ def check_ownership(scheduler: Scheduler) -> None:
             assert request.row == -1
 
 
-def check_nothing_is_left(scheduler: Scheduler) -> None:
+def check_all_is_free(scheduler: Scheduler) -> None:
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
     assert scheduler.host_pool.num_free == scheduler.host_pool.num_blocks
     assert not scheduler.running
@@ -352,7 +355,7 @@ def make_request(
     salt: str = "",
     cacheable: bool = True,
     leader: Request | None = None,
-    whole: bool = False,
+    is_final_only: bool = False,
     eos_token_ids: Sequence[int] = (EOS,),
     **params: object,
 ) -> Request:
@@ -365,7 +368,7 @@ def make_request(
             eos_token_ids=list(eos_token_ids),
             priority=priority,
             cache_salt=salt,
-            is_final_only=whole,
+            is_final_only=is_final_only,
         ),
         seed=seed,
         cache_salt=salt,

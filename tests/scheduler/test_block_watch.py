@@ -1,4 +1,4 @@
-"""What is told of the lives of cached blocks."""
+"""Recorded lifetimes, idle times and reuse gaps of cached blocks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class Clock:
         return self.now
 
 
-def test_a_block_lives_from_its_first_use_until_its_content_is_overwritten():
+def test_a_block_lives_from_registration_until_it_is_overwritten():
     clock = Clock()
     pool = BlockPool(1)  # block 0 is in the sample
     pool.watch = BlockWatch(clock)
     assert pool.allocate(1) == [0]
-    pool.register(0, b"what it holds")
+    pool.register(0, b"its content")
     clock.now += 3
     pool.release([0])
     clock.now += 5
-    pool.share(pool.find([b"what it holds"]))
+    pool.share(pool.find([b"its content"]))
     clock.now += 1
     pool.release([0])
     clock.now += 10
@@ -32,7 +32,7 @@ def test_a_block_lives_from_its_first_use_until_its_content_is_overwritten():
     assert pool.watch.take() == []
 
 
-def test_a_block_without_content_has_no_life_to_tell_of():
+def test_a_block_without_content_is_not_recorded():
     pool = BlockPool(1)
     for _ in range(3):
         pool.release(pool.allocate(1))

@@ -1,4 +1,4 @@
-"""Which blocks are found again, in which order they are on_evict, and who may share with whom."""
+"""Prefix cache: blocks that are found again, order of reuse, and sharing between requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ quick = settings(max_examples=80, deadline=None, derandomize=True, database=None
 
 
 class NaivePool:
-    """The pool's contract, by lists: the free blocks in the order in which they will be on_evict."""
+    """The pool's contract with plain lists. `free` is in the order in which blocks are reused."""
 
     def __init__(self, num_blocks: int) -> None:
         self.held = [0] * num_blocks
@@ -60,12 +60,12 @@ class NaivePool:
 
 @given(data=st.data(), num_blocks=st.integers(1, 9))
 @quick
-def test_the_pool_does_what_plain_lists_do(data, num_blocks):
+def test_the_pool_behaves_like_plain_lists(data, num_blocks):
     pool, naive = BlockPool(num_blocks), NaivePool(num_blocks)
     names = [bytes([i]) * 16 for i in range(6)]
     tables: list[list[int]] = []
     for _ in range(data.draw(st.integers(1, 40))):
-        action = data.draw(st.sampled_from(["allocate", "share", "release", "register", "forget"]))
+        action = data.draw(st.sampled_from(["allocate", "share", "release", "register", "evict"]))
         if action == "allocate":
             count = data.draw(st.integers(0, 4))
             blocks = pool.allocate(count)
@@ -90,7 +90,7 @@ def test_the_pool_does_what_plain_lists_do(data, num_blocks):
             name = data.draw(st.sampled_from(names))
             pool.register(block, name)
             naive.register(block, name)
-        elif action == "forget" and data.draw(st.booleans()):
+        elif action == "evict" and data.draw(st.booleans()):
             pool.evict_all()
             naive.content.clear()
         assert pool.num_free == len(naive.free)
@@ -98,7 +98,7 @@ def test_the_pool_does_what_plain_lists_do(data, num_blocks):
         assert pool.usage == 1 - len(naive.free) / num_blocks
 
 
-def test_the_least_recently_used_block_goes_first_and_a_prompts_end_before_its_beginning():
+def test_blocks_are_reused_by_age_and_prompts_from_the_end():
     pool = BlockPool(6)
     first, second = pool.allocate(3), pool.allocate(2)
     for block in first + second:
@@ -109,7 +109,7 @@ def test_the_least_recently_used_block_goes_first_and_a_prompts_end_before_its_b
     assert pool.allocate(6) == [unused, *first[::-1], *second[::-1]]
 
 
-def test_a_block_released_once_too_often_is_a_bug_that_shows():
+def test_releasing_a_block_too_often_raises():
     pool = BlockPool(2)
     blocks = pool.allocate(1)
     pool.release(blocks)
@@ -117,7 +117,7 @@ def test_a_block_released_once_too_often_is_a_bug_that_shows():
         pool.release(blocks)
 
 
-def test_host_blocks_are_given_out_once_each():
+def test_each_host_block_is_allocated_once():
     pool = HostBlockPool(4)
     first = pool.allocate(3)
     assert pool.allocate(2) is None
@@ -127,7 +127,7 @@ def test_host_blocks_are_given_out_once_each():
     assert pool.num_free == 3
 
 
-def test_a_blocks_name_tells_apart_parents_tokens_and_salts():
+def test_block_hashes_depend_on_parent_tokens_and_salt():
     names = {
         hash_block(parent, array("i", tokens).tobytes(), salt)
         for parent in (b"", b"p" * 16, b"q" * 16)
@@ -139,7 +139,7 @@ def test_a_blocks_name_tells_apart_parents_tokens_and_salts():
 
 
 def longest_cached_prefix(tokens: list[int], seen: list[list[int]], block_size: int) -> int:
-    """Whole blocks at the beginning of `tokens` that one of the computed sequences begins with, less what must be computed."""
+    """Return the cached prefix length in full blocks. At least one token must be computed."""
     best = 0
     for other in seen:
         common = next(
@@ -157,8 +157,8 @@ prompts = st.lists(st.integers(2, 3), min_size=1, max_size=24)
     block_size=st.sampled_from([1, 3, 4]),
 )
 @quick
-def test_hits_are_the_longest_common_beginning_of_the_same_salt(turns, block_size):
-    """One request after another, in a pool where nothing is evicted: answers are found again as prompts are."""
+def test_hits_are_the_longest_common_prefix_with_equal_salt(turns, block_size):
+    """Sequential requests in a pool without evictions: answers are found like prompts."""
     requests = [
         make_request(f"{i}", prompt, salt=salt, max_tokens=8, seed=i)
         for i, (prompt, salt) in enumerate(turns)
@@ -178,7 +178,7 @@ def test_hits_are_the_longest_common_beginning_of_the_same_salt(turns, block_siz
         computed.append((request.prompt_token_ids + expected_answer(request)[0])[:-1])
 
 
-def test_a_prompt_is_shared_in_the_very_step_that_computes_it():
+def test_a_prompt_is_shared_in_the_step_that_computes_it():
     requests = [make_request(f"{i}", [2] * 12 + [i], max_tokens=3, seed=i) for i in range(3, 7)]
     plan = Plan(budget=100, num_blocks=60, arrivals=[(0, requests)])
     outcome = run(plan)
@@ -186,13 +186,13 @@ def test_a_prompt_is_shared_in_the_very_step_that_computes_it():
     assert outcome.trace[0][1] == [13, 1, 1, 1]
 
 
-def test_nothing_is_shared_by_requests_that_are_not_cacheable():
+def test_uncacheable_requests_share_nothing():
     requests = [make_request(f"{i}", [2] * 12, max_tokens=3, cacheable=False) for i in range(3)]
     run(Plan(num_blocks=60, arrivals=[(0, requests)]))
     assert [request.num_cached_tokens for request in requests] == [0, 0, 0]
 
 
-def test_a_reset_forgets_what_is_cached_and_leaves_running_requests_alone():
+def test_a_reset_evicts_the_cache_and_keeps_running_requests():
     from tests.scheduler.simulation import Device, make_scheduler
 
     plan = Plan(num_blocks=60, budget=100)
@@ -215,7 +215,7 @@ def test_a_reset_forgets_what_is_cached_and_leaves_running_requests_alone():
 
 
 def test_an_evicted_block_is_not_found_again():
-    """Two prompts that cannot both stay in the pool: the first has to be computed anew."""
+    """The pool cannot hold both prompts, so the first is computed again."""
     first, second = [2] * 16, [3] * 16
     requests = [
         make_request(f"{i}", prompt, max_tokens=1)
@@ -226,8 +226,8 @@ def test_an_evicted_block_is_not_found_again():
     assert requests[3].num_cached_tokens == 12
 
 
-def test_a_preempted_request_finds_what_it_had_generated():
-    """As far as nobody has taken its blocks meanwhile: the first ones are taken last."""
+def test_a_preempted_request_finds_its_generated_blocks():
+    """Its blocks are found unless they were reused. The first ones are reused last."""
     from tests.scheduler.simulation import Device, make_scheduler
 
     scheduler = make_scheduler(Plan(num_blocks=14, budget=100))
@@ -249,8 +249,8 @@ def test_a_preempted_request_finds_what_it_had_generated():
 
 @pytest.mark.parametrize("budget", [8, 100])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_what_resumed_requests_have_in_common_is_computed_once(budget: int, depth: int):
-    """As after the engine died: fifty come at once, with one long prompt and each with some tokens of its own."""
+def test_the_common_prefix_of_resumed_requests_is_computed_once(budget: int, depth: int):
+    """After a restart, 50 requests share a long prompt; each has its own output tokens."""
     requests = [
         make_request(f"{i}", [*[2, 3] * 12], max_tokens=8, ignore_eos=True, seed=i)
         for i in range(50)
@@ -265,5 +265,5 @@ def test_what_resumed_requests_have_in_common_is_computed_once(budget: int, dept
     assert [request.output_token_ids for request in requests] == answers
     computed = sum(sum(num_tokens) for _, num_tokens, *_ in outcome.trace)
     assert computed == 24 + 50 * (5 + 3 - 1), (
-        "the prompt once, and of each its own tokens but for the last"
+        "the prompt once, and each request's own tokens except the last"
     )

@@ -1,4 +1,4 @@
-"""The scheduler under random arrivals, tiny pools, aborts and failing steps, checked against a cache that knows its content."""
+"""The scheduler under random arrivals, tiny pools, aborts and failing steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ thorough = settings(
 
 @st.composite
 def groups(draw, index: int, caching: bool):
-    """A request, or siblings of one prompt behind their leader. Prompts often begin alike."""
+    """Draw a request, or siblings after their leader. Prompts often share a prefix."""
     trunk = [2 + i % (VOCAB - 2) for i in range(24)]
     shared = draw(st.integers(0, 24))
     own = draw(st.lists(st.integers(0, VOCAB - 1), min_size=0 if shared else 1, max_size=12))
@@ -48,7 +48,7 @@ def groups(draw, index: int, caching: bool):
         "cacheable": caching or n > 1,
         "ignore_eos": draw(st.booleans()),
         "stop_token_ids": draw(st.sampled_from([None, [STOP_TOKEN]])),
-        "whole": draw(st.booleans()),
+        "is_final_only": draw(st.booleans()),
     }
     shape["min_tokens"] = draw(st.integers(0, min(3, shape["max_tokens"])))
     leader = make_request(f"{index}/0", prompt, seed=seed, **shape)
@@ -87,12 +87,14 @@ def plans(draw, *, failing: bool = False, aborting: bool = True):
         plan.failures = draw(
             st.dictionaries(st.integers(0, 40), st.sampled_from(["error", "memory"]), max_size=4)
         )
-        plan.poison = draw(st.dictionaries(st.sampled_from(names), st.integers(0, 6), max_size=2))
+        plan.failing_requests = draw(
+            st.dictionaries(st.sampled_from(names), st.integers(0, 6), max_size=2)
+        )
     return plan
 
 
 def check_answers(plan: Plan, allowed: set[FinishReason]) -> None:
-    """Every request has the tokens it would have had alone, up to where it was cut off."""
+    """Check that requests have the tokens of a run alone, up to where they were cut off."""
     for request in plan.requests:
         tokens, reason, stop = expected_answer(request)
         assert request.is_finished
@@ -105,14 +107,14 @@ def check_answers(plan: Plan, allowed: set[FinishReason]) -> None:
 
 @given(plan=plans(aborting=False))
 @thorough
-def test_every_request_gets_the_answer_it_would_have_had_alone(plan):
+def test_every_request_gets_the_same_answer_as_alone(plan):
     run(plan)
     check_answers(plan, allowed=set())
 
 
 @given(plan=plans())
 @thorough
-def test_aborts_free_everything_and_disturb_nobody(plan):
+def test_aborts_free_all_blocks_and_affect_no_other_request(plan):
     run(plan)
     check_answers(plan, allowed={FinishReason.ABORT})
     aborted = {name for _, name in plan.aborts}
@@ -121,46 +123,48 @@ def test_aborts_free_everything_and_disturb_nobody(plan):
 
 @given(plan=plans(failing=True))
 @thorough
-def test_failing_steps_lose_no_block_and_spoil_no_answer(plan):
+def test_failing_steps_lose_no_block_and_change_no_answer(plan):
     run(plan)
     check_answers(plan, allowed={FinishReason.ABORT, FinishReason.ERROR})
 
 
 @given(plan=plans(failing=True))
 @settings(thorough, max_examples=30)
-def test_the_same_script_gives_the_same_steps(plan):
+def test_runs_are_deterministic(plan):
     again = copy.deepcopy(plan)
     assert run(plan).trace == run(again).trace
 
 
 @given(plan=plans(failing=True))
 @thorough
-def test_scheduling_together_is_scheduling_one_by_one(plan):
-    """As long as nobody finds another's blocks, which those who are scheduled one by one can find sooner."""
+def test_batch_scheduling_equals_single_scheduling(plan):
+    """Holds without prefix caching: singly scheduled requests can find blocks of others earlier."""
     plan.caching = False
     plan.arrivals = [(turn, group[:1]) for turn, group in plan.arrivals]
     for request in plan.requests:
         request.cacheable = False
     again = copy.deepcopy(plan)
-    again.one_by_one = True
+    again.schedules_singly = True
     assert run(plan).trace == run(again).trace
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("whole", [False, True])
-def test_in_steady_decode_nobody_is_told_of_singly(depth, whole):
-    """Of 28 tokens, the first comes alone, and the last."""
+@pytest.mark.parametrize("is_final_only", [False, True])
+def test_steady_decode_reports_only_columns(depth, is_final_only):
+    """The first and the last of 28 tokens are reported singly."""
     requests = [
-        make_request(f"{i}", [2 + i] * 8, max_tokens=28, ignore_eos=True, seed=i, whole=whole)
+        make_request(
+            f"{i}", [2 + i] * 8, max_tokens=28, ignore_eos=True, seed=i, is_final_only=is_final_only
+        )
         for i in range(4)
     ]
     outcome = run(Plan(depth=depth, num_blocks=60, budget=100, arrivals=[(0, requests)]))
-    assert outcome.num_batched == (0 if whole else 26)
+    assert outcome.num_batched == (0 if is_final_only else 26)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 48])
-def test_an_answer_can_be_read_at_any_time_and_only_at_the_end(block_size):
-    """Longer than what a row keeps."""
+def test_an_answer_can_be_read_at_any_time_or_only_at_the_end(block_size):
+    """The answer is longer than what a row keeps."""
     scheduler = Scheduler(
         num_blocks=3000 // block_size,
         block_size=block_size,
@@ -175,12 +179,14 @@ def test_an_answer_can_be_read_at_any_time_and_only_at_the_end(block_size):
     expected: list[int] = []
     for request in (watched, unwatched):
         scheduler.add(request)
-    flying = deque()
-    while scheduler.num_unfinished or flying:
-        while len(flying) < 3 and (step := scheduler.schedule()) is not None:
+    in_flight = deque()
+    while scheduler.num_unfinished or in_flight:
+        while len(in_flight) < 3 and (step := scheduler.schedule()) is not None:
             count = int(step.samples.sum())
-            flying.append((step, ModelOutput(step.step, np.full(count, step.step % 997, np.int32))))
-        step, result = flying.popleft()
+            in_flight.append(
+                (step, ModelOutput(step.step, np.full(count, step.step % 997, np.int32)))
+            )
+        step, result = in_flight.popleft()
         scheduler.update(step, result)
         expected.append(step.step % 997)
         assert watched.output_token_ids == expected
@@ -190,8 +196,8 @@ def test_an_answer_can_be_read_at_any_time_and_only_at_the_end(block_size):
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("num_host_blocks", [0, 40])
-def test_a_tiny_pool_preempts_and_all_finish_right(depth, num_host_blocks):
-    """So that the properties above are not about pools where nothing happens."""
+def test_a_tiny_pool_preempts_and_keeps_answers_right(depth, num_host_blocks):
+    """Ensures that the properties above also cover preemption."""
     plan = Plan(
         num_blocks=11,
         num_host_blocks=num_host_blocks,
@@ -218,8 +224,9 @@ def test_a_tiny_pool_preempts_and_all_finish_right(depth, num_host_blocks):
 @given(plan=plans(aborting=False))
 @settings(thorough, max_examples=60)
 def test_first_tokens_come_in_order_of_rank(plan):
-    """fcfs: of arrival. priority: of priority, then arrival, when all arrive together. Siblings wait for their leader, and
-    others may pass them meanwhile.
+    """Rank is arrival with fcfs, and priority then arrival with priority.
+
+    All arrive together with priority. Siblings wait for their leader; others may overtake them.
     """
     if plan.policy == "priority":
         plan.arrivals = [(0, group) for _, group in plan.arrivals]
@@ -236,8 +243,8 @@ def test_first_tokens_come_in_order_of_rank(plan):
     assert turns == sorted(turns)
 
 
-def test_under_priority_a_later_more_urgent_request_keeps_its_blocks():
-    """When blocks run out, the least urgent one gives up its own, however early it came."""
+def test_with_priority_an_urgent_request_keeps_its_blocks():
+    """If blocks run out, the least urgent request loses its blocks, however early it arrived."""
     patient = make_request("patient", [2] * 12, max_tokens=28, ignore_eos=True, priority=5)
     urgent = make_request("urgent", [3] * 12, max_tokens=28, ignore_eos=True, priority=1)
     plan = Plan(
@@ -256,8 +263,8 @@ def test_under_priority_a_later_more_urgent_request_keeps_its_blocks():
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("budget", [4, 16, 100])
 @pytest.mark.parametrize("since", [0, 3])
-def test_a_poisonous_request_fails_alone(depth, budget, since):
-    """Also when its prompt takes several steps, of which only the last one fails."""
+def test_only_the_faulty_request_fails(depth, budget, since):
+    """Also if its prompt takes several steps, of which only the last one fails."""
     requests = [
         make_request(f"{i}", [2 + i] * (5 + 3 * i), max_tokens=20, ignore_eos=True, seed=i)
         for i in range(5)
@@ -268,7 +275,7 @@ def test_a_poisonous_request_fails_alone(depth, budget, since):
         num_blocks=60,
         max_num_seqs=8,
         arrivals=[(0, requests)],
-        poison={"2": since},
+        failing_requests={"2": since},
     )
     run(plan)
     check_answers(plan, allowed={FinishReason.ERROR})
@@ -276,8 +283,8 @@ def test_a_poisonous_request_fails_alone(depth, budget, since):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_suspects_are_tried_even_when_their_leader_is_not_running(depth):
-    """A sibling under suspicion computes its own prompt, and one acquitted gives way to the next."""
+def test_suspects_are_tried_without_a_running_leader(depth):
+    """A suspected sibling computes its own prompt; a cleared suspect makes way for the next."""
     leader = make_request("0/0", [2] * 10, max_tokens=20, ignore_eos=True)
     siblings = [
         make_request(f"0/{i}", [2] * 10, max_tokens=20, ignore_eos=True, leader=leader, seed=i)
@@ -294,7 +301,7 @@ def test_suspects_are_tried_even_when_their_leader_is_not_running(depth):
     check_answers(plan, allowed={FinishReason.ERROR})
 
 
-def test_out_of_memory_halves_the_step_and_all_finish_right():
+def test_out_of_memory_halves_steps_and_keeps_answers_right():
     requests = [make_request(f"{i}", [2 + i] * 9, max_tokens=9, seed=i) for i in range(4)]
     plan = Plan(budget=32, num_blocks=40, arrivals=[(0, requests)], failures={0: "memory"})
     outcome = run(plan)
@@ -303,7 +310,7 @@ def test_out_of_memory_halves_the_step_and_all_finish_right():
     assert outcome.scheduler.max_num_seqs == 2
 
 
-def test_memory_that_is_never_enough_ends_every_request_with_an_error():
+def test_permanent_out_of_memory_ends_every_request():
     requests = [make_request(f"{i}", [2 + i] * 9, max_tokens=9, seed=i) for i in range(4)]
     plan = Plan(
         num_blocks=40, arrivals=[(0, requests)], failures=dict.fromkeys(range(1000), "memory")
@@ -312,7 +319,7 @@ def test_memory_that_is_never_enough_ends_every_request_with_an_error():
     assert {request.finish_reason for request in requests} == {FinishReason.ERROR}
 
 
-def test_a_request_larger_than_the_whole_cache_is_refused_at_once():
+def test_a_request_larger_than_the_cache_is_refused():
     scheduler = Scheduler(
         num_blocks=3,
         block_size=4,
@@ -340,6 +347,9 @@ def test_siblings_wait_for_their_leader_and_then_share_its_prompt():
     assert outcome.first_token["0/0"] <= outcome.first_token["0/1"]
 
 
-def test_the_scheduler_needs_no_torch():
-    code = "import sys, toolkit.scheduler; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+def test_the_scheduler_imports_no_torch():
+    code = (
+        "import sys, toolkit.scheduler; "
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

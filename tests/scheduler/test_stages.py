@@ -1,4 +1,4 @@
-"""Steps for several stages in a row: as many in flight as there are stages, of different requests."""
+"""Steps for pipeline stages: as many in flight as stages, with different requests."""
 
 from __future__ import annotations
 
@@ -43,31 +43,29 @@ def answer(step: SchedulerOutput) -> ModelOutput:
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("count", [1, 2, 5, 8, 13])
-def test_every_stage_has_an_equal_share_of_the_requests_and_each_is_in_one_step(
-    num_stages: int, count: int
-) -> None:
-    """From the second round on; what comes is shared out, too."""
+def test_stages_share_requests_equally_and_disjointly(num_stages: int, count: int) -> None:
+    """Holds from the second round on. New requests are distributed, too."""
     scheduler = scheduler_of(num_stages)
     add(scheduler, count)
-    flying: deque[SchedulerOutput] = deque()
+    in_flight: deque[SchedulerOutput] = deque()
     for turn in range(36):
-        while len(flying) < num_stages and (step := scheduler.schedule()) is not None:
-            flying.append(step)
-        rows = [row for step in flying for row in step.rows.tolist()]
+        while len(in_flight) < num_stages and (step := scheduler.schedule()) is not None:
+            in_flight.append(step)
+        rows = [row for step in in_flight for row in step.rows.tolist()]
         assert len(set(rows)) == len(rows), "in one step at most"
-        assert len(rows) == count, "nobody waits while a step could be made"
-        assert len(flying) == min(num_stages, count) or turn < num_stages
-        assert max(len(step.rows) for step in flying) <= -(-count // num_stages)
-        step = flying.popleft()
+        assert len(rows) == count, "no request waits while a step is possible"
+        assert len(in_flight) == min(num_stages, count) or turn < num_stages
+        assert max(len(step.rows) for step in in_flight) <= -(-count // num_stages)
+        step = in_flight.popleft()
         scheduler.update(step, answer(step))
 
 
-def test_a_step_brings_the_tokens_that_were_sampled_since() -> None:
+def test_a_step_brings_the_tokens_sampled_since_the_last() -> None:
     scheduler = scheduler_of(2)
     add(scheduler, 3)
-    flying: deque[SchedulerOutput] = deque()
+    in_flight: deque[SchedulerOutput] = deque()
     for _ in range(40):
-        while len(flying) < 2 and (step := scheduler.schedule()) is not None:
+        while len(in_flight) < 2 and (step := scheduler.schedule()) is not None:
             ends = (step.num_computed + step.num_tokens)[step.samples].tolist()
             rows = step.rows[step.samples].tolist()
             newest = [
@@ -75,12 +73,12 @@ def test_a_step_brings_the_tokens_that_were_sampled_since() -> None:
                 for row, end in zip(rows, ends, strict=True)
             ]
             assert sorted(step.last_tokens.tolist()) == sorted(newest)
-            flying.append(step)
-        step = flying.popleft()
+            in_flight.append(step)
+        step = in_flight.popleft()
         scheduler.update(step, answer(step))
 
 
-def test_parts_of_a_prompt_follow_each_other_without_waiting() -> None:
+def test_prompt_chunks_follow_each_other_without_waiting() -> None:
     scheduler = scheduler_of(3, budget=4)
     add(scheduler, 1, prompt=10)
     steps = [scheduler.schedule() for _ in range(4)]
@@ -89,25 +87,25 @@ def test_parts_of_a_prompt_follow_each_other_without_waiting() -> None:
     first, second, third = (step for step in steps if step is not None)
     for step in (first, second):
         scheduler.update(step, answer(step))
-        assert scheduler.schedule() is None, "its token has not come back"
+        assert scheduler.schedule() is None, "its token is still in flight"
     scheduler.update(third, answer(third))
     assert scheduler.schedule() is not None
 
 
-def test_a_prompt_in_parts_takes_no_place_from_those_that_decode() -> None:
-    """Each step has its share of them and the next part."""
+def test_prompt_chunks_displace_no_decoding_request() -> None:
+    """Each step has its share of the decoding requests and the next prompt chunk."""
     scheduler = scheduler_of(2, budget=8)
     add(scheduler, 4, prompt=1)
-    flying: deque[SchedulerOutput] = deque()
+    in_flight: deque[SchedulerOutput] = deque()
     late = make_request("late", [9] * 60, max_tokens=4, ignore_eos=True)
     for turn in range(16):
         if turn == 8:
             scheduler.add(late)
-        while len(flying) < 2 and (step := scheduler.schedule()) is not None:
-            flying.append(step)
+        while len(in_flight) < 2 and (step := scheduler.schedule()) is not None:
+            in_flight.append(step)
             if turn == 8:
                 assert sorted(step.num_tokens.tolist()) in ([1, 1, 6], [1, 1])
             elif 8 < turn < 15:
                 assert sorted(step.num_tokens.tolist()) == [1, 1, 6]
-        step = flying.popleft()
+        step = in_flight.popleft()
         scheduler.update(step, answer(step))

@@ -1,4 +1,4 @@
-"""Figures of several engines, and the tables that grow with a policy or a counter."""
+"""Statistics of several engines; completeness of the tables of policies and counters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_totals_are_sums_and_the_mean_usage():
     assert total([]) == EngineStats()
 
 
-def test_every_counter_has_its_metric():
+def test_every_counter_has_a_metric():
     metrics = Metrics("tk", "m")
     assert len(COUNTERS) >= 3
     for name in COUNTERS:

@@ -1,4 +1,4 @@
-"""Prompts that must be computed in one step are."""
+"""Prompts that must be computed in one step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit.sequence import SequenceSpec
 
 
 def steps(lengths: list[int], budget: int, num_rows: int = 8) -> list[list[int]]:
-    """Tokens of the requests in each step, until all have ended."""
+    """Return the tokens of each request in each step, until all have ended."""
     scheduler = Scheduler(
         num_blocks=num_rows,
         block_size=64,
@@ -45,11 +45,11 @@ def steps(lengths: list[int], budget: int, num_rows: int = 8) -> list[list[int]]
     return seen
 
 
-def test_a_prompt_that_does_not_fit_into_what_is_left_waits_for_the_next_step():
+def test_a_prompt_that_does_not_fit_waits_for_the_next_step():
     assert steps([5, 6, 7, 3], budget=12) == [[5, 6], [7, 3]]
 
 
-def test_a_prompt_longer_than_a_step_has_one_for_itself():
+def test_a_prompt_longer_than_a_step_runs_alone():
     assert steps([4, 30, 4], budget=10) == [[4], [30], [4]]
 
 
@@ -57,5 +57,5 @@ def test_a_step_has_no_more_prompts_than_there_are_rows():
     assert steps([1] * 5, budget=100, num_rows=2) == [[1, 1], [1, 1], [1]]
 
 
-def test_a_prompt_of_the_greatest_length_runs():
+def test_a_prompt_of_the_maximum_length_runs():
     assert steps([64], budget=64) == [[64]]

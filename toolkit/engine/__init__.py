@@ -1,3 +1,1 @@
-"""The engine: `LLM` (offline, in-process), `AsyncLLM` (online, the core in a process of its own), and the
-core's loop.
-"""
+"""The engine: `LLM` (offline), `AsyncLLM` (online, cores in their own processes), and its loop."""

@@ -1,7 +1,11 @@
-"""Beam search over requests for one token each: which beams go on, and which are the best.
+"""Beam search over requests for one token each.
 
-The rules are those of Transformers' `generate(num_beams=...)`: `num_beams` beams go on, what ends them is compared by
-log-probability over length to the power of `length_penalty`, and `early_stopping` says when to be content.
+The rules are those of Transformers' `generate(num_beams=...)`: `num_beams` beams continue, ended
+beams are ranked by log-probability over length to the power of `length_penalty`, and
+`early_stopping` decides when to stop.
+
+It runs in the front end. Every step sends complete beams again: the prefix cache holds the tokens
+that are computed already, also those that several beams share.
 """
 
 from __future__ import annotations
@@ -17,18 +21,18 @@ from toolkit.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """An answer, or the beginning of one."""
+    """An answer or the beginning of one."""
 
     token_ids: list[int]
-    logprob: float
-    """The sum over its tokens."""
-    ended: bool = False
-    """Whether its last token is one that ends answers."""
+    logprob: float  # sum over its tokens
+    has_ended: bool = False  # its last token ends the answer
 
 
 class BeamSearch:
-    """One prompt's search. While it is not `finished`: run a request for each of `prompts`, by `step_params`, and
-    `advance` by what they report.
+    """Search over one prompt.
+
+    While it is not `is_finished`, run a request for each of `prompts` with `step_params`, and pass
+    the reported log-probabilities to `advance`.
     """
 
     def __init__(
@@ -38,11 +42,12 @@ class BeamSearch:
         self._prompt = prompt_token_ids
         self._params = params
         self._ends = frozenset([*ends, *(params.stop_token_ids or ())])
-        # As many of each beam that all that go on could come from one, besides all that end it.
+        # Suffices if all continuing beams descend from the same beam.
         num_candidates = params.beam_width + len(self._ends)
         if num_candidates > MAX_LOGPROBS:
             raise InvalidRequestError(
-                f"Beams and tokens that end an answer are {MAX_LOGPROBS} at most together; there are {num_candidates}."
+                f"beam_width plus the number of end tokens is {num_candidates}. "
+                f"The maximum is {MAX_LOGPROBS}."
             )
         self.step_params = SamplingParams(
             max_tokens=1,
@@ -53,10 +58,10 @@ class BeamSearch:
         )
         self._open = [Beam([], 0.0)]
         self._done: list[tuple[float, Beam]] = []
-        """The best that have ended, with their scores, from the best down."""
+        """Best ended beams with their scores, best first."""
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         return not self._open
 
     @property
@@ -65,11 +70,11 @@ class BeamSearch:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """What the beams that go on are so far."""
+        """Token ids of each open beam, including the prompt."""
         return [self._prompt + beam.token_ids for beam in self._open]
 
     def advance(self, reported: Sequence[PositionLogprobs]) -> None:
-        """Takes in the likeliest tokens after each of `prompts`."""
+        """Extend the beams by the likeliest tokens after each of `prompts`."""
         params, width = self._params, self._params.beam_width
         candidates = [
             Beam([*beam.token_ids, token], beam.logprob + one.logprob, token in self._ends)
@@ -79,35 +84,35 @@ class BeamSearch:
         candidates.sort(key=lambda beam: -beam.logprob)
         length = len(candidates[0].token_ids)
         is_last = length == params.max_tokens
-        ending = [beam for beam in candidates[:width] if is_last or beam.ended]
+        ending = [beam for beam in candidates[:width] if is_last or beam.has_ended]
         self._done += [(self._score(beam, length), beam) for beam in ending]
         self._done.sort(key=lambda scored: -scored[0])
         del self._done[width:]
-        self._open = [] if is_last else [beam for beam in candidates if not beam.ended][:width]
-        if self._open and len(self._done) == width and self._is_content(length):
+        self._open = [] if is_last else [beam for beam in candidates if not beam.has_ended][:width]
+        if self._open and len(self._done) == width and self._cannot_improve(length):
             self._open = []
 
     def best(self, count: int, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
-        """The `count` best answers, from the best down; without the token that ended them."""
+        """Return the `count` best answers, best first. Their text excludes end tokens."""
         found = []
         for index, (_, beam) in enumerate(self._done[:count]):
-            visible = beam.token_ids[:-1] if beam.ended else beam.token_ids
+            visible = beam.token_ids[:-1] if beam.has_ended else beam.token_ids
             output = CompletionOutput(
                 index, tokenizer.decode(visible) if tokenizer is not None else ""
             )
             output.token_ids = beam.token_ids
             output.cumulative_logprob = beam.logprob
-            output.finish_reason = "stop" if beam.ended else "length"
+            output.finish_reason = "stop" if beam.has_ended else "length"
             found.append(output)
         return found
 
     @property
     def num_tokens(self) -> int:
-        """Of all answers that were kept."""
+        """Tokens of all kept answers."""
         return sum(len(beam.token_ids) for _, beam in self._done)
 
-    def _is_content(self, length: int) -> bool:
-        """Whether no beam that goes on is taken to become better than the worst that has ended."""
+    def _cannot_improve(self, length: int) -> bool:
+        """Return True if no open beam is expected to beat the worst ended beam."""
         params = self._params
         if params.early_stopping is True:
             return True
@@ -120,7 +125,7 @@ class BeamSearch:
 
 
 def first_logprobs(output: RequestOutput) -> PositionLogprobs:
-    """What a request for one token reports of it."""
+    """Return the log-probabilities of a request for one token."""
     logprobs = output.outputs[0].logprobs
     assert logprobs, "step_params ask for log-probabilities"
     return logprobs[0]

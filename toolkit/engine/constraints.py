@@ -1,4 +1,4 @@
-"""The live requests that have a grammar, and the masks of what their next tokens may be."""
+"""Grammars of live requests and the token masks of their next tokens."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from toolkit.sampling.grammar import GrammarCompiler, GrammarState, MaskFiller, Masks, TokenTable
+from toolkit.sampling.params import THINK_END, THINK_START
 from toolkit.scheduler import Request
 from toolkit.text.tokenizer import Tokenizer
 
-SHORT = 0.002
-"""Seconds that an engine with nothing else to do waits for a compilation before it looks for news."""
+WAIT_SECONDS = 0.002
+"""Longest wait for a compilation, in seconds, if the engine has no other work."""
 
 
 class Constraints:
-    """Grammars are compiled in threads; a request whose grammar is not compiled yet is not in line to be scheduled.
+    """Compiles grammars in threads, and queues each request once its grammar is compiled.
 
-    A step costs nothing for the requests that wait for a compilation: they are heard of when it has ended.
+    Requests that wait for a compilation add no cost to a step: a callback reports its end.
     """
 
     def __init__(self, read_tokenizer: Callable[[], Tokenizer | None], vocab_size: int) -> None:
@@ -26,14 +27,14 @@ class Constraints:
         )
         self._filler = MaskFiller(vocab_size)
         self._num_compiling = 0
-        """Requests that wait for a compilation, or for somebody to hear of its end."""
+        """Requests whose compilation has not ended, or has not been handled by `pop_compiled`."""
         self._compiled: deque[Request] = deque()
-        """Those whose compilation has ended; threads add to it."""
-        self._news = threading.Event()
+        """Requests whose compilation has ended. Threads append to it."""
+        self._compilation_ended = threading.Event()
         self._failed: dict[Request, str] = {}
 
     def add(self, request: Request) -> None:
-        """Begins to compile the grammar of a request, which comes with `take_compiled` when that is done."""
+        """Start to compile the request's grammar. `pop_compiled` returns the request afterwards."""
         asked = request.params.structured_outputs
         compiled = self._compiler.compile(request.spec.grammar, sorted(request.spec.eos_token_ids))
         request.grammar = GrammarState(
@@ -43,14 +44,14 @@ class Constraints:
             reasoning=None if asked is None else asked.reasoning,
         )
         self._num_compiling += 1
-        compiled.add_done_callback(lambda _: self._note(request))
+        compiled.add_done_callback(lambda _: self._on_compiled(request))
 
-    def _note(self, request: Request) -> None:
+    def _on_compiled(self, request: Request) -> None:
         self._compiled.append(request)
-        self._news.set()
+        self._compilation_ended.set()
 
-    def take_compiled(self) -> list[Request]:
-        """Requests whose grammars have been compiled since the last call. What could not be compiled is with the failed."""
+    def pop_compiled(self) -> list[Request]:
+        """Return requests compiled since the last call, without failures (see `pop_failed`)."""
         done = []
         while self._compiled:
             request = self._compiled.popleft()
@@ -63,7 +64,7 @@ class Constraints:
         return done
 
     def masks(self, requests: Sequence[Request]) -> Masks:
-        """What each may have next, after all tokens that are known of it. Those that have ended may have anything."""
+        """Return masks of the tokens allowed next. Ended requests have no constraint."""
         states = []
         for request in requests:
             assert request.grammar is not None
@@ -76,37 +77,39 @@ class Constraints:
                 self._failed[request] = state.error
         return masks
 
-    def take_failed(self) -> list[tuple[Request, str]]:
-        """Requests whose grammar cannot be followed, or not any further, and why: those that are new."""
+    def pop_failed(self) -> list[tuple[Request, str]]:
+        """Return (request, reason) for grammars that failed since the last call."""
         failed, self._failed = self._failed, {}
         return [
             (request, failure) for request, failure in failed.items() if not request.is_finished
         ]
 
     def wait(self) -> None:
-        """Waits a little, when there is nothing but compilations to wait for."""
-        self._news.clear()
+        """Wait up to WAIT_SECONDS for a compilation."""
+        self._compilation_ended.clear()
         if self._num_compiling and not self._compiled:
-            self._news.wait(SHORT)
+            self._compilation_ended.wait(WAIT_SECONDS)
 
 
 def token_table(tokenizer: Tokenizer | None, vocab_size: int, end_ids: Sequence[int]) -> TokenTable:
-    """The model's tokens, with the text that they add to an answer. Those that mark parts of an answer (tool calls,
-    reasoning) count as their text even where the tokenizer has them special.
+    """Return the model's tokens with the text that they add to an answer.
+
+    Tokens that delimit parts of an answer (tool calls, reasoning) count as text, even if the
+    tokenizer marks them as special.
     """
     if tokenizer is None:
         raise ValueError("the model has no tokenizer")
     known = range(min(vocab_size, tokenizer.size))
     spellings = [tokenizer.token_bytes(id) for id in known] + [b""] * (vocab_size - len(known))
-    special = [id for id in known if tokenizer.is_special(id) and spellings[id] not in MARKS]
+    special = [id for id in known if tokenizer.is_special(id) and spellings[id] not in DELIMITERS]
     return TokenTable(spellings, special, end_ids)
 
 
-MARKS = frozenset(
+DELIMITERS = frozenset(
     text.encode()
     for text in (
-        "<think>",
-        "</think>",
+        THINK_START,
+        THINK_END,
         "<tool_call>",
         "</tool_call>",
         "[TOOL_CALLS]",

@@ -1,4 +1,4 @@
-"""The engine's loop: schedule, execute, update. One instance owns the scheduler and the executor."""
+"""The engine's loop: schedule, execute, update."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class EngineCore:
         executor: Executor,
         read_tokenizer: Callable[[], Tokenizer | None] = lambda: None,
     ) -> None:
-        """`read_tokenizer` is called once, in a thread, when the first request with a grammar comes."""
+        """`read_tokenizer` is called once, in a thread, for the first request with a grammar."""
         self.info = info = executor.info
         self.executor = executor
         self.scheduler = Scheduler(
@@ -68,15 +68,15 @@ class EngineCore:
         self._random = random.Random(config.model.seed)
         num_stages = config.parallel.pipeline_parallel_size
         self._depth = num_stages if num_stages > 1 else 1 + info.async_scheduling
-        self._knows_tokens = num_stages > 1
-        """Whether a step has only requests whose tokens are all known when it is launched."""
-        far = config.parallel.distributed_executor_backend == "ray"
-        self._overlaps = self._depth > 1 and (info.device != "cpu" or far)
+        self._has_all_tokens = num_stages > 1
+        """True if all earlier tokens of a step's requests are known when it is launched."""
+        is_remote = config.parallel.distributed_executor_backend == "ray"
+        self._overlaps = self._depth > 1 and (info.device != "cpu" or is_remote)
         self._steps: deque[tuple[SchedulerOutput, Pending]] = deque()
         self._constraints = Constraints(read_tokenizer, info.vocab_size)
         self._clients = [0]
         self.failure: str | None = None
-        """Why the latest step failed, or gave no token that it should have given; None when it went well."""
+        """Reason why the latest step failed or produced no token; None if it succeeded."""
         self._scheduled: list[Request] = []
         self._scheduled_at = 0.0
 
@@ -86,86 +86,84 @@ class EngineCore:
 
     @property
     def is_running(self) -> bool:
-        """Whether some request has a row, so that the next step will have something to do."""
+        """True if a request has a row, so that the next step has work."""
         return bool(self.scheduler.running or self._steps)
 
     @property
     def overlaps(self) -> bool:
-        """Whether the device has another step to run while one's tokens are taken in, and to launch it takes no time."""
+        """True if results are processed while the device runs the next step."""
         return self._overlaps
 
     def add(self, new: EngineRequest) -> None:
-        """Takes a request in: n sequences that share the prompt's blocks. Raises ValueError for one that the
-        cache cannot hold.
+        """Add n sequences that share the prompt's blocks. Raises ValueError if the cache is too
+        small.
         """
         if new.client not in self._clients:
             self._clients.append(new.client)
         leader: Request | None = None
         indices = range(new.spec.params.n) if new.index is None else (new.index,)
         for number, index in enumerate(indices, start=new.number):
-            request = self._sequence(new, index, number, leader)
+            request = self._make_request(new, index, number, leader)
             self.scheduler.add(request, is_queued=not new.spec.grammar)
             if new.spec.grammar:
                 self._constraints.add(request)
             leader = leader or request
 
     def abort(self, abort: Abort) -> None:
-        """Ends sequences; unknown ones have ended already."""
+        """End sequences. Unknown numbers have ended already."""
         for number in abort.numbers:
             self.scheduler.abort(_sequence_id(abort.client, number))
 
-    def leave(self, client: int) -> None:
-        """Ends all sequences of a client that is gone for good."""
+    def remove_client(self, client: int) -> None:
+        """End all sequences of a client that has exited."""
         self.scheduler.abort_client(client)
         if client in self._clients:
             self._clients.remove(client)
 
     def live_requests(self) -> list[RequestInfo]:
-        """Every request that has not ended, in the order in which they came."""
+        """Return all unfinished requests in order of arrival."""
         return describe(self.scheduler.requests, time.monotonic())
 
     def end_requests(self, id: str) -> tuple[list[RequestInfo], dict[int, EngineOutputs]]:
-        """Ends those with an id; which they are, and what their clients are told."""
+        """End the requests with this id. Returns (their descriptions, messages to clients)."""
         ending = [request for request in self.scheduler.requests if has_id(request, id)]
-        told: dict[int, EngineOutputs] = {}
+        messages: dict[int, EngineOutputs] = {}
         described = describe(ending, time.monotonic())
         for request in ending:
             self.scheduler.abort(request.id)
             output = EngineOutput(request.number, [], finish_reason=FinishReason.ABORT.value)
-            told.setdefault(request.client, EngineOutputs()).outputs.append(output)
-        return described, told
+            messages.setdefault(request.client, EngineOutputs()).outputs.append(output)
+        return described, messages
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
 
     def step(self) -> dict[int, EngineOutputs]:
-        """Launches steps and takes in the oldest one's tokens; what each client is told."""
+        """Launch steps and collect the oldest. Returns a message for each client."""
         self.launch()
         return self.collect()
 
     def launch(self) -> None:
-        """Launches steps, up to the depth of the overlap."""
-        for request in self._constraints.take_compiled():
+        """Launch steps up to the depth of the overlap."""
+        for request in self._constraints.pop_compiled():
             self.scheduler.enqueue(request)
         while len(self._steps) < self._depth:
-            started = time.monotonic()
+            now = time.monotonic()
             step = self.scheduler.schedule()
             if step is None:
                 break
             if step.new_rows:
-                first = self.scheduler.first_scheduled(step)
-                for request in first:
-                    request.first_run_at = started
-                self._scheduled += first
-                self._scheduled_at = started
+                started_requests = self.scheduler.first_scheduled(step)
+                for request in started_requests:
+                    request.first_run_at = now
+                self._scheduled += started_requests
+                self._scheduled_at = now
             self._steps.append((step, self._launch(step)))
-            if len(self._steps) == 1 or self._knows_tokens:
-                self._constrain(len(self._steps) - 1)
+            if len(self._steps) == 1 or self._has_all_tokens:
+                self._set_masks(len(self._steps) - 1)
 
     def collect(self) -> dict[int, EngineOutputs]:
-        """Waits for the oldest step and takes in its tokens. What each client is told; the first always has an
-        entry.
-        """
+        """Wait for the oldest step. Returns a message for each client, and always for client 0."""
         if not self._steps:
             self._constraints.wait()
             return self._messages(self._end_failed())
@@ -175,20 +173,26 @@ class EngineCore:
         except Exception as error:
             return self._messages(self._recover(step, error))
         results = self.scheduler.update(step, result)
-        if self._steps and not self._knows_tokens:
-            self._constrain(0)
+        if self._steps and not self._has_all_tokens:
+            self._set_masks(0)
         outputs = self._end_failed()
         num_sampled = int(np.count_nonzero(result.token_ids >= 0))
         if num_sampled or not len(result.token_ids):
             self.failure = None
-        for news in results.others:
-            outputs.setdefault(news.request.client, []).append(_to_output(news, result))
-            if news.error is not None and not num_sampled and not news.request.excludes_tokens:
-                self.failure = news.error
+        for step_result in results.others:
+            outputs.setdefault(step_result.request.client, []).append(
+                _to_output(step_result, result)
+            )
+            if (
+                step_result.error is not None
+                and not num_sampled
+                and not step_result.request.excludes_tokens
+            ):
+                self.failure = step_result.error
         return self._messages(outputs, results, step, num_sampled)
 
     def drop_steps(self) -> None:
-        """Forgets the steps under way; their requests are computed anew."""
+        """Drop the steps in flight. Their tokens are computed again."""
         self._steps.clear()
         self.scheduler.drop_steps_in_flight()
 
@@ -196,7 +200,7 @@ class EngineCore:
         self._steps.clear()
         self.executor.shutdown()
 
-    def _sequence(
+    def _make_request(
         self, new: EngineRequest, index: int, number: int, leader: Request | None
     ) -> Request:
         spec = new.spec
@@ -207,7 +211,7 @@ class EngineCore:
             id=_sequence_id(new.client, number),
             spec=spec,
             seed=_signed(seed),
-            # Without prefix caching, only siblings find each other's blocks: by a salt of their own.
+            # Without prefix caching only siblings share blocks, through a salt of their own.
             cache_salt=spec.cache_salt if caches else f"only {new.id}",
             cacheable=caches or spec.params.n > 1,
             leader=leader,
@@ -217,7 +221,7 @@ class EngineCore:
             origin=new.origin,
             arrived_at=new.arrival,
         )
-        # The first sequence reports the prompt's log-probabilities for all.
+        # The first sequence reports the prompt's log-probabilities for all of them.
         request.num_prompt_logprobs = spec.num_prompt_tokens if index else new.num_prompt_logprobs
         if new.output_token_ids:
             request.resume(new.output_token_ids)
@@ -227,12 +231,12 @@ class EngineCore:
         try:
             return self.executor.execute(step)
         except Exception as error:
-            return _Failed(error)
+            return _FailedStep(error)
 
-    def _constrain(self, index: int) -> None:
-        """Lets a step sample, if requests of it are bound to grammars: all tokens before its own are known now.
+    def _set_masks(self, index: int) -> None:
+        """Send the grammar masks of a step, whose earlier tokens are all known now.
 
-        The device computes meanwhile; the step after it is not launched yet.
+        The device computes meanwhile. The next step is not launched yet.
         """
         step, pending = self._steps[index]
         if not len(step.constrained):
@@ -240,12 +244,12 @@ class EngineCore:
         try:
             pending.constrain(self._constraints.masks(self.scheduler.constrained(step)))
         except Exception as error:
-            self._steps[index] = (step, _Failed(error))
+            self._steps[index] = (step, _FailedStep(error))
 
     def _end_failed(self) -> dict[int, list[EngineOutput]]:
-        """Ends the requests whose grammar cannot be followed any further."""
+        """End the requests whose grammar failed."""
         outputs: dict[int, list[EngineOutput]] = {}
-        for request, failure in self._constraints.take_failed():
+        for request, failure in self._constraints.pop_failed():
             self.scheduler.abort(request.id)
             failed = EngineOutput(
                 request.number, [], finish_reason=FinishReason.ERROR.value, error=failure
@@ -254,8 +258,9 @@ class EngineCore:
         return outputs
 
     def _recover(self, step: SchedulerOutput, error: Exception) -> dict[int, list[EngineOutput]]:
-        """A step failed: its requests are computed anew, less those that cannot be. Raises when no step can
-        run any more.
+        """Recover from a failed step: give up some of its requests and recompute the others.
+
+        Raises the error if no step can run any more.
         """
         if is_fatal(error) or isinstance(error, WorkersLostError):
             raise error
@@ -265,22 +270,22 @@ class EngineCore:
             "a step of %d tokens for %d requests failed%s",
             step.total_tokens,
             len(step.rows),
-            " for lack of memory" if out_of_memory else "",
+            ": out of memory" if out_of_memory else "",
             exc_info=None if out_of_memory else error,
         )
         self._steps.clear()
         given_up = self.scheduler.recover(step, out_of_memory=out_of_memory)
         if out_of_memory:
             logger.warning(
-                "steps now have at most %d tokens and %d requests; --max-num-batched-tokens, --max-num-seqs or "
-                "--gpu-memory-utilization set lower would have avoided this: %s",
+                "steps are now limited to %d tokens and %d requests. To avoid this, lower "
+                "--max-num-batched-tokens, --max-num-seqs or --gpu-memory-utilization: %s",
                 self.scheduler.max_num_batched_tokens,
                 self.scheduler.max_num_seqs,
                 str(error),
             )
         message = (
-            f"out of memory in a step of {step.total_tokens} tokens ({error}); lower --gpu-memory-utilization or "
-            f"--kv-cache-memory"
+            f"out of memory in a step of {step.total_tokens} tokens ({error}); "
+            f"lower --gpu-memory-utilization or --kv-cache-memory"
             if out_of_memory
             else f"the step failed: {self.failure}"
         )
@@ -299,7 +304,7 @@ class EngineCore:
         step: SchedulerOutput | None = None,
         num_sampled: int = 0,
     ) -> dict[int, EngineOutputs]:
-        messages = {client: EngineOutputs(news) for client, news in outputs.items()}
+        messages = {client: EngineOutputs(items) for client, items in outputs.items()}
         first = messages.setdefault(0, EngineOutputs())
         first.stats = self.stats(step, num_sampled)
         if results is not None and len(results.numbers):
@@ -325,7 +330,7 @@ class EngineCore:
                 message.token_ids = results.token_ids[mine].tobytes()
 
     def stats(self, step: SchedulerOutput | None = None, num_sampled: int = 0) -> EngineStats:
-        """Gauges of now, counts since the last call, and what a step took."""
+        """Return current gauges, counts since the last call, and the step's work."""
         stats = self.scheduler.take_stats()
         if step is not None:
             stats.num_tokens, stats.num_sampled = step.total_tokens, num_sampled
@@ -333,10 +338,10 @@ class EngineCore:
         return stats
 
     def _work_of(self, step: SchedulerOutput) -> tuple[float, float, float]:
-        """(operations, bytes read, bytes written) of the weights and the KV cache, at least."""
+        """Return (operations, bytes read, bytes written), each a lower bound."""
         info, total = self.executor.info, step.total_tokens
         keys = int(step.num_computed.sum()) + total
-        pairs = keys  # of a query and a key that meet
+        pairs = keys  # (query, key) pairs
         if total > len(step.rows):
             tokens = step.num_tokens.astype(np.int64)
             pairs = int(((2 * step.num_computed + tokens + 1) * tokens).sum()) // 2
@@ -344,18 +349,20 @@ class EngineCore:
         return operations, info.weight_bytes + info.token_bytes * keys, info.token_bytes * total
 
 
-class _Failed:
+class _FailedStep:
     """A step that could not be launched."""
 
     def __init__(self, error: Exception) -> None:
         self._error: Exception | None = error
 
     def result(self) -> ModelOutput:
-        """Raises the error, and forgets it: what the step had is reached from its traceback, and would be found by the garbage collector
-        alone if the traceback led back here.
+        """Raise the error and drop the reference to it.
+
+        The error's traceback keeps the step's memory alive. A reference cycle through this object
+        would delay its release until the garbage collector runs.
         """
         error, self._error = self._error, None
-        assert error is not None, "this was raised before"
+        assert error is not None, "already raised"
         try:
             raise error
         finally:
@@ -365,40 +372,45 @@ class _Failed:
         pass
 
 
-def _to_output(news: StepResult, result: ModelOutput) -> EngineOutput:
-    request = news.request
-    if request.spec.pooling is not None and news.sample >= 0 and news.error is None:
+def _to_output(step_result: StepResult, result: ModelOutput) -> EngineOutput:
+    request = step_result.request
+    if request.spec.pooling is not None and step_result.sample >= 0 and step_result.error is None:
         return EngineOutput(
             request.number,
             [],
             finish_reason=FinishReason.STOP.value,
             num_preemptions=request.num_preemptions,
-            embedding=result.pooled[news.sample].tobytes(),
+            embedding=result.pooled[step_result.sample].tobytes(),
         )
-    output = EngineOutput(request.number, [] if news.token_id is None else [news.token_id])
-    if request.finish_reason is not None and news.prompt_logprobs is None:
+    output = EngineOutput(
+        request.number, [] if step_result.token_id is None else [step_result.token_id]
+    )
+    if request.finish_reason is not None and step_result.prompt_logprobs is None:
         if request.spec.is_final_only:
             output.token_ids = request.output_token_ids
         output.finish_reason = request.finish_reason.value
         output.stop_reason = request.stop_reason
         output.num_preemptions = request.num_preemptions
-        output.error = news.error
+        output.error = step_result.error
     output.num_cached_tokens = request.num_cached_tokens
     if (
         result.logprobs is not None
-        and news.token_id is not None
+        and step_result.token_id is not None
         and request.params.logprobs is not None
     ):
-        output.logprobs = _entry(result.logprobs, news.sample, request.params.logprobs)
-    if news.prompt_logprobs is not None and request.params.prompt_logprobs is not None:
-        values = news.prompt_logprobs.values
+        output.logprobs = _logprob_entry(
+            result.logprobs, step_result.sample, request.params.logprobs
+        )
+    if step_result.prompt_logprobs is not None and request.params.prompt_logprobs is not None:
+        values = step_result.prompt_logprobs.values
         output.prompt_logprobs = [
-            _entry(values, i, request.params.prompt_logprobs) for i in range(len(values.ranks))
+            _logprob_entry(values, i, request.params.prompt_logprobs)
+            for i in range(len(values.ranks))
         ]
     return output
 
 
-def _entry(values: TokenLogprobs, i: int, k: int) -> LogprobEntry:
+def _logprob_entry(values: TokenLogprobs, i: int, k: int) -> LogprobEntry:
     return LogprobEntry(
         values.token_ids[i, : k + 1].tolist(),
         values.logprobs[i, : k + 1].tolist(),
@@ -411,5 +423,5 @@ def _sequence_id(client: int, number: int) -> str:
 
 
 def _signed(seed: int) -> int:
-    """The seed as a signed 64-bit number."""
+    """Wrap the seed to a signed 64-bit number."""
     return (seed + 2**63) % 2**64 - 2**63

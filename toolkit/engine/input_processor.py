@@ -1,4 +1,4 @@
-"""From a prompt as users give it to a request the engine can run: tokenized, checked, resolved."""
+"""Turn prompts and parameters into requests: tokenize, check, resolve defaults."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from toolkit.text.tokenizer import Tokenizer, eos_token_ids
 from toolkit.worker import WorkerInfo
 
 Prompt = str | list[int] | Mapping[str, object]
-"""Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}."""
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
 
 
 class InputProcessor:
-    """Checks are made here, once, so that the engine core takes every request it gets."""
+    """Tokenizes and checks requests. The engine core accepts every request that passes."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer | None, info: WorkerInfo) -> None:
         self.tokenizer = tokenizer
         self.info = info
-        self.default_sampling = default_sampling(folder)
+        self.default_sampling = load_default_sampling(folder)
         self._eos = [id for id in eos_token_ids(folder, tokenizer) if id < info.vocab_size]
 
     def process(
@@ -40,154 +40,155 @@ class InputProcessor:
         priority: int = 0,
         is_streamed: bool = True,
     ) -> tuple[str | None, EngineRequest]:
-        """Return (the prompt's text if it was text, the request).
+        """Return (the prompt if it is text, the request).
 
-        If it is not streamed, the core may report its tokens together at the end. Raises
-        InvalidRequestError: an empty or over-long prompt, a token outside the vocabulary.
+        Unless it is streamed, the core may report all tokens at the end. Raises
+        InvalidRequestError, for example for an empty prompt or a token outside the vocabulary.
         """
         self.require_generation()
-        text, token_ids = self._tokens(prompt)
+        text, token_ids = self._tokenize(prompt)
         if not token_ids:
             raise InvalidRequestError("The prompt is empty.", param="prompt")
-        kept = self._num_kept(params)
-        if len(token_ids) > kept:
-            text, token_ids = None, token_ids[-kept:]
+        max_prompt_tokens = self._max_prompt_tokens(params)
+        if len(token_ids) > max_prompt_tokens:
+            text, token_ids = None, token_ids[-max_prompt_tokens:]
         wrong = next(
             (t for t in (min(token_ids), max(token_ids)) if not 0 <= t < self.info.vocab_size), None
         )
         if wrong is not None:
             raise InvalidRequestError(
-                f"The prompt has the token {wrong}, and the model's tokens are 0 to {self.info.vocab_size - 1}.",
+                f"The prompt contains token {wrong}. Valid tokens are 0 to "
+                f"{self.info.vocab_size - 1}.",
                 param="prompt",
             )
         if params.stop:
             self.require_tokenizer()
-        params = self.with_bad_words(params)
+        params = self.tokenize_bad_words(params)
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             self._check_tokens(name, getattr(params, name) or ())
         for sequence in params.bad_words_token_ids or ():
             self._check_tokens("bad_words_token_ids", sequence)
-        self._check_some_allowed(params)
+        self._check_token_remains(params)
         spec = SequenceSpec(
             prompt_token_ids=token_ids,
             params=params,
-            max_tokens=self._max_tokens(len(token_ids), params),
+            max_tokens=self._resolve_max_tokens(len(token_ids), params),
             eos_token_ids=self._eos,
             priority=priority,
-            grammar=self._grammar(params),
-            # Stop strings are found here, and log-probabilities come with each token.
+            grammar=self._resolve_grammar(params),
+            # Stop strings are matched in the front end, and log-probabilities arrive per token.
             is_final_only=not (is_streamed or params.stop_strings or params.logprobs is not None),
         )
         return text, EngineRequest(id=request_id or uuid.uuid4().hex, spec=spec)
 
-    def _grammar(self, params: SamplingParams) -> str:
-        """What the answer is bound to; empty for anything. Raises InvalidRequestError when that cannot be held."""
+    def _resolve_grammar(self, params: SamplingParams) -> str:
+        """Return the answer's grammar; empty without a constraint. Raises InvalidRequestError."""
         if params.structured_outputs is None:
             return ""
         self.require_tokenizer()
         if not self._eos:
             raise InvalidRequestError(
-                "structured_outputs needs a token that ends answers, and this model has none.",
+                "structured_outputs requires an end-of-sequence token, and this model has none.",
                 param="structured_outputs",
             )
         return params.structured_outputs.to_grammar()
 
     def check_length(self, text: str) -> None:
-        """Raises InvalidRequestError for a text that is absurdly long, before anybody tokenizes it: a character is at
-        most a handful of tokens less than one.
-        """
+        """Reject extremely long text before tokenizing it. Raises InvalidRequestError."""
         if len(text) > 64 * self.info.max_model_len + 4096:
-            raise self._too_long(f"{len(text)} characters")
+            raise self._too_long_error(f"{len(text)} characters")
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """What ends an answer."""
+        """Tokens that end an answer."""
         return self._eos
 
-    def with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """With bad words in tokens, so that it is not done again for each prompt that shares them."""
+    def tokenize_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters with bad words as tokens, to be shared by several prompts."""
         if not params.bad_words:
             return params
         return msgspec.structs.replace(
-            params, bad_words=None, bad_words_token_ids=self._bad_words(params)
+            params, bad_words=None, bad_words_token_ids=self._tokenize_bad_words(params)
         )
 
     def _check_tokens(self, name: str, token_ids: Collection[int]) -> None:
         for token in (min(token_ids), max(token_ids)) if token_ids else ():
             if not 0 <= token < self.info.vocab_size:
                 raise InvalidRequestError(
-                    f"{name} has the token {token}, and the model's tokens are 0 to {self.info.vocab_size - 1}.",
+                    f"{name} contains token {token}. Valid tokens are 0 to "
+                    f"{self.info.vocab_size - 1}.",
                     param=name,
                 )
 
-    def _num_kept(self, params: SamplingParams) -> int:
-        """How many of a prompt's tokens are kept: all that there can be, unless truncation is asked for."""
+    def _max_prompt_tokens(self, params: SamplingParams) -> int:
+        """Return the number of prompt tokens to keep; sys.maxsize without truncation."""
         limit, asked = self.info.max_model_len, params.truncate_prompt_tokens
         if asked is None:
             return sys.maxsize
         if asked > limit:
             raise InvalidRequestError(
-                f"truncate_prompt_tokens is {asked}, and the model's context is {limit} tokens.",
+                f"truncate_prompt_tokens is {asked}. The model's context is {limit} tokens.",
                 param="truncate_prompt_tokens",
             )
         return max(1, limit - (params.max_tokens or 1)) if asked == -1 else asked
 
-    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Bad words in tokens, as they are at the beginning of a text and as they are after a space."""
+    def _tokenize_bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Return the tokens of bad words at the start of a text and after a space."""
         tokenizer = self.require_tokenizer()
         sequences = list(params.bad_words_token_ids or [])
         for word in params.bad_words or ():
             plain = tokenizer.encode(word, add_special_tokens=False)
             spaced = tokenizer.encode(" " + word.lstrip(" "), add_special_tokens=False)
-            if spaced[-len(plain) :] == plain:  # the space is a token of its own
+            if spaced[-len(plain) :] == plain:  # the space is a separate token
                 spaced = []
             sequences += [one for one in (plain, spaced) if one]
         return sequences
 
-    def _check_some_allowed(self, params: SamplingParams) -> None:
-        """Raises InvalidRequestError when nothing would be left to choose from, at the first token at least."""
-        taken_out = {one[0] for one in params.bad_words_token_ids or () if len(one) == 1}
+    def _check_token_remains(self, params: SamplingParams) -> None:
+        """Raise InvalidRequestError if the parameters forbid every first token."""
+        forbidden = {one[0] for one in params.bad_words_token_ids or () if len(one) == 1}
         if params.min_tokens:
-            taken_out |= {*self._eos, *(params.stop_token_ids or ())}
+            forbidden |= {*self._eos, *(params.stop_token_ids or ())}
         allowed = params.allowed_token_ids or range(self.info.vocab_size)
-        if len(taken_out) >= len(allowed) and taken_out.issuperset(allowed):
-            some = params.allowed_token_ids is not None
+        if len(forbidden) >= len(allowed) and forbidden.issuperset(allowed):
+            is_limited = params.allowed_token_ids is not None
             raise InvalidRequestError(
-                f"All of {'allowed_token_ids' if some else 'the tokens'} are forbidden by bad_words or min_tokens.",
+                f"All of {'allowed_token_ids' if is_limited else 'the tokens'} are forbidden by "
+                "bad_words or min_tokens.",
                 param="allowed_token_ids"
-                if some
+                if is_limited
                 else "min_tokens"
                 if params.min_tokens
                 else "bad_words",
             )
 
     def require_generation(self) -> None:
-        """Raises InvalidRequestError when the model does not continue prompts."""
+        """Raise InvalidRequestError if the model does not generate text."""
         if not self.info.generates and self.info.pooling is not None:
             paths = "/v1/score and /v1/rerank"
             if self.info.pooling.task == "embed":
                 paths = f"/v1/embeddings (LLM.embed), {paths}"
             raise InvalidRequestError(
-                f"This model generates no text: it answers {paths}.",
+                f"This model generates no text. It serves {paths}.",
                 param="model",
                 code="model_not_supported",
             )
 
     def require_tokenizer(self) -> Tokenizer:
-        """Raises InvalidRequestError when the model came without a tokenizer."""
+        """Raise InvalidRequestError if the model has no tokenizer."""
         if self.tokenizer is None:
             raise InvalidRequestError(
-                "This model's folder has no tokenizer, so that it takes prompts of token ids only, and no stop strings; "
-                "--tokenizer names another folder."
+                "This model's folder has no tokenizer. Use prompts of token ids and no stop "
+                "strings, or select another tokenizer with --tokenizer."
             )
         return self.tokenizer
 
     def chat_prompt(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """The tokens of a conversation by the model's chat template (`Tokenizer.encode_chat` has the options)."""
+        """Return the tokens of a conversation. For options see `Tokenizer.encode_chat`."""
         self.require_generation()
         return self.require_tokenizer().encode_chat(messages, check=self.check_length, **options)
 
-    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             self.check_length(prompt)
             return prompt, self.require_tokenizer().encode(prompt)
@@ -195,53 +196,55 @@ class InputProcessor:
             if "prompt_token_ids" in prompt:
                 ids = prompt["prompt_token_ids"]
                 text = prompt.get("prompt")
-                return (text if isinstance(text, str) else None), self._tokens(_as_ids(ids))[1]
+                return (text if isinstance(text, str) else None), self._tokenize(_check_ids(ids))[1]
             inner = prompt.get("prompt")
             if isinstance(inner, str):
-                return self._tokens(inner)
+                return self._tokenize(inner)
             raise InvalidRequestError(
-                'A prompt is text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}.',
+                'A prompt must be text, a list of token ids, {"prompt": text} or '
+                '{"prompt_token_ids": ids}.',
                 param="prompt",
             )
-        return None, _as_ids(prompt)
+        return None, _check_ids(prompt)
 
-    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+    def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         limit = self.info.max_model_len
         if num_prompt_tokens >= limit:
-            raise self._too_long(f"{num_prompt_tokens} tokens")
+            raise self._too_long_error(f"{num_prompt_tokens} tokens")
         room = limit - num_prompt_tokens
         if params.max_tokens is None:
             return room
         if params.max_tokens > room:
             raise InvalidParamError(
                 "max_tokens",
-                f"asks for {params.max_tokens} tokens, and the prompt of {num_prompt_tokens} leaves "
-                f"room for {room}: the model's context is {limit} tokens. Ask for at most {room}, "
-                "or shorten the prompt.",
+                f"is {params.max_tokens}, but the prompt of {num_prompt_tokens} tokens leaves "
+                f"{room} of the model's context of {limit}. Use at most {room}, or shorten the "
+                "prompt.",
                 code="context_length_exceeded",
             )
         return params.max_tokens
 
-    def _too_long(self, size: str) -> InvalidRequestError:
+    def _too_long_error(self, size: str) -> InvalidRequestError:
         limit = self.info.max_model_len
         return InvalidRequestError(
-            f"The prompt has {size}, and the model's context is {limit} tokens, of which an answer needs at least one.",
+            f"The prompt has {size}. The model's context is {limit} tokens, including at least one "
+            "for the answer.",
             param="prompt",
             code="context_length_exceeded",
         )
 
 
-def default_sampling(folder: Path) -> dict[str, Any]:
-    """What the model's generation_config.json wants where a request says nothing, as SamplingParams' fields.
+def load_default_sampling(folder: Path) -> dict[str, Any]:
+    """Read sampling defaults from the model's generation_config.json, as SamplingParams fields.
 
-    `do_sample: false` is the likeliest token always. Raises CheckpointError for a value out of range.
+    `do_sample: false` means greedy decoding. Raises CheckpointError for values out of range.
     """
     path = folder / "generation_config.json"
     if not path.is_file():
         return {}
     try:
         content = json.loads(path.read_text())
-        found = {name: content[name] for name in _FROM_MODEL if content.get(name) is not None}
+        found = {name: content[name] for name in _MODEL_DEFAULTS if content.get(name) is not None}
         if content.get("do_sample") is False:
             found["temperature"] = 0.0
         SamplingParams(**found)
@@ -250,12 +253,12 @@ def default_sampling(folder: Path) -> dict[str, Any]:
     return found
 
 
-_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def _as_ids(ids: object) -> list[int]:
+def _check_ids(ids: object) -> list[int]:
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
         raise InvalidRequestError(
-            "A prompt of token ids is a list of whole numbers.", param="prompt"
+            "A prompt of token ids must be a list of integers.", param="prompt"
         )
     return ids

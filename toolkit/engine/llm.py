@@ -1,4 +1,4 @@
-"""The engine in-process, for offline work. The interface is vLLM's."""
+"""The engine in the caller's process, for offline work. The interface follows vLLM's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.engine.core import EngineCore
 from toolkit.engine.cores.several_cores import SeveralCores
 from toolkit.engine.input_processor import InputProcessor, Prompt
 from toolkit.engine.messages import Abort, EngineOutputs, EngineRequest
-from toolkit.engine.output_processor import Collected, OutputProcessor, RequestState
+from toolkit.engine.output_processor import OutputCollector, OutputProcessor, RequestState
 from toolkit.engine.outputs import Delta, RequestOutput
 from toolkit.engine.pooled_prompts import (
     EmbeddingOutput,
@@ -38,7 +38,7 @@ Messages = list[dict[str, Any]]
 
 
 class LLM:
-    """A model, loaded and ready.
+    """A loaded model.
 
     >>> llm = LLM("gpt2", max_num_seqs=64)
     >>> llm.generate(["The sea is"], SamplingParams(max_tokens=8))[0].outputs[0].text
@@ -55,9 +55,9 @@ class LLM:
     ) -> None:
         """Load a model: a folder, a hub name, or (None) the demo model.
 
-        `settings`: the flags of `tk serve`, with underscores; or `config`, which holds them all.
-        `executor`: one that is made already, in place of a new one. `report` is called with the
-        name and the seconds of each phase of start-up. Raises ToolkitError.
+        `settings` are the flags of `tk serve`, with underscores; `config` replaces them. `executor`
+        replaces the one that would be created. `report` is called with the name and seconds of each
+        start-up phase. Raises ToolkitError.
         """
         self.config = config or EngineConfig.from_settings({"model": model, **settings})
         wanted = self.config.model
@@ -72,7 +72,7 @@ class LLM:
         else:
             executor = executor or start_executor(self.config, self.folder, report)
             self._core = EngineCore(self.config, executor, lambda: self.tokenizer)
-        self._over = False
+        self._is_shut_down = False
         self.info = self._core.info
         self.tokenizer = load_tokenizer(tokenizer_folder, wanted.chat_template)
         self._inputs = InputProcessor(self.folder, self.tokenizer, self.info)
@@ -88,14 +88,14 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Completes prompts of any lengths together; results in the order of the prompts.
+        """Complete prompts of any lengths together. Results are in the order of the prompts.
 
-        One SamplingParams for all, or one for each. `use_tqdm`: show progress on a terminal. Raises
-        InvalidRequestError before anything runs when a prompt cannot be run, EngineError when a request
-        failed on the way.
+        `sampling_params`: one for all prompts, or one per prompt. `use_tqdm`: show progress on a
+        terminal. Raises InvalidRequestError before anything runs if a prompt is invalid, and
+        EngineError if a request failed.
         """
         many = _as_list(prompts)
-        params = _one_each(
+        params = _params_per_prompt(
             self.get_default_sampling_params() if sampling_params is None else sampling_params,
             len(many),
         )
@@ -115,7 +115,7 @@ class LLM:
         ]
         woken: deque[RequestState] = deque()
         states = [self._submit(request, text, woken) for text, request in requests]
-        collected = {state.id: Collected.of(state) for state in states}
+        collected = {state.id: OutputCollector.of(state) for state in states}
         progress = _Progress(len(requests)) if use_tqdm else None
         failures = []
         try:
@@ -128,7 +128,7 @@ class LLM:
                 if progress is not None and collected[id].output.finished:
                     progress.add_finished()
         finally:
-            self._abandon(list(collected))
+            self._abort(list(collected))
             if progress is not None:
                 progress.close()
         if failures:
@@ -145,9 +145,7 @@ class LLM:
         use_tqdm: bool = True,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answers one conversation, or several together. Raises InvalidRequestError when the model has no
-        chat template.
-        """
+        """Answer conversations. Raises InvalidRequestError if the model has no chat template."""
         several = bool(messages) and isinstance(messages[0], list)
         conversations = cast(list[Messages], messages if several else [messages])
         prompts: list[Prompt] = [
@@ -158,16 +156,19 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
     ) -> list[RequestOutput]:
-        """The `beam_width` best completions of each prompt that beam search finds, from the best down, with their
-        `cumulative_logprob`. Raises InvalidRequestError when a prompt cannot be run.
+        """Return the `beam_width` best completions of each prompt by beam search, best first.
+
+        Each has its `cumulative_logprob`. Raises InvalidRequestError.
         """
-        alike = SamplingParams(max_tokens=params.max_tokens, stop_token_ids=params.stop_token_ids)
-        checked = [self._inputs.process(prompt, alike) for prompt in _as_list(prompts)]
+        prompt_params = SamplingParams(
+            max_tokens=params.max_tokens, stop_token_ids=params.stop_token_ids
+        )
+        checked = [self._inputs.process(prompt, prompt_params) for prompt in _as_list(prompts)]
         searches = [
             BeamSearch(request.spec.prompt_token_ids, params, request.spec.eos_token_ids)
             for _, request in checked
         ]
-        while running := [search for search in searches if not search.finished]:
+        while running := [search for search in searches if not search.is_finished]:
             beams: list[Prompt] = [beam for search in running for beam in search.prompts]
             outputs = iter(self.generate(beams, running[0].step_params, use_tqdm=False))
             for search in running:
@@ -190,20 +191,21 @@ class LLM:
         dimensions: int | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """The embeddings of texts, or of tokens. `dimensions`: the numbers that are kept of each, of a model that was made to
-        be cut. `truncate_prompt_tokens`: the tokens that are kept, -1: as many as the model takes.
+        """Return the embeddings of texts or token ids.
 
-        Raises InvalidRequestError when the model has no embeddings, for a text that is empty or too long.
+        `dimensions`: length to cut vectors to, if the model was trained for it.
+        `truncate_prompt_tokens`: tokens to keep of each prompt, -1: the model's maximum. Raises
+        InvalidRequestError if the model has no embeddings, or a text is empty or too long.
         """
-        size = self._pooling.size(dimensions)
-        inputs = self._pooling.texts(
+        size = self._pooling.embedding_size(dimensions)
+        inputs = self._pooling.prepare_texts(
             cast(list[str | list[int]], _as_list(prompts)), truncate_prompt_tokens
         )
         return [
             EmbeddingRequestOutput(
                 str(i),
                 one.token_ids.tolist(),
-                EmbeddingOutput(self._pooling.cut(vector, size).tolist()),
+                EmbeddingOutput(self._pooling.truncate(vector, size).tolist()),
             )
             for i, (one, vector) in enumerate(zip(inputs, self._pool(inputs), strict=True))
         ]
@@ -215,21 +217,23 @@ class LLM:
         *,
         truncate_prompt_tokens: int | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well each query fits its document, or one query each of several: a cross-encoder's number, else the cosine
-        of their embeddings. Raises as `embed` does.
+        """Score each query with its document, or one query with each document.
+
+        The score is a cross-encoder's output, else the cosine similarity of embeddings. Raises
+        InvalidRequestError.
         """
         firsts = [queries] if isinstance(queries, str) else list(queries)
         seconds = [documents] if isinstance(documents, str) else list(documents)
-        job = self._pooling.comparison(
+        job = self._pooling.prepare_comparison(
             firsts, seconds, truncate_prompt_tokens, ("queries", "documents")
         )
-        scores = job.scores(self._pool(job.inputs))
+        scores = job.compute_scores(self._pool(job.inputs))
         return [
             ScoringRequestOutput(str(i), ScoringOutput(score)) for i, score in enumerate(scores)
         ]
 
     def _pool(self, inputs: Sequence[PoolingInput]) -> list[Vector]:
-        """The vectors of prompts, in their order."""
+        """Return the vectors of prompts, in their order."""
         woken: deque[RequestState] = deque()
         states = [self._submit(one.request(str(next(self._ids))), None, woken) for one in inputs]
         vectors: dict[str, Vector] = {}
@@ -239,13 +243,13 @@ class LLM:
                     raise EngineError(delta.error)
                 vectors[id] = as_vector(delta.embedding)
         finally:
-            self._abandon([state.id for state in states])
+            self._abort([state.id for state in states])
         return [vectors[state.id] for state in states]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[Delta]:
-        """Completes one prompt, piece by piece. Leaving the loop early ends the request."""
+        """Complete one prompt and yield the output as it grows. Leaving the loop early ends it."""
         text, request = self._inputs.process(
             prompt,
             sampling_params or self.get_default_sampling_params(),
@@ -259,37 +263,37 @@ class LLM:
                     raise EngineError(delta.error)
                 yield delta
         finally:
-            self._abandon([request.id])
+            self._abort([request.id])
 
     def chat_prompt(self, messages: Messages, **template_options: Any) -> list[int]:
-        """The tokens of a conversation, by the model's chat template."""
+        """Return the tokens of a conversation in the model's chat template."""
         return self._inputs.chat_prompt(messages, **template_options)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used when none are given: the model's own (generation_config.json), else SamplingParams()."""
+        """Return the model's defaults (generation_config.json), else SamplingParams()."""
         return SamplingParams(**self._inputs.default_sampling)
 
     def tokenize(self, text: str) -> list[int]:
-        """The tokens of a text, with those that the tokenizer puts before or after."""
+        """Return the tokens of a text, including the special tokens that the tokenizer adds."""
         return self._inputs.require_tokenizer().encode(text)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the cached beginnings of prompts."""
+        """Evict all cached prompts."""
         self._core.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Frees the model's memory; the object cannot be used again. Streams that are not at their end raise EngineDeadError."""
-        self._over = True
+        """Free the model's memory. Later calls and open streams raise EngineDeadError."""
+        self._is_shut_down = True
         self._core.shutdown()
 
     def _require_running(self) -> None:
-        if self._over:
+        if self._is_shut_down:
             raise EngineDeadError("The engine was shut down.")
 
     def _submit(
         self, request: EngineRequest, text: str | None, woken: deque[RequestState]
     ) -> RequestState:
-        """Takes a request in; it goes into `woken` when there is news of it."""
+        """Submit a request. It is appended to `woken` whenever it has a new delta."""
         self._require_running()
         state = self._outputs.add(request, text)
         state.wake = lambda: woken.append(state)
@@ -302,17 +306,17 @@ class LLM:
         woken: deque[RequestState],
         on_step: Callable[[EngineOutputs], None] | None = None,
     ) -> Iterator[tuple[str, Delta]]:
-        """News of these requests, until the last of them ends.
+        """Yield (request id, delta) until all of these requests have ended.
 
-        Several such loops may be under way, streams that are left and taken up again: what a step gives to
-        another's requests waits for it.
+        Several such loops may be open. The output of one loop's requests is kept while another
+        runs.
         """
         unfinished = sum(len(state.sequences) for state in states)
         while unfinished:
             while not woken:
                 self._step(on_step)
             state = woken.popleft()
-            delta = state.take()
+            delta = state.next_delta()
             if delta is not None:
                 unfinished -= delta.finish_reason is not None
                 yield state.id, delta
@@ -325,25 +329,25 @@ class LLM:
             message = self._core.step()[0]
         except (
             BaseException
-        ):  # Ctrl-C, say: a step may have run in part, and the cache must not be trusted
+        ):  # for example Ctrl-C: a step may have run in part, so the cache must not be trusted
             self._core.drop_steps()
             raise
-        done = self._outputs.process(message, time.monotonic())
-        if done.ended:
-            self._core.abort(Abort(done.ended))
+        changes = self._outputs.process(message, time.monotonic())
+        if changes.stopped:
+            self._core.abort(Abort(changes.stopped))
         if on_step is not None:
             on_step(message)
 
-    def _abandon(self, ids: list[str]) -> None:
-        """Ends what is still running of some requests."""
+    def _abort(self, ids: list[str]) -> None:
+        """End the requests that are still running."""
         for id in ids:
             state = self._outputs.remove(id)
-            if state is not None and not self._over:
+            if state is not None and not self._is_shut_down:
                 self._core.abort(Abort(state.unfinished_numbers))
 
 
 class _Progress:
-    """A progress bar on stderr, when that is a terminal."""
+    """Progress bar on stderr if that is a terminal."""
 
     def __init__(self, num_requests: int) -> None:
         self._bar = None
@@ -396,7 +400,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return many
 
 
-def _one_each(
+def _params_per_prompt(
     params: SamplingParams | Sequence[SamplingParams], count: int
 ) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):

@@ -1,4 +1,4 @@
-"""What front end and engine core tell each other: msgspec structs, sent as MessagePack."""
+"""Messages between front ends and engine cores: msgspec structs, sent as MessagePack."""
 
 from __future__ import annotations
 
@@ -12,71 +12,67 @@ from toolkit.worker import WorkerInfo
 
 
 class EngineRequest(msgspec.Struct, kw_only=True, tag="add"):
-    """A request for the core: what is asked, and how its answers are delivered.
+    """A request and how its answers are delivered.
 
     The client (a front end) and a number identify each of its n sequences: `number` and the n - 1
-    that follow. No front end uses a number twice.
+    numbers after it. A front end uses each number once.
     """
 
     id: str
     spec: SequenceSpec
     client: int = 0
     number: int = 0
-    seed: int | None = None
-    """Seed of the first sequence, if the front end has drawn one."""
-    arrival: float = 0.0
-    """On the machine's monotonic clock."""
-    origin: str = ""
-    """Address of the HTTP client."""
+    seed: int | None = None  # of the first sequence, if the front end has drawn one
+    arrival: float = 0.0  # on the machine's monotonic clock
+    origin: str = ""  # address of the HTTP client
     index: int | None = None
-    """The only one of the n answers to compute: the others are elsewhere. None: all n."""
+    """Compute only this one of the n answers. None: all n."""
     output_token_ids: list[int] = []
-    """Tokens that the sequence `index` already has, from a core that died."""
+    """Tokens of sequence `index` that a core generated before it died."""
     num_prompt_logprobs: int = 0
     """Prompt positions whose log-probabilities that core had reported."""
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that this message asks for."""
         return self.spec.params.n if self.index is None else 1
 
 
 class Abort(msgspec.Struct, tag="abort"):
-    """Sequences to end, by number."""
+    """Sequences to end."""
 
     numbers: list[int]
     client: int = 0
 
 
-class Leave(msgspec.Struct, tag="leave"):
-    """A front end is gone: its sequences end, and what still comes of it is dropped."""
+class ClientGone(msgspec.Struct, tag="client_gone"):
+    """A front end has exited. Its sequences end, and their output is dropped."""
 
     client: int
 
 
 class ResetPrefixCache(msgspec.Struct, tag="reset"):
-    """Forget all cached content."""
+    """Evict all cached blocks. The core answers all front ends with PrefixCacheCleared."""
 
 
-class Ping(msgspec.Struct, tag="ping"):
-    """Say that a step has run; an idle core runs one for this."""
+class StepProbe(msgspec.Struct, tag="step_probe"):
+    """Request a StepReport after the next step. An idle core runs a step for it."""
 
     client: int
 
 
-class Knock(msgspec.Struct, tag="knock"):
-    """From the first front end: say that the loop goes round. It costs an idle core no step."""
+class Ping(msgspec.Struct, tag="ping"):
+    """Check that the core's loop is alive, without a step. Sent by the first front end."""
 
 
 class ListRequests(msgspec.Struct, tag="list"):
-    """Tell of every request. The answer has the same ticket."""
+    """Request a RequestList of all live requests, with the same ticket."""
 
     client: int
     ticket: int
 
 
 class EndRequests(msgspec.Struct, tag="end"):
-    """End the requests with this id, whoever asked for them, and tell which."""
+    """End all requests with this id, of any client, and return them as a RequestList."""
 
     id: str
     client: int
@@ -84,25 +80,22 @@ class EndRequests(msgspec.Struct, tag="end"):
 
 
 class Stop(msgspec.Struct, tag="stop"):
-    """End the process."""
+    """Shut the process down."""
 
 
 class LogprobEntry(msgspec.Struct, array_like=True):
-    """One position: the token itself first, then the likeliest; `rank` is the first one's."""
+    """Log-probabilities at one position: the token itself, then the likeliest tokens."""
 
     token_ids: list[int]
     logprobs: list[float]
-    rank: int
+    rank: int  # of the token itself
 
 
 class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What one step gave one sequence, when that is more than a token: its first token, its end,
-    log-probabilities, an error.
-    """
+    """A sequence's result of a step: its first token, its end, log-probabilities or an error."""
 
     number: int
-    token_ids: list[int]
-    """New ones; of a sequence whose tokens come together, all."""
+    token_ids: list[int]  # new ones; with is_final_only, all
     finish_reason: str | None = None
     stop_reason: int | None = None
     logprobs: LogprobEntry | None = None
@@ -110,41 +103,38 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: str | None = None
-    embedding: bytes = b""
-    """What a pooled prompt has become: float32 each."""
+    embedding: bytes = b""  # float32 vector of a pooled prompt
 
 
 class EngineOutputs(msgspec.Struct, tag="outputs"):
-    """One message for each step and front end."""
+    """Results of one step for one front end."""
 
     outputs: list[EngineOutput] = []
     numbers: bytes = b""
-    """int64 each: sequences that got one token and nothing else. `token_ids` has the tokens, int32 each."""
-    token_ids: bytes = b""
-    stats: EngineStats | None = None
-    """For the first front end."""
-    scheduled: list[int] = []
-    """Sequences that began to run in this step."""
+    """int64 numbers of the sequences that got one token and nothing else."""
+    token_ids: bytes = b""  # int32 token of each of them
+    stats: EngineStats | None = None  # only for the first front end
+    scheduled: list[int] = []  # sequences that started to run in this step
     scheduled_at: float = 0.0
-    """When they did, on the machine's monotonic clock, which all processes share."""
+    """Start time of those sequences on the monotonic clock, which all processes share."""
 
 
-class Pong(msgspec.Struct, tag="pong"):
-    """A step has run since the Ping; `error`: it failed."""
+class StepReport(msgspec.Struct, tag="step_report"):
+    """A step has run since the StepProbe. `error`: the reason if it failed."""
 
     error: str | None = None
 
 
-class Alive(msgspec.Struct, tag="alive"):
-    """The answer to Knock."""
+class Pong(msgspec.Struct, tag="pong"):
+    """Answer to Ping."""
 
 
-class Forgotten(msgspec.Struct, tag="forgotten"):
-    """Nothing is cached any more, whoever asked for that."""
+class PrefixCacheCleared(msgspec.Struct, tag="prefix_cache_cleared"):
+    """All cached blocks are evicted. Sent to every front end."""
 
 
 class RequestInfo(msgspec.Struct):
-    """A live request, its n sequences together. Times in seconds."""
+    """A live request with all of its n sequences. Times in seconds."""
 
     id: str
     state: str
@@ -152,40 +142,39 @@ class RequestInfo(msgspec.Struct):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
-    tokens_per_second: float
-    """Output tokens over the time since it first ran."""
+    tokens_per_second: float  # output tokens over the time since it first ran
     num_blocks: int
     num_preemptions: int
     priority: int
-    origin: str
-    """The address that it came from."""
+    origin: str  # address of the client
     n: int = 1
 
 
 class RequestList(msgspec.Struct, tag="requests"):
-    """The answer to ListRequests and EndRequests."""
+    """Answer to ListRequests and EndRequests."""
 
     ticket: int
     requests: list[RequestInfo]
-    kv_cache_usage: float
-    """0 to 1."""
+    kv_cache_usage: float  # 0 to 1
 
 
-class Phase(msgspec.Struct, tag="phase"):
-    """A part of start-up is done."""
+class StartupPhase(msgspec.Struct, tag="phase"):
+    """A phase of start-up is complete."""
 
     name: str
     seconds: float
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """Requests can come."""
+    """The core accepts requests."""
 
     info: WorkerInfo
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The core ends. `kind` is the class of a ToolkitError, or empty for a bug, whose traceback is in the
+    """The core ends with an error.
+
+    `kind` is the name of a ToolkitError class. It is empty for a bug, whose traceback is in the
     log.
     """
 
@@ -193,8 +182,8 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-class Start(msgspec.Struct):
-    """The first message to a core process."""
+class StartCore(msgspec.Struct):
+    """First message to a core process."""
 
     config: EngineConfig
     folder: str
@@ -204,12 +193,21 @@ class Start(msgspec.Struct):
 ToCore = (
     EngineRequest
     | Abort
-    | Leave
+    | ClientGone
     | ResetPrefixCache
     | ListRequests
     | EndRequests
+    | StepProbe
     | Ping
-    | Knock
     | Stop
 )
-FromCore = EngineOutputs | RequestList | Forgotten | Phase | Ready | Pong | Alive | Failed
+FromCore = (
+    EngineOutputs
+    | RequestList
+    | PrefixCacheCleared
+    | StartupPhase
+    | Ready
+    | StepReport
+    | Pong
+    | Failed
+)

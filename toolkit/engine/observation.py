@@ -1,4 +1,4 @@
-"""What a front end counts of the cores' steps and of its requests."""
+"""Update metrics from the statistics of a core's step."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from toolkit.scheduler.stats import COUNTERS, EngineStats
 
 
 def observe_gauges(metrics: Metrics, stats: EngineStats) -> None:
-    """Sets what a core has to do now."""
+    """Set the gauges of a core's current load."""
     metrics.num_requests_running.set(stats.num_running)
     metrics.observe_waiting(stats.num_waiting)
     metrics.kv_cache_usage.set(stats.kv_cache_usage)
 
 
 def observe_step(metrics: Metrics, stats: EngineStats) -> None:
-    """Sets the gauges and adds the counts of a step."""
+    """Set the gauges and add the counters of a step."""
     observe_gauges(metrics, stats)
     for name in COUNTERS:
         if count := getattr(stats, name):

@@ -1,4 +1,4 @@
-"""From the core's tokens to text: incremental detokenization, stop strings, log-probabilities."""
+"""Turn tokens from the core into text: detokenization, stop strings, log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from toolkit.sampling.params import SamplingParams
 from toolkit.text.tokenizer import SpacedTextStream, TextStream, Tokenizer
 
 
-class AnswerText:
-    """The text of one answer on its way. What may be the beginning of a stop string is held back."""
+class IncrementalDetokenizer:
+    """Text of one answer as it is generated. Holds back text that may begin a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         if params.spaces_between_special_tokens and not params.skip_special_tokens:
@@ -28,11 +28,11 @@ class AnswerText:
         self._include_stop = params.include_stop_str_in_output
         self._held = ""
         self._num_immune = 0
-        """Characters held back that came before `min_tokens`: a stop string that ends among them ends nothing."""
+        """Held characters from before `min_tokens`; a stop string that ends in them is ignored."""
         self._num_tokens = 0
 
     def add(self, token_ids: list[int], ended: bool) -> tuple[str, str | None]:
-        """(text that is certain, the stop string that was met). `ended`: these are the last tokens."""
+        """Return (text to show, stop string found or None). `ended`: these are the last tokens."""
         self._num_tokens += len(token_ids)
         text = (
             self.stream.add_one(token_ids[0]) if len(token_ids) == 1 else self.stream.add(token_ids)
@@ -56,7 +56,7 @@ class AnswerText:
         return text[:certain], None
 
     def _first_stop(self, text: str) -> tuple[str | None, int]:
-        """(the stop string that begins first, where) among those that end after what is immune."""
+        """Return (stop string that begins first, its position) after the immune characters."""
         ends_after = self._num_immune
         found = [
             (text.find(stop, max(0, ends_after - len(stop) + 1)), stop) for stop in self._stops
@@ -67,20 +67,18 @@ class AnswerText:
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One of a request's answers, as the front end sees it. Moments are on the monotonic clock."""
+    """One answer of a request in the front end. Times are on the monotonic clock."""
 
     request: RequestState
     index: int
     number: int
-    text: AnswerText | None
-    """None when no text is wanted."""
+    detokenizer: IncrementalDetokenizer | None  # None if no text is needed
     stream: TextStream | None
-    """Where plain tokens go: the text's, unless stop strings have to be found."""
-    delta: Delta | None = None
-    """What is new and nobody has taken yet."""
-    finished: bool = False
+    """Receives plain tokens. None if stop strings must be found."""
+    delta: Delta | None = None  # output not read yet
+    is_finished: bool = False
     token_ids: list[int] = field(default_factory=list)
-    """All that have come: should the core die, another goes on after them."""
+    """All tokens so far. If the core dies, another continues after them."""
     first_token: float = 0.0
     last_token: float = 0.0
     num_preemptions: int = 0
@@ -89,24 +87,24 @@ class SequenceState:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    def put(self, delta: Delta) -> None:
-        """Adds to what is new, and wakes who waits for it."""
+    def add_delta(self, delta: Delta) -> None:
+        """Add output and wake the reader."""
         if self.delta is not None:
             _merge(self.delta, delta)
             return
         self.delta = delta
-        self.request.news.append(self)
+        self.request.unread.append(self)
         self.request.wake()
 
     def end(self, reason: str) -> None:
-        """Ends it from this side."""
-        self.finished = True
-        self.put(Delta(self.index, "", [], finish_reason=reason))
+        """End the sequence in the front end."""
+        self.is_finished = True
+        self.add_delta(Delta(self.index, "", [], finish_reason=reason))
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request on its way, as the front end sees it."""
+    """A request in the front end."""
 
     id: str
     prompt: str | None
@@ -114,49 +112,47 @@ class RequestState:
     params: SamplingParams
     sequences: list[SequenceState] = field(default_factory=list)
     wake: Callable[[], None] = lambda: None
-    """Called when there is news of a sequence that had none."""
-    news: deque[SequenceState] = field(default_factory=deque)
-    """Those with a delta, in the order in which they got it."""
+    """Called when a sequence without unread output gets some."""
+    unread: deque[SequenceState] = field(default_factory=deque)
+    """Sequences with unread output, in the order in which they got it."""
     num_cached_tokens: int = 0
     num_finished: int = 0
-    prompt_logprobs_begun: bool = False
-    num_prompt_logprobs: int = 0
-    """Prompt positions that have been reported."""
+    has_prompt_logprobs: bool = False
+    num_prompt_logprobs: int = 0  # prompt positions that have been reported
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         return self.num_finished == len(self.sequences)
 
     @property
     def unfinished_numbers(self) -> list[int]:
-        """Sequences that the core still runs."""
-        return [sequence.number for sequence in self.sequences if not sequence.finished]
+        return [sequence.number for sequence in self.sequences if not sequence.is_finished]
 
-    def take(self) -> Delta | None:
-        """What is new of the sequence that has waited longest; None when nothing is."""
-        if not self.news:
+    def next_delta(self) -> Delta | None:
+        """Return unread output of the sequence that has waited longest; None if there is none."""
+        if not self.unread:
             return None
-        sequence = self.news.popleft()
+        sequence = self.unread.popleft()
         delta, sequence.delta = sequence.delta, None
         return delta
 
 
 @dataclass(slots=True)
-class Processed:
-    """What a step's message was."""
+class StepChanges:
+    """Effects of a step's message."""
 
-    ended: list[int] = field(default_factory=list)
-    """Sequences that met a stop string, and go on in the core until it is told."""
+    stopped: list[int] = field(default_factory=list)
+    """Sequences that met a stop string. The core continues them until it gets an Abort."""
     gaps: dict[float, int] = field(default_factory=dict)
-    """For moments at which sequences had got their last token before: how many have a new one now."""
-    begun: list[SequenceState] = field(default_factory=list)
-    """Those whose first token came."""
+    """New tokens, counted by the time of their sequence's previous token."""
+    started: list[SequenceState] = field(default_factory=list)
+    """Sequences that got their first token."""
     finished: list[tuple[SequenceState, str]] = field(default_factory=list)
-    """Those that ended, and why."""
+    """Ended sequences with their finish reasons."""
 
 
 class OutputProcessor:
-    """Knows every request under way."""
+    """Turns the messages of cores into deltas of the open requests."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
@@ -165,50 +161,55 @@ class OutputProcessor:
         self._next_number = 0
 
     def add(self, request: EngineRequest, prompt: str | None) -> RequestState:
-        """Takes a request in and numbers its sequences."""
+        """Register a request and number its sequences."""
         params = request.spec.params
         state = RequestState(request.id, prompt, request.spec.prompt_token_ids, params)
         request.number = self._next_number
         self._next_number += params.n
         for index in range(params.n):
-            text = (
-                AnswerText(self.tokenizer, params) if self.tokenizer and params.detokenize else None
+            detokenizer = (
+                IncrementalDetokenizer(self.tokenizer, params)
+                if self.tokenizer and params.detokenize
+                else None
             )
-            stream = text.stream if text is not None and not params.stop_strings else None
-            sequence = SequenceState(state, index, request.number + index, text, stream)
+            stream = detokenizer.stream if detokenizer and not params.stop_strings else None
+            sequence = SequenceState(state, index, request.number + index, detokenizer, stream)
             state.sequences.append(sequence)
             self._sequences[sequence.number] = sequence
         self.requests[request.id] = state
         return state
 
     def find(self, number: int) -> SequenceState | None:
-        """The sequence with that number, unless it has ended."""
+        """Return the sequence with this number, or None if it has ended."""
         return self._sequences.get(number)
 
     def remove(self, request_id: str) -> RequestState | None:
-        """Forgets a request; what still comes of it is dropped."""
+        """Remove a request. Output that arrives later is dropped."""
         state = self.requests.pop(request_id, None)
         if state is not None:
             for sequence in state.sequences:
                 self._sequences.pop(sequence.number, None)
         return state
 
-    def process(self, message: EngineOutputs, now: float) -> Processed:
-        """Turns a step's tokens into deltas of the requests. `now`: when the message came."""
-        done = Processed()
+    def process(self, message: EngineOutputs, now: float) -> StepChanges:
+        """Turn a step's tokens into deltas. `now`: arrival time of the message."""
+        changes = StepChanges()
         for output in message.outputs:
             sequence = self._sequences.get(output.number)
             if sequence is not None:
-                self._process_one(sequence, output, now, done)
+                self._process_one(sequence, output, now, changes)
         if message.numbers:
-            self._process_columns(message, now, done)
-        return done
+            self._process_columns(message, now, changes)
+        return changes
 
-    def _process_columns(self, message: EngineOutputs, now: float, done: Processed) -> None:
-        """The one loop over every token of a busy server: as little as can be for each."""
+    def _process_columns(self, message: EngineOutputs, now: float, changes: StepChanges) -> None:
+        """Process sequences that got one token and nothing else.
+
+        A busy server runs this loop for every token, so it does as little as possible.
+        """
         numbers = np.frombuffer(message.numbers, np.int64).tolist()
         tokens = np.frombuffer(message.token_ids, np.int32).tolist()
-        find, gaps = self._sequences.get, done.gaps
+        find, gaps = self._sequences.get, changes.gaps
         for number, token in zip(numbers, tokens, strict=True):
             sequence = find(number)
             if sequence is None:
@@ -219,12 +220,12 @@ class OutputProcessor:
             sequence.token_ids.append(token)
             if sequence.stream is not None:
                 text = sequence.stream.add_one(token)
-            elif sequence.text is None:
+            elif sequence.detokenizer is None:
                 text = ""
             else:
-                text, stop = sequence.text.add([token], False)
+                text, stop = sequence.detokenizer.add([token], False)
                 if stop is not None:
-                    self._stop(sequence, Delta(sequence.index, text, [token]), stop, done)
+                    self._stop(sequence, Delta(sequence.index, text, [token]), stop, changes)
                     continue
             delta = sequence.delta
             if delta is None:
@@ -232,31 +233,31 @@ class OutputProcessor:
                 sequence.delta = Delta(
                     sequence.index, text, [token], num_cached_tokens=request.num_cached_tokens
                 )
-                request.news.append(sequence)
+                request.unread.append(sequence)
                 request.wake()
             else:
                 delta.text += text
                 delta.token_ids.append(token)
 
     def _process_one(
-        self, sequence: SequenceState, output: EngineOutput, now: float, done: Processed
+        self, sequence: SequenceState, output: EngineOutput, now: float, changes: StepChanges
     ) -> None:
         state = sequence.request
         if sequence.index == 0:  # its siblings find the blocks that it has just computed
             state.num_cached_tokens = output.num_cached_tokens or state.num_cached_tokens
         if output.token_ids:
             if sequence.num_tokens:
-                done.gaps[sequence.last_token] = done.gaps.get(sequence.last_token, 0) + 1
+                changes.gaps[sequence.last_token] = changes.gaps.get(sequence.last_token, 0) + 1
             else:
                 sequence.first_token = now
-                done.begun.append(sequence)
+                changes.started.append(sequence)
             sequence.last_token = now
             sequence.token_ids += output.token_ids
         sequence.num_preemptions = output.num_preemptions
         text, stop = "", None
-        if sequence.text is not None:
+        if sequence.detokenizer is not None:
             visible = self._visible(output, state.params)
-            text, stop = sequence.text.add(visible, output.finish_reason is not None)
+            text, stop = sequence.detokenizer.add(visible, output.finish_reason is not None)
         delta = Delta(
             sequence.index, text, output.token_ids, num_cached_tokens=state.num_cached_tokens
         )
@@ -266,31 +267,29 @@ class OutputProcessor:
         if output.prompt_logprobs is not None:
             state.num_prompt_logprobs += len(output.prompt_logprobs)
             delta.prompt_logprobs = [self._position(entry) for entry in output.prompt_logprobs]
-        if state.params.prompt_logprobs is not None and not state.prompt_logprobs_begun:
-            state.prompt_logprobs_begun = True
-            delta.prompt_logprobs = [
-                None,
-                *(delta.prompt_logprobs or []),
-            ]  # nothing comes before the first
+        if state.params.prompt_logprobs is not None and not state.has_prompt_logprobs:
+            state.has_prompt_logprobs = True
+            # The first token has no log-probability.
+            delta.prompt_logprobs = [None, *(delta.prompt_logprobs or [])]
         if stop is not None:
-            self._stop(sequence, delta, stop, done, in_core=output.finish_reason is None)
+            self._stop(sequence, delta, stop, changes, in_core=output.finish_reason is None)
         elif output.finish_reason is not None:
-            self._finish(sequence, delta, output.finish_reason, output.stop_reason, done)
+            self._finish(sequence, delta, output.finish_reason, output.stop_reason, changes)
         else:
-            sequence.put(delta)
+            sequence.add_delta(delta)
 
     def _stop(
         self,
         sequence: SequenceState,
         delta: Delta,
         stop: str,
-        done: Processed,
+        changes: StepChanges,
         *,
         in_core: bool = True,
     ) -> None:
         if in_core:
-            done.ended.append(sequence.number)
-        self._finish(sequence, delta, "stop", stop, done)
+            changes.stopped.append(sequence.number)
+        self._finish(sequence, delta, "stop", stop, changes)
 
     def _finish(
         self,
@@ -298,20 +297,20 @@ class OutputProcessor:
         delta: Delta,
         reason: str,
         stop_reason: int | str | None,
-        done: Processed,
+        changes: StepChanges,
     ) -> None:
         delta.finish_reason, delta.stop_reason = reason, stop_reason
-        done.finished.append((sequence, reason))
-        sequence.finished = True
+        changes.finished.append((sequence, reason))
+        sequence.is_finished = True
         state = sequence.request
         state.num_finished += 1
         del self._sequences[sequence.number]
-        if state.finished:
+        if state.is_finished:
             del self.requests[state.id]
-        sequence.put(delta)
+        sequence.add_delta(delta)
 
     def _visible(self, output: EngineOutput, params: SamplingParams) -> list[int]:
-        """The tokens that make text: not the one that ended the answer, unless the user asked to see it."""
+        """Return the tokens that become text. Excludes the end token unless the user wants it."""
         ended_by_token = output.finish_reason == "stop" and output.token_ids
         if ended_by_token and not params.include_stop_str_in_output:
             return output.token_ids[:-1]
@@ -328,14 +327,14 @@ class OutputProcessor:
 
 
 @dataclass(slots=True)
-class Collected:
-    """Deltas gathered into a RequestOutput."""
+class OutputCollector:
+    """Merges deltas into a RequestOutput."""
 
     output: RequestOutput
     states: list[CompletionOutput] = field(default_factory=list)
 
     @classmethod
-    def of(cls, state: RequestState) -> Collected:
+    def of(cls, state: RequestState) -> OutputCollector:
         outputs = [CompletionOutput(index=i) for i in range(len(state.sequences))]
         return cls(RequestOutput(state.id, state.prompt, state.prompt_token_ids, outputs), outputs)
 
@@ -358,7 +357,7 @@ class Collected:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, and not all of it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size
@@ -366,7 +365,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def _merge(delta: Delta, later: Delta) -> None:
-    """Adds what came later to a delta that nobody has taken yet."""
+    """Merge later output into an unread delta."""
     delta.text += later.text
     delta.token_ids += later.token_ids
     if later.logprobs is not None:

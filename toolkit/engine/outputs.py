@@ -1,4 +1,4 @@
-"""What a user gets. The shapes are vLLM's."""
+"""Outputs of the Python API. Their fields follow vLLM's."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Logprob:
-    """A token's log-probability at some position; `rank` is 1 for the likeliest, None where it was not
-    computed.
-    """
+    """Log-probability of a token at one position. `rank`: 1 for the likeliest, None if unknown."""
 
     logprob: float
     rank: int | None
@@ -17,12 +15,12 @@ class Logprob:
 
 
 PositionLogprobs = dict[int, Logprob]
-"""By token id; the token that stands at the position comes first."""
+"""By token id. The token in the output comes first."""
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's n answers, so far."""
+    """One of a request's n answers so far."""
 
     index: int
     text: str = ""
@@ -31,7 +29,7 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    """The stop string or stop token that ended it, when it was not the model's own end."""
+    """Stop string or stop token that ended the answer. None for the model's end token."""
 
     @property
     def finished(self) -> bool:
@@ -40,7 +38,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request and its answers, so far."""
+    """A request and its answers so far."""
 
     request_id: str
     prompt: str | None
@@ -53,7 +51,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one answer."""
+    """New output of one answer."""
 
     index: int
     text: str
@@ -64,5 +62,4 @@ class Delta:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     error: str | None = None
-    embedding: bytes = b""
-    """Of a prompt that is pooled: float32 each."""
+    embedding: bytes = b""  # float32 vector of a pooled prompt

@@ -1,4 +1,8 @@
-"""Live requests as somebody who watches the server sees them."""
+"""Descriptions of live requests for monitoring.
+
+A core lists and ends the requests of all its clients, between two steps, so that any API worker can
+answer for the server.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,11 @@ from toolkit.engine.messages import RequestInfo
 from toolkit.scheduler import Request, RequestStatus
 
 _SUFFIX = re.compile(r"-[0-9a-f]{8}(-\d+)*")
-"""What the server puts behind an answer's id, so that no two requests have the same."""
+"""Suffix that the server appends to an answer's id to make it unique."""
 
 
 def describe(requests: Iterable[Request], now: float) -> list[RequestInfo]:
-    """One entry for each request, its sequences together. `now`: on the monotonic clock."""
+    """Return one entry for each request. `now`: on the monotonic clock."""
     found: dict[tuple[int, str], RequestInfo] = {}
     for request in requests:
         if request.client < 0:  # the engine's own
@@ -48,6 +52,6 @@ def describe(requests: Iterable[Request], now: float) -> list[RequestInfo]:
 
 
 def has_id(request: Request, id: str) -> bool:
-    """Whether a request is known by this id: its own, or that of the answer that it is for."""
+    """Return True if `id` is the request's own id or that of its answer."""
     name = request.name
     return name == id or (name.startswith(id) and _SUFFIX.fullmatch(name, len(id)) is not None)

@@ -1,4 +1,8 @@
-"""What one request to the server made the engine do, for its line in the log and its trace."""
+"""Engine statistics of one HTTP request, for its log line and trace.
+
+The engine finds them in a context variable when it starts a request, and adds the stream. The
+counts are those of the streams, read when the request is answered: tokens cost nothing extra.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,17 @@ from toolkit.engine.stream import RequestStream
 from toolkit.metrics import Metrics
 
 
-class RequestRecord:
-    """Filled by the engine while the server's code for the request runs; read when it is answered. Seconds are on the
-    monotonic clock.
-    """
+class RequestStats:
+    """Filled while the request is served, read once it is answered. Times are monotonic seconds."""
 
     __slots__ = ("error", "origin", "started", "streams")
 
     def __init__(self, started: float, origin: str = "") -> None:
-        """`origin`: the address that the request came from."""
+        """`origin`: address of the client."""
         self.started = started
         self.origin = origin
         self.streams: list[RequestStream] = []
-        self.error: Exception | None = None
-        """What ended a streamed answer that had begun."""
+        self.error: Exception | None = None  # error that ended a streamed answer
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -40,8 +41,8 @@ class RequestRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that was asked of the engine has come."""
-        return all(stream.state.finished for stream in self.streams)
+        """True if all engine requests have finished."""
+        return all(stream.state.is_finished for stream in self.streams)
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -55,7 +56,7 @@ class RequestRecord:
 
     @property
     def time_per_output_token(self) -> float | None:
-        """The mean of its sequences."""
+        """Mean over sequences."""
         each = [
             (s.last_token - s.first_token) / (s.num_tokens - 1)
             for stream in self.streams
@@ -65,27 +66,27 @@ class RequestRecord:
         return sum(each) / len(each) if each else None
 
 
-current_record: ContextVar[RequestRecord | None] = ContextVar("current_record", default=None)
-"""That of the request whose task runs."""
+current_stats: ContextVar[RequestStats | None] = ContextVar("current_stats", default=None)
+"""Statistics of the HTTP request of the current task."""
 
 
-def observe_begin(metrics: Metrics, stream: RequestStream, now: float) -> None:
-    """A request's first token has come."""
+def observe_first_token(metrics: Metrics, stream: RequestStream, now: float) -> None:
+    """Record the first token of a request."""
     metrics.time_to_first_token.observe(now - stream.arrival)
     metrics.observe_prompt(len(stream.state.prompt_token_ids), stream.state.num_cached_tokens)
 
 
-def observe_end(
+def observe_sequence_end(
     metrics: Metrics, sequence: SequenceState, stream: RequestStream | None, reason: str, now: float
 ) -> None:
-    """A sequence has ended, and its request if it was the last one."""
+    """Record the end of a sequence and, after its last one, of the request."""
     metrics.count_finished(reason)
     metrics.request_generation_tokens.observe(sequence.num_tokens)
     metrics.request_num_preemptions.observe(sequence.num_preemptions)
     if sequence.num_tokens > 1:
         seconds = sequence.last_token - sequence.first_token
         metrics.time_per_output_token.observe(seconds / (sequence.num_tokens - 1))
-    if stream is None or not stream.state.finished:
+    if stream is None or not stream.state.is_finished:
         return
     metrics.e2e_request_latency.observe(now - stream.arrival)
     metrics.request_prompt_tokens.observe(len(stream.state.prompt_token_ids))

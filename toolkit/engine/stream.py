@@ -1,4 +1,4 @@
-"""One request's answer as it comes, to whoever asked AsyncLLM for it."""
+"""Streamed output of one AsyncLLM request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Self
 
 from toolkit.engine.cores.replica import Replica
-from toolkit.engine.cores.router import Share
+from toolkit.engine.cores.router import Placement
 from toolkit.engine.messages import EngineRequest
 from toolkit.engine.output_processor import RequestState
 from toolkit.engine.outputs import Delta
@@ -16,24 +16,19 @@ from toolkit.errors import EngineError
 
 
 class RequestStream:
-    """The deltas of one request, as they come; what has piled up comes as one. Iterate it to its end, or
-    `close` it, which ends the request.
-    """
+    """Deltas of one request; unread ones are merged. Iterate to the end, or `close` to end it."""
 
     def __init__(
         self, abort: Callable[[str], None], state: RequestState, request: EngineRequest
     ) -> None:
-        """`abort`: ends a request by its id."""
+        """`abort` ends a request by its id."""
         self.state = state
         self.arrival = time.monotonic()
         self.scheduled = 0.0
         self.request = request
-        self.num_deaths = 0
-        """Cores that have died while they had it."""
-        self.replica: Replica | None = None
-        """Who has it; None while no core runs."""
-        self.share: Share | None = None
-        """What it is to that core, where there are several."""
+        self.num_deaths = 0  # cores that died while they ran it
+        self.replica: Replica | None = None  # its core; None while no core is running
+        self.placement: Placement | None = None  # its load on that core if there are several
         self._abort = abort
         self._waiter: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
@@ -44,10 +39,10 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> Delta:
-        """Raises EngineError when the request cannot be finished."""
+        """Raises EngineError if the request cannot be finished."""
         if not self._num_unfinished:
             raise StopAsyncIteration
-        while (delta := self.state.take()) is None:
+        while (delta := self.state.next_delta()) is None:
             if self._failure is not None:
                 self._num_unfinished = 0
                 raise self._failure
@@ -60,12 +55,12 @@ class RequestStream:
         return delta
 
     def fail(self, error: Exception) -> None:
-        """Ends it with an error, which comes after all that came before."""
+        """End the request with an error, after its unread output."""
         self._failure = error
         self._wake()
 
     def close(self) -> None:
-        """Ends the request if it is still running."""
+        """End the request if it is still running."""
         self._num_unfinished = 0
         self._abort(self.state.id)
 

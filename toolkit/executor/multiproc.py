@@ -1,4 +1,10 @@
-"""One worker per rank, in separate processes. On one machine, rank 0 is the engine's process."""
+"""One worker per rank, in separate processes. On one machine, rank 0 is the engine's process.
+
+Every rank gets the same encoded steps and masks and applies them to its own state. Those of the
+last stage sample the same tokens from the same gathered logits, so only one of them returns
+results, and sends them only if it is another process. All report the phases of their start-up, and
+send heartbeats while they are busy.
+"""
 
 from __future__ import annotations
 
@@ -241,7 +247,7 @@ class MultiprocExecutor(Executor):
                 if self._is_closing.is_set():
                     return
                 self._being_examined.add(rank.rank)
-                how = f"ended without a word ({rank.how_ended()})"
+                how = f"ended unexpectedly ({rank.how_ended()})"
                 message = Broken(rank.rank, "", how, cause=Cause.KILLED)
             match message:
                 case Result():

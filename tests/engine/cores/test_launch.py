@@ -1,4 +1,4 @@
-"""What each of several engines is started with."""
+"""Start parameters of each of several engines."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 from toolkit import LLM
 from toolkit.config import EngineConfig
-from toolkit.config.engine import MEMORY
+from toolkit.config.engine import MEMORY_VARIABLE
 from toolkit.engine.cores import launch
-from toolkit.engine.cores.launch import Phases, plan
+from toolkit.engine.cores.launch import StartupPhases, plan_launches
 from toolkit.errors import ConfigError, OutOfMemoryError
 from toolkit.hardware.devices import Device
 from toolkit.logs import LogStyle
@@ -21,11 +21,11 @@ def environments(
 ) -> list[dict[str, str]]:
     monkeypatch.setattr(launch, "find_gpus", lambda: [object()] * num_gpus)
     config = EngineConfig.from_settings(settings)
-    return [dict(one.environment) for one in plan(config, Path("model"), LogStyle())]
+    return [dict(one.environment) for one in plan_launches(config, Path("model"), LogStyle())]
 
 
 def gpus(environments: list[dict[str, str]]) -> list[str]:
-    assert all(MEMORY in one for one in environments), "torch may have no driver for them"
+    assert all(MEMORY_VARIABLE in one for one in environments), "torch may have no driver for them"
     return [one["CUDA_VISIBLE_DEVICES"] for one in environments]
 
 
@@ -43,21 +43,21 @@ def test_each_engine_has_its_own_gpus(monkeypatch):
     [
         ("5,3", 2, ("5", "3")),
         ("GPU-8a, GPU-77", 2, ("GPU-8a", "GPU-77")),
-        ("4,2,99,7", 2, ("4", "2")),  # CUDA sees none behind one that is not there
+        ("4,2,99,7", 2, ("4", "2")),  # CUDA stops at the first GPU that does not exist
         ("MIG-1,MIG-2", 0, ("MIG-1", "MIG-2")),
     ],
 )
-def test_they_are_taken_of_those_that_the_process_may_use(monkeypatch, visible, seen, expected):
+def test_gpus_are_chosen_from_the_visible_ones(monkeypatch, visible, seen, expected):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpus(environments(seen, monkeypatch, data_parallel_size=2)) == list(expected)
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (
             {"data_parallel_size": 5},
-            "needs 5, and there are 4 here. At most --data-parallel-size 4 fits",
+            "needs 5 GPUs; this machine has 4. At most --data-parallel-size 4 fits",
         ),
         (
             {"data_parallel_size": 3, "tensor_parallel_size": 2},
@@ -66,46 +66,46 @@ def test_they_are_taken_of_those_that_the_process_may_use(monkeypatch, visible, 
         ({"data_parallel_size": 2, "tensor_parallel_size": 8}, "Not even one such engine fits"),
     ],
 )
-def test_too_few_gpus_are_refused_with_what_fits(monkeypatch, settings, told):
+def test_too_few_gpus_are_refused_with_what_fits(monkeypatch, settings, message):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         environments(4, monkeypatch, **settings)
     on_cpus = environments(4, monkeypatch, device="cpu", **settings)
-    assert [list(one) for one in on_cpus] == [[MEMORY]] * settings["data_parallel_size"]
+    assert [list(one) for one in on_cpus] == [[MEMORY_VARIABLE]] * settings["data_parallel_size"]
 
 
-def test_on_cpus_each_engine_has_an_equal_share_of_the_free_memory(monkeypatch):
-    """Free when the server starts: an engine that is started again has the same."""
+def test_cpu_engines_share_the_free_memory_equally(monkeypatch):
+    """The share is of the memory free at the server's start. A restarted engine gets the same."""
     monkeypatch.setattr(launch, "find_device", lambda kind: Device(kind, kind, 100, 61))
-    assert environments(0, monkeypatch, data_parallel_size=3) == [{MEMORY: "20"}] * 3
+    assert environments(0, monkeypatch, data_parallel_size=3) == [{MEMORY_VARIABLE: "20"}] * 3
 
 
 def test_an_engine_on_a_cpu_keeps_within_its_share(monkeypatch, checkpoint):
-    """Its weights have to fit, and the cache has 0.4 of what they leave."""
+    """Its weights must fit, and the cache gets 0.4 of the rest."""
     folder, blocks = str(checkpoint("llama3-gqa")), {"max_num_seqs": 256, "max_model_len": 100}
     weights = LLM(folder, device="cpu", num_gpu_blocks_override=10).info.weight_bytes
-    monkeypatch.setenv(MEMORY, str(weights - 1))
+    monkeypatch.setenv(MEMORY_VARIABLE, str(weights - 1))
     with pytest.raises(OutOfMemoryError, match="of cpu memory are free for each engine"):
         LLM(folder, device="cpu", **blocks)
     room = 2**20
-    monkeypatch.setenv(MEMORY, str(weights + room))
+    monkeypatch.setenv(MEMORY_VARIABLE, str(weights + room))
     info = LLM(folder, device="cpu", **blocks).info
     block_bytes = info.cache_bytes // info.num_blocks
     assert info.num_blocks == int(0.4 * room) // block_bytes
 
 
-def test_one_engine_and_those_that_ray_places_are_told_nothing(monkeypatch):
+def test_a_single_engine_and_ray_need_no_environment(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     assert environments(2, monkeypatch) == [{}]
     placed = {"data_parallel_size": 4, "distributed_executor_backend": "ray"}
     assert environments(2, monkeypatch, **placed) == [{}] * 4
 
 
-def test_a_phase_is_done_when_it_is_in_every_engine():
-    told = []
-    phases = Phases(2, lambda name, seconds: told.append((name, seconds)))
+def test_a_phase_ends_once_all_engines_completed_it():
+    reported = []
+    phases = StartupPhases(2, lambda name, seconds: reported.append((name, seconds)))
     phases.add("weights", 1.0)
     phases.add("KV cache", 0.1)
-    assert told == []
+    assert reported == []
     phases.add("weights", 2.0)
-    assert told == [("weights", 2.0)]
+    assert reported == [("weights", 2.0)]

@@ -1,4 +1,4 @@
-"""How often a core is started again."""
+"""Number and conditions of core restarts."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ import pytest
 
 from toolkit.config import EngineConfig
 from toolkit.engine.cores import revival
-from toolkit.engine.cores.revival import STABLE, Reviver
+from toolkit.engine.cores.revival import STABLE_AFTER, CoreRestarter
 from toolkit.errors import EngineDeadError
 
 LAUNCH = SimpleNamespace(name="the engine", config=EngineConfig())
 HUNG = EngineDeadError("It hangs.")
 
 
-def core(heard_at: float) -> SimpleNamespace:
-    """One that was last heard of then, and that starts at once."""
+def core(last_message_at: float) -> SimpleNamespace:
+    """Return a core with this time of its latest message. It starts at once."""
 
-    async def end() -> None: ...
+    async def kill_and_wait() -> None: ...
 
     async def ready(report: object) -> str:
         return "info"
 
-    return SimpleNamespace(heard_at=heard_at, took=0.0, end=end, ready=ready)
+    return SimpleNamespace(
+        last_message_at=last_message_at,
+        startup_seconds=0.0,
+        kill_and_wait=kill_and_wait,
+        ready=ready,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -32,45 +37,50 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(revival, "BACK_OFF", (0.0, 0.0, 0.0))
 
 
-async def starts(reviver: Reviver, most: int) -> int:
-    for number in range(most):
+async def count_restarts(restarter: CoreRestarter, max_count: int) -> int:
+    for number in range(max_count):
         try:
-            await reviver.another(HUNG)
+            await restarter.restart(HUNG)
         except EngineDeadError:
             return number
-    return most
+    return max_count
 
 
-async def test_one_that_hangs_from_its_first_step_is_given_up_however_late_that_is_noticed(
+async def test_a_core_that_hangs_at_once_counts_even_if_detected_late(
     monkeypatch,
 ):
     now = [1000.0]
 
     def monotonic() -> float:
-        now[0] += 400.0  # passes between any two looks
+        now[0] += 400.0  # passes between any two calls
         return now[0]
 
     monkeypatch.setattr(revival.time, "monotonic", monotonic)
-    monkeypatch.setattr(revival, "CoreClient", lambda launch, patience: core(now[0]))
-    assert await starts(Reviver(LAUNCH, core(now[0])), 10) == len(revival.BACK_OFF)
+    monkeypatch.setattr(revival, "CoreClient", lambda launch, startup_timeout: core(now[0]))
+    assert await count_restarts(CoreRestarter(LAUNCH, core(now[0])), 10) == len(revival.BACK_OFF)
 
 
-async def test_one_that_starts_again_has_longer_than_the_first_start_took(monkeypatch):
-    given: list[float] = []
+async def test_a_restart_may_take_longer_than_the_first_start(monkeypatch):
+    timeouts: list[float] = []
 
-    def another(launch: object, patience: float) -> SimpleNamespace:
-        given.append(patience)
+    def start(launch: object, startup_timeout: float) -> SimpleNamespace:
+        timeouts.append(startup_timeout)
         return core(time.monotonic())
 
-    monkeypatch.setattr(revival, "CoreClient", another)
+    monkeypatch.setattr(revival, "CoreClient", start)
     first = core(time.monotonic())
-    first.took = 40.0
-    await Reviver(LAUNCH, first).another(HUNG)
-    assert given == [LAUNCH.config.parallel.worker_timeout + 3 * 40]
+    first.startup_seconds = 40.0
+    await CoreRestarter(LAUNCH, first).restart(HUNG)
+    assert timeouts == [LAUNCH.config.parallel.worker_timeout + 3 * 40]
 
 
-async def test_one_that_made_steps_for_long_is_started_again_any_number_of_times(monkeypatch):
+async def test_a_core_that_worked_for_long_is_always_restarted(monkeypatch):
     monkeypatch.setattr(
-        revival, "CoreClient", lambda launch, patience: core(time.monotonic() + STABLE + 1)
+        revival,
+        "CoreClient",
+        lambda launch, startup_timeout: core(time.monotonic() + STABLE_AFTER + 1),
     )
-    assert await starts(Reviver(LAUNCH, core(time.monotonic() + STABLE + 1)), 10) == 10
+    assert (
+        await count_restarts(CoreRestarter(LAUNCH, core(time.monotonic() + STABLE_AFTER + 1)), 10)
+        == 10
+    )

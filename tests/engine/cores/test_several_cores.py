@@ -12,10 +12,10 @@ import torch
 
 from tests import checkpoints
 from tests.checkpoints import VOCAB
-from tests.server import in_hand, until
+from tests.server import hook_environment, until
 from toolkit import LLM, SamplingParams
 from toolkit.engine.cores import core_client
-from toolkit.engine.cores.router import Router, Share
+from toolkit.engine.cores.router import Placement, Router
 from toolkit.errors import EngineDeadError, ToolkitError
 
 NAME = "llama3-gqa"
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in in_hand(folder).items():
+        for name, value in hook_environment(folder).items():
             patch.setenv(name, value)
         made = LLM(str(folder), data_parallel_size=2, pooling="mean", **SMALL)
     yield made
@@ -41,16 +41,16 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 @pytest.fixture
 def placed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The cores that requests go to."""
+    """Indices of the cores that requests go to."""
     found: list[int] = []
     place = Router.place
 
-    def noted(*args: object, **options: object) -> Share:
-        share = place(*args, **options)
-        found.append(share.core)
-        return share
+    def record(*args: object, **options: object) -> Placement:
+        placement = place(*args, **options)
+        found.append(placement.core)
+        return placement
 
-    monkeypatch.setattr(Router, "place", noted)
+    monkeypatch.setattr(Router, "place", record)
     return found
 
 
@@ -61,9 +61,7 @@ def prompts(count: int) -> list[dict[str, list[int]]]:
     ]
 
 
-def test_prompts_are_spread_and_their_tokens_are_those_of_transformers(
-    llm: LLM, placed: list[int]
-) -> None:
+def test_prompts_are_spread_and_tokens_match_transformers(llm: LLM, placed: list[int]) -> None:
     model, many = checkpoints.make_reference(NAME), prompts(12)
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, n=2)
     for result, prompt in zip(llm.generate(many, params, use_tqdm=False), many, strict=True):
@@ -73,7 +71,7 @@ def test_prompts_are_spread_and_their_tokens_are_those_of_transformers(
     assert not llm._core.has_work
 
 
-def test_prompts_with_one_beginning_go_to_the_engine_that_has_it_until_it_is_forgotten(
+def test_equal_prompts_go_to_one_engine_until_the_cache_is_reset(
     llm: LLM, placed: list[int]
 ) -> None:
     known = {"prompt_token_ids": [5] * 100}
@@ -88,7 +86,7 @@ def test_prompts_with_one_beginning_go_to_the_engine_that_has_it_until_it_is_for
     assert num_cached() == 0
 
 
-def test_answers_without_a_seed_differ_and_embeddings_are_those_of_one_engine(
+def test_unseeded_answers_differ_and_embeddings_match_one_engine(
     llm: LLM, folder: Path, placed: list[int]
 ) -> None:
     answers = llm.generate(
@@ -104,20 +102,18 @@ def test_answers_without_a_seed_differ_and_embeddings_are_those_of_one_engine(
     assert torch.allclose(several, one, atol=1e-6)
 
 
-def test_what_idle_cores_say_of_themselves_is_not_kept(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(core_client, "KNOCK", 0.1)
+def test_messages_of_idle_cores_do_not_pile_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_client, "PING_AFTER", 0.1)
     first = llm._core._cores[0]
     for _ in range(3):
-        heard = first.heard_at
-        until(lambda before=heard: first.heard_at > before)
-    assert llm._core._news.empty()
+        last = first.last_message_at
+        until(lambda before=last: first.last_message_at > before)
+    assert llm._core._messages.empty()
 
 
 def test_a_core_that_dies_ends_the_call_with_the_cause(llm: LLM, folder: Path) -> None:
-    """The last test: nothing runs behind it."""
-    (folder / "slow").touch()  # so that both are still under way, however late the cores are killed
+    """Must be the last test: it kills the engine."""
+    (folder / "slow").touch()  # so that both requests still run when the cores are killed
     params = SamplingParams(max_tokens=150, ignore_eos=True)
     stream, left = (llm.stream({"prompt_token_ids": [3, 4]}, params) for _ in range(2))
     next(stream)
@@ -134,7 +130,7 @@ def test_a_core_that_dies_ends_the_call_with_the_cause(llm: LLM, folder: Path) -
         llm.generate({"prompt_token_ids": [3]}, use_tqdm=False)
 
 
-def test_a_model_that_cannot_be_loaded_is_told_and_leaves_nothing(
+def test_a_failed_start_reports_the_cause_and_leaves_no_process(
     checkpoint: Callable[[str], Path],
 ) -> None:
     before = psutil.Process().children()

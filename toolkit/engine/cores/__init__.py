@@ -1,1 +1,1 @@
-"""Engine cores in processes of their own: start, connect, watch, restart, choose among."""
+"""Engine cores in their own processes: start, connect, monitor, restart, route requests."""

@@ -1,4 +1,4 @@
-"""A front end's side of the core: the sockets between them, and the core's process."""
+"""Front end's connection to a core, and the core's process."""
 
 from __future__ import annotations
 
@@ -15,50 +15,49 @@ from collections.abc import Sequence
 import msgspec
 import zmq
 
-from toolkit.config.engine import ENGINE
-from toolkit.engine.cores.launch import Launch, Phases
+from toolkit.config.engine import ENGINE_VARIABLE
+from toolkit.engine.cores.launch import Launch, StartupPhases
 from toolkit.engine.cores.sockets import address, descriptor, has_message, open_socket
 from toolkit.engine.messages import (
-    Alive,
     EngineOutputs,
     Failed,
-    Forgotten,
     FromCore,
-    Knock,
-    Phase,
+    Ping,
     Pong,
+    PrefixCacheCleared,
     Ready,
     RequestList,
-    Start,
+    StartCore,
+    StartupPhase,
+    StepReport,
     Stop,
     ToCore,
 )
 from toolkit.errors import EngineDeadError, error_of_kind
 from toolkit.worker import Report, WorkerInfo
 
-CHECK_INTERVAL = 0.2
-"""Seconds between looks at whether the process still lives."""
-KNOCK = 5.0
-"""Seconds without a word of the core after which it is asked for one."""
+CHECK_INTERVAL = 0.2  # seconds between checks of the process
+PING_AFTER = 5.0  # seconds without a message after which a Ping is sent
 GRACE = 5.0
-"""Seconds more than a step may take, for the core to say by itself which of its ranks hangs."""
-STOP_TIMEOUT = 10.0
-"""Seconds that the core gets to end after a Stop."""
+"""Seconds beyond a step's limit, so that the core can first report which of its ranks hangs."""
+STOP_TIMEOUT = 10.0  # seconds for the core to exit after a Stop
 
-FromAlive = EngineOutputs | RequestList | Forgotten | Phase | Ready | Pong | Alive
-"""What a core says while it lives."""
+CoreMessage = (
+    EngineOutputs | RequestList | PrefixCacheCleared | StartupPhase | Ready | StepReport | Pong
+)
+"""Messages of a live core."""
 
 
 class CoreLink:
-    """One front end's messages to and from a core. They are MessagePack over ZMQ, on Unix sockets in a folder that
-    only this user can open.
+    """Messages between one front end and a core.
+
+    They are MessagePack over ZMQ, on Unix sockets in a folder that only this user can open.
     """
 
-    client: int = 0
-    """Which of the core's front ends this is."""
+    client: int = 0  # number of this front end
 
     def __init__(self, folder: str, client: int) -> None:
-        """`folder`: where the sockets are. What is sent before the core is there waits for it."""
+        """`folder` holds the sockets. Messages sent before the core is connected are queued."""
         self.client = client
         self._context = zmq.Context()
         self._to_core = open_socket(self._context, zmq.PUSH)
@@ -66,63 +65,68 @@ class CoreLink:
         self._from_core = open_socket(self._context, zmq.PULL)
         self._from_core.bind(address(folder, f"out{client}"))
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._arrived: asyncio.Future[None] | None = None
-        """What `receive` waits for."""
+        self._arrived: asyncio.Future[None] | None = None  # `receive` waits for it
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromCore)
 
     @property
-    def ended(self) -> bool:
-        """Whether the core is known to be gone."""
+    def has_exited(self) -> bool:
+        """True if the core's process is known to have exited."""
         return False
 
     def listen(self) -> None:
-        """From here on the running loop hears of messages."""
+        """Watch the socket in the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(descriptor(self._from_core), self._wake)
+        self._loop.add_reader(descriptor(self._from_core), self._on_socket_event)
 
     def send(self, message: ToCore) -> None:
-        """Queues a message; never blocks."""
+        """Queue a message. Never blocks."""
         self._to_core.send(self._encoder.encode(message))
 
-    async def receive(self) -> list[FromAlive]:
-        """The next messages: all that have come."""
-        while not (messages := self._received()):
-            await self._news()
+    async def receive(self) -> list[CoreMessage]:
+        """Wait for messages and return all that have arrived."""
+        while not (messages := self._receive_available()):
+            await self._wait_for_message()
         return messages
 
     async def stop(self) -> None:
-        """Closes the sockets."""
+        """Close the sockets."""
         self.close()
 
     def kill(self) -> None:
-        """Closes the sockets."""
+        """Close the sockets."""
         self.close()
 
     def close(self) -> None:
-        """Closes the sockets; what has not been sent yet is dropped."""
+        """Close the sockets. Unsent messages are dropped."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(descriptor(self._from_core))
         self._loop = None
         self._context.destroy(linger=0)
 
-    async def _news(self) -> None:
-        """Waits until something has come, or may have."""
+    async def _wait_for_message(self) -> None:
+        """Wait until a message may have arrived."""
         self._arrived = asyncio.get_running_loop().create_future()
         await self._arrived
 
-    def _wake(self) -> None:
-        """Something happened on the socket. To ask for its events also quiets its descriptor, whoever waits."""
-        if has_message(self._from_core):
-            self._end_wait()
+    def _on_socket_event(self) -> None:
+        """Handle a socket event.
 
-    def _end_wait(self) -> None:
+        Reading ZMQ's event flags also resets the descriptor, even if nothing waits.
+        """
+        if has_message(self._from_core):
+            self._wake_receiver()
+
+    def _wake_receiver(self) -> None:
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)
 
-    def _received(self) -> list[FromAlive]:
-        """Everything that has come. ZMQ's descriptor tells of new messages only when none are left unread."""
-        messages: list[FromAlive] = []
+    def _receive_available(self) -> list[CoreMessage]:
+        """Return all messages that have arrived.
+
+        ZMQ's descriptor signals new messages only after all earlier ones are read.
+        """
+        messages: list[CoreMessage] = []
         while has_message(self._from_core):
             message: FromCore = self._decoder.decode(self._from_core.recv())
             if isinstance(message, Failed):
@@ -134,108 +138,114 @@ class CoreLink:
 
 
 class CoreClient(CoreLink):
-    """The first front end: it starts the core's process, and notices when that ends or hangs: when it makes no step within
-    `--worker-timeout`.
+    """The first front end: starts the core's process and detects its exit or hang.
+
+    A core hangs if it makes no step within `--worker-timeout`. After PING_AFTER seconds of silence
+    it gets a Ping, which it answers between two steps, and for which an idle core runs none.
     """
 
-    def __init__(self, launch: Launch, patience: float = math.inf) -> None:
-        """Starts the process; `ready` waits for it, unless it says nothing of its start for `patience` seconds."""
+    def __init__(self, launch: Launch, startup_timeout: float = math.inf) -> None:
+        """Start the process. `ready` raises after `startup_timeout` seconds of silence."""
         self.sockets = tempfile.mkdtemp(prefix="tk-")
         super().__init__(self.sockets, 0)
         self._timer: asyncio.TimerHandle | None = None
-        self.heard_at = time.monotonic()
-        """When the core last said anything."""
-        self._unheard = 0.0
-        """Seconds without a word of the core; from a Knock on, of those since that. Only those in which this process looked: when
-        both are put aside, none pass."""
-        self._knocked = self._ready = False
-        self._timeout, self._patience = launch.config.parallel.worker_timeout, patience
-        self._began = time.monotonic()
-        self.took = 0.0
-        """Seconds that the start took."""
+        self.last_message_at = time.monotonic()
+        self._silent_for = 0.0
+        """Seconds since the latest message or, after a Ping, since the Ping.
+
+        Counts only time in which this process ran: while both are suspended, it stands still."""
+        self._is_pinged = self._is_ready = False
+        self._timeout = launch.config.parallel.worker_timeout
+        self._startup_timeout = startup_timeout
+        self._started_at = time.monotonic()
+        self.startup_seconds = 0.0
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "toolkit.engine.cores.core_process", self.sockets],
                 stdin=subprocess.PIPE,
                 start_new_session=True,
-                env={**os.environ, ENGINE: str(launch.index), **launch.environment},
+                env={**os.environ, ENGINE_VARIABLE: str(launch.index), **launch.environment},
             )
         except OSError:  # out of memory or processes
             self.close()
             shutil.rmtree(self.sockets, ignore_errors=True)
             raise
-        self._start = Start(launch.config, str(launch.folder), launch.log)
+        self._start = StartCore(launch.config, str(launch.folder), launch.log)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     @property
-    def ended(self) -> bool:
-        """Whether its process is known to be gone."""
+    def has_exited(self) -> bool:
+        """True if the process has exited."""
         return self._process.poll() is not None
 
     async def ready(self, report: Report) -> WorkerInfo:
-        """Waits until requests can come. Raises the ToolkitError that start-up met, or EngineDeadError."""
+        """Wait until the core accepts requests. Raises the ToolkitError of start-up."""
         self._to_core.send(self._encoder.encode(self._start))
         self.listen()
-        self._look()
+        self._check_process()
         while True:
             for message in await self.receive():
-                if isinstance(message, Phase):
+                if isinstance(message, StartupPhase):
                     report(message.name, message.seconds)
                 elif isinstance(message, Ready):
-                    self._ready = True
-                    self.took = time.monotonic() - self._began
+                    self._is_ready = True
+                    self.startup_seconds = time.monotonic() - self._started_at
                     return message.info
 
-    async def receive(self) -> list[FromAlive]:
-        """The next messages: all that have come. Raises what ended the core: a ToolkitError of start-up, else
-        EngineDeadError with the cause, which may be that it hangs.
+    async def receive(self) -> list[CoreMessage]:
+        """Wait for messages and return all that have arrived.
+
+        Raises the error that ended the core: a ToolkitError of start-up, else EngineDeadError with
+        the cause, which may be a hang.
         """
         waited = False
         while True:
             code = self._process.poll()
-            messages = self._received()
+            messages = self._receive_available()
             if messages:
-                self._unheard, self._knocked = 0.0, False
-                self.heard_at = time.monotonic()
+                self._silent_for, self._is_pinged = 0.0, False
+                self.last_message_at = time.monotonic()
                 return messages
             if code is not None and waited:
                 raise EngineDeadError(
-                    f"The engine's process ended without a word ({how_ended(code)})."
+                    f"The engine's process ended unexpectedly ({describe_exit(code)})."
                 )
-            if not self._ready and self._unheard > self._patience:
+            if not self._is_ready and self._silent_for > self._startup_timeout:
                 raise EngineDeadError(
-                    f"The engine's process lives and has said nothing of its start for {self._patience:.0f} s: it hangs."
+                    "The engine's process is alive but its start has made no progress for "
+                    f"{self._startup_timeout:.0f} s: it hangs."
                 )
-            if self._knocked and self._unheard > self._timeout + GRACE:
+            if self._is_pinged and self._silent_for > self._timeout + GRACE:
                 raise EngineDeadError(
-                    f"The engine's process lives and has made no step for {self._timeout:g} s (--worker-timeout): it hangs, or its "
-                    "steps take longer than that."
+                    f"The engine's process is alive but has made no step for {self._timeout:g} s "
+                    "(--worker-timeout): it hangs, or its steps take longer than that."
                 )
-            await self._news()
+            await self._wait_for_message()
             waited = True
 
-    def _look(self) -> None:
-        """Has `receive` look at the process now and then."""
-        self._unheard += CHECK_INTERVAL
-        if self._ready and not self._knocked and self._unheard > KNOCK:
-            self._unheard, self._knocked = 0.0, True
-            self.send(Knock())
-        self._end_wait()
-        self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL, self._look)
+    def _check_process(self) -> None:
+        """Wake `receive` periodically to check the process."""
+        self._silent_for += CHECK_INTERVAL
+        if self._is_ready and not self._is_pinged and self._silent_for > PING_AFTER:
+            self._silent_for, self._is_pinged = 0.0, True
+            self.send(Ping())
+        self._wake_receiver()
+        self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL, self._check_process)
 
-    async def end(self) -> None:
-        """Ends the process by force, and returns when it has let go of all that it held. The sockets stay: what is
-        sent from now on is lost.
+    async def kill_and_wait(self) -> None:
+        """Kill the process and wait for its exit, which frees its resources.
+
+        The sockets stay open. Messages sent from now on are lost.
         """
         if self._process.poll() is None:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
 
     async def stop(self) -> None:
-        """Ends the process: with a word, then by force."""
+        """Ask the process to exit; kill it after STOP_TIMEOUT."""
         if self._process.poll() is None:
             self.send(Stop())
             deadline = asyncio.get_running_loop().time() + STOP_TIMEOUT
@@ -244,7 +254,7 @@ class CoreClient(CoreLink):
         self.kill()
 
     def kill(self) -> None:
-        """Ends the process by force and removes the sockets."""
+        """Kill the process and remove the sockets."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -257,9 +267,9 @@ class CoreClient(CoreLink):
         shutil.rmtree(self.sockets, ignore_errors=True)
 
 
-async def all_ready(cores: Sequence[CoreClient], report: Report) -> list[WorkerInfo]:
-    """Waits for cores that are being started. When one cannot be, all are ended, and its error is raised."""
-    phases = Phases(len(cores), report)
+async def wait_until_ready(cores: Sequence[CoreClient], report: Report) -> list[WorkerInfo]:
+    """Wait for starting cores. If one fails, kill all and raise its error."""
+    phases = StartupPhases(len(cores), report)
     starting = [asyncio.ensure_future(core.ready(phases.add)) for core in cores]
     try:
         return await asyncio.gather(*starting)
@@ -271,8 +281,8 @@ async def all_ready(cores: Sequence[CoreClient], report: Report) -> list[WorkerI
         raise
 
 
-def how_ended(code: int) -> str:
-    """An ended process' exit code in words."""
+def describe_exit(code: int) -> str:
+    """Describe the exit code of a process."""
     if code == -9:
-        return "killed by SIGKILL: often the system was out of memory; dmesg tells"
+        return "killed by SIGKILL, often because the system was out of memory; see dmesg"
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,5 +1,6 @@
-"""The engine core in a process of its own: `python -m toolkit.engine.cores.core_process SOCKETS`, started by
-`CoreClient`.
+"""Engine core in its own process, started by `CoreClient`.
+
+Usage: `python -m toolkit.engine.cores.core_process SOCKETS`.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ import zmq
 from toolkit.engine.cores.sockets import Socket, address, has_message, open_socket
 from toolkit.engine.messages import (
     Abort,
-    Alive,
+    ClientGone,
     EndRequests,
     EngineOutput,
     EngineOutputs,
     EngineRequest,
     Failed,
-    Forgotten,
     FromCore,
-    Knock,
-    Leave,
     ListRequests,
-    Phase,
     Ping,
     Pong,
+    PrefixCacheCleared,
     Ready,
     RequestInfo,
     RequestList,
     ResetPrefixCache,
-    Start,
+    StartCore,
+    StartupPhase,
+    StepProbe,
+    StepReport,
     Stop,
     ToCore,
 )
 from toolkit.errors import ToolkitError, WorkersLostError
-from toolkit.hardware.parent import end_with_parent
+from toolkit.hardware.parent import exit_with_parent
 from toolkit.models.hub import locate_tokenizer
 from toolkit.sampling.params import PoolingParams, SamplingParams
 from toolkit.sequence import SequenceSpec
@@ -50,14 +51,13 @@ from toolkit.text.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 CANARY = -1
-"""The client whose requests only show that a step runs; nobody is told of them."""
+"""Client of the requests that only prove that a step runs. Its output is discarded."""
 
 
 class CoreProcess:
-    """Reads requests, steps the core, sends what each step gave. Sleeps on the socket when there is nothing
-    to do.
+    """Reads requests, steps the core, and sends the results. Sleeps on the socket without work.
 
-    Every client has an outbox of its own; the first one is told of start-up and of the engine's end.
+    Each client has its own outbox. Client 0 also gets start-up phases and the final error.
     """
 
     def __init__(self, sockets: str) -> None:
@@ -66,15 +66,14 @@ class CoreProcess:
         self._inbox = open_socket(self._context, zmq.PULL)
         self._inbox.bind(address(sockets, "in"))
         self._outboxes: dict[int, Socket] = {}
-        self._gone: set[int] = {CANARY}
-        """Clients that have left: their last messages may come after the news of it."""
-        self._pinged: set[int] = set()
-        """Clients that want to know when a step has run."""
+        self._gone_clients: set[int] = {CANARY}
+        """Clients that have exited. Messages from them may still arrive."""
+        self._probing_clients: set[int] = set()  # clients that wait for a StepReport
         self._decoder = msgspec.msgpack.Decoder(ToCore)
         self._encoder = msgspec.msgpack.Encoder()
 
     def run(self) -> None:
-        """Until a Stop comes. Whatever ends it is told to the front end first."""
+        """Run until a Stop arrives. An error is sent to client 0 first."""
         try:
             self._serve()
         except ToolkitError as error:
@@ -82,14 +81,14 @@ class CoreProcess:
         except WorkersLostError as error:
             self._send(Failed("", str(error)))
         except Exception as error:
-            logger.exception("the engine ended")
+            logger.exception("the engine failed")
             self._send(Failed("", _root_cause(error)))
         finally:
             for outbox in self._outboxes.values():
                 outbox.close(linger=2000)
 
     def _serve(self) -> None:
-        start = msgspec.msgpack.decode(self._inbox.recv(), type=Start)
+        start = msgspec.msgpack.decode(self._inbox.recv(), type=StartCore)
         start.log.apply()
 
         from toolkit.engine.core import EngineCore
@@ -98,36 +97,36 @@ class CoreProcess:
         executor = start_executor(
             start.config,
             Path(start.folder),
-            lambda name, seconds: self._send(Phase(name, seconds)),
+            lambda name, seconds: self._send(StartupPhase(name, seconds)),
             start.log,
-            self._end_now,
+            self._exit_with_error,
             Path(self._sockets),
         )
         self._core = EngineCore(
             start.config, executor, lambda: load_tokenizer(tokenizer_folder(start))
         )
         gc.collect()
-        gc.freeze()  # what lives as long as the process is not searched again
+        gc.freeze()  # exempts permanent objects from garbage collection
         self._send(Ready(executor.info))
-        news: dict[int, EngineOutputs] = {}
-        while self._take_messages():
+        outputs: dict[int, EngineOutputs] = {}
+        while self._handle_messages():
             if not self._core.overlaps:
-                self._send_all(news)
+                self._send_all(outputs)
             self._core.launch()
-            if self._core.overlaps:  # the device is busy before anybody is told what it has done
-                self._send_all(news)
-            news = self._core.collect()
-            if self._pinged:
-                self._answer(news)
+            if self._core.overlaps:  # send results while the device is busy
+                self._send_all(outputs)
+            outputs = self._core.collect()
+            if self._probing_clients:
+                self._report_steps(outputs)
             if not self._core.has_work:
-                self._send_all(news)
-                news = {}
+                self._send_all(outputs)
+                outputs = {}
             elif not self._core.is_running:
                 self._inbox.poll(1)
         self._core.shutdown()
 
-    def _take_messages(self) -> bool:
-        """Handles what has come, waiting for something when there is no work; False when told to stop."""
+    def _handle_messages(self) -> bool:
+        """Handle pending messages; without work, wait for one. Returns False after a Stop."""
         if not self._core.has_work:
             self._inbox.poll()
         while has_message(self._inbox):
@@ -137,34 +136,36 @@ class CoreProcess:
             elif isinstance(message, Abort):
                 self._core.abort(message)
                 self._send(EngineOutputs(stats=self._core.stats()))
-            elif isinstance(message, Leave):
-                self._forget(message.client)
+            elif isinstance(message, ClientGone):
+                self._remove_client(message.client)
             elif isinstance(message, ResetPrefixCache):
                 self._core.reset_prefix_cache()
                 for client in list(self._outboxes):
-                    self._send(Forgotten(), client)
+                    self._send(PrefixCacheCleared(), client)
             elif isinstance(message, ListRequests):
-                self._tell_of(self._core.live_requests(), message)
+                self._send_request_list(self._core.live_requests(), message)
             elif isinstance(message, EndRequests):
-                ended, told = self._core.end_requests(message.id)
-                self._send_all(told)
-                self._tell_of(ended, message)
+                ended, messages = self._core.end_requests(message.id)
+                self._send_all(messages)
+                self._send_request_list(ended, message)
+            elif isinstance(message, StepProbe):
+                self._probe_step(message.client)
             elif isinstance(message, Ping):
-                self._ping(message.client)
-            elif isinstance(message, Knock):
-                self._send(Alive())
+                self._send(Pong())
             else:
                 assert isinstance(message, Stop)
                 return False
         return True
 
-    def _tell_of(self, requests: list[RequestInfo], asked: ListRequests | EndRequests) -> None:
+    def _send_request_list(
+        self, requests: list[RequestInfo], asked: ListRequests | EndRequests
+    ) -> None:
         self._send(
             RequestList(asked.ticket, requests, self._core.scheduler.pool.usage), asked.client
         )
 
     def _add(self, request: EngineRequest) -> None:
-        if request.client in self._gone:
+        if request.client in self._gone_clients:
             return
         try:
             self._core.add(request)
@@ -175,8 +176,8 @@ class CoreProcess:
             ]
             self._send(EngineOutputs(failed), request.client)
 
-    def _ping(self, client: int) -> None:
-        """The next step's end is the answer; when there is no work, a step of one token is made."""
+    def _probe_step(self, client: int) -> None:
+        """Report to the client after the next step. Without work, add a one-token request."""
         if not self._core.has_work:
             generates = self._core.executor.info.generates
             self._core.add(
@@ -192,31 +193,34 @@ class CoreProcess:
                     ),
                 )
             )
-        self._pinged.add(client)
+        self._probing_clients.add(client)
 
-    def _answer(self, news: dict[int, EngineOutputs]) -> None:
-        """Sends a step's news, that it has run, and whether it failed."""
-        news.pop(CANARY, None)
-        self._send_all(news)
-        news.clear()
-        for client in self._pinged:
-            self._send(Pong(self._core.failure), client)
-        self._pinged.clear()
-        self._core.leave(CANARY)
+    def _report_steps(self, outputs: dict[int, EngineOutputs]) -> None:
+        """Send a step's results and a StepReport to the clients that wait for one."""
+        outputs.pop(CANARY, None)
+        self._send_all(outputs)
+        outputs.clear()
+        for client in self._probing_clients:
+            self._send(StepReport(self._core.failure), client)
+        self._probing_clients.clear()
+        self._core.remove_client(CANARY)
 
-    def _end_now(self, kind: str, message: str) -> None:
-        """Tells the first front end what ended the engine, and ends it. From another thread than the one that is stuck."""
+    def _exit_with_error(self, kind: str, message: str) -> None:
+        """Send the error that ended the engine to client 0 and exit.
+
+        Called from a thread other than the stuck one.
+        """
         context = zmq.Context()
         outbox = open_socket(context, zmq.PUSH)
         outbox.connect(address(self._sockets, "out0"))
         outbox.send(msgspec.msgpack.encode(Failed(kind, message)))
-        context.destroy(linger=2000)  # returns when it is sent
+        context.destroy(linger=2000)  # returns once it is sent
         os._exit(1)
 
-    def _forget(self, client: int) -> None:
-        """Ends what a client that is gone has asked for."""
-        self._gone.add(client)
-        self._core.leave(client)
+    def _remove_client(self, client: int) -> None:
+        """End the requests of a client that has exited."""
+        self._gone_clients.add(client)
+        self._core.remove_client(client)
         outbox = self._outboxes.pop(client, None)
         if outbox is not None:
             outbox.close(linger=0)
@@ -227,7 +231,7 @@ class CoreProcess:
             self._send(message, client)
 
     def _send(self, message: FromCore, client: int = 0) -> None:
-        if client in self._gone:
+        if client in self._gone_clients:
             return
         outbox = self._outboxes.get(client)
         if outbox is None:
@@ -236,7 +240,7 @@ class CoreProcess:
         outbox.send(self._encoder.encode(message))
 
 
-def tokenizer_folder(start: Start) -> Path:
+def tokenizer_folder(start: StartCore) -> Path:
     tokenizer = start.config.model.tokenizer
     return Path(start.folder) if tokenizer is None else locate_tokenizer(tokenizer)
 
@@ -248,11 +252,11 @@ def _root_cause(error: BaseException) -> str:
 
 
 def main() -> None:
-    # The front end drains on these and then sends Stop; the core must go on until then.
+    # The front end handles these signals and sends Stop after draining. The core runs until then.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sockets = sys.argv[1]
-    end_with_parent(lambda: shutil.rmtree(sockets, ignore_errors=True))
+    exit_with_parent(lambda: shutil.rmtree(sockets, ignore_errors=True))
     CoreProcess(sockets).run()
 
 

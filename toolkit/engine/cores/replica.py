@@ -1,4 +1,4 @@
-"""One of the engine's cores, as a front end sees it."""
+"""State of one engine core in a front end."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable
 
 from toolkit.engine.cores.core_client import CoreLink
-from toolkit.engine.cores.revival import Reviver
+from toolkit.engine.cores.revival import CoreRestarter
 from toolkit.engine.messages import (
     EndRequests,
     EngineOutputs,
     ListRequests,
-    Ping,
-    Pong,
     RequestList,
+    StepProbe,
+    StepReport,
     ToCore,
 )
 from toolkit.engine.observation import observe_gauges
@@ -24,106 +24,94 @@ from toolkit.metrics import Metrics
 from toolkit.scheduler.stats import EngineStats
 from toolkit.worker import WorkerInfo
 
-FRESH = 1.0
-"""Seconds for which a step shows that the engine is well."""
-HUNG = 5.0
-"""Seconds in which an engine that is well runs a step when it is asked to."""
-FAILURES = 3
-"""Requests in a row that end with an error, after which a core is passed over."""
-ANSWER_TIMEOUT = 10.0
-"""Seconds that the core gets to answer a question: it looks at them between steps."""
+STEP_MAX_AGE = 1.0  # seconds for which a completed step proves that the core is healthy
+PROBE_TIMEOUT = 5.0  # seconds within which a healthy core runs a requested step
+MAX_FAILURES = 3  # consecutive failed requests after which a core is avoided
+QUERY_TIMEOUT = 10.0  # seconds to answer a query; the core reads queries between steps
 
-Question = Callable[[int, int], ListRequests | EndRequests]
-"""What to ask, of the client that asks and the ticket that the answer will have."""
+Query = Callable[[int, int], ListRequests | EndRequests]
+"""Builds the query from the client and the ticket that the answer will carry."""
 
 
 class Replica:
-    """A place for a core: one that dies is followed by another. Requests are sent to it while it `runs`."""
+    """Slot of a core and its replacements. Requests are sent to it while `is_running`."""
 
     def __init__(self, index: int, name: str, metrics: Metrics) -> None:
         self.index = index
         self.name = name
-        self.metrics = metrics
-        """Its own: their label tells the engines apart."""
+        self.metrics = metrics  # labelled with the engine's index
         self.info: WorkerInfo | None = None
         self._link: CoreLink | None = None
-        self.runs = False
-        """Not from a core's end to the beginning of the next."""
-        self.dead: EngineDeadError | None = None
-        """Why there will be no other core."""
+        self.is_running = False  # from the connection of a core until its death
+        self.fatal_error: EngineDeadError | None = None  # set if the core will not be replaced
         self.stats = EngineStats()
-        self.reviver: Reviver | None = None
-        """None when somebody else sees to the core."""
-        self.reader: asyncio.Task[None] | None = None
-        """Takes in what the core sends."""
-        self._stepped_at = 0.0
-        """When the last news came of a step that did not fail."""
-        self._pinged_at = 0.0
-        """Since when a Ping is unanswered; 0 when none is."""
-        self._ponged = asyncio.Event()
+        self.restarter: CoreRestarter | None = None  # None if another process manages the core
+        self.reader: asyncio.Task[None] | None = None  # processes the core's messages
+        self._stepped_at = 0.0  # time of the latest successful step
+        self._probed_at = 0.0  # time of the unanswered StepProbe; 0: none
+        self._step_reported = asyncio.Event()
         self._step_error: str | None = None
         self._num_failures, self._failed_at = 0, 0.0
-        """Requests in a row that ended with an error, and when the last one did."""
-        self._num_asked = 0
-        self._asked: dict[int, asyncio.Future[RequestList]] = {}
-        """Who waits for which of the core's answers, by ticket."""
+        """Consecutive failed requests, time of the latest."""
+        self._num_queries = 0
+        self._queries: dict[int, asyncio.Future[RequestList]] = {}  # pending queries by ticket
 
     @property
-    def linked(self) -> bool:
-        """Whether there has been a core."""
+    def has_core(self) -> bool:
+        """True once a core has been connected."""
         return self._link is not None
 
     @property
     def link(self) -> CoreLink:
-        """The way to the core, or to the last one."""
+        """Connection to the current core, or to the previous one."""
         assert self._link is not None
         return self._link
 
     def connect(self, link: CoreLink, info: WorkerInfo) -> None:
-        """Goes on with a core that is ready."""
+        """Switch to a core that is ready."""
         if self._link is not None:
             self._link.kill()
         self._link, self.info = link, info
-        self.runs, self._pinged_at, self._step_error = True, 0.0, None
+        self.is_running, self._probed_at, self._step_error = True, 0.0, None
         self._num_failures = 0
 
     def disconnect(self) -> None:
-        """The core has died, or is of no use any more: nothing is sent to it, or taken in of it."""
-        self.runs = False
-        if self.reader is not None and self.reviver is None:
+        """Stop using the core, which has died or must be replaced."""
+        self.is_running = False
+        if self.reader is not None and self.restarter is None:
             self.reader.cancel()
         self.stats = EngineStats()
         observe_gauges(self.metrics, self.stats)
-        self._ponged.set()
-        for asking in self._asked.values():
+        self._step_reported.set()
+        for asking in self._queries.values():
             if not asking.done():
-                asking.set_exception(_restarting(self.name))
+                asking.set_exception(_restarting_error(self.name))
 
     def send(self, message: ToCore) -> None:
-        """Sends it, if there is a core."""
-        if self.runs:
+        """Send a message if the core is running."""
+        if self.is_running:
             self.link.send(message)
 
-    def take(self, message: object) -> None:
-        """Takes in what the core says beside its outputs."""
+    def handle(self, message: object) -> None:
+        """Handle a message other than EngineOutputs."""
         if isinstance(message, RequestList):
-            asking = self._asked.pop(message.ticket, None)
+            asking = self._queries.pop(message.ticket, None)
             if asking is not None and not asking.done():
                 asking.set_result(message)
-        elif isinstance(message, Pong):
-            self._pinged_at, self._step_error = 0.0, message.error
+        elif isinstance(message, StepReport):
+            self._probed_at, self._step_error = 0.0, message.error
             self._stepped_at = time.monotonic()
-            self._ponged.set()
+            self._step_reported.set()
 
-    def note_step(self, message: EngineOutputs, now: float) -> None:
-        """Remembers what a step says of the core."""
+    def record_step(self, message: EngineOutputs, now: float) -> None:
+        """Record what a step shows about the core's health."""
         if _shows_a_step(message):
             self._stepped_at, self._step_error = now, None
         if message.stats is not None:
             self.stats = message.stats
 
-    def note_end(self, reason: str, now: float) -> None:
-        """Remembers how a request of its ended."""
+    def record_end(self, reason: str, now: float) -> None:
+        """Record the end of one of the core's requests."""
         if reason == "error":
             self._num_failures, self._failed_at = self._num_failures + 1, now
         else:
@@ -131,76 +119,83 @@ class Replica:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether nothing speaks against sending it requests while others run: one that fails them quickly looks idle. After a
-        while it is tried again.
+        """True if the core neither hangs nor fails its requests repeatedly.
+
+        A core that fails requests quickly looks idle, so the router avoids it. After a while it is
+        tried again.
         """
         now = time.monotonic()
-        hangs = self._pinged_at and now - self._pinged_at > HUNG
-        return not hangs and (self._num_failures < FAILURES or now - self._failed_at > HUNG)
+        hangs = self._probed_at and now - self._probed_at > PROBE_TIMEOUT
+        return not hangs and (
+            self._num_failures < MAX_FAILURES or now - self._failed_at > PROBE_TIMEOUT
+        )
 
     def probe(self, now: float) -> bool:
-        """Whether it has not been heard of lately: then it is asked for a step, which an idle core makes for this."""
-        if not self.runs or now - self._stepped_at <= FRESH:
+        """Return True if no recent step proves health. Requests a step in that case."""
+        if not self.is_running or now - self._stepped_at <= STEP_MAX_AGE:
             return False
-        if not self._pinged_at:
-            self._pinged_at = now
-            self._ponged.clear()
-            self.link.send(Ping(self.link.client))
+        if not self._probed_at:
+            self._probed_at = now
+            self._step_reported.clear()
+            self.link.send(StepProbe(self.link.client))
         return True
 
-    async def ask(self, question: Question) -> RequestList:
-        """The core's answer. Raises ServerUnavailableError when none comes."""
-        self._num_asked += 1
-        ticket = self._num_asked
-        answer = self._asked[ticket] = asyncio.get_running_loop().create_future()
-        self.link.send(question(self.link.client, ticket))
+    async def query(self, query: Query) -> RequestList:
+        """Send a query and return the answer. Raises ServerUnavailableError after QUERY_TIMEOUT."""
+        self._num_queries += 1
+        ticket = self._num_queries
+        answer = self._queries[ticket] = asyncio.get_running_loop().create_future()
+        self.link.send(query(self.link.client, ticket))
         try:
-            return await asyncio.wait_for(answer, ANSWER_TIMEOUT)
+            return await asyncio.wait_for(answer, QUERY_TIMEOUT)
         except TimeoutError:
             raise ServerUnavailableError(
-                f"{self.name.capitalize()} has not answered for {ANSWER_TIMEOUT:g} s."
+                f"{self.name.capitalize()} has not answered for {QUERY_TIMEOUT:g} s."
             ) from None
         finally:
-            self._asked.pop(ticket, None)
+            self._queries.pop(ticket, None)
 
     async def check(self) -> None:
-        """Returns when a step has been made lately, or an idle core makes one now. Raises ServerUnavailableError when
-        the core is being started again or does not answer in time, EngineDeadError when it is gone.
+        """Return if the core has made a step lately, or makes one now.
+
+        Raises ServerUnavailableError if it is restarting or does not answer in time,
+        EngineDeadError if it is permanently lost.
         """
         now = time.monotonic()
         if self.probe(now):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ponged.wait(), max(0.0, self._pinged_at + HUNG - now))
-            if not self._ponged.is_set():
-                seconds = time.monotonic() - self._pinged_at
+                await asyncio.wait_for(
+                    self._step_reported.wait(), max(0.0, self._probed_at + PROBE_TIMEOUT - now)
+                )
+            if not self._step_reported.is_set():
+                seconds = time.monotonic() - self._probed_at
                 raise ServerUnavailableError(
                     f"{self.name.capitalize()} has made no step for {seconds:.0f} s."
                 )
-        if self.dead is not None:
-            raise EngineDeadError(
-                self.dead.message
-            )  # another each time: a raise adds to an error's traceback
-        if not self.runs:
-            raise _restarting(self.name)
+        if self.fatal_error is not None:
+            # A new object each time: a raise extends an error's traceback.
+            raise EngineDeadError(self.fatal_error.message)
+        if not self.is_running:
+            raise _restarting_error(self.name)
         if self._step_error is not None:
             raise ServerUnavailableError(
                 f"{self.name.capitalize()}'s steps fail: {self._step_error}"
             )
 
 
-def without_it(error: EngineDeadError) -> EngineDeadError:
-    """Why one of several cores is gone for good, as whoever asks is told."""
+def lost_core_error(error: EngineDeadError) -> EngineDeadError:
+    """Extend the error of a core that will not be replaced."""
     return EngineDeadError(
-        f"{error.message} The server goes on without it until it is started again."
+        f"{error.message} The server continues without it until the server is restarted."
     )
 
 
-def _restarting(name: str) -> ServerUnavailableError:
-    return ServerUnavailableError(f"{name.capitalize()} died and is being started again.")
+def _restarting_error(name: str) -> ServerUnavailableError:
+    return ServerUnavailableError(f"{name.capitalize()} died and is being restarted.")
 
 
 def _shows_a_step(message: EngineOutputs) -> bool:
-    """Whether a step brought it that ran to its end: one that failed has news too, and none of tokens."""
+    """Return True after a successful step. A failed step also sends outputs, but no tokens."""
     if message.numbers or (message.stats is not None and message.stats.num_sampled):
         return True
     return any(output.token_ids or output.embedding for output in message.outputs)

@@ -1,4 +1,13 @@
-"""Another core in the place of one that died."""
+"""Restart of cores that died.
+
+Front ends keep the tokens of every open sequence. The rest of a sequence is sent to the new core as
+a request with the tokens that it has (`EngineRequest.output_token_ids`), and the scheduler resumes
+it like a preempted one. Clients see a pause. Greedy answers, and those with a seed, are the ones
+that the dead core would have given, because a choice depends on seed and position alone. A request
+that meets more deaths than `async_llm.MAX_RESUMES` gets an error: it may be the cause of them.
+
+A core that hangs, or whose messages cannot be read, is killed and replaced in the same way.
+"""
 
 from __future__ import annotations
 
@@ -14,42 +23,44 @@ from toolkit.worker import WorkerInfo
 logger = logging.getLogger(__name__)
 
 BACK_OFF = (0.0, 1.0, 4.0)
-"""Seconds before each attempt in a row; after the last one the engine stays dead."""
-STABLE = 60.0
-"""Seconds after which a core that lives has ended the row."""
-SLOWER = 3
-"""Times as long as the first one's whole start, besides `--worker-timeout`, that a core may say nothing of its own."""
+"""Seconds before each consecutive restart. After the last one the engine stays dead."""
+STABLE_AFTER = 60.0  # seconds of life after which a core's failures no longer count as consecutive
+STARTUP_FACTOR = 3
+"""Limit on a restart's silence: `--worker-timeout` plus this many times the first start-up."""
 
 
-class Reviver:
-    """Starts cores in one place, a bounded number of times in a row."""
+class CoreRestarter:
+    """Replaces one core, with a limited number of consecutive restarts."""
 
     def __init__(self, launch: Launch, core: CoreClient) -> None:
-        """`core`: the first one, which has just been started."""
+        """`core`: the first core, which has just been started."""
         self._launch, self._core = launch, core
-        self._patience = launch.config.parallel.worker_timeout + SLOWER * core.took
+        self._startup_timeout = (
+            launch.config.parallel.worker_timeout + STARTUP_FACTOR * core.startup_seconds
+        )
         self._num_attempts = 0
         self._alive_since = time.monotonic()
 
-    async def another(self, cause: Exception, num_open: int = 0) -> tuple[CoreClient, WorkerInfo]:
-        """A core that is ready. `cause`: what the last one died of, or why it is of no use any more: its process is
-        ended first, as two do not fit on a device. `num_open`: requests that wait for it. Raises EngineDeadError when that
-        was the last attempt, with the cause.
+    async def restart(self, cause: Exception, num_open: int = 0) -> tuple[CoreClient, WorkerInfo]:
+        """Start a replacement and return it once it is ready.
+
+        `cause`: the error of the previous core. Its process is killed first, because two do not fit
+        on a device. `num_open`: requests that wait for the core. Raises EngineDeadError with the
+        cause after the last attempt.
         """
-        await self._core.end()
-        if self._core.heard_at - self._alive_since > STABLE:  # that one hangs is noticed long after
+        await self._core.kill_and_wait()
+        # A hang is detected long after the core's last message.
+        if self._core.last_message_at - self._alive_since > STABLE_AFTER:
             self._num_attempts = 0
         while True:
-            several = self._launch.config.parallel.data_parallel_size > 1
-            died = f"{self._launch.name.capitalize()}: " if several else ""
-            died += f"{as_dead(cause).message.rstrip('.')}."
+            is_parallel = self._launch.config.parallel.data_parallel_size > 1
+            died = f"{self._launch.name.capitalize()}: " if is_parallel else ""
+            died += f"{to_dead_error(cause).message.rstrip('.')}."
             if self._num_attempts == len(BACK_OFF):
-                raise EngineDeadError(
-                    f"{died} It has been started again {len(BACK_OFF)} times in a row."
-                )
-            waiting = "" if not num_open else f"; open requests that go on then: {num_open}"
+                raise EngineDeadError(f"{died} It was restarted {len(BACK_OFF)} times in a row.")
+            waiting = f"; {num_open} requests wait for it" if num_open else ""
             logger.error(
-                "%s It is started again (attempt %d of %d)%s.",
+                "%s Restarting it (attempt %d of %d)%s.",
                 died,
                 self._num_attempts + 1,
                 len(BACK_OFF),
@@ -59,13 +70,13 @@ class Reviver:
             await asyncio.sleep(BACK_OFF[self._num_attempts])
             self._num_attempts += 1
             core: CoreClient | None = None
-            begun = time.monotonic()
+            start = time.monotonic()
             try:
-                core = CoreClient(self._launch, self._patience)
+                core = CoreClient(self._launch, self._startup_timeout)
                 info = await core.ready(lambda name, seconds: None)
             except Exception as error:
                 if core is not None:
-                    await core.end()  # it may live and hang, for long even then
+                    await core.kill_and_wait()  # it may hang, and take long to exit
                     core.kill()
                 cause = error
                 continue
@@ -75,13 +86,13 @@ class Reviver:
                 raise
             self._core, self._alive_since = core, time.monotonic()
             logger.warning(
-                "%s runs again, after %.1f s", self._launch.name, self._alive_since - begun
+                "%s runs again after %.1f s", self._launch.name, self._alive_since - start
             )
             return core, info
 
 
-def as_dead(error: Exception) -> EngineDeadError:
-    """What ended the core, as every request is told."""
+def to_dead_error(error: Exception) -> EngineDeadError:
+    """Convert the error that ended the core to an EngineDeadError."""
     return (
         error
         if isinstance(error, EngineDeadError)

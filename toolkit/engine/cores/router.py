@@ -1,4 +1,4 @@
-"""Which of several engine cores a request goes to."""
+"""Routing of requests to one of several engine cores."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import numpy as np
 
 from toolkit.sequence import SequenceSpec
 
-BLOCK = 16
-"""Tokens of the shortest beginning that is told apart."""
+BLOCK = 16  # tokens of the shortest prefix that is tracked
 GROWTH = 8
-"""Of the lengths of beginnings that are told apart, each is at most 1/8 longer than the one before, or one block."""
-ANSWER = 64
-"""Tokens for which an open answer counts: what one may have is mostly far more than what it will."""
+"""Each tracked prefix is longer than the previous one by at most 1/8, or by one block."""
+ANSWER_TOKENS = 64
+"""Estimated tokens of an open answer. max_tokens is mostly far above the actual length."""
 
 
-class Beginning(NamedTuple):
-    """One of a prompt's beginnings; `size` is what it has more than the one before. Both in tokens."""
+class Prefix(NamedTuple):
+    """A prefix of a prompt. `size`: tokens beyond the previous prefix."""
 
     digest: bytes
     length: int
@@ -29,8 +28,8 @@ class Beginning(NamedTuple):
 
 
 @dataclass(slots=True)
-class Share:
-    """What a request still costs the core that it went to, in tokens."""
+class Placement:
+    """Remaining cost of a request on its core, in tokens."""
 
     core: int
     prompt: int
@@ -39,89 +38,101 @@ class Share:
 
 
 class Router:
-    """Knows what it has sent to each core and not got back, and which beginnings of prompts each has seen.
+    """Chooses a core by its open work and the prompt prefixes that it has cached.
 
-    A request goes to the core that is done with it first, if every token costs the same: the one with the least of
+    A request goes to the core that would finish it first if every token had the same cost. The
+    estimate is the sum of
 
-        tokens of prompts that it has to compute + tokens of answers that are open + tokens of this prompt that it has not seen
+        prompt tokens still to compute + tokens of open answers + uncached tokens of this prompt
 
-    So a core keeps the prompts that it knows, until it has so much more to do than another that computing the known
-    part again costs less than waiting. Where nothing decides, a prompt's first block does, so that several front ends agree.
+    So a prompt goes to the core that has cached its prefix, until that core is so busy that
+    computing the prefix again elsewhere is faster than waiting. The first block breaks ties, so
+    that several front ends agree. Each of them knows the prefixes and costs of its own requests
+    only. The supervisor sends them the number of sequences on each core, at most every 20 ms.
     """
 
     def __init__(self, num_cores: int) -> None:
         self._loads = [0] * num_cores
         self._num_sequences = [0] * num_cores
-        self._others = [0] * num_cores
-        """What other front ends have sent to each, in tokens."""
-        self._seen = [_Beginnings(0) for _ in range(num_cores)]
+        self._other_loads = [0] * num_cores  # load from other front ends, in tokens
+        self._seen_prefixes = [_SeenPrefixes(0) for _ in range(num_cores)]
 
     def connect(self, core: int, capacity: int) -> None:
-        """A core begins with an empty cache for so many tokens."""
-        self._seen[core] = _Beginnings(capacity)
+        """Register a core with an empty cache for `capacity` tokens."""
+        self._seen_prefixes[core] = _SeenPrefixes(capacity)
 
-    def forget_prompts(self, core: int) -> None:
-        """A core has forgotten what it had cached."""
-        self._seen[core].clear()
+    def clear_prefixes(self, core: int) -> None:
+        """Drop the prefixes of a core that has evicted its cache."""
+        self._seen_prefixes[core].clear()
 
-    def observe(self, num_sequences: Sequence[int]) -> None:
-        """Takes in how many sequences each core has, whoever sent them."""
-        self._others = [
-            ANSWER * max(0, told - own)
-            for told, own in zip(num_sequences, self._num_sequences, strict=True)
+    def observe_loads(self, num_sequences: Sequence[int]) -> None:
+        """Update the number of sequences on each core, including those of other front ends."""
+        self._other_loads = [
+            ANSWER_TOKENS * max(0, count - own)
+            for count, own in zip(num_sequences, self._num_sequences, strict=True)
         ]
 
-    def place(self, spec: SequenceSpec, among: Sequence[int], *, caches: bool = True) -> Share:
-        """Choose one of the cores and count the request as its own. `caches`: they keep prompts."""
+    def place(
+        self, spec: SequenceSpec, candidates: Sequence[int], *, caches: bool = True
+    ) -> Placement:
+        """Choose one of `candidates` and add the request to its load."""
         prompt, num_answers = spec.prompt_token_ids, spec.params.n
         caches = caches and spec.pooling is None
-        beginnings = list(_beginnings(prompt, spec.cache_salt)) if caches else []
-        home = beginnings[0].digest[0] if beginnings else 0
+        prefixes = list(_prefixes(prompt, spec.cache_salt)) if caches else []
+        tie_break = prefixes[0].digest[0] if prefixes else 0
         count = len(self._loads)
-        missing = {core: len(prompt) - self._seen[core].length_known(beginnings) for core in among}
+        missing = {
+            core: len(prompt) - self._seen_prefixes[core].known_length(prefixes)
+            for core in candidates
+        }
         core = min(
-            among,
+            candidates,
             key=lambda core: (
-                self._loads[core] + self._others[core] + missing[core],
-                (core - home) % count,
+                self._loads[core] + self._other_loads[core] + missing[core],
+                (core - tie_break) % count,
             ),
         )
-        self._seen[core].add(beginnings)
-        share = Share(core, missing[core], num_answers * min(spec.max_tokens, ANSWER), num_answers)
-        self._loads[core] += share.prompt + share.answers
+        self._seen_prefixes[core].add(prefixes)
+        placement = Placement(
+            core, missing[core], num_answers * min(spec.max_tokens, ANSWER_TOKENS), num_answers
+        )
+        self._loads[core] += placement.prompt + placement.answers
         self._num_sequences[core] += num_answers
-        return share
+        return placement
 
-    def computed(self, share: Share) -> None:
-        """The request's prompt is computed."""
-        self._loads[share.core] -= share.prompt
-        share.prompt = 0
+    def mark_computed(self, placement: Placement) -> None:
+        """Remove the cost of a computed prompt."""
+        self._loads[placement.core] -= placement.prompt
+        placement.prompt = 0
 
-    def end(self, share: Share) -> None:
-        """The core has the request no more."""
-        self._loads[share.core] -= share.prompt + share.answers
-        self._num_sequences[share.core] -= share.num_sequences
-        share.prompt = share.answers = share.num_sequences = 0
+    def release(self, placement: Placement) -> None:
+        """Remove a finished request from its core's load."""
+        self._loads[placement.core] -= placement.prompt + placement.answers
+        self._num_sequences[placement.core] -= placement.num_sequences
+        placement.prompt = placement.answers = placement.num_sequences = 0
 
 
-class _Beginnings:
-    """The beginnings that a core has seen last: as many as its cache holds, as that drops what was used least recently, too."""
+class _SeenPrefixes:
+    """Most recent prefixes of a core, limited by the size of its cache.
+
+    The core's cache also evicts the least recently used blocks.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         self._size = 0
 
-    def length_known(self, beginnings: Sequence[Beginning]) -> int:
-        """Tokens of the longest beginning that it knows."""
-        for beginning in reversed(beginnings):
-            if beginning.digest in self._sizes:
-                return beginning.length
+    def known_length(self, prefixes: Sequence[Prefix]) -> int:
+        """Return the length of the longest known prefix, in tokens."""
+        for prefix in reversed(prefixes):
+            if prefix.digest in self._sizes:
+                return prefix.length
         return 0
 
-    def add(self, beginnings: Sequence[Beginning]) -> None:
-        """The longest is the first to be forgotten."""
-        for digest, _, size in reversed(beginnings):
+    def add(self, prefixes: Sequence[Prefix]) -> None:
+        """Add prefixes, the longest first: it is dropped first."""
+        for digest, _, size in reversed(prefixes):
             if digest not in self._sizes:
                 self._size += size
                 self._sizes[digest] = size
@@ -134,13 +145,13 @@ class _Beginnings:
         self._size = 0
 
 
-def _beginnings(prompt: Sequence[int], salt: str) -> Iterator[Beginning]:
-    """Of a prompt of a million tokens there are about a hundred."""
+def _prefixes(prompt: Sequence[int], salt: str) -> Iterator[Prefix]:
+    """Yield the tracked prefixes: about a hundred for a million tokens."""
     tokens = np.asarray(prompt, np.int32)
     digest = blake2b(salt.encode(), digest_size=16).digest()
     length, num_blocks = 0, 1
     while (end := num_blocks * BLOCK) <= len(tokens):
         digest = blake2b(digest + tokens[length:end].tobytes(), digest_size=16).digest()
-        yield Beginning(digest, end, end - length)
+        yield Prefix(digest, end, end - length)
         length = end
         num_blocks += max(1, num_blocks // GROWTH)

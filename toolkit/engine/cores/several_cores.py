@@ -1,4 +1,4 @@
-"""Several cores in processes of their own, for a caller that steps one: what `LLM` has with --data-parallel-size."""
+"""Several cores in their own processes, behind the interface of `EngineCore`, for `LLM`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from toolkit.config import EngineConfig
-from toolkit.engine.cores.core_client import CoreClient, all_ready
-from toolkit.engine.cores.launch import Launch, least, plan
-from toolkit.engine.cores.revival import as_dead
-from toolkit.engine.cores.router import Router, Share
+from toolkit.engine.cores.core_client import CoreClient, wait_until_ready
+from toolkit.engine.cores.launch import Launch, plan_launches, smallest_core
+from toolkit.engine.cores.revival import to_dead_error
+from toolkit.engine.cores.router import Placement, Router
 from toolkit.engine.messages import (
     Abort,
     EngineOutputs,
     EngineRequest,
-    Forgotten,
+    PrefixCacheCleared,
     ResetPrefixCache,
     ToCore,
 )
@@ -33,34 +33,32 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Placed:
-    """A request, and what it is to its core."""
+class _PlacedRequest:
+    """A request and its placement."""
 
-    share: Share
-    num_open: int
-    """Of its sequences."""
+    placement: Placement
+    num_open: int  # sequences that have not ended
 
 
 class SeveralCores:
-    """In the place of an `EngineCore`: `add`, `step`, `abort`. The router chooses the core of each request. None is started again:
-    when one dies, `step` raises EngineDeadError with the cause.
+    """Has `add`, `step` and `abort` like `EngineCore`; the router chooses the core of each request.
 
-    Messages come and go in a thread with an event loop of its own, whatever loop the caller may be in.
+    Cores are not restarted: if one dies, `step` raises EngineDeadError with the cause. Messages are
+    sent and received in a thread with its own event loop, independent of the caller's.
     """
 
     def __init__(self, config: EngineConfig, folder: Path, report: Report) -> None:
-        """Raises as `EngineCore`'s executor does."""
-        launches = plan(config, folder, LogStyle())
+        """Raises like the executor of `EngineCore`."""
+        launches = plan_launches(config, folder, LogStyle())
         self._router = Router(len(launches))
         self._random = random.Random(config.model.seed)
         self._caches = config.cache.enable_prefix_caching
-        self._placed: dict[int, _Placed] = {}
-        """By the numbers of their sequences that have not ended."""
-        self._news: queue.SimpleQueue[tuple[int, EngineOutputs | Forgotten | EngineDeadError]] = (
-            queue.SimpleQueue()
-        )
-        """What each core says."""
-        self._dead: EngineDeadError | None = None
+        self._placed: dict[int, _PlacedRequest] = {}
+        """By the number of each sequence that has not ended."""
+        self._messages: queue.SimpleQueue[
+            tuple[int, EngineOutputs | PrefixCacheCleared | EngineDeadError]
+        ] = queue.SimpleQueue()  # (core, message)
+        self._fatal_error: EngineDeadError | None = None
         self._cores: list[CoreClient] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -68,120 +66,120 @@ class SeveralCores:
         )
         self._thread.start()
         try:
-            infos = self._run(self._start(launches, report))
+            infos = self._run_in_loop(self._start(launches, report))
         except BaseException:
             self.shutdown()
             raise
         for core, info in enumerate(infos):
             self._router.connect(core, info.num_blocks * info.block_size)
-        self.info: WorkerInfo = least(infos)
+        self.info: WorkerInfo = smallest_core(infos)
 
     @property
     def has_work(self) -> bool:
         return bool(self._placed)
 
     def add(self, request: EngineRequest) -> None:
-        """Gives a request to one of the cores."""
-        if self._dead is not None:
-            raise EngineDeadError(self._dead.message)
-        if request.spec.params.seed is None:  # cores would all draw the same seeds
+        """Send a request to one of the cores."""
+        if self._fatal_error is not None:
+            raise EngineDeadError(self._fatal_error.message)
+        if request.spec.params.seed is None:  # otherwise all cores would draw the same seeds
             request.seed = self._random.getrandbits(63)
         cores = range(len(self._cores))
-        share = self._router.place(request.spec, cores, caches=self._caches)
-        placed = _Placed(share, request.num_sequences)
+        placement = self._router.place(request.spec, cores, caches=self._caches)
+        placed = _PlacedRequest(placement, request.num_sequences)
         for number in range(request.number, request.number + request.num_sequences):
             self._placed[number] = placed
-        self._tell(share.core, request)
+        self._send(placement.core, request)
 
     def abort(self, abort: Abort) -> None:
-        """Ends sequences; unknown ones have ended already."""
+        """End sequences. Unknown numbers have ended already."""
         numbers: defaultdict[int, list[int]] = defaultdict(list)
         for number in abort.numbers:
             if number in self._placed:
-                numbers[self._placed[number].share.core].append(number)
-                self._end(number)
+                numbers[self._placed[number].placement.core].append(number)
+                self._finish(number)
         for core, ending in numbers.items():
-            self._tell(core, Abort(ending))
+            self._send(core, Abort(ending))
 
     def step(self) -> dict[int, EngineOutputs]:
-        """What the next step of any core has brought, as `EngineCore.step` tells it."""
-        if self._dead is not None:
-            raise EngineDeadError(self._dead.message)
-        core, news = self._news.get()
-        if isinstance(news, EngineDeadError):
-            self._dead = news
-            raise news
-        if isinstance(news, Forgotten):
-            self._router.forget_prompts(core)
+        """Return the results of the next step of any core, like `EngineCore.step`."""
+        if self._fatal_error is not None:
+            raise EngineDeadError(self._fatal_error.message)
+        core, message = self._messages.get()
+        if isinstance(message, EngineDeadError):
+            self._fatal_error = message
+            raise message
+        if isinstance(message, PrefixCacheCleared):
+            self._router.clear_prefixes(core)
             return {0: EngineOutputs()}
-        for output in news.outputs:
+        for output in message.outputs:
             placed = self._placed.get(output.number)
             if placed is not None:
-                self._router.computed(placed.share)
+                self._router.mark_computed(placed.placement)
                 if output.finish_reason is not None:
-                    self._end(output.number)
-        return {0: news}
+                    self._finish(output.number)
+        return {0: message}
 
     def drop_steps(self) -> None:
-        """Nothing: what interrupts the caller does not interrupt the cores."""
+        """Do nothing: an interrupt of the caller does not reach the cores."""
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the cached beginnings of prompts."""
+        """Evict all cached prompts."""
         for core in range(len(self._cores)):
-            self._tell(core, ResetPrefixCache())
+            self._send(core, ResetPrefixCache())
 
     def shutdown(self) -> None:
-        """Ends the cores and the thread."""
+        """Stop the cores and the thread."""
         if self._loop.is_closed():
             return
         self._placed.clear()
-        self._dead = EngineDeadError("The engine was shut down.")
-        self._run(self._stop())
+        self._fatal_error = EngineDeadError("The engine was shut down.")
+        self._run_in_loop(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    def _end(self, number: int) -> None:
+    def _finish(self, number: int) -> None:
         placed = self._placed.pop(number)
         placed.num_open -= 1
         if not placed.num_open:
-            self._router.end(placed.share)
+            self._router.release(placed.placement)
 
-    def _tell(self, core: int, message: ToCore) -> None:
+    def _send(self, core: int, message: ToCore) -> None:
         self._loop.call_soon_threadsafe(self._cores[core].send, message)
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _run_in_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    # ---- in the thread
+    # The coroutines below run in the thread.
 
     async def _start(self, launches: list[Launch], report: Report) -> list[WorkerInfo]:
         for launch in launches:
             self._cores.append(CoreClient(launch))
-        infos = await all_ready(self._cores, report)
-        self._hearing = [
-            asyncio.create_task(self._hear(launch, core))
+        infos = await wait_until_ready(self._cores, report)
+        self._readers = [
+            asyncio.create_task(self._read_core(launch, core))
             for launch, core in zip(launches, self._cores, strict=True)
         ]
         return infos
 
-    async def _hear(self, launch: Launch, core: CoreClient) -> None:
+    async def _read_core(self, launch: Launch, core: CoreClient) -> None:
         try:
             while True:
                 for message in await core.receive():
                     if isinstance(message, EngineOutputs) and not (
                         message.outputs or message.numbers
                     ):
-                        continue  # idle cores tell of themselves now and then, which nobody may ever ask for
-                    if isinstance(message, EngineOutputs | Forgotten):
-                        self._news.put((launch.index, message))
+                        continue  # statistics of idle cores, which would pile up unread
+                    if isinstance(message, EngineOutputs | PrefixCacheCleared):
+                        self._messages.put((launch.index, message))
         except Exception as error:
-            dead = EngineDeadError(f"{launch.name.capitalize()}: {as_dead(error).message}")
-            self._news.put((launch.index, dead))
+            dead = EngineDeadError(f"{launch.name.capitalize()}: {to_dead_error(error).message}")
+            self._messages.put((launch.index, dead))
 
     async def _stop(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:  # start-up, if that is where it ends
+        for task in others:  # start-up, if it is still running
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         await asyncio.gather(*(core.stop() for core in self._cores))

@@ -1,6 +1,7 @@
-"""The ZMQ sockets between front ends and core.
+"""ZMQ sockets between front ends and a core.
 
-The core binds `in`, where all front ends push; each front end binds `out` and its number, where the core pushes.
+The core binds `in`, to which all front ends push. Each front end binds `out` plus its number, to
+which the core pushes.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ import zmq
 
 Socket = zmq.Socket[bytes]
 
-RETRY_INTERVAL = 10
-"""Milliseconds between attempts to connect to who is not there yet."""
+RETRY_INTERVAL = 10  # milliseconds between attempts to connect
 
 
 def open_socket(context: zmq.Context[Socket], kind: int) -> Socket:
-    """A socket whose queue has no limit, so that sending never blocks."""
+    """Open a socket with an unlimited queue, so that sending never blocks."""
     socket = context.socket(kind)
     socket.set_hwm(0)
     socket.setsockopt(zmq.RECONNECT_IVL, RETRY_INTERVAL)
@@ -22,15 +22,18 @@ def open_socket(context: zmq.Context[Socket], kind: int) -> Socket:
 
 
 def address(folder: str, name: str) -> str:
-    """ZMQ's address of the socket of that name in a folder."""
+    """Return the ZMQ address of a socket in a folder."""
     return f"ipc://{folder}/{name}"
 
 
 def has_message(socket: Socket) -> bool:
-    """Whether one can be received at once. Cheaper than to poll, and resets the socket's descriptor."""
+    """Return True if a message can be received now.
+
+    Cheaper than polling. Resets the socket's file descriptor.
+    """
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def descriptor(socket: Socket) -> int:
-    """The file descriptor that becomes readable when something has happened on the socket."""
+    """Return the file descriptor that becomes readable after a socket event."""
     return int(socket.getsockopt(zmq.FD))

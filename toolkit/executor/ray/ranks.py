@@ -1,4 +1,10 @@
-"""Ranks on the machines of a Ray cluster. Ray starts them; messages do not pass through it."""
+"""Ranks on the machines of a Ray cluster. Ray starts them; messages do not pass through it.
+
+tk joins a cluster and never starts one. No rank is in the engine's process. All messages, and the
+log lines of actors, take the TCP channel that each actor opens to the engine (`tcp_channel`). An
+actor ends with its channel. The placement group ends with the engine's process, which makes room
+for its replacement.
+"""
 
 from __future__ import annotations
 
