@@ -1,6 +1,6 @@
-"""Builds the CPU kernels (`kernels/cpu`) into one library, each kernel once for every instruction set.
+"""Build the CPU kernels (`kernels/cpu`) into one library, once per instruction set.
 
-Without a C++ compiler the installation goes on without them, and PyTorch's own operations run instead.
+Without a C++ compiler tk installs without them and runs PyTorch's own operations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from setuptools.modified import newer_group
 ROOT = Path(__file__).parent
 FOLDER = Path("kernels", "cpu")
 LIBRARY = "_kernels.so"
-"""Loaded through ctypes: it knows nothing of Python, and one fits every version."""
+"""Loaded through ctypes: it is independent of the Python version."""
 PLAIN = ["machine.cpp", "threads.cpp"]
 """Compiled once, for any machine."""
 FLAGS = [
@@ -38,7 +38,7 @@ WARNINGS = [
     "-Wno-maybe-uninitialized",
     "-Wno-uninitialized",
 ]
-"""The last two and psabi are of g++'s own headers and vectors; clang does not know all of them."""
+"""The last two and psabi concern g++'s own headers and vectors; clang lacks some of them."""
 LINK_FLAGS = ["-pthread"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [
@@ -51,16 +51,16 @@ _AVX512 = [
     "-mprefer-vector-width=512",
 ]
 if sys.platform == "darwin":
-    # Python's own flags may name two processors at once, whose instructions one file cannot be compiled for.
+    # Python's own flags may name two processors at once; one file cannot have both's instructions.
     os.environ.setdefault("ARCHFLAGS", f"-arch {platform.machine()}")
-    LINK_FLAGS = []  # threads need no library of their own there, and clang says that the flag is unused
+    LINK_FLAGS = []  # threads need no library there, and clang warns of an unused flag
 VARIANTS: dict[str, list[str]] = {"portable": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     VARIANTS |= {"avx2": _AVX2, "avx512_vnni": _AVX512, "avx512_bf16": [*_AVX512, "-mavx512bf16"]}
 
 
 class BuildKernels(build_ext):
-    """Every file with every variant's flags, then one library of all."""
+    """Compile every file with every variant's flags, and link one library."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")[:-1], LIBRARY))
@@ -95,7 +95,7 @@ class BuildKernels(build_ext):
 
 
 class Wheel(bdist_wheel):
-    """For one platform and any Python 3."""
+    """A wheel for one platform and any Python 3."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]

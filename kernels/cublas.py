@@ -1,9 +1,9 @@
-"""Products of many rows by the algorithm of cuBLAS that takes the least time where it runs.
+"""Products of many rows by the cuBLAS algorithm that is fastest on this GPU.
 
-cuBLAS has several algorithms for a product, and PyTorch takes the one that heuristics name first. Long products bring a GPU to its
-power limit, and there another is up to a seventh faster. So while an engine starts, the products of its largest step are timed with
-each (`choosing`), and what was found is kept beside the compiled kernels. Only those count that give the very same numbers as
-PyTorch's: what was chosen shows in no result.
+cuBLAS has several algorithms for a product, and PyTorch uses the first that heuristics name. Long
+products bring a GPU to its power limit, where another one is up to a seventh faster. So at
+start-up the products of an engine's largest step are timed with each (`choosing`), and the choices
+are stored with the compiled kernels. Only algorithms whose results equal PyTorch's bitwise count.
 
 Source: NVIDIA's cuBLAS documentation, "Using the cuBLASLt API".
 """
@@ -25,38 +25,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEAST_TOKENS = 4096
-"""Rows of x from which the choice is worth its time."""
+MIN_TOKENS = 4096
+"""Least rows of x for which the choice is worth its time."""
 CANDIDATES = 12
-GLANCE, LOOK, ROUNDS = 0.01, 0.04, 3
-"""Seconds for which each candidate is timed: all of them first, and then, ROUNDS times, those that were NEAR the fastest. The second
-is long enough for the power that a candidate takes to tell.
+SHORT_SECONDS, LONG_SECONDS, ROUNDS = 0.01, 0.04, 3
+"""Time for each candidate: first all of them briefly, then those NEAR the fastest, ROUNDS times.
+
+The long time lets a candidate's power draw take effect.
 """
 PROCEDURE = 1
-"""To be raised when these change, so that nothing counts that was kept before."""
+"""Version of this procedure. Raise it to discard stored choices."""
 NEAR, CLEARLY = 1.05, 0.99
-"""Of the fastest one's time, and of that of PyTorch's choice, which another one's must be below."""
+"""Greatest times of a candidate: relative to the fastest, and to PyTorch's choice to replace it."""
 ALIGNMENT = 256
-"""Bytes, of every address, as the heuristics take it."""
+"""Alignment of every address in bytes, as the heuristics assume."""
 TYPES = {torch.float16: 2, torch.bfloat16: 14}
 """cudaDataType_t."""
 FLOAT32, COMPUTE_FLOAT32, TRANSPOSED = 0, 68, 1
 TRANSPOSE_A, MAX_WORKSPACE = 3, 1
-"""Attributes of a product, and of what is asked of the heuristics."""
+"""Attributes of a product and of a query of the heuristics."""
 
 logger = logging.getLogger(__name__)
 
 Product = Callable[[Tensor, Tensor, Tensor], object]
-"""(x, W, out): out = x Wᵀ."""
+"""(x, W, out) -> None: out = x Wᵀ."""
 
 _chosen: dict[tuple[object, ...], Product | None] = {}
-"""None: PyTorch's own."""
+"""By device, type and shape. None: PyTorch's choice."""
 _choosing = ContextVar("choosing", default=False)
 
 
 @contextmanager
 def choosing() -> Iterator[None]:
-    """Products of `linear` inside choose their algorithm, if they have not yet."""
+    """Let products of `linear` inside choose their algorithm, if they have not yet."""
     token = _choosing.set(True)
     try:
         yield
@@ -65,7 +66,7 @@ def choosing() -> Iterator[None]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As F.linear, to the last bit; x: `[num_tokens, in]`, weight: `[out, in]`. With a bias it is that."""
+    """Return F.linear, bitwise. x: `[num_tokens, in]`; weight: `[out, in]`."""
     if bias is not None:
         return F.linear(x, weight, bias)
     key = (x.device, x.dtype, *x.shape, *weight.shape, weight.dtype)
@@ -80,9 +81,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _can_choose(x: Tensor, weight: Tensor) -> bool:
-    many = x.is_cuda and x.dim() == 2 and len(x) >= LEAST_TOKENS
+    is_large = x.is_cuda and x.dim() == 2 and len(x) >= MIN_TOKENS
     return (
-        many
+        is_large
         and x.dtype == weight.dtype
         and x.dtype in TYPES
         and _aligned(x, weight)
@@ -95,21 +96,21 @@ def _aligned(*tensors: Tensor) -> bool:
 
 
 def _choice(x: Tensor, weight: Tensor) -> Product | None:
-    """What an earlier start kept, or else the fastest."""
+    """Return the stored choice, or else the fastest algorithm."""
     try:
-        return _tried(_Kept(x, weight), x, weight)
-    except RuntimeError as error:  # also where there is room for one product, and not for two
+        return _choose(_StoredChoice(x, weight), x, weight)
+    except RuntimeError as error:  # such as too little memory for two products
         why = str(error).partition("\n")[0]
-        logger.info("%s: cuBLAS' algorithms could not be tried (%s)", _described(x, weight), why)
+        logger.info("%s: cuBLAS algorithms could not be timed (%s)", _describe(x, weight), why)
         return None
 
 
-def _tried(kept: _Kept, x: Tensor, weight: Tensor) -> Product | None:
-    # Numbers of this function's own: how much power a product takes depends on them.
+def _choose(stored: _StoredChoice, x: Tensor, weight: Tensor) -> Product | None:
+    # Random numbers: the power that a product draws depends on its operands.
     x = torch.empty_like(x).normal_(generator=torch.Generator(x.device).manual_seed(0))
     expected = F.linear(x, weight)
     if not (expected.isfinite().all() and expected.any()):
-        return None  # such a weight does not tell one algorithm from another
+        return None  # algorithms cannot be compared with such a weight
     out = torch.empty_like(expected)
     plan = _Plan(x, weight)
 
@@ -117,53 +118,56 @@ def _tried(kept: _Kept, x: Tensor, weight: Tensor) -> Product | None:
         out.fill_(torch.nan)
         try:
             plan.multiply(algorithm, x, weight, out)
-        except RuntimeError:  # kept by something else than this
+        except RuntimeError:  # a stored algorithm that does not fit
             return False
         return torch.equal(out, expected)
 
-    known = kept.read()
+    known = stored.read()
     if known is None or (known and not is_exact(known)):
         exact = filter(is_exact, plan.algorithms())
         known = _fastest({one: partial(plan.multiply, one) for one in exact}, x, weight, out)
-        kept.write(known)
-        found_one = "another algorithm of cuBLAS" if known else "no algorithm of cuBLAS"
-        logger.info("%s: %s is faster than PyTorch's choice", _described(x, weight), found_one)
+        stored.write(known)
+        which = "another cuBLAS algorithm" if known else "no cuBLAS algorithm"
+        logger.info("%s: %s is faster than PyTorch's choice", _describe(x, weight), which)
     return partial(plan.multiply, known) if known else None
 
 
 def _fastest(found: Mapping[bytes, Product], x: Tensor, weight: Tensor, out: Tensor) -> bytes:
-    """An algorithm, or b"" for PyTorch's choice."""
-    products = {b"": _pytorchs, **found}
-    _seconds(_pytorchs, LOOK, x, weight, out)  # the first ones find the GPU as the others do
-    glances = {
-        name: _seconds(product, GLANCE, x, weight, out) for name, product in products.items()
+    """Return the fastest algorithm, or b"" for PyTorch's choice."""
+    products = {b"": _pytorch_product, **found}
+    # Warms the GPU up, so that the first candidate finds it like the others.
+    _seconds(_pytorch_product, LONG_SECONDS, x, weight, out)
+    brief = {
+        name: _seconds(product, SHORT_SECONDS, x, weight, out) for name, product in products.items()
     }
-    near = [name for name in products if not name or glances[name] < NEAR * min(glances.values())]
+    near = [name for name in products if not name or brief[name] < NEAR * min(brief.values())]
     rounds = [
-        [_seconds(products[name], LOOK, x, weight, out) for name in near] for _ in range(ROUNDS)
+        [_seconds(products[name], LONG_SECONDS, x, weight, out) for name in near]
+        for _ in range(ROUNDS)
     ]
     seconds = dict(zip(near, map(median, zip(*rounds, strict=True)), strict=True))
     seconds[b""] *= CLEARLY
     return min(near, key=seconds.__getitem__)
 
 
-def _described(x: Tensor, weight: Tensor) -> str:
+def _describe(x: Tensor, weight: Tensor) -> str:
     return f"products of {len(x)} rows, {weight.shape[1]} by {len(weight)}"
 
 
-def _pytorchs(x: Tensor, weight: Tensor, out: Tensor) -> None:
+def _pytorch_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
     torch.mm(x, weight.T, out=out)
 
 
-def _seconds(product: Product, long: float, x: Tensor, weight: Tensor, out: Tensor) -> float:
-    """Seconds of one run, of as many one after the other as take about `long` seconds."""
-    runs = 1 + int(long / _timed(product, 1, x, weight, out))
-    return _timed(product, runs, x, weight, out) / runs
+def _seconds(product: Product, duration: float, x: Tensor, weight: Tensor, out: Tensor) -> float:
+    """Return the seconds of one run, averaged over about `duration` seconds."""
+    runs = 1 + int(duration / _time(product, 1, x, weight, out))
+    return _time(product, runs, x, weight, out) / runs
 
 
-def _timed(product: Product, runs: int, x: Tensor, weight: Tensor, out: Tensor) -> float:
-    """Seconds of all `runs`."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _time(product: Product, runs: int, x: Tensor, weight: Tensor, out: Tensor) -> float:
+    """Return the seconds of all `runs`."""
+    begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
     begin.record()
     for _ in range(runs):
         product(x, weight, out)
@@ -172,13 +176,13 @@ def _timed(product: Product, runs: int, x: Tensor, weight: Tensor, out: Tensor) 
     return float(begin.elapsed_time(end)) / 1e3
 
 
-class _Kept:
-    """The choice for a product, in Triton's cache: for this GPU, version of cuBLAS, type and shape."""
+class _StoredChoice:
+    """A choice in Triton's cache, by GPU, version of cuBLAS, type and shape."""
 
     def __init__(self, x: Tensor, weight: Tensor) -> None:
         from triton.runtime.cache import get_cache_manager
 
-        what = (
+        key = (
             __name__,
             PROCEDURE,
             _device_name(x),
@@ -187,10 +191,10 @@ class _Kept:
             *x.shape,
             len(weight),
         )
-        self._open = partial(get_cache_manager, hashlib.sha256(repr(what).encode()).hexdigest())
+        self._open = partial(get_cache_manager, hashlib.sha256(repr(key).encode()).hexdigest())
 
     def read(self) -> bytes | None:
-        """None: nothing was kept, or nothing that can be read."""
+        """Return the stored algorithm, b"" for PyTorch's, or None if none can be read."""
         with suppress(OSError, ValueError):
             path = self._open().get_file("algorithm")
             if path is not None:
@@ -199,7 +203,7 @@ class _Kept:
         return None
 
     def write(self, algorithm: bytes) -> None:
-        with suppress(OSError):  # where there is no room for it, the next start chooses again
+        with suppress(OSError):  # such as a full disk: the next start chooses again
             self._open().put(algorithm.hex(), "algorithm", binary=False)
 
 
@@ -228,7 +232,7 @@ class _Heuristic(ctypes.Structure):
 
 @cache
 def _library() -> Any:
-    """The one that PyTorch has loaded; None where there is none."""
+    """Return the library that PyTorch has loaded, or None."""
     version = (torch.version.cuda or "").split(".")[0]
     try:
         return ctypes.CDLL(f"libcublasLt.so.{version}")
@@ -245,17 +249,20 @@ def _version() -> int:
 
 @cache
 def _handle(_device: torch.device) -> ctypes.c_void_p:
-    return _made(_library().cublasLtCreate)
+    return _create(_library().cublasLtCreate)
 
 
 class _Plan:
-    """A product as cuBLASLt describes it. Columns come first there, so it computes outᵀ = W xᵀ of what it sees as Wᵀ and xᵀ."""
+    """A product described for cuBLASLt.
+
+    cuBLASLt is column-major: it computes outᵀ = W xᵀ from what it reads as Wᵀ and xᵀ.
+    """
 
     def __init__(self, x: Tensor, weight: Tensor) -> None:
         library, kind = _library(), TYPES[x.dtype]
         (num_tokens, size), num_out = x.shape, len(weight)
         self._handle = _handle(x.device)
-        operation = _made(library.cublasLtMatmulDescCreate, COMPUTE_FLOAT32, FLOAT32)
+        operation = _create(library.cublasLtMatmulDescCreate, COMPUTE_FLOAT32, FLOAT32)
         _set(
             library.cublasLtMatmulDescSetAttribute,
             operation,
@@ -263,7 +270,7 @@ class _Plan:
             ctypes.c_int32(TRANSPOSED),
         )
         a, b, c = (
-            _made(
+            _create(
                 library.cublasLtMatrixLayoutCreate,
                 kind,
                 *map(ctypes.c_uint64, (rows, columns, rows)),
@@ -273,15 +280,20 @@ class _Plan:
         self._product = operation, a, b, c
 
     def algorithms(self) -> list[bytes]:
-        """What the heuristics name for it, the best by them first: a cublasLtMatmulAlgo_t each."""
-        library, asked = _library(), _made(_library().cublasLtMatmulPreferenceCreate)
-        _set(library.cublasLtMatmulPreferenceSetAttribute, asked, MAX_WORKSPACE, ctypes.c_uint64(0))
+        """Return the heuristics' algorithms, best first: a cublasLtMatmulAlgo_t each."""
+        library, preference = _library(), _create(_library().cublasLtMatmulPreferenceCreate)
+        _set(
+            library.cublasLtMatmulPreferenceSetAttribute,
+            preference,
+            MAX_WORKSPACE,
+            ctypes.c_uint64(0),
+        )
         named, count = (_Heuristic * CANDIDATES)(), ctypes.c_int()
         operation, a, b, c = self._product
         status = library.cublasLtMatmulAlgoGetHeuristic(
-            self._handle, operation, a, b, c, c, asked, CANDIDATES, named, ctypes.byref(count)
+            self._handle, operation, a, b, c, c, preference, CANDIDATES, named, ctypes.byref(count)
         )
-        _check(library.cublasLtMatmulPreferenceDestroy(asked))
+        _check(library.cublasLtMatmulPreferenceDestroy(preference))
         return (
             []
             if status
@@ -289,10 +301,10 @@ class _Plan:
         )
 
     def multiply(self, algorithm: bytes, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        """out = x Wᵀ, on the current stream. Raises RuntimeError where the algorithm does not fit."""
+        """Compute out = x Wᵀ on the current stream. Raises RuntimeError if the algorithm cannot."""
         operation, a, b, c = self._product
         one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
-        x_at, weight_at, out_at = (
+        x_address, weight_address, out_address = (
             ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, weight, out)
         )
         stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
@@ -301,14 +313,14 @@ class _Plan:
                 self._handle,
                 operation,
                 ctypes.byref(one),
-                weight_at,
+                weight_address,
                 a,
-                x_at,
+                x_address,
                 b,
                 ctypes.byref(zero),
-                out_at,
+                out_address,
                 c,
-                out_at,
+                out_address,
                 c,
                 ctypes.byref(_Algorithm.from_buffer_copy(algorithm)),
                 None,
@@ -318,14 +330,14 @@ class _Plan:
         )
 
 
-def _made(create: Any, *arguments: Any) -> ctypes.c_void_p:
-    it = ctypes.c_void_p()
-    _check(create(ctypes.byref(it), *arguments))
-    return it
+def _create(create: Any, *arguments: Any) -> ctypes.c_void_p:
+    handle = ctypes.c_void_p()
+    _check(create(ctypes.byref(handle), *arguments))
+    return handle
 
 
-def _set(setter: Any, of: ctypes.c_void_p, attribute: int, value: Any) -> None:
-    _check(setter(of, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))))
+def _set(setter: Any, handle: ctypes.c_void_p, attribute: int, value: Any) -> None:
+    _check(setter(handle, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))))
 
 
 def _check(status: int) -> None:

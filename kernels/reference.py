@@ -1,9 +1,9 @@
-"""The kernels in plain PyTorch: slow, short, and the ground truth for every other version of them.
+"""The kernels in plain PyTorch: slow, short, and the ground truth for every other version.
 
-The KV cache of a layer is two tensors `[num_blocks, block_size, num_kv_heads, head_size]`. A request owns the
-blocks listed in its row of the block table; its token at position p lies in block `row[p // block_size]` at
-offset `p % block_size`. The queries of all requests of a step are packed one after another. The cache is of the
-queries' dtype or of FP8.
+The KV cache of a layer is two tensors `[num_blocks, block_size, num_kv_heads, head_size]` in the
+queries' dtype or FP8. A request owns the blocks in its row of the block table. Its token at
+position p is in block `row[p // block_size]` at offset `p % block_size`. The queries of a step's
+requests are packed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-"""The greatest number of e4m3 (Micikevicius et al., "FP8 formats for deep learning", arXiv:2209.05433)."""
+"""Greatest number of e4m3 (Micikevicius et al., arXiv:2209.05433)."""
 FP8_MIN_GREATEST = 2.0**-100
-"""Rows of zeros have a scale too, and its inverse is finite."""
+"""Least maximum of a row, so that the scale of zeros has a finite inverse."""
 
 
 def paged_attention(
@@ -33,15 +33,16 @@ def paged_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
 ) -> Tensor:
-    """Causal attention of packed queries over their requests' cached keys and values, in fp32.
+    """Attend causally from packed queries to their requests' cached keys and values, in fp32.
 
-    q: `[num_tokens, num_heads, head_size]`; query_start_loc: `[num_reqs + 1]`; seq_lens: `[num_reqs]`, the
-    whole context, including this step's tokens, which are already in the cache; block_table:
-    `[num_reqs, max_blocks]`. The queries of a request are its last positions. A query sees itself and what
-    comes before it, `sliding_window` tokens in all where that is not 0. `soft_cap` bounds the logits: cap *
-    tanh(logits / cap) (Gemma 2, arXiv:2408.00118). Head h reads KV head `h // (num_heads // num_kv_heads)`.
+    q: `[num_tokens, num_heads, head_size]`; query_start_loc: `[num_reqs + 1]`; seq_lens:
+    `[num_reqs]`, the context with this step's tokens, which are in the cache already; block_table:
+    `[num_reqs, max_blocks]`. The queries of a request are its last positions. A query sees itself
+    and earlier tokens, `sliding_window` in all unless that is 0. `soft_cap` bounds the logits: cap
+    * tanh(logits / cap) (Gemma 2, arXiv:2408.00118). Head h reads KV head
+    `h // (num_heads // num_kv_heads)`.
 
-    Returns `[num_tokens, num_heads, head_size]` in q's dtype; tokens past the last request are 0.
+    Returns `[num_tokens, num_heads, head_size]` in q's dtype. Tokens past the last request are 0.
     """
     block_size, num_kv_heads = k_cache.shape[1:3]
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -71,9 +72,9 @@ def paged_attention(
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store `k` and `v` `[num_tokens, num_kv_heads, head_size]` in the cache, in place and in its dtype.
+    """Store `k` and `v` `[num_tokens, num_kv_heads, head_size]` in the cache, in its dtype.
 
-    slot_mapping: int64 `[num_tokens]`, `block * block_size + offset`; tokens with negative slots are skipped.
+    slot_mapping: int64 `[num_tokens]`, `block * block_size + offset`. Negative slots are skipped.
     """
     block_size = k_cache.shape[1]
     kept = slot_mapping >= 0
@@ -84,19 +85,22 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in another dtype: the nearest there is, for FP8 the greatest where x is beyond it; NaN stays NaN."""
+    """Round x to another dtype. For FP8, x is clamped first. NaN stays NaN."""
     return x.float().clamp(-FP8_MAX, FP8_MAX).to(FP8) if dtype == FP8 else x.to(dtype)
 
 
 def _bits(x: Tensor) -> Tensor:
-    """FP8 as bytes: not every device copies it by index."""
+    """View FP8 as bytes: not every device copies it by index."""
     return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual) of rows `[num_tokens, size]`; the sum is rounded to x's dtype first."""
+    """Return (norm(x + residual), x + residual) of rows `[num_tokens, size]`.
+
+    The sum is rounded to x's dtype before the norm.
+    """
     total = x if residual is None else x + residual
     wide = total.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
@@ -106,7 +110,7 @@ def add_rms_norm(
 def add_layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The same with the mean taken away and a bias added."""
+    """Return the same with the mean subtracted and a bias added."""
     total = x if residual is None else x + residual
     wide = total.float()
     wide = wide - wide.mean(-1, keepdim=True)
@@ -117,16 +121,16 @@ def add_layer_norm(
     return normed.to(x.dtype), total
 
 
-def embed_share(indices: Tensor, table: Tensor, begin: int, count: int) -> Tensor:
-    """Rows `[n, size]` of a table that has those from `begin` on, `count` of them; zeros for indices of others."""
-    here = (indices >= begin) & (indices < begin + count)
-    return table[(indices.long() - begin).where(here, 0)] * here[:, None]
+def embed_shard(indices: Tensor, table: Tensor, begin: int, count: int) -> Tensor:
+    """Return rows `[n, size]` of a table that has `count` rows from `begin` on, or zeros."""
+    is_own = (indices >= begin) & (indices < begin + count)
+    return table[(indices.long() - begin).where(is_own, 0)] * is_own[:, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + half) of the first dimensions of fp32 heads `[num_tokens, num_heads, head_size]`.
+    """Rotate the pairs (i, i + half) of the first dimensions of fp32 heads.
 
-    cos, sin: `[num_tokens, half]`.
+    x: `[num_tokens, num_heads, head_size]`; cos, sin: `[num_tokens, half]`.
     """
     half = cos.shape[-1]
     cos, sin = cos.float()[:, None], sin.float()[:, None]
@@ -148,10 +152,10 @@ def qk_norm_rope_write(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Queries `[num_tokens, num_heads, head_size]` of packed rows q | k | v; keys and values go to the cache.
+    """Return the queries of rows q | k | v, and store keys and values in the cache.
 
-    Queries and keys are normed where there are weights, then rotated where there is a table `[max_model_len, 2,
-    half]`, in fp32 throughout.
+    Queries and keys are normed if there are weights, then rotated if there is a table `cos_sin`
+    `[max_model_len, 2, half]`, all in fp32. Returns `[num_tokens, num_heads, head_size]`.
     """
     heads = qkv.reshape(len(qkv), -1, k_cache.shape[3])
     q, k = heads[:, :num_heads].float(), heads[:, num_heads:-num_kv_heads].float()
@@ -166,12 +170,12 @@ def qk_norm_rope_write(
 
 
 def activation(x: Tensor, kind: str) -> Tensor:
-    """act(x), in fp32."""
+    """Return act(x), computed in fp32."""
     return _activation(x.float(), kind).to(x.dtype)
 
 
 def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
-    """act(gate) * up of rows gate | up, in fp32."""
+    """Return act(gate) * up of rows gate | up, computed in fp32."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (_activation(gate, kind) * up).to(gate_up.dtype)
 
@@ -183,7 +187,7 @@ def linear(
     activation: str | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """act(x Wᵀ + b), or act(gate) * up where the rows of W are those of gate, then those of up; in fp32."""
+    """Return act(x Wᵀ + b), or act(gate) * up if W holds gate's rows, then up's, in fp32."""
     y = F.linear(x.float(), weight.float(), bias.float() if bias is not None else None)
     if gated:
         gate, up = y.chunk(2, dim=-1)
@@ -194,13 +198,12 @@ def linear(
 
 
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows in FP8, fp32 scales `[rows, 1]`) of `[rows, size]`: row ~ FP8 * scale, each row's greatest at FP8_MAX."""
+    """Return (rows in FP8, fp32 scales `[rows, 1]`). Each row's maximum becomes FP8_MAX."""
     x = x.float()
     greatest = x.abs().amax(-1, keepdim=True).clamp(min=FP8_MIN_GREATEST)
-    most = torch.full_like(
-        greatest, FP8_MAX
-    )  # dividing by a number, or a number, PyTorch would round twice
-    return rounded(x * (most / greatest), FP8), greatest / most
+    # A tensor: with a Python number, PyTorch's division rounds twice.
+    limit = torch.full_like(greatest, FP8_MAX)
+    return rounded(x * (limit / greatest), FP8), greatest / limit
 
 
 def linear_fp8(
@@ -211,13 +214,13 @@ def linear_fp8(
     activation: str | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """`linear` with a weight in FP8 and fp32 scales `[weight's rows]`."""
+    """Compute `linear` with an FP8 weight and fp32 scales `[weight's rows]`."""
     y = linear(x.float(), weight.float() * scale[:, None], bias, activation, gated)
     return y.to(x.dtype)
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows in int8, fp32 scales `[rows, 1]`) of `[rows, size]`: row ~ int8 * scale, each row's greatest magnitude at 127."""
+    """Return (rows in int8, fp32 scales `[rows, 1]`). Each row's maximum becomes 127."""
     x = x.float()
     greatest = x.abs().amax(-1, keepdim=True)
     scale = greatest / torch.full_like(greatest, 127)
@@ -233,7 +236,7 @@ def linear_int8(
     activation: str | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """`linear` with a weight in int8 and fp32 scales `[weight's rows]`; each row of x is rounded to int8, too."""
+    """Compute `linear` with an int8 weight and fp32 scales `[weight's rows]`, and x in int8."""
     rows, x_scale = quantize_int8(x)
     products = (rows.double() @ weight.double().T).float() * (scale * x_scale)
     y = linear(products, torch.eye(len(weight)), bias, activation, gated)
@@ -259,7 +262,7 @@ def sample(
     token_ids: Tensor,
     out: Tensor,
 ) -> None:
-    """Chooses tokens and writes them into `out` and the state; arguments as in `toolkit.kernels.triton.sampling`."""
+    """Choose tokens, and write them into `out` and the state. See `triton.sampling.sample`."""
     for entry, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
         if position < 0:
             out[entry] = -2
@@ -279,10 +282,11 @@ def choose(
     seed: int,
     position: int,
 ) -> int:
-    """A token for one row of logits `[vocab]`, in fp64; -1 where they are not finite.
+    """Return a token for one row of logits `[vocab]`, in fp64; -1 if they are not finite.
 
-    Draws from what top-k and min-p leave by the running sum of weights in the vocabulary's order. A token that top-p
-    takes out is not delivered: the next draw is among the likelier ones.
+    Draws from the tokens that pass top-k and min-p, by the running sum of weights in the
+    vocabulary's order. A token outside top-p is rejected, and the next draw is among the likelier
+    ones.
     """
     logits = logits.double()
     best = logits.max()
@@ -292,7 +296,8 @@ def choose(
         return int(logits.eq(best).nonzero()[0])
     weights = ((logits - best) / temperature).exp()
     kept = torch.ones_like(logits, dtype=torch.bool)
-    counted, _ = logits.sort(descending=True)  # of top-k's equals, only so many count for top-p
+    # Of the ties at the k-th place, top-p counts only as many as fit into top-k.
+    counted, _ = logits.sort(descending=True)
     if 0 < top_k < len(logits):
         counted = counted[:top_k]
         kept = logits >= counted[-1]
@@ -312,7 +317,7 @@ def choose(
 
 
 def uniform(seed: int, position: int, draw: int) -> float:
-    """In [0, 1): SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
+    """Return a number in [0, 1): SplitMix64 (Steele et al., 2014)."""
     mask = (1 << 64) - 1
     x = (seed + (position + 1) * 0x9E3779B97F4A7C15 + draw * 0xD1B54A32D192ED03) & mask
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
@@ -321,7 +326,10 @@ def uniform(seed: int, position: int, draw: int) -> float:
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens `[n, 1 + k]`, their log-probabilities, the first one's rank) of given tokens and the k likeliest."""
+    """Return (tokens `[n, 1 + k]`, log-probabilities, ranks): given tokens, then the likeliest.
+
+    ranks `[n]`: of the given tokens.
+    """
     values = logits.double().log_softmax(-1)
     tokens = torch.cat((token_ids.clamp(min=0)[:, None], logits.topk(k, dim=-1).indices), dim=-1)
     rank = (logits > logits.gather(1, tokens[:, :1])).sum(-1) + 1
@@ -331,7 +339,7 @@ def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor,
 def penalize(
     logits: Tensor, rows: Tensor, lengths: Tensor, floats: Tensor, ints: Tensor, token_ids: Tensor
 ) -> None:
-    """Repetition over prompt and output, presence and frequency over the output, in place, token by token."""
+    """Apply penalties in place: repetition over prompt and output, the others over the output."""
     for entry, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         repetition, presence, frequency = floats[row, 3:].tolist()
         tokens = token_ids[row, :length].tolist()
@@ -344,9 +352,9 @@ def penalize(
 
 
 def mask_logits(logits: Tensor, index: Tensor, masks: Tensor) -> None:
-    """-inf in place where bit t % 32 of word t // 32 is not set, and past the last word, token by token.
+    """Set logits to -inf if their bit t % 32 of word t // 32 is not set, and past the last word.
 
-    logits: `[n, vocab]`; index: `[m]`, which of them; masks: int32 `[m, words]`.
+    logits: `[n, vocab]`; index: `[m]`, rows of it; masks: int32 `[m, words]`.
     """
     for entry, words in zip(index.tolist(), masks.tolist(), strict=True):
         for token in range(logits.shape[1]):
@@ -364,11 +372,12 @@ def expand_inputs(
     block_size: int,
     out: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Writes (token ids, positions, cache slots), each `[num_tokens]`, for the packed tokens of a step, request by request.
+    """Write (token ids, positions, cache slots), each `[num_tokens]`, of a step's packed tokens.
 
-    rows, seq_lens: `[num_reqs]`, each request's row in the state and its length with this step's tokens, which are its last ones;
-    query_start_loc: `[num_reqs + 1]`. token_ids: `[num_rows, max_len]`; block_table: `[num_rows, max_blocks]`. Tokens past the
-    last request are padding: id 0, position 0, slot -1.
+    rows, seq_lens: `[num_reqs]`, each request's row in the state and its length with this step's
+    tokens, its last ones; query_start_loc: `[num_reqs + 1]`; token_ids: `[num_rows, max_len]`;
+    block_table: `[num_rows, max_blocks]`. Tokens past the last request are padding: id 0, position
+    0, slot -1.
     """
     ids, positions, slots = out
     for x, padding in ((ids, 0), (positions, 0), (slots, -1)):
@@ -385,9 +394,9 @@ def expand_inputs(
 
 
 def copy_runs(target: Tensor, runs: Tensor, values: Tensor) -> None:
-    """Copies runs of `values` into rows of `target` `[num_rows, width]`, in place.
+    """Copy runs of `values` into rows of `target` `[num_rows, width]`, in place.
 
-    runs: `[num_runs, 4]`, each (row, column, where in `values` it begins, length).
+    runs: `[num_runs, 4]`, each (row, column, offset in `values`, length).
     """
     for row, column, begin, length in runs.tolist():
         target[row, column : column + length] = values[begin : begin + length]

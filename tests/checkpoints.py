@@ -1,4 +1,4 @@
-"""Small random checkpoints in real formats, written by Transformers, and what Transformers makes of them."""
+"""Small random checkpoints written by Transformers, and Transformers' outputs for them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from toolkit.sampling.params import SamplingParams
 from toolkit.sequence import SequenceSpec
 
 VOCAB = 262
-"""The bytes, then <|endoftext|> <|user|> <|assistant|> <|end|>, then two tokens that only the model has."""
+"""The bytes, <|endoftext|> <|user|> <|assistant|> <|end|>, and two that only the model has."""
 EOS = 256
 POSITIONS = 160
-NEW_TOKENS = 64
-"""Answers of the parity suites."""
+NEW_TOKENS = 64  # per answer in the parity tests
 
 _ROPE = {"rope_theta": 10000.0}
 _LLAMA = {
@@ -129,7 +128,10 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
 
 
 def make_reference(name: str, seed: int = 0) -> torch.nn.Module:
-    """A Transformers model with every parameter random: biases and norms too, so that a forgotten one shows."""
+    """Make a Transformers model whose parameters, also biases and norms, are all random.
+
+    A parameter that is not loaded then changes the output.
+    """
     family, settings = ARCHITECTURES[name]
     config_class = getattr(transformers, f"{family}Config")
     head = {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM")
@@ -150,7 +152,7 @@ def make_reference(name: str, seed: int = 0) -> torch.nn.Module:
 def save(
     model: torch.nn.Module, folder: Path, *, tokenizer: bool = True, **options: object
 ) -> Path:
-    """Writes the checkpoint as Transformers does, with a byte tokenizer and a chat template."""
+    """Save the checkpoint with Transformers, with a byte tokenizer and a chat template."""
     model.save_pretrained(folder, **options)
     if tokenizer:
         make_tokenizer().save_pretrained(folder)
@@ -158,7 +160,7 @@ def save(
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE without merges: one token for each byte."""
+    """Make a byte-level BPE without merges: one token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -171,21 +173,23 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = (
         "{% for m in messages %}"
-        "{% if m['role'] not in ['system', 'user', 'assistant'] %}{{ raise_exception('no such role') }}{% endif %}"
-        "{{ '<|' + ('assistant' if m['role'] == 'assistant' else 'user') + '|>' + m['content'] + '<|end|>' }}"
+        "{% if m['role'] not in ['system', 'user', 'assistant'] %}"
+        "{{ raise_exception('no such role') }}{% endif %}"
+        "{{ '<|' + ('assistant' if m['role'] == 'assistant' else 'user') + '|>' }}"
+        "{{ m['content'] + '<|end|>' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
     return tokenizer
 
 
 def edit_json(path: Path, **changes: object) -> None:
-    """Changes keys of a JSON file; None removes one."""
+    """Change keys of a JSON file; None removes a key."""
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
 
 
 def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
-    """`count` greedy tokens by Transformers' own generate, one prompt alone, its cache on, no end token."""
+    """Generate `count` greedy tokens with Transformers: batch size 1, with cache, no end token."""
     ids = torch.tensor([prompt])
     with torch.no_grad():
         out = model.generate(
@@ -200,7 +204,7 @@ def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
 
 
 def logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
-    """[len(tokens), vocab], by one uncached Transformers forward."""
+    """Return [len(tokens), vocab] from one uncached Transformers forward."""
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0]
 

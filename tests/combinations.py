@@ -1,4 +1,4 @@
-"""Which combinations of parameters to try where each takes a while, as in Triton's interpreter."""
+"""Combinations of parameters for slow tests, as in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Combinations in which every value of a parameter meets every value of each other one: far fewer than all."""
+    """Return combinations that cover every pair of values of two parameters: far fewer than all."""
 
     def pairs(combination: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
         return set(itertools.combinations(enumerate(combination), 2))

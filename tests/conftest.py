@@ -1,4 +1,4 @@
-"""Fixtures for the whole suite. Nothing here, or anywhere in the tests, reaches beyond this machine."""
+"""Fixtures of all tests. No test uses the network beyond this machine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Without bytecode each of a hundred servers would compile all its modules again.
+# Without bytecode files, each of a hundred servers would compile all modules again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # several processes share the cores; threads that wait for each other would starve
+    # Several processes share the cores; threads that wait for each other would starve.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import contextlib
 import logging
@@ -26,7 +25,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# The same examples in every run, however slowly they are made up: a failure is the change's, not the machine's or the day's.
+# The same examples in every run, without deadlines: failures depend only on the code.
 settings.register_profile(
     "suite",
     derandomize=True,
@@ -36,14 +35,14 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 
-# Without a GPU, Triton kernels run in Triton's interpreter, to be asked for before Triton is imported.
+# Without a GPU, Triton kernels run in Triton's interpreter. Set this before importing Triton.
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")
 def triton_runs() -> bool:
-    """False where Triton was imported for a GPU that is not there; a process of its own is needed then."""
+    """Return False if Triton was imported for a missing GPU; its tests then need a new process."""
     import triton.language as tl
     from triton.runtime.jit import JITFunction
 
@@ -52,32 +51,32 @@ def triton_runs() -> bool:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a small random checkpoint, by its name in `checkpoints.ARCHITECTURES`; each is made once."""
+    """Return a function from a name in `checkpoints.ARCHITECTURES` to a checkpoint folder."""
     from tests import checkpoints
 
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def folder(name: str) -> Path:
-        if name not in made:
-            made[name] = checkpoints.save(
+        if name not in folders:
+            folders[name] = checkpoints.save(
                 checkpoints.make_reference(name), tmp_path_factory.mktemp(name)
             )
-        return made[name]
+        return folders[name]
 
     return folder
 
 
 @pytest.fixture
 def unused_tcp_port() -> int:
-    """A port that nobody listens on, and that the system gives to nobody who asks for any while a test relies on that."""
+    """Return an unused port that the system will not assign to other sockets."""
     from tests.server import free_port
 
     return free_port()
 
 
 @contextlib.contextmanager
-def unchanged_logging() -> Iterator[None]:
-    """What is set of the loggers inside is set back."""
+def restored_logging() -> Iterator[None]:
+    """Restore the loggers' settings on exit."""
     loggers = [logging.getLogger(name) for name in ("", "toolkit")]
     before = [(one.level, one.handlers[:], one.propagate) for one in loggers]
     try:
@@ -90,7 +89,7 @@ def unchanged_logging() -> Iterator[None]:
 
 @pytest.fixture
 def tk_here(capfd: pytest.CaptureFixture[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs `tk` in this process, where everything is imported already: its exit code and what it wrote."""
+    """Return a function that runs `tk` in this process, where all modules are imported already."""
     from toolkit.cli import main
 
     def run(
@@ -106,25 +105,54 @@ def tk_here(capfd: pytest.CaptureFixture[str]) -> Callable[..., subprocess.Compl
             for name, value in environment.items():
                 patch.setenv(name, value)
             capfd.readouterr()
-            with unchanged_logging(), pytest.raises(SystemExit) as ended:
+            with restored_logging(), pytest.raises(SystemExit) as exit:
                 main()
-        return subprocess.CompletedProcess(arguments, ended.value.code, *capfd.readouterr())
+        return subprocess.CompletedProcess(arguments, exit.value.code, *capfd.readouterr())
 
     return run
 
 
 @pytest.fixture(autouse=True)
-def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Tests see no TK_* variable and no tk.toml of whoever runs them."""
+def isolated_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Hide the TK_* variables and the tk.toml of the user who runs the tests."""
     for name in list(os.environ):
         if name.startswith("TK_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    import torch
+QUICK_FOLDERS = frozenset(
+    """attention bench chat cli client config doctor engine executor hardware layers metrics pooling
+    sampling scheduler text tools top weights worker""".split()  # noqa: SIM905
+)
+# As text: a list would take a line per name.
+SLOW_FILES = frozenset(
+    """test_async_llm test_bench_engine test_bench_run test_chat_demo test_chat_markdown
+    test_chat_piped test_chat_template test_chat_terminal test_cuda_state test_data_parallel
+    test_demo test_doctor test_fp8_layers test_loading_memory test_rank_devices test_scheduler
+    test_surroundings test_top_keys test_top_screens""".split()  # noqa: SIM905
+)
+"""Files of these folders that take more than five seconds."""
 
+
+def _is_quick(path: Path) -> bool:
+    """True for the files that `-m quick` runs."""
+    parts = path.relative_to(Path(__file__).parent).parts
+    return len(parts) == 1 or (parts[0] in QUICK_FOLDERS and path.stem not in SLOW_FILES)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m quick`, skip other files before they are imported."""
+    is_other = collection_path.name.startswith("test_") and not _is_quick(collection_path)
+    return True if config.option.markexpr == "quick" and is_other else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark quick tests before `-m` chooses, and skip those that need a GPU where there is none."""
+    for item in items:
+        if _is_quick(item.path):
+            item.add_marker(pytest.mark.quick)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
         for item in items:

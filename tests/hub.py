@@ -1,4 +1,4 @@
-"""A hub of models on this machine that speaks as the real one does."""
+"""A local model hub with the protocol of the real one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class Hub:
-    """Repositories by name and revision; what was asked for is in `requests`, and what parts of files in `ranges`."""
+    """Repositories by name and revision. `requests` and `ranges` list what was requested."""
 
     def __init__(self) -> None:
         self.repos: dict[str, dict[str, dict[str, bytes]]] = {}
@@ -22,11 +22,10 @@ class Hub:
         self.ranges: list[tuple[str, str]] = []
         self.broken = False
         self.cut: int | None = None
-        """Bytes after which the next connection that sends more breaks; it happens once."""
+        """Bytes after which the next longer response breaks off, once."""
         self.held: threading.Event | None = None
-        """Large files are sent to one half, and the rest when it is set."""
-        self.failing: set[str] = set()
-        """Files that the hub has and cannot send."""
+        """Event before which large files are sent only to one half."""
+        self.failing: set[str] = set()  # files that the hub has and cannot send
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -35,7 +34,7 @@ class Hub:
             def do_GET(self) -> None:
                 hub.answer(self)
 
-            do_HEAD = do_GET  # noqa: N815  # the base class asks for these names
+            do_HEAD = do_GET  # noqa: N815  # name of the base class
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -49,7 +48,7 @@ class Hub:
         files |= {
             "README.md": b"# A model",
             ".gitattributes": b"",
-            "onnx/model.onnx": b"not for us",
+            "onnx/model.onnx": b"not needed",
         }
         self.repos.setdefault(name, {})[revision] = files | more
 
@@ -61,14 +60,13 @@ class Hub:
         token = request.headers.get("Authorization")
         self.requests.append((request.command, path, token))
         if self.broken:
-            return self.reply(request, 503, {}, b"the hub is being mended")
+            return self.reply(request, 503, {}, b"the hub is down")
         parts = path.strip("/").split("/")
         is_api = parts[0] == "api"
         rest = parts[2:] if is_api else parts
         name = rest[0] if rest and rest[0] in self.repos else "/".join(rest[:2])
-        rest = rest[
-            name.count("/") + 1 :
-        ]  # such as resolve/main/config.json, revision/main, tree/main
+        # resolve/main/config.json, revision/main, tree/main, ...
+        rest = rest[name.count("/") + 1 :]
         revision = rest[1] if len(rest) > 1 else "main"
         repo = self.repos.get(name)
         if repo is None or (name in self.private and token != f"Bearer {self.private[name]}"):
@@ -87,10 +85,17 @@ class Hub:
                     for f, c in files.items()
                 ]
             else:
+                siblings = [{"rfilename": f, "size": len(c)} for f, c in files.items()]
                 listing = {
-                    "id": name, "modelId": name, "sha": commit, "private": False, "tags": [], "downloads": 0,
-                    "likes": 0, "siblings": [{"rfilename": file, "size": len(content)} for file, content in files.items()],
-                }  # fmt: skip
+                    "id": name,
+                    "modelId": name,
+                    "sha": commit,
+                    "private": False,
+                    "tags": [],
+                    "downloads": 0,
+                    "likes": 0,
+                    "siblings": siblings,
+                }
             return self.reply(
                 request, 200, {"Content-Type": "application/json"}, json.dumps(listing).encode()
             )
@@ -107,12 +112,12 @@ class Hub:
     def send(
         self, request: BaseHTTPRequestHandler, path: str, headers: dict[str, str], content: bytes
     ) -> None:
-        """A file, or the part of it that is asked for (RFC 9110, section 14)."""
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
-        if asked is None:
+        """Send a file, or the requested range of it (RFC 9110, section 14)."""
+        range_ = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
+        if range_ is None:
             return self.reply(request, 200, headers, content)
         self.ranges.append((path, request.headers["Range"]))
-        first, last = int(asked[1]), min(int(asked[2] or len(content) - 1), len(content) - 1)
+        first, last = int(range_[1]), min(int(range_[2] or len(content) - 1), len(content) - 1)
         headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
         return self.reply(request, 206, headers, content[first : last + 1])
 
@@ -132,7 +137,7 @@ class Hub:
             request.wfile.write(body[: len(body) // 2])
             body = body[len(body) // 2 :]
             self.held.wait(60.0)
-        with contextlib.suppress(ConnectionError):  # who asked may be gone
+        with contextlib.suppress(ConnectionError):  # the client may have disconnected
             request.wfile.write(body)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`tk serve` in a process of its own, as a user runs it."""
+"""`tk serve` in its own process, as a user runs it."""
 
 from __future__ import annotations
 
@@ -23,22 +23,20 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 START_TIMEOUT = 240.0
-WAIT = 90.0
-"""Seconds after which something that should happen at once is taken never to happen: machines are busy."""
-INSIDE = Path(__file__).parent / "inside"
-"""What is on the path of an engine's processes, so that tests have them in hand."""
-LASTING = httpx.Limits(keepalive_expiry=None)
-"""A connection stays, however long nothing is asked over it: another might lead to another API worker."""
+WAIT = 90.0  # seconds for something that should happen at once: machines are busy
+INSIDE = Path(__file__).parent / "inside"  # hooks in the engine's processes
+KEEP_ALIVE = httpx.Limits(keepalive_expiry=None)
+"""Keeps idle connections: a new one might lead to another API worker."""
 
 
-def in_hand(folder: Path) -> dict[str, str]:
-    """The environment of processes that heed the files of a folder: see `inside`."""
+def hook_environment(folder: Path) -> dict[str, str]:
+    """Return the environment of processes with hooks that read `folder`; see `inside`."""
     path = os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": path, "IN_HAND": str(folder)}
+    return {"PYTHONPATH": path, "TEST_HOOKS": str(folder)}
 
 
 class Process:
-    """`tk` with some arguments. Its output is gathered as it comes."""
+    """A process of `tk` with some arguments. Its stderr is collected."""
 
     def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TK_")}
@@ -52,26 +50,25 @@ class Process:
             text=True,
             start_new_session=True,
         )
-        self.lines: list[str] = []
-        """What it wrote to stderr."""
-        self._reading = threading.Thread(target=self._read, daemon=True)
-        self._reading.start()
+        self.lines: list[str] = []  # of stderr
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     @property
     def stderr(self) -> str:
         return "".join(self.lines)
 
     def wait(self, timeout: float = WAIT) -> int:
-        """Its exit code."""
+        """Wait for its end; return the exit code."""
         code = self.popen.wait(timeout)
-        self._reading.join(timeout)
+        self._reader.join(timeout)
         return code
 
     def stop(self) -> None:
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGKILL)
             self.popen.wait()
-        self._reading.join(5.0)
+        self._reader.join(5.0)
         self.popen.stdout.close()
 
     def _read(self) -> None:
@@ -81,46 +78,46 @@ class Process:
 
 
 class Server(Process):
-    """A server that answers. `url` is its root."""
+    """A server that is ready. `url` is its root."""
 
     def __init__(
         self, *arguments: str, cwd: Path, port: int | None = 0, **environment: str
     ) -> None:
         given = [] if port is None else ["--port", str(port)]
-        self._in_hand = Path(tempfile.mkdtemp(dir=cwd, prefix="in-hand-"))
+        self._hooks = Path(tempfile.mkdtemp(dir=cwd, prefix="hooks-"))
         given += ["--num-threads", "1"]
         super().__init__(
-            "serve", *arguments, *given, cwd=cwd, **in_hand(self._in_hand) | environment
+            "serve", *arguments, *given, cwd=cwd, **hook_environment(self._hooks) | environment
         )
         try:
-            self.url = self._await_card()
+            self.url = self._await_ready()
         except BaseException:
             self.stop()
             raise
         self.core, *_ = self.cores
-        self.http = httpx.Client(base_url=self.url, timeout=WAIT, limits=LASTING)
+        self.http = httpx.Client(base_url=self.url, timeout=WAIT, limits=KEEP_ALIVE)
 
     @property
     def pid(self) -> int:
         return self.popen.pid
 
     def children(self, module: str) -> list[psutil.Process]:
-        """Its processes that run a module."""
+        """Return its child processes that run a module."""
         return [c for c in psutil.Process(self.popen.pid).children() if module in command(c)]
 
     @property
     def cores(self) -> list[psutil.Process]:
-        """The processes of its engines."""
+        """Processes of its engine cores."""
         return self.children("toolkit.engine.cores.core_process")
 
     @property
     def workers(self) -> list[psutil.Process]:
-        """The processes that answer requests for it."""
+        """Processes of its API workers."""
         return self.children("toolkit.serving.api_worker")
 
     @property
     def curl(self) -> str:
-        """The line of the ready card."""
+        """Line of the start-up message."""
         return next(line.strip() for line in self.lines if line.startswith("curl "))
 
     def openai(self, key: str = "any", **options: object) -> openai.OpenAI:
@@ -133,32 +130,32 @@ class Server(Process):
 
     @contextlib.contextmanager
     def slowly(self) -> Iterator[None]:
-        """Each step takes a tenth of a second meanwhile, so that what runs still runs when a test comes to look."""
-        with self._holding("slow"):
+        """Make each step take 0.1 s, so that requests are still running when a test looks."""
+        with self._hook("slow"):
             yield
 
     @contextlib.contextmanager
     def broken(self) -> Iterator[None]:
-        """Each step fails meanwhile."""
-        with self._holding("broken"):
+        """Make each step fail."""
+        with self._hook("broken"):
             yield
 
     @contextlib.contextmanager
     def holding(self, module: str) -> Iterator[None]:
-        """Processes that are started to run this module do not begin meanwhile."""
-        with self._holding(module):
+        """Delay the start of processes that run this module."""
+        with self._hook(module):
             yield
 
     @contextlib.contextmanager
-    def _holding(self, name: str) -> Iterator[None]:
-        (self._in_hand / name).touch()
+    def _hook(self, name: str) -> Iterator[None]:
+        (self._hooks / name).touch()
         try:
             yield
         finally:
-            (self._in_hand / name).unlink()
+            (self._hooks / name).unlink()
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that have these labels; 0 when there is none."""
+        """Add up a metric's samples with these labels; 0 without any."""
         text = self.http.get("/metrics").text
         return sum(
             sample.value
@@ -167,18 +164,18 @@ class Server(Process):
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 
-    def seconds_spent(self) -> float:
-        """Of processor time, by all of its processes: unlike time, it does not pass while others have the cores."""
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of its processes, which does not depend on other load."""
         processes = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
         return sum(sum(process.cpu_times()[:2]) for process in processes)
 
     def is_idle(self) -> bool:
-        """Whether nothing runs, nothing waits, and no block is in use."""
+        """Return True if no request runs or waits and no block is in use."""
         gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         return all(self.metric(f"tk:{name}") == 0.0 for name in gauges)
 
     def await_health(self) -> None:
-        """Soon, though not at once where its engine was put aside: it is well."""
+        """Wait until it is healthy, also after a restart of its engine."""
         until(lambda: self.http.get("/health").status_code == 200)
 
     def stop(self) -> None:
@@ -186,10 +183,10 @@ class Server(Process):
             self.http.close()
         super().stop()
 
-    def _await_card(self) -> str:
+    def _await_ready(self) -> str:
         def found() -> re.Match[str] | None:
             if self.popen.poll() is not None:
-                self._reading.join(WAIT)
+                self._reader.join(WAIT)
                 raise AssertionError(f"the server did not start:\n{self.stderr}")
             return re.search(
                 r"^curl (?:--unix-socket \S+ )?(https?://\S+)/v1/.*\n", self.stderr, re.MULTILINE
@@ -199,16 +196,16 @@ class Server(Process):
 
 
 def until(condition: Callable[[], object], timeout: float = WAIT) -> object:
-    """Waits for something to become true, and returns it."""
+    """Wait until the condition is true; return its value."""
     deadline = time.monotonic() + timeout
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"{condition} did not become true in {timeout} s"
+        assert time.monotonic() < deadline, f"{condition} is not true after {timeout} s"
         time.sleep(0.02)
     return value
 
 
 def command(process: psutil.Process) -> list[str]:
-    """How a process was started; nothing when it has ended."""
+    """Return the command line of a process; empty if it has ended."""
     try:
         return process.cmdline()
     except psutil.NoSuchProcess:
@@ -216,7 +213,7 @@ def command(process: psutil.Process) -> list[str]:
 
 
 def gone(process: psutil.Process) -> bool:
-    """Whether a process has ended; one whose parent has not looked yet has."""
+    """Return True if a process has ended; a zombie has."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -224,7 +221,7 @@ def gone(process: psutil.Process) -> bool:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that the system gives to nobody who asks for any."""
+    """Return an unused port below the range that the system assigns from."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -233,7 +230,7 @@ def free_port() -> int:
 
 
 class Client:
-    """One request for a long answer, made in a thread: how it went."""
+    """One request for a long answer, sent from a thread."""
 
     def __init__(
         self,
@@ -244,10 +241,8 @@ class Client:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.status = 0
-        self.events: list[str] = []
-        """What followed each `data: `, of a stream; the body, otherwise."""
-        self.broken: Exception | None = None
-        """The connection ended before the answer did."""
+        self.events: list[str] = []  # data of a stream's events, or lines of the body
+        self.broken: Exception | None = None  # error that ended the connection too early
         self._url, self._headers = server.url, headers
         self._body = {
             "prompt": list(prompt),
@@ -262,22 +257,22 @@ class Client:
 
     @property
     def error(self) -> str | None:
-        """The message of the error that ended it."""
+        """Message of the error event that ended it."""
         last = next((json.loads(e) for e in reversed(self.events) if e != "[DONE]"), {})
         return last["error"]["message"] if "error" in last else None
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens of a complete answer."""
+        """Tokens of a complete answer; None if it is not complete."""
         if not self.events or self.broken or (self._body["stream"] and self.events[-1] != "[DONE]"):
             return None
         last = json.loads(next(e for e in reversed(self.events) if e != "[DONE]"))
         return last["usage"]["completion_tokens"] if last.get("usage") else None
 
     def finish(self) -> Client:
-        """Waits until the answer, or the connection, has ended."""
+        """Wait until the answer or the connection has ended."""
         self._thread.join(WAIT)
-        assert not self._thread.is_alive(), "the client still waits for an answer"
+        assert not self._thread.is_alive(), "the client is still waiting for an answer"
         return self
 
     def _run(self) -> None:
@@ -294,11 +289,12 @@ class Client:
             self.broken = error
 
 
-def put_under_load(server: Server, max_tokens: int, beside: int = 0) -> list[Client]:
-    """A request that is not streamed and three streams, each of which has begun. `beside`: how many more run. They go on
-    for longer than it takes to look only while the server runs `slowly`.
+def put_under_load(server: Server, max_tokens: int, num_others: int = 0) -> list[Client]:
+    """Start one request without streaming and three streams, and wait for the streams' first token.
+
+    `num_others`: requests that already run. Run this inside `slowly`: else they finish too early.
     """
     clients = [Client(server, max_tokens, stream=i > 0) for i in range(4)]
     until(lambda: all(c.events for c in clients[1:]))
-    until(lambda: server.metric("tk:num_requests_running") == 4 + beside)
+    until(lambda: server.metric("tk:num_requests_running") == 4 + num_others)
     return clients

@@ -1,4 +1,4 @@
-"""Imports between packages point one way, and no modules import each other."""
+"""Imports between packages have one direction, and modules have no import cycles."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"toolkit": "toolkit", "kernels": "toolkit.kernels", "tools": "tools"}
-"""Folders of the checkout, and the packages that they are installed or run as."""
+"""Folders of the checkout, and their package names."""
 
-LEAVES = {"config", "errors", "logs", "metrics", "sequence", "units", "version"}
-"""Packages that every other one may import. `sampling.params` is one, too."""
+LEAVES = {"config", "errors", "framing", "logs", "metrics", "sequence", "units", "version"}
+"""Packages that all others may import, like the module `sampling.params`."""
 
 ARROWS = {
     "version": set(),
     "sequence": {"sampling"},
     "errors": set(),
+    "framing": set(),
     "units": set(),
     "logs": set(),
     "config": set(),
@@ -42,7 +43,6 @@ ARROWS = {
         "distributed",
         "hardware",
         "kernels",
-        "layers",
         "models",
         "pooling",
         "sampling",
@@ -60,7 +60,7 @@ ARROWS = {
         "text",
         "worker",
     },
-    "api": {"engine", "sampling", "text"},
+    "api": {"engine", "hardware", "sampling", "text"},
     "serving": {"api", "engine", "scheduler", "text", "worker"},
     "inventory": {"demo", "hardware", "models", "pooling"},
     "doctor": {"hardware", "inventory", "kernels"},
@@ -81,17 +81,17 @@ ARROWS = {
     "__init__": {"engine", "sampling"},
     "__main__": {"cli"},
 }
-"""What each package may import, besides the leaves."""
+"""Packages that each package may import, in addition to the leaves."""
 
 LIGHT = {"hardware", "config", "cli", "errors", "scheduler", "demo", "inventory", "client", "logs"}
-"""Packages that do not import what takes long, at the top of their modules."""
+"""Packages whose modules import nothing slow at the top."""
 HEAVY = {"torch", "transformers", "textual", "fastapi", "aiohttp", "uvicorn", "tokenizers"}
 TORCH = {"hardware/graph_capture.py", "hardware/memory.py"}
-"""Modules of light packages that are about PyTorch's memory and graphs."""
+"""Modules of light packages that need PyTorch for its memory and graphs."""
 
 
 def modules() -> dict[str, Path]:
-    """Every module by its dotted name."""
+    """Return all modules by dotted name."""
     found = {}
     for folder, package in FOLDERS.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -104,7 +104,7 @@ MODULES = modules()
 
 
 def imports(name: str, *, top_level_only: bool = False) -> set[str]:
-    """Dotted names that a module imports, also those for type checkers alone."""
+    """Return the dotted names that a module imports, also for type checkers only."""
     tree = ast.parse(MODULES[name].read_text())
     package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
     found = set()
@@ -122,7 +122,7 @@ def imports(name: str, *, top_level_only: bool = False) -> set[str]:
 
 
 def imported_modules(name: str) -> set[str]:
-    """The project's own modules among them."""
+    """Return the modules of this project that a module imports."""
     found = set()
     for imported in imports(name):
         while imported and imported not in MODULES:
@@ -132,16 +132,16 @@ def imported_modules(name: str) -> set[str]:
 
 
 def package_of(name: str) -> str:
-    """The package of one of toolkit's modules: `toolkit.top.app` is in `top`."""
+    """Return the package of a module: `top` for `toolkit.top.app`."""
     return name.split(".")[1] if "." in name else "__init__"
 
 
 def own_modules() -> list[str]:
-    """The modules that are shipped."""
+    """Return the installed modules."""
     return [name for name in MODULES if name.split(".")[0] == "toolkit"]
 
 
-def test_every_package_imports_only_what_it_may():
+def test_packages_import_only_allowed_packages():
     wrong = []
     for name in own_modules():
         allowed = ARROWS[package_of(name)] | LEAVES | {package_of(name)}
@@ -154,7 +154,7 @@ def test_every_package_imports_only_what_it_may():
     assert not wrong
 
 
-def test_no_two_packages_import_each_other():
+def test_packages_do_not_import_each_other():
     assert not [
         (one, other)
         for one, other in permutations(ARROWS, 2)
@@ -163,7 +163,7 @@ def test_no_two_packages_import_each_other():
     TopologicalSorter(ARROWS).prepare()
 
 
-def test_every_arrow_is_needed():
+def test_every_allowed_import_is_used():
     used = {package: set() for package in ARROWS}
     for name in own_modules():
         used[package_of(name)] |= {package_of(one) for one in imported_modules(name)}
@@ -174,16 +174,16 @@ def test_every_arrow_is_needed():
     }
 
 
-def test_no_modules_import_each_other():
+def test_modules_have_no_import_cycle():
     graph = {name: imported_modules(name) for name in MODULES}
-    # The package itself imports the engine when somebody asks for it; below it, nothing imports it.
+    # `toolkit` itself imports the engine on first use; no module below imports `toolkit`.
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        pytest.fail(f"a circle: {' -> '.join(error.args[1])}")
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
 
 
-def test_light_packages_import_nothing_heavy_at_the_top():
+def test_light_packages_import_nothing_slow_at_the_top():
     wrong = [
         f"{name} imports {one}"
         for name in own_modules()

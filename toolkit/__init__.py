@@ -1,4 +1,4 @@
-"""tk: serve language models on an inference engine of its own."""
+"""tk: a server for language models with its own inference engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
     "__version__",
 ]
 
-_HOME = {
+_MODULES = {
     "LLM": "toolkit.engine.llm",
     "AsyncLLM": "toolkit.engine.async_llm",
     "BeamSearchParams": "toolkit.sampling.params",
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first used, so that `import toolkit` stays light."""
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+    """Import a public name on first use, so that `import toolkit` stays fast."""
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'toolkit' has no attribute {name!r}")

@@ -112,7 +112,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def error_of_kind(kind: str, message: str) -> ToolkitError | None:
-    """Return the error that another process met, by the name of its class; None for a bug."""
+    """Make the error of another process from its class name; None if that is a bug."""
     found = globals().get(kind)
     if isinstance(found, type) and issubclass(found, ToolkitError):
         return found(message)

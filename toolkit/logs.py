@@ -1,4 +1,4 @@
-"""What the log looks like, in every process of a server, and where tracebacks are kept: a terminal shows none."""
+"""Log format of every process of a server, and the file of tracebacks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from typing import Any
 
 import msgspec
 
-DEBUG = "TK_DEBUG"
-"""The variable that has tracebacks shown."""
-MOST_KEPT = 2**20
-"""Bytes of tracebacks in one file; the one before it is kept beside it."""
+DEBUG = "TK_DEBUG"  # environment variable: 1 shows tracebacks on the terminal
+MAX_LOG_BYTES = 2**20  # then the file becomes errors.log.1 and a new one starts
 
 
 def error_log() -> Path:
-    """The file of tracebacks: `errors.log` in $XDG_STATE_HOME/tk, else in ~/.local/state/tk."""
+    """Return the file of tracebacks: `errors.log` in $XDG_STATE_HOME/tk or ~/.local/state/tk."""
     base = os.environ.get("XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local" / "state") / "tk" / "errors.log"
 
@@ -28,8 +26,8 @@ def shows_tracebacks() -> bool:
     return os.environ.get(DEBUG, "") not in ("", "0")
 
 
-def keep_traceback(error: BaseException) -> str:
-    """Writes an error's traceback into the file; a sentence that says where it is to be found."""
+def save_traceback(error: BaseException) -> str:
+    """Append the error's traceback to the file; return a sentence that says where it is."""
     from toolkit.version import __version__
 
     path = error_log()
@@ -37,7 +35,7 @@ def keep_traceback(error: BaseException) -> str:
     head = f"{when} tk {__version__} {' '.join(sys.argv[1:2])} (process {os.getpid()})\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if path.exists() and path.stat().st_size > MOST_KEPT:
+        if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
             path.replace(path.with_suffix(".log.1"))
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
             file.write(head + "".join(traceback.format_exception(error)) + "\n")
@@ -47,18 +45,18 @@ def keep_traceback(error: BaseException) -> str:
 
 
 class LogStyle(msgspec.Struct, frozen=True):
-    """`level`: the least that is told; `json`: an object on each line, else text."""
+    """Log level and format: `json` writes one object per line."""
 
     level: str = "warning"
     json: bool = False
 
     @classmethod
     def of(cls, level: str, format: str) -> LogStyle:
-        """`format`: text, json, or auto, which is text on a terminal."""
+        """Choose the format: text, json, or auto, which is text on a terminal."""
         return cls(level, format == "json" or (format == "auto" and not sys.stderr.isatty()))
 
     def apply(self) -> None:
-        """Makes it this process' log, on stderr."""
+        """Log to stderr in this style from now on."""
         handler = logging.StreamHandler()
         handler.setFormatter(
             _JSON() if self.json else _Text("%(asctime)s %(levelname)s %(message)s")
@@ -69,11 +67,14 @@ class LogStyle(msgspec.Struct, frozen=True):
 _CONTROLS = {
     code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)
 }
-"""What begins a line or speaks to a terminal, as it is written in a program."""
+"""Control characters and line separators, and the escapes that replace them."""
 
 
-def harmless(text: str) -> str:
-    """Text from outside as a terminal may see it: it has its lines, and nothing that steers the terminal."""
+def escape_controls(text: str) -> str:
+    """Escape control characters, so that text from outside cannot control the terminal.
+
+    Line breaks stay.
+    """
     return "\n".join(line.translate(_CONTROLS) for line in text.split("\n"))
 
 
@@ -82,25 +83,25 @@ class _Text(logging.Formatter):
     default_msec_format = ""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
-        """On one line: what a client sends forges no other."""
+        """Escape line breaks, so that a client cannot forge a log line."""
         return super().formatMessage(record).translate(_CONTROLS)
 
     def format(self, record: logging.LogRecord) -> str:
-        """With the error's name and the place of its traceback, instead of the traceback itself."""
+        """Name the error and the file of its traceback instead of printing the traceback."""
         error = record.exc_info[1] if record.exc_info else None
         if error is None or shows_tracebacks():
             return super().format(record)
         plain = logging.makeLogRecord(record.__dict__ | {"exc_info": None, "exc_text": None})
-        return f"{super().format(plain)} ({type(error).__name__}: {error}. {keep_traceback(error)})"
+        return f"{super().format(plain)} ({type(error).__name__}: {error}. {save_traceback(error)})"
 
 
 class _JSON(logging.Formatter):
-    """What a record carries as `fields` stands beside its message."""
+    """One JSON object per record, with the record's `fields` and complete traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        milliseconds = f"{record.msecs:03.0f}"
+        created = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
-            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{milliseconds}Z",
+            "time": f"{created}.{record.msecs:03.0f}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),

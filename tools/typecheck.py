@@ -1,7 +1,7 @@
 """Check the types of `toolkit`, `tools` and `kernels`: `python -m tools.typecheck`.
 
-`kernels/` is installed as `toolkit.kernels`, a place where mypy does not look. So mypy runs over a
-folder of links in which it is there.
+`kernels/` is installed as `toolkit.kernels`, which mypy does not find. So mypy runs in a folder of
+links with that layout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LINKS = ROOT / "build" / "typecheck"
 
 
 def main() -> int:
-    """Run mypy with the checkout's settings. Return its exit code."""
+    """Run mypy with the project's settings. Returns its exit code."""
     shutil.rmtree(LINKS, ignore_errors=True)
     (LINKS / "toolkit").mkdir(parents=True)
     for path in (ROOT / "toolkit").iterdir():
@@ -25,9 +25,9 @@ def main() -> int:
     (LINKS / "tools").symlink_to(ROOT / "tools")
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
     command += ["--cache-dir", str(ROOT / ".mypy_cache"), "-p", "toolkit", "-p", "tools"]
-    found = subprocess.run(command, cwd=LINKS, text=True, stdout=subprocess.PIPE, check=False)
-    print(found.stdout.replace("toolkit/kernels/", "kernels/"), end="")
-    return found.returncode
+    result = subprocess.run(command, cwd=LINKS, text=True, stdout=subprocess.PIPE, check=False)
+    print(result.stdout.replace("toolkit/kernels/", "kernels/"), end="")
+    return result.returncode
 
 
 if __name__ == "__main__":

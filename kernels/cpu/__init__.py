@@ -1,7 +1,12 @@
 """C++ kernels for CPUs, called through ctypes: plain pointers, no headers of torch or Python.
 
-`library` loads them; each other module has the functions of one subject, which take torch CPU tensors. Without the library
-(`available`, `problem`) callers use PyTorch's own operations.
+`library` loads them. Each other module has the functions of one subject, on torch CPU tensors.
+Without the library (`available`, `problem`) callers use PyTorch's own operations.
+
+`setup.py` compiles every kernel for each instruction set (portable, AVX2, AVX-512 with VNNI, and
+with BF16 too) into one library, and `library` takes the best that the machine has. A decode step is
+about a hundred short calls. So weights, norms and attention layers are prepared once, after loading
+(`PackedLinear`, `Norm`, `Layer`), and a call only checks its input and passes addresses.
 """
 
 from toolkit.kernels.cpu.library import (

@@ -1,4 +1,4 @@
-// Activation functions, numbered as `toolkit.kernels.cpu.linear.ACTIVATIONS` numbers them.
+// Activation functions, numbered as in `toolkit.kernels.cpu.linear.ACTIVATIONS`.
 #pragma once
 #include "simd.h"
 
@@ -16,7 +16,7 @@ enum Activation : int64_t { kNone, kSilu, kRelu, kGelu, kGeluTanh };
     case kGelu:
       return 0.5f * x * (1.0f + erf(x * 0.70710678f));
     case kGeluTanh:
-      // (1 + tanh(z)) / 2 is sigmoid(2 z)
+      // (1 + tanh(z)) / 2 = sigmoid(2 z)
       return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
     default:
       return x;

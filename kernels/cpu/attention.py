@@ -1,4 +1,4 @@
-"""Attention over the paged cache, and what is done to queries, keys and values before it."""
+"""Attention over the paged cache, and the transform of queries, keys and values before it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from toolkit.kernels.cpu.library import FLOAT, POINTER, SIZE, Kernel
 
-MOST_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 256
 DTYPES = (torch.float32, torch.bfloat16)
 
 _write = Kernel("tk_write", POINTER, POINTER, POINTER)
@@ -16,7 +16,7 @@ _attend = Kernel("tk_attend", POINTER, POINTER, POINTER, SIZE, POINTER)
 
 
 class _Layer(ctypes.Structure):
-    """As in attention.h."""
+    """Mirror of `AttentionLayer` in attention.h."""
 
     _fields_ = [  # ctypes wants a list
         *((name, POINTER) for name in ("k_cache", "v_cache", "cos_sin", "q_weight", "k_weight")),
@@ -31,6 +31,8 @@ class _Layer(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
+    """Mirror of `AttentionStep` in attention.h."""
+
     _fields_ = [
         *(
             (name, POINTER)
@@ -41,12 +43,11 @@ class _Step(ctypes.Structure):
     ]
 
 
-class Step:
-    """What a step's attention is over, as in `toolkit.attention.AttentionBatch`; prepared once for all
-    layers.
+class AttentionStep:
+    """A step's tokens and requests, as in `toolkit.attention.AttentionBatch`, for all layers.
 
-    positions, slot_mapping: int64 `[num_tokens]`; query_start_loc `[num_reqs + 1]`, seq_lens and rows
-    `[num_reqs]`, block_table `[num_rows, max_blocks]`: int32. Raises ValueError for others.
+    positions, slot_mapping: int64 `[num_tokens]`; query_start_loc `[num_reqs + 1]`, seq_lens and
+    rows `[num_reqs]`, block_table `[num_rows, max_blocks]`: int32. Raises ValueError for others.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class Step:
         self.num_tokens, num_reqs = len(slot_mapping), len(seq_lens)
         if [tensor.dtype for tensor in tensors] != [torch.int64] * 2 + [torch.int32] * 4:
             raise ValueError(
-                f"a step's tensors are two of int64, four of int32, not {[t.dtype for t in tensors]}"
+                "a step's tensors must be two of int64, then four of int32, not "
+                f"{[t.dtype for t in tensors]}"
             )
         if not all(tensor.is_contiguous() for tensor in tensors):
-            raise ValueError("a step's tensors are contiguous")
+            raise ValueError("a step's tensors must be contiguous")
         if (len(positions), len(query_start_loc), len(rows)) != (
             self.num_tokens,
             num_reqs + 1,
@@ -74,7 +76,7 @@ class Step:
             raise ValueError(
                 f"a step's lengths do not agree: {[len(tensor) for tensor in tensors]}"
             )
-        self._tensors = tensors  # the structure has no more than their addresses
+        self._tensors = tensors  # keeps them alive: the structure has only their addresses
         self._step = _Step(
             *(tensor.data_ptr() for tensor in tensors),
             block_table.shape[1],
@@ -85,10 +87,11 @@ class Step:
 
 
 class Layer:
-    """One attention layer over its caches `[num_blocks, block_size, num_kv_heads, head_size]`.
+    """An attention layer over its caches `[num_blocks, block_size, num_kv_heads, head_size]`.
 
-    `cos_sin` `[max_model_len, 2, half]`, `q_weight` and `k_weight` `[head_size]` as in
-    `reference.qk_norm_rope_write`; all tensors are fp32, or all bfloat16. Raises ValueError for others.
+    `cos_sin` `[max_model_len, 2, half]`, `q_weight` and `k_weight` `[head_size]`: see
+    `reference.qk_norm_rope_write`. All tensors are in fp32, or all in bfloat16. Raises ValueError
+    for others.
     """
 
     def __init__(
@@ -111,18 +114,19 @@ class Layer:
         ]
         if k_cache.dtype not in DTYPES or any(part.dtype != k_cache.dtype for part in given):
             raise ValueError(
-                f"a layer's tensors are all fp32 or all bfloat16, not {[part.dtype for part in given]}"
+                "a layer's tensors must be all in fp32 or all in bfloat16, not "
+                f"{[part.dtype for part in given]}"
             )
         if v_cache.shape != k_cache.shape or not all(part.is_contiguous() for part in given):
-            raise ValueError("a layer's tensors are contiguous, its caches of one shape")
-        if head_size > MOST_HEAD_SIZE or num_heads % num_kv_heads:
+            raise ValueError("a layer's tensors must be contiguous, and its caches of one shape")
+        if head_size > MAX_HEAD_SIZE or num_heads % num_kv_heads:
             raise ValueError(
-                f"heads are of size {MOST_HEAD_SIZE} at most, and those of keys divide those of queries; here are "
-                f"{num_heads} over {num_kv_heads} of size {head_size}"
+                f"{num_heads} heads over {num_kv_heads} KV heads of size {head_size}: the size is "
+                f"at most {MAX_HEAD_SIZE}, and the KV heads must divide the heads"
             )
         half = 0 if cos_sin is None else cos_sin.shape[2]
         if 2 * half > head_size:
-            raise ValueError(f"heads of size {head_size} have no {half} pairs to rotate")
+            raise ValueError(f"heads of size {head_size} cannot rotate {half} pairs")
         self._tensors = given
         self.dtype, self.num_heads, self.head_size = k_cache.dtype, num_heads, head_size
         self.width = (num_heads + 2 * num_kv_heads) * head_size
@@ -143,9 +147,10 @@ class Layer:
         )
         self._address = ctypes.addressof(self._layer)
 
-    def write(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
-        """As `reference.qk_norm_rope_write`: keys and values go to their slots; the queries `[num_tokens,
-        num_heads, head_size]` that it returns lie in `qkv` `[num_tokens, width]`, which is changed.
+    def write(self, qkv: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        """Compute `reference.qk_norm_rope_write`. qkv: `[num_tokens, width]`, changed in place.
+
+        Returns the queries `[num_tokens, num_heads, head_size]`, a view of `qkv`.
         """
         if (
             qkv.shape != (step.num_tokens, self.width)
@@ -153,26 +158,27 @@ class Layer:
             or not qkv.is_contiguous()
         ):
             raise ValueError(
-                f"q | k | v is [{step.num_tokens}, {self.width}] in {self.dtype}, contiguous, not {qkv.dtype} "
-                f"{list(qkv.shape)}"
+                f"q | k | v must be [{step.num_tokens}, {self.width}] in {self.dtype}, contiguous, "
+                f"not {list(qkv.shape)} in {qkv.dtype}"
             )
         _write.run(self._address, step.address, qkv.data_ptr())
         return qkv.as_strided(
             (step.num_tokens, self.num_heads, self.head_size), (self.width, self.head_size, 1)
         )
 
-    def attend(self, q: torch.Tensor, step: Step) -> torch.Tensor:
-        """As `reference.paged_attention`. q: `[num_tokens, num_heads, head_size]`, whose tokens may lie
-        apart.
+    def attend(self, q: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        """Compute `reference.paged_attention`. There is no padding past the last request.
 
-        The tokens are those of the step's requests: there are none past the last.
+        q: `[num_tokens, num_heads, head_size]`, strided in its first dimension.
         """
         if (
             len(q) != step.num_tokens
             or q.dtype != self.dtype
             or q.stride()[1:] != (self.head_size, 1)
         ):
-            raise ValueError(f"q has {step.num_tokens} tokens of whole heads in {self.dtype}")
+            raise ValueError(
+                f"q must have {step.num_tokens} tokens in {self.dtype}, each of contiguous heads"
+            )
         out = torch.empty(q.shape, dtype=q.dtype)
         _attend.run(self._address, step.address, q.data_ptr(), q.stride(0), out.data_ptr())
         return out

@@ -1,4 +1,4 @@
-"""The library of CPU kernels: finding it, choosing the variant for this machine, calling it."""
+"""The library of CPU kernels: find it, choose the variant for this machine, call it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 PATH = Path(__file__).with_name("_kernels.so")
 VARIANTS = ("portable", "avx2", "avx512_vnni", "avx512_bf16")
-"""Instruction sets that kernels are compiled for, each a superset of those before it."""
+"""Instruction sets that kernels are compiled for, each a superset of the one before."""
 
 POINTER, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class Kernel:
-    """A function of the library; `run` is that of the variant in use, and takes what `argtypes` says.
+    """A function of the library. `run` calls the variant in use with arguments of `argtypes`.
 
-    Pointers are given as integers (`tensor.data_ptr()`) or None. Nothing is checked here: callers do.
+    Pointers are integers (`tensor.data_ptr()`) or None. Callers check the arguments.
     """
 
     __slots__ = ("argtypes", "name", "run")
@@ -30,7 +30,7 @@ class Kernel:
         self.bind(_variant)
 
     def bind(self, variant: str | None) -> None:
-        """Takes the variant's function; None: there is no library."""
+        """Use a variant's function. None: there is no library."""
         if _library is None or variant is None:
             self.run = _missing
             return
@@ -39,7 +39,7 @@ class Kernel:
 
 
 def problem() -> str | None:
-    """Why the kernels cannot run; None: they can."""
+    """Return why the kernels cannot run, or None if they can."""
     return _problem
 
 
@@ -48,18 +48,18 @@ def available() -> bool:
 
 
 def variant() -> str | None:
-    """The variant in use."""
+    """Return the variant in use."""
     return _variant
 
 
 def variants() -> tuple[str, ...]:
-    """The variants that this machine can run."""
+    """Return the variants that this machine can run."""
     return VARIANTS[: VARIANTS.index(_best) + 1] if _best else ()
 
 
 @contextmanager
 def using(variant: str) -> Iterator[None]:
-    """All kernels are this variant's inside; for tests and measurements."""
+    """Use a variant's kernels inside, for tests and measurements."""
     before = _variant
     _use(variant)
     try:
@@ -69,12 +69,12 @@ def using(variant: str) -> Iterator[None]:
 
 
 def kernels() -> Sequence[Kernel]:
-    """All that there are."""
+    """Return all kernels."""
     return _kernels
 
 
 def set_num_threads(count: int) -> None:
-    """How many threads kernels run on, the caller's included. Nothing happens without the library."""
+    """Set the number of threads that kernels run on, the caller's included."""
     if _library is not None:
         _library.tk_set_num_threads(count)
 
@@ -84,8 +84,9 @@ def num_threads() -> int:
 
 
 def bind_threads(cpus: Sequence[Sequence[int]]) -> bool:
-    """Has each of the pool's threads run on the processors of those numbers alone, but for the first: that is the caller, whose
-    other threads would inherit it. Whether the system did so.
+    """Bind the pool's threads to processors by number. Return False if the system refuses.
+
+    The first entry is ignored: it is the caller's, and threads that it starts would inherit it.
     """
     if _library is None:
         return False
@@ -97,7 +98,7 @@ def bind_threads(cpus: Sequence[Sequence[int]]) -> bool:
 
 
 def use_huge_pages(address: int, size: int) -> None:
-    """Asks the system for huge pages under [address, address + size) bytes, which must not be written yet."""
+    """Ask for huge pages in [address, address + size) bytes, before they are first written."""
     if _library is not None:
         _library.tk_use_huge_pages(address, size)
 
@@ -114,12 +115,12 @@ def _missing(*_: object) -> None:
 
 
 def _load() -> tuple[ctypes.CDLL | None, str | None, str | None]:
-    """(the library, its best variant here, why there is none)"""
+    """Return (library, its best variant here, why there is none)."""
     if not PATH.is_file():
         return (
             None,
             None,
-            "they were not built: no C++ compiler (g++ or clang++) compiled them when tk was installed",
+            "they were not built: tk was installed without a C++ compiler (g++ or clang++)",
         )
     try:
         library = ctypes.CDLL(str(PATH))

@@ -13,19 +13,19 @@ ACTIVATIONS = {None: 0, "silu": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4}
 COLUMNS = 32
 """Columns of y in a panel."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-_FROM = {
+_INPUT_DTYPES = {
     torch.float32: (torch.float32,),
     torch.bfloat16: (torch.bfloat16,),
     torch.int8: (torch.float32, torch.bfloat16),
 }
-"""By a weight's type: the types of x."""
+"""Types of x by type of the weight."""
 _linear = Kernel("tk_linear", POINTER, POINTER, SIZE, SIZE, POINTER, SIZE)
 _rows = Kernel("tk_rows", POINTER, POINTER, SIZE, POINTER, SIZE)
 _pack = Kernel("tk_pack", POINTER, SIZE, SIZE, SIZE, POINTER)
 
 
 class _Weight(ctypes.Structure):
-    """As in linear.cpp."""
+    """Mirror of `Weight` in weight.h."""
 
     _fields_ = [  # ctypes wants a list
         ("panels", POINTER),
@@ -42,10 +42,10 @@ class _Weight(ctypes.Structure):
 
 
 class PackedLinear:
-    """y = act(x Wᵀ + b), or act(gate) · up, over a copy of W in the kernels' own layout.
+    """y = act(x Wᵀ + b), or act(gate) · up, with a copy of W in the kernels' own layout.
 
-    weight: [out, in] in fp32, bfloat16 or int8, which takes `scale`, fp32 [out]; bias: [out]; activation: a key of ACTIVATIONS;
-    gated: W holds the rows of gate, then those of up, and y is half as wide.
+    weight: [out, in] in fp32, bfloat16, or int8 with `scale`, fp32 [out]; bias: [out]; activation:
+    a key of ACTIVATIONS; gated: W holds gate's rows, then up's, and y is half as wide.
     """
 
     has_rows = True
@@ -61,34 +61,34 @@ class PackedLinear:
     ) -> None:
         if weight.dim() != 2 or weight.dtype not in KINDS or weight.device.type != "cpu":
             raise ValueError(
-                f"a weight is [out, in] in fp32, bfloat16 or int8 on a CPU, not {weight.dtype} {list(weight.shape)}"
+                "a weight must be [out, in] in fp32, bfloat16 or int8 on a CPU, not "
+                f"{list(weight.shape)} in {weight.dtype} on {weight.device.type}"
             )
         if (weight.dtype == torch.int8) != (scale is not None):
-            raise ValueError("a weight in int8 has scales, and no other")
+            raise ValueError("a weight must have scales if it is in int8, and only then")
         rows, depth = weight.shape
         if gated and rows % 2:
-            raise ValueError(f"gate and up have as many rows, and {rows} is odd")
+            raise ValueError(f"gate and up must have as many rows, and {rows} is odd")
         per_word = 4 // weight.element_size()
-        whole = (
-            F.pad(weight, (0, -depth % per_word)) if depth % per_word else weight
-        )  # which pad would copy
-        words = whole.contiguous().view(torch.int32)
+        # An unpadded weight is not passed to `pad`, which would copy it.
+        padded = F.pad(weight, (0, -depth % per_word)) if depth % per_word else weight
+        words = padded.contiguous().view(torch.int32)
         width = COLUMNS // 2 if gated else COLUMNS
-        self.columns, self.dtypes = rows // 2 if gated else rows, _FROM[weight.dtype]
+        self.columns, self.dtypes = rows // 2 if gated else rows, _INPUT_DTYPES[weight.dtype]
         num_panels = -(-self.columns // width)
         self.panels = torch.empty(num_panels, words.shape[1], COLUMNS, dtype=torch.int32)
         use_huge_pages(self.panels.data_ptr(), self.panels.nbytes)
         _pack.run(words.data_ptr(), rows, words.shape[1], gated, self.panels.data_ptr())
 
         def by_column(values: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-            """[rows] in the order of the panels' columns."""
+            """Return values [rows] in the order of the panels' columns."""
             if values is None:
                 return None
             halves = values.to(dtype).reshape(2 if gated else 1, -1)
             full = F.pad(halves, (0, num_panels * width - self.columns))
             return full.view(len(full), num_panels, width).transpose(0, 1).contiguous()
 
-        # The tensors stay with the object, since the structure has no more than their addresses.
+        # The object keeps the tensors: the structure has only their addresses.
         self._bias = by_column(bias, torch.float32)
         self._scale = by_column(scale, torch.float32)
         total = weight.sum(1, dtype=torch.int32) if scale is not None else None
@@ -111,11 +111,11 @@ class PackedLinear:
         self.nbytes = weight.nbytes
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """[rows, in] to [rows, out] in `dtype`, fp32 or bfloat16; default: that of x."""
+        """Map [rows, in] to [rows, out] in `dtype`: fp32 or bfloat16, by default that of x."""
         rows, depth = x.shape
         if depth != self.depth or x.dtype not in self.dtypes:
             raise ValueError(
-                f"x is [rows, {self.depth}] in {self.dtypes}, not {x.dtype} {list(x.shape)}"
+                f"x must be [rows, {self.depth}] in {self.dtypes}, not {list(x.shape)} in {x.dtype}"
             )
         x = x.contiguous()
         y = torch.empty(rows, self.columns, dtype=dtype or x.dtype)
@@ -130,12 +130,13 @@ class PackedLinear:
         return y
 
     def rows(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of the weight as [n, in] in `dtype`, fp32 or bfloat16. indices: integers [n]; one that is no row's gives zeros.
+        """Return rows of the weight, [n, in] in `dtype`: fp32 or bfloat16.
 
-        Raises ValueError for gated weights.
+        indices: integers [n]; the rows of those out of range are zeros. Raises ValueError for
+        gated weights.
         """
         if self._weight.gated:
-            raise ValueError("the rows of a gated weight are not in one piece")
+            raise ValueError("the rows of a gated weight are not contiguous")
         indices = indices.to(torch.int64).contiguous()
         y = torch.empty(len(indices), self.depth, dtype=dtype)
         _rows.run(

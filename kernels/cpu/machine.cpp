@@ -1,17 +1,18 @@
-// What this machine can run.
+// Properties of this machine.
 #include "variant.h"
 
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
 
-// The name of the best variant of the kernels here.
+// Returns the name of the best variant that this machine can run.
 TK_API const char* tk_variant() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
   if (vnni && __builtin_cpu_supports("avx512bf16")) return "avx512_bf16";
   if (vnni) return "avx512_vnni";
@@ -20,7 +21,8 @@ TK_API const char* tk_variant() {
   return "portable";
 }
 
-// Asks for huge pages in [address, address + size): weights are read end to end, and a page of 4 KiB is read in half a microsecond.
+// Asks for huge pages in [address, address + size). Weights are read from end to end, and reading a
+// page of 4 KiB takes half a microsecond.
 TK_API void tk_use_huge_pages(void* address, int64_t size) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = 4096;

@@ -1,4 +1,4 @@
-// Sums with the residual stream, and norms of them.
+// Residual sums and their norms.
 #include <cmath>
 
 #include "simd.h"
@@ -7,16 +7,16 @@
 namespace tk::TK_VARIANT {
 namespace {
 
-constexpr int64_t kPart = 1 << 14;  // elements that are worth a thread
+constexpr int64_t kPart = 1 << 14;  // elements per task
 
-// As in norm.py.
+// Mirror of `_Norm` in norm.py.
 struct Norm {
-  const void *weight, *bias;  // [size]; no bias: root mean square norm, without a mean
+  const void *weight, *bias;  // [size]; without a bias: RMS norm
   int64_t size, is_bf16;
   float eps;
 };
 
-// f(vector, first index, how many of its lanes are elements)
+// Calls f(first index, number of elements) for each vector.
 template <class F>
 [[gnu::always_inline]] inline void for_each_vec(int64_t size, F&& f) {
   int64_t i = 0;
@@ -38,7 +38,7 @@ template <class T>
   }
 }
 
-// The first n lanes; the others are 0.
+// Keeps the first n lanes; the others become 0.
 [[gnu::always_inline]] inline Vec first(Vec v, int64_t n) {
   IntVec lane;
   for (int i = 0; i < kLanes; ++i) lane[i] = i;
@@ -46,7 +46,8 @@ template <class T>
 }
 
 template <class T>
-void norm_row(const T* x, T* residual, const T* weight, const T* bias, float eps, T* out, int64_t size) {
+void norm_row(const T* x, T* residual, const T* weight, const T* bias, float eps, T* out,
+              int64_t size) {
   Vec sums = {}, squares = {};
   if (residual) {
     for_each_vec(size, [&](int64_t i, int64_t n) {
@@ -73,12 +74,14 @@ void norm_row(const T* x, T* residual, const T* weight, const T* bias, float eps
 
 template <class T>
 void norm(const Norm& norm, const void* x, void* residual, void* out, int64_t rows) {
-  const int64_t size = norm.size, at_once = kPart / size + 1;
-  parallel((rows + at_once - 1) / at_once, [&](int64_t part) {
-    const int64_t end = (part + 1) * at_once;
-    for (int64_t row = part * at_once; row < end && row < rows; ++row) {
-      norm_row(static_cast<const T*>(x) + row * size, residual ? static_cast<T*>(residual) + row * size : nullptr,
-               static_cast<const T*>(norm.weight), static_cast<const T*>(norm.bias), norm.eps, static_cast<T*>(out) + row * size, size);
+  const int64_t size = norm.size, task_rows = kPart / size + 1;
+  parallel((rows + task_rows - 1) / task_rows, [&](int64_t part) {
+    const int64_t end = (part + 1) * task_rows;
+    for (int64_t row = part * task_rows; row < end && row < rows; ++row) {
+      norm_row(static_cast<const T*>(x) + row * size,
+               residual ? static_cast<T*>(residual) + row * size : nullptr,
+               static_cast<const T*>(norm.weight), static_cast<const T*>(norm.bias), norm.eps,
+               static_cast<T*>(out) + row * size, size);
     }
   });
 }
@@ -86,9 +89,10 @@ void norm(const Norm& norm, const void* x, void* residual, void* out, int64_t ro
 }  // namespace
 }  // namespace tk::TK_VARIANT
 
-// x, residual, out: [rows, size]. The sum is written into residual; null: x is the sum.
-TK_KERNEL(tk_add_norm)(const void* own, const void* x, void* residual, void* out, int64_t rows) {
+// x, residual, out: [rows, size]. The sum is written into residual. Null: x is the sum.
+TK_KERNEL(tk_add_norm)(const void* arguments, const void* x, void* residual, void* out,
+                       int64_t rows) {
   using namespace tk::TK_VARIANT;
-  const Norm& given = *static_cast<const Norm*>(own);
-  (given.is_bf16 ? norm<bf16> : norm<float>)(given, x, residual, out, rows);
+  const Norm& layer = *static_cast<const Norm*>(arguments);
+  (layer.is_bf16 ? norm<bf16> : norm<float>)(layer, x, residual, out, rows);
 }

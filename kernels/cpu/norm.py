@@ -1,4 +1,4 @@
-"""Norms, with the residual sum that comes before them."""
+"""Norms, fused with the residual sum before them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _add_norm = Kernel("tk_add_norm", POINTER, POINTER, POINTER, POINTER, SIZE)
 
 
 class _Norm(ctypes.Structure):
-    """As in norm.cpp."""
+    """Mirror of `Norm` in norm.cpp."""
 
     _fields_ = [  # ctypes wants a list
         ("weight", POINTER),
@@ -25,9 +25,9 @@ class _Norm(ctypes.Structure):
 
 
 class Norm:
-    """`reference.add_rms_norm`, or with a bias `reference.add_layer_norm`, of rows as long as the weight.
+    """`reference.add_rms_norm`, or with a bias `reference.add_layer_norm`.
 
-    weight, bias: `[size]`, both fp32 or both bfloat16. Raises ValueError for others.
+    weight, bias: `[size]`, both in fp32 or both in bfloat16. Raises ValueError for others.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
@@ -37,7 +37,7 @@ class Norm:
             for p in parameters
         ):
             raise ValueError(
-                "a norm's parameters are of one size, all in fp32 or all in bfloat16, not "
+                "a norm's parameters must be of one size, all in fp32 or all in bfloat16, not "
                 f"{[(p.dtype, list(p.shape)) for p in parameters]}"
             )
         self._parameters = [p.detach().contiguous() for p in parameters]
@@ -49,18 +49,22 @@ class Norm:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual) of rows `[num_tokens, size]`; the sum is written into
-        `residual`.
+        """Return (norm(x + residual), x + residual) of rows `[num_tokens, size]`.
+
+        The sum is written into `residual`.
         """
         shape, dtype = x.shape, self.dtype
         if len(shape) != 2 or shape[1] != self.size or x.dtype != dtype or not x.is_contiguous():
             raise ValueError(
-                f"x is [rows, {self.size}] in {dtype}, contiguous, not {x.dtype} {list(shape)}"
+                f"x must be [rows, {self.size}] in {dtype}, contiguous, not {list(shape)} in "
+                f"{x.dtype}"
             )
         if residual is not None and (
             residual.dtype != dtype or residual.shape != shape or not residual.is_contiguous()
         ):
-            raise ValueError(f"the residual is like x, not {residual.dtype} {list(residual.shape)}")
+            raise ValueError(
+                f"the residual must be like x, not {residual.dtype} {list(residual.shape)}"
+            )
         out = torch.empty(shape, dtype=dtype)
         summed = None if residual is None else residual.data_ptr()
         _add_norm.run(self._address, x.data_ptr(), summed, out.data_ptr(), shape[0])

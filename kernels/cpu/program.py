@@ -1,4 +1,4 @@
-"""Kernels called one after the other, without Python in between."""
+"""Recorded sequences of kernel calls, run without Python in between."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.kernels.cpu.library import POINTER, SIZE, Kernel, kernels
 
-MOST_ARGUMENTS = 6
+MAX_ARGUMENTS = 6
 T = TypeVar("T")
 Call = tuple[int, tuple[Any, ...]]
-"""A kernel's address and what it is given."""
+"""A kernel's address and its arguments."""
 
 _run = Kernel("tk_run", POINTER, SIZE)
 _recording = threading.Lock()
 
 
 class UnrecordableError(Exception):
-    """Something else than a kernel computes."""
+    """The function computes with more than kernels."""
 
 
 class _Call(ctypes.Structure):
-    """As in program.cpp."""
+    """Mirror of `Call` in program.cpp."""
 
-    _fields_ = [("function", POINTER), ("arguments", SIZE * MOST_ARGUMENTS)]  # ctypes wants a list
+    _fields_ = [("function", POINTER), ("arguments", SIZE * MAX_ARGUMENTS)]  # ctypes wants a list
 
 
 class Program:
-    """Calls that were recorded. Each run makes them again, over the same memory."""
+    """Recorded calls. Each run repeats them on the same memory."""
 
     def __init__(self, calls: Sequence[Call], memory: object) -> None:
-        """`memory`: what holds that of the tensors which are gone, and which the calls write to nevertheless."""
+        """`memory`: owner of buffers that the calls use, and whose tensors are gone."""
         self._memory = memory
         self._calls = (_Call * len(calls))(
             *(
@@ -56,34 +56,36 @@ class Program:
 
 
 class Recorder:
-    """Records programs. They share the memory of what they make on their way: one runs at a time, and what it gave is good until
-    another one runs.
+    """Records programs. They share the memory of their intermediate tensors.
+
+    So one runs at a time, and its results are valid until another one runs.
     """
 
     def __init__(self) -> None:
         self._memory = _Memory()
 
     def record(self, function: Callable[[], T]) -> tuple[Program, T]:
-        """Calls the function; (the kernels' calls, what it returned). The program reads and writes the same tensors again, and
-        the caller keeps those that it wants to see.
+        """Call the function. Return (program of its kernel calls, its result).
 
-        Raises UnrecordableError, with some of the calls done, when something else than kernels computes.
+        The program reads and writes the same tensors again. The caller keeps those that it needs.
+
+        Raises UnrecordableError, after some of the calls, if anything but kernels computes.
         """
         with _recording, _recorded() as calls, self._memory:
             result = function()
         return Program(calls, self._memory), result
 
 
-class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not say its types
-    """Gives empty tensors memory that stays, and that another gets when they are gone; refuses to compute."""
+class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Allocates empty tensors from buffers that are kept and reused. Refuses to compute."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._free: dict[int, list[npt.NDArray[np.uint8]]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else PyTorch loads its compiler, which takes seconds, to tell it that this is not to be compiled."""
+        """Return False: else PyTorch loads its compiler, which takes seconds, to skip this."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,21 +109,21 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does
 
 
 def _shares_memory(result: Any, given: Any) -> bool:
-    """Whether nothing was computed: one is a view of the other."""
+    """Return True if one is a view of the other, so that nothing was computed."""
     both = isinstance(result, torch.Tensor) and isinstance(given, torch.Tensor)
     return both and result.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
 
 
 @contextmanager
 def _recorded() -> Iterator[list[Call]]:
-    """The calls that this thread makes of kernels inside."""
+    """Yield the list of kernel calls that this thread makes inside."""
     calls: list[Call] = []
     thread, before = threading.get_ident(), {kernel: kernel.run for kernel in kernels()}
 
     def recording(kernel: Kernel, run: Any) -> Callable[..., None]:
         address = ctypes.cast(run, POINTER).value
         assert address is not None
-        fits = len(kernel.argtypes) <= MOST_ARGUMENTS and set(kernel.argtypes) <= {POINTER, SIZE}
+        fits = len(kernel.argtypes) <= MAX_ARGUMENTS and set(kernel.argtypes) <= {POINTER, SIZE}
 
         def call(*arguments: Any) -> None:
             if threading.get_ident() == thread:
@@ -137,7 +139,7 @@ def _recorded() -> Iterator[list[Call]]:
     try:
         yield calls
         if len(kernels()) != len(before):
-            raise UnrecordableError("a kernel that was loaded on the way")
+            raise UnrecordableError("a kernel was loaded while recording")
     finally:
         for kernel, run in before.items():
             kernel.run = run

@@ -1,9 +1,10 @@
-// The next token of every row of logits: the likeliest, or one drawn by the request's seed and the token's position.
+// The next token of each row of logits: the likeliest, or one drawn by seed and position.
 //
-// What is drawn is `toolkit.sampling.sampler`'s: where the running sum of the weights, in the vocabulary's order, first exceeds a
-// number in [0, 1) of all. top-k, min-p and top-p come down to one number, the least weight that is kept. It is found without
-// sorting: weights are numbers in [0, 1], whose bits are in the order of their values, so that three passes over digits of these
-// bits, from the high ones down, narrow it to one value.
+// The draw is that of `toolkit.sampling.sampler`: the token at which the running sum of weights, in
+// the vocabulary's order, first exceeds a random fraction of the total. Top-k, min-p and top-p
+// reduce to one number, the least weight that is kept. It is found without sorting: weights are in
+// [0, 1], where bits are ordered like values, so three passes over digits of these bits, high ones
+// first, narrow it to one value.
 #include <cmath>
 
 #include "simd.h"
@@ -12,8 +13,8 @@
 namespace tk::TK_VARIANT {
 namespace {
 
-constexpr int64_t kPart = 256;  // weights whose sum is taken at once
-constexpr int kDigits[] = {21, 10, 0};  // where the digits of a weight's bits begin
+constexpr int64_t kPart = 256;          // weights per partial sum
+constexpr int kDigits[] = {21, 10, 0};  // lowest bit of each digit of a weight
 constexpr int64_t kBuckets = 1 << 11;
 
 uint32_t bits_of(float x) {
@@ -30,30 +31,31 @@ float from_bits(uint32_t bits) {
 
 // In [0, 1): SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014).
 double uniform(int64_t seed, int64_t position) {
-  uint64_t x = static_cast<uint64_t>(seed) + (static_cast<uint64_t>(position) + 1) * 0x9E3779B97F4A7C15u;
+  uint64_t x =
+      static_cast<uint64_t>(seed) + (static_cast<uint64_t>(position) + 1) * 0x9E3779B97F4A7C15u;
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
   return static_cast<double>((x ^ (x >> 31)) >> 11) * 0x1p-53;
 }
 
-// The greatest; NaN where there is one.
+// Returns the greatest element, or NaN if there is one.
 float greatest(const float* x, int64_t n) {
   constexpr int kTops = 4;
   Vec tops[kTops];
-  IntVec odd = {};
-  for (Vec& top : tops) top = splat(x[0]);
+  IntVec has_nan = {};
+  for (Vec& part : tops) part = splat(x[0]);
   int64_t i = 0;
   for (; i + kTops * kLanes <= n; i += kTops * kLanes) {
     for (int j = 0; j < kTops; ++j) {
       const Vec part = load(x + i + j * kLanes);
       tops[j] = max(part, tops[j]);
-      odd |= part != part;
+      has_nan |= part != part;
     }
   }
-  if (any(odd)) return std::nanf("");
-  float most = max(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
-  for (; i < n; ++i) most = x[i] > most || x[i] != x[i] ? x[i] : most;
-  return most;
+  if (any(has_nan)) return std::nanf("");
+  float top = max(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
+  for (; i < n; ++i) top = x[i] > top || x[i] != x[i] ? x[i] : top;
+  return top;
 }
 
 int64_t find(const float* x, int64_t n, float value) {
@@ -68,22 +70,25 @@ int64_t find(const float* x, int64_t n, float value) {
 // weights[i] = e^((logits[i] - best) / temperature)
 void weigh(const float* logits, float best, float temperature, int64_t n, float* weights) {
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) store(weights + i, exp((load(logits + i) - best) / temperature));
-  if (i < n) store_some(weights + i, exp((load_some(logits + i, n - i) - best) / temperature), n - i);
+  for (; i + kLanes <= n; i += kLanes)
+    store(weights + i, exp((load(logits + i) - best) / temperature));
+  if (i < n)
+    store_some(weights + i, exp((load_some(logits + i, n - i) - best) / temperature), n - i);
 }
 
-// The least weight, not below `floor`, for which all greater weights come to less than `limit`, each counting for
-// measure(weight); the greatest of all where none is so small. Weights of 0 are not looked at.
+// Returns the least weight from `floor` up whose greater weights sum to less than `limit`, each
+// counted as measure(weight); the greatest weight if none qualifies. Weights of 0 are skipped.
 template <class F>
 float least_within(const float* weights, int64_t n, float floor, double limit, F measure) {
-  uint32_t prefix = 0;  // of the bits looked for
-  double above = 0;     // of weights that are greater by the digits known so far
-  int known = 32;       // bits below which are not known yet
+  uint32_t prefix = 0;  // known bits of the result
+  double above = 0;     // sum of weights that are greater by the known bits
+  int known = 32;       // lowest known bit
   for (int digit : kDigits) {
     double buckets[kBuckets] = {};
     for (int64_t i = 0; i < n; ++i) {
       const uint32_t bits = bits_of(weights[i]);
-      if (weights[i] < floor || bits == 0 || (static_cast<uint64_t>(bits ^ prefix) >> known) != 0) continue;
+      if (weights[i] < floor || bits == 0 || (static_cast<uint64_t>(bits ^ prefix) >> known) != 0)
+        continue;
       buckets[(bits >> digit) & ((1u << (known - digit)) - 1)] += measure(weights[i]);
     }
     int64_t found = -1;
@@ -114,9 +119,10 @@ double sum_of(const float* weights, int64_t n, float least) {
 
 float least_kept(const float* weights, int64_t n, int64_t top_k, float top_p, float min_p) {
   float floor = min_p;
-  double surplus = 0;  // of weights equal to the last of top-k, top-p counts only as many as there is room for
+  double surplus = 0;  // weight of the ties at the k-th place that top-p must not count
   if (0 < top_k && top_k < n) {
-    const float last = least_within(weights, n, 0.0f, static_cast<double>(top_k), [](float) { return 1.0; });
+    const float last =
+        least_within(weights, n, 0.0f, static_cast<double>(top_k), [](float) { return 1.0; });
     if (last >= floor) {
       floor = last;
       int64_t kept = 0;
@@ -126,10 +132,11 @@ float least_kept(const float* weights, int64_t n, int64_t top_k, float top_p, fl
   }
   if (top_p >= 1) return floor;
   const double limit = top_p * (sum_of(weights, n, floor) - surplus);
-  return least_within(weights, n, floor, limit, [](float weight) { return static_cast<double>(weight); });
+  return least_within(weights, n, floor, limit,
+                      [](float weight) { return static_cast<double>(weight); });
 }
 
-// Where the running sum of the weights from `least` on first exceeds `share` of all.
+// Returns the token at which the sum of weights >= `least` first exceeds `share` of the total.
 int64_t draw(const float* weights, int64_t n, float least, double share, double* sums) {
   const int64_t num_parts = (n + kPart - 1) / kPart;
   double total = 0;
@@ -152,7 +159,8 @@ int64_t draw(const float* weights, int64_t n, float least, double share, double*
   return last;
 }
 
-int64_t choose(const float* logits, int64_t vocab, const float* floats, const int64_t* ints, int64_t position) {
+int64_t choose(const float* logits, int64_t vocab, const float* floats, const int64_t* ints,
+               int64_t position) {
   const float temperature = floats[0];
   const float best = greatest(logits, vocab);
   if (!std::isfinite(best)) return -1;
@@ -168,12 +176,14 @@ int64_t choose(const float* logits, int64_t vocab, const float* floats, const in
 }  // namespace
 }  // namespace tk::TK_VARIANT
 
-// logits: [n, vocab]; rows, positions: [n]; floats [.., 6], ints [.., 3]: `toolkit.sampling.state`'s, by row. A token of -1: the
-// logits are not finite.
-TK_KERNEL(tk_sample)(const float* logits, int64_t n, int64_t vocab, const int32_t* rows, const int32_t* positions, const float* floats,
-                     const int64_t* ints, int64_t* tokens) {
+// logits: [n, vocab]; rows, positions: [n]; floats [.., 6], ints [.., 3]: by row, see
+// `toolkit.sampling.sampling_state`. A token of -1: the logits are not finite.
+TK_KERNEL(tk_sample)(const float* logits, int64_t n, int64_t vocab, const int32_t* rows,
+                     const int32_t* positions, const float* floats, const int64_t* ints,
+                     int64_t* tokens) {
   using namespace tk::TK_VARIANT;
   tk::parallel(n, [&](int64_t i) {
-    tokens[i] = choose(logits + i * vocab, vocab, floats + rows[i] * 6, ints + rows[i] * 3, positions[i]);
+    tokens[i] =
+        choose(logits + i * vocab, vocab, floats + rows[i] * 6, ints + rows[i] * 3, positions[i]);
   });
 }

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits."""
+"""The choice of tokens from logits."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ def sample(
     floats: torch.Tensor,
     ints: torch.Tensor,
 ) -> torch.Tensor:
-    """The next tokens `[n]` int64; -1 where the logits are not finite. Chosen as `toolkit.sampling.sampler`
-    has it.
+    """Return the next tokens `[n]` int64, as `toolkit.sampling.sampler.choose` does.
 
-    logits: fp32 `[n, vocab]`; rows and positions: int32 `[n]`, which rows of `floats` and `ints`
-    (`toolkit.sampling.sampling_state`) the requests have and where their tokens come. Raises ValueError for others.
+    -1: the logits are not finite. logits: fp32 `[n, vocab]`; rows: int32 `[n]`, the requests' rows
+    of `floats` and `ints` (`toolkit.sampling.sampling_state`); positions: int32 `[n]`, of the new
+    tokens. Raises ValueError for others.
     """
     n, vocab = logits.shape
     types = [tensor.dtype for tensor in (logits, rows, positions, floats, ints)]
     if types != [torch.float32, torch.int32, torch.int32, torch.float32, torch.int64]:
         raise ValueError(
-            f"logits and what they are sampled with have other types than these: {types}"
+            "logits and floats must be in float32, rows and positions in int32, and ints in int64, "
+            f"not {types}"
         )
     if (
         (floats.shape[1], ints.shape[1]) != (6, 3)
         or (len(rows), len(positions)) != (n, n)
         or not vocab
     ):
-        raise ValueError("logits and what they are sampled with are of other shapes")
+        raise ValueError(
+            "rows and positions must have one entry per row of logits, floats 6 columns, and ints 3"
+        )
     if not all(tensor.is_contiguous() for tensor in (logits, rows, positions, floats, ints)):
-        raise ValueError("logits and what they are sampled with are contiguous")
+        raise ValueError("logits, rows, positions, floats and ints must be contiguous")
     tokens = torch.empty(n, dtype=torch.int64)
     _sample.run(
         logits.data_ptr(),

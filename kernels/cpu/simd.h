@@ -1,5 +1,6 @@
-// Vectors of fp32, as wide as the variant's registers, and the functions that kernels need of them. One source for every instruction
-// set: the compiler's own vector types, and intrinsics only where an instruction has no other name.
+// Vectors of fp32, as wide as the variant's registers, and their functions. They use the compiler's
+// vector types, so one source serves every instruction set, and intrinsics only for instructions
+// that the compiler does not choose.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -47,7 +48,7 @@ struct bf16 {
   return (Vec)(__builtin_convertvector(half, UintVec) << 16);
 }
 
-// Rounds to the nearest, ties to even, as PyTorch does; NaN stays NaN.
+// Rounds to nearest, ties to even, as PyTorch does. NaN stays NaN.
 [[gnu::always_inline]] inline void store(bf16* x, Vec v) {
   const UintVec bits = (UintVec)v;
   const UintVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -103,7 +104,7 @@ template <class T>
 [[gnu::always_inline]] inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
 [[gnu::always_inline]] inline Vec abs(Vec x) { return (Vec)((IntVec)x & 0x7fffffff); }
 
-// Fours onto each other, and not lane after lane: attention takes a sum for every key.
+// Adds fours to each other instead of lane to lane: attention needs a sum for every key.
 [[gnu::always_inline]] inline float sum(Vec v) {
   typedef float Four __attribute__((vector_size(16)));
   Four parts[kLanes / 4];
@@ -118,27 +119,28 @@ template <class T>
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)v);
 #else
-  float most = v[0];
-  for (int i = 1; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
-  return most;
+  float greatest = v[0];
+  for (int i = 1; i < kLanes; ++i) greatest = v[i] > greatest ? v[i] : greatest;
+  return greatest;
 #endif
 }
 
-// To the nearest whole number, ties to even, for |x| < 2^22.
+// Rounds to the nearest integer, ties to even, for |x| < 2^22.
 [[gnu::always_inline]] inline IntVec nearest(Vec x) {
 #if defined(__AVX512F__)
   return (IntVec)_mm512_cvtps_epi32((__m512)x);
 #elif defined(__AVX2__)
   return (IntVec)_mm256_cvtps_epi32((__m256)x);
 #else
-  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: the sum has no bits behind the point
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: the sum has no fraction bits
   return (IntVec)(x + magic) - (IntVec)magic;
 #endif
 }
 
-// e^x within 2 units in the last place; 0 below -87.3, infinity above 88.8. Cephes' polynomial on [-ln 2 / 2, ln 2 / 2].
+// e^x within 2 units in the last place; 0 below -87.3, infinity above 88.8. Cephes' polynomial on
+// [-ln 2 / 2, ln 2 / 2].
 [[gnu::always_inline]] inline Vec exp(Vec x) {
-  // Of a number and NaN, min and max give their second: NaN stays.
+  // Of a number and NaN, min and max return the second argument, so NaN stays.
   const Vec clamped = min(splat(89.0f), max(splat(-87.3f), x));
   const IntVec exponent = nearest(clamped * 1.44269504f);
   const Vec n = __builtin_convertvector(exponent, Vec);
@@ -153,7 +155,7 @@ template <class T>
 #if defined(__AVX512F__)
   const Vec y = (Vec)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
-  // 2^n in two steps: n = 128 has no exponent of its own.
+  // 2^n in two steps: for n = 128 there is no exponent.
   const IntVec half = exponent >> 1;
   const Vec y = p * (Vec)((half + 127) << 23) * (Vec)((exponent - half + 127) << 23);
 #endif

@@ -1,6 +1,7 @@
-// A pool of its own, and not OpenMP's: tasks are claimed one by one, so a thread that the system has put aside claims fewer, and
-// nobody waits for it. OpenMP ends every region with a barrier of all threads, which on a shared machine costs a time slice
-// whenever one of them is put aside; and which of several OpenMP libraries torch has loaded depends on how it was installed.
+// A pool of its own instead of OpenMP's. Tasks are claimed one by one, so a preempted thread claims
+// fewer, and no other thread waits for it. OpenMP ends every region with a barrier of all threads,
+// which on a shared machine costs a time slice whenever one is preempted. And torch's installation
+// decides which of several OpenMP libraries is loaded.
 #include "threads.h"
 
 #include <pthread.h>
@@ -20,13 +21,14 @@
 namespace tk {
 namespace {
 
-// How long an idle thread looks for work before it sleeps: longer than the host takes between two kernels of a step,
-// so that no kernel waits for a thread to wake, and too short to be seen in an idle server.
-constexpr std::chrono::microseconds kAwake{500};
-// Looks between which it lets no other thread run; some 20 us.
-constexpr int kLooks = 500;
-// Bytes of what is expected that a thread asks for between two looks.
-constexpr int64_t kFetched = 1024;
+// Time for which an idle thread looks for work before it sleeps. It is longer than the host takes
+// between two kernels of a step, so that no kernel waits for a thread to wake, and too short to
+// show in an idle server.
+constexpr std::chrono::microseconds kSpinTime{500};
+// Looks for work before the thread yields; about 20 us.
+constexpr int kSpins = 500;
+// Bytes that a thread prefetches between two looks.
+constexpr int64_t kPrefetchBytes = 1024;
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -52,16 +54,16 @@ class Pool {
 
   int64_t size() const { return size_; }
 
-  // Has a helper run on these processors alone; false where the system does not.
+  // Binds a helper to these processors. Returns false if the system refuses.
   bool bind(int64_t helper, const int64_t* cpus, int64_t count) {
     std::lock_guard<std::mutex> lock(caller_);
     if (helper < 1 || helper > static_cast<int64_t>(helpers_.size())) return false;
 #ifdef __linux__
-    int64_t most = 0;
-    for (int64_t i = 0; i < count; ++i) most = cpus[i] > most ? cpus[i] : most;
-    cpu_set_t* set = CPU_ALLOC(most + 1);
+    int64_t last = 0;
+    for (int64_t i = 0; i < count; ++i) last = cpus[i] > last ? cpus[i] : last;
+    cpu_set_t* set = CPU_ALLOC(last + 1);
     if (!set) return false;
-    const size_t size = CPU_ALLOC_SIZE(most + 1);
+    const size_t size = CPU_ALLOC_SIZE(last + 1);
     CPU_ZERO_S(size, set);
     for (int64_t i = 0; i < count; ++i) CPU_SET_S(cpus[i], size, set);
     const bool done = pthread_setaffinity_np(helpers_[helper - 1].native_handle(), size, set) == 0;
@@ -82,14 +84,14 @@ class Pool {
     task_.store(task, std::memory_order_relaxed);
     context_.store(context, std::memory_order_relaxed);
     count_.store(count, std::memory_order_relaxed);
-    fetched_.store(0, std::memory_order_relaxed);
+    prefetched_.store(0, std::memory_order_relaxed);
     done_.store(0, std::memory_order_relaxed);
     const uint64_t job = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
     ticket_.store(job << 32 | static_cast<uint64_t>(count), std::memory_order_seq_cst);
     if (sleeping_.load(std::memory_order_seq_cst)) wake_all();
     work();
-    for (int looks = 0; done_.load(std::memory_order_acquire) < count; ++looks) {
-      if (looks < 100 * kLooks) {
+    for (int spins = 0; done_.load(std::memory_order_acquire) < count; ++spins) {
+      if (spins < 100 * kSpins) {
         pause();
       } else {
         sched_yield();
@@ -100,19 +102,22 @@ class Pool {
   void expect(const void* begin, int64_t bytes) {
     expected_.store(static_cast<const char*>(begin), std::memory_order_relaxed);
     expected_bytes_.store(bytes, std::memory_order_relaxed);
-    fetched_.store(0, std::memory_order_relaxed);
+    prefetched_.store(0, std::memory_order_relaxed);
   }
 
  private:
-  // Runs tasks of the job that is on until none is left to claim. What a job is made of changes only when all of its tasks are done,
-  // so what was read before a claim that succeeds belongs to the job that the claim was made on.
+  // Runs tasks of the current job until none is left to claim. A job's fields change only when all
+  // of its tasks are done, so those read before a successful claim belong to the claimed job.
   void work() {
     uint64_t now = ticket_.load(std::memory_order_acquire);
     while (now & 0xffffffffu) {
       const Task task = task_.load(std::memory_order_relaxed);
       void* const context = context_.load(std::memory_order_relaxed);
-      const int64_t index = count_.load(std::memory_order_relaxed) - static_cast<int64_t>(now & 0xffffffffu);
-      if (!ticket_.compare_exchange_weak(now, now - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+      const int64_t index =
+          count_.load(std::memory_order_relaxed) - static_cast<int64_t>(now & 0xffffffffu);
+      if (!ticket_.compare_exchange_weak(now, now - 1, std::memory_order_acq_rel,
+                                         std::memory_order_acquire))
+        continue;
       task(context, index);
       done_.fetch_add(1, std::memory_order_release);
       now = ticket_.load(std::memory_order_acquire);
@@ -132,13 +137,13 @@ class Pool {
     }
   }
 
-  // Returns when there is a job other than `seen`, or the pool ends; awake at first, then asleep.
+  // Waits for a job other than `seen`, or for the end of the pool: spins first, then sleeps.
   void await(uint64_t seen) {
-    const auto until = std::chrono::steady_clock::now() + kAwake;
+    const auto until = std::chrono::steady_clock::now() + kSpinTime;
     do {
-      for (int i = 0; i < kLooks; ++i) {
+      for (int i = 0; i < kSpins; ++i) {
         if (is_news(seen)) return;
-        if (!fetch()) pause();
+        if (!prefetch()) pause();
       }
       sched_yield();
     } while (std::chrono::steady_clock::now() < until);
@@ -148,20 +153,21 @@ class Pool {
     sleeping_.fetch_sub(1, std::memory_order_relaxed);
   }
 
-  // Asks for some more of what is expected; false when there is no more. Nothing comes of an address that another thread has just
-  // replaced: asking reads nothing.
-  bool fetch() {
+  // Prefetches some more of the expected bytes. Returns false if none are left. Another thread may
+  // replace the address meanwhile: that is harmless, since a prefetch reads nothing.
+  bool prefetch() {
     const int64_t bytes = expected_bytes_.load(std::memory_order_relaxed);
-    if (fetched_.load(std::memory_order_relaxed) >= bytes) return false;
-    const int64_t from = fetched_.fetch_add(kFetched, std::memory_order_relaxed);
+    if (prefetched_.load(std::memory_order_relaxed) >= bytes) return false;
+    const int64_t from = prefetched_.fetch_add(kPrefetchBytes, std::memory_order_relaxed);
     if (from >= bytes) return false;
     const char* place = expected_.load(std::memory_order_relaxed) + from;
-    for (int64_t i = 0; i < kFetched; i += 64) __builtin_prefetch(place + i, 0, 2);
+    for (int64_t i = 0; i < kPrefetchBytes; i += 64) __builtin_prefetch(place + i, 0, 2);
     return true;
   }
 
   bool is_news(uint64_t seen) const {
-    return ticket_.load(std::memory_order_seq_cst) >> 32 != seen || ending_.load(std::memory_order_relaxed);
+    return ticket_.load(std::memory_order_seq_cst) >> 32 != seen ||
+           ending_.load(std::memory_order_relaxed);
   }
 
   void wake_all() {
@@ -169,15 +175,15 @@ class Pool {
     wake_.notify_all();
   }
 
-  // The job's number (high 32 bits) and how many of its tasks are left to claim (low 32). A claim exchanges the whole, and fails
-  // when the job has become another: a thread that comes late does no harm.
+  // The job's number (high 32 bits) and its number of unclaimed tasks (low 32). A claim exchanges
+  // both, and fails if the job has changed, so a late thread does no harm.
   std::atomic<uint64_t> ticket_{0};
   std::atomic<int64_t> count_{0}, done_{0};
   std::atomic<Task> task_{nullptr};
   std::atomic<void*> context_{nullptr};
 
   std::atomic<const char*> expected_{nullptr};
-  std::atomic<int64_t> expected_bytes_{0}, fetched_{0};
+  std::atomic<int64_t> expected_bytes_{0}, prefetched_{0};
 
   std::atomic<int> sleeping_{0};
   std::atomic<bool> ending_{false};
@@ -191,7 +197,8 @@ class Pool {
 
 Pool* pool = nullptr;
 
-// The pool lives as long as the process: threads that sleep harm nobody at its end. A forked child has none of them.
+// The pool lives as long as the process: sleeping threads do no harm at its end. A forked child has
+// no threads, and gets a new pool.
 Pool& the_pool() {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -219,7 +226,7 @@ void run_in_runs(int64_t count, RunTask task, void* context) {
   struct Run {
     std::atomic<int64_t> next;
     int64_t end;
-    char apart[112];  // two that threads claim from are never in one line of the caches
+    char padding[112];  // two runs never share a cache line
   };
   const int64_t num_runs = num_threads() < count ? num_threads() : count;
   std::vector<Run> runs(num_runs);
@@ -250,7 +257,7 @@ void* scratch(size_t bytes) {
   if (own.size < bytes) {
     std::free(own.memory);
     own.size = (bytes + 4095) / 4096 * 4096;
-    own.memory = nullptr;  // macOS has aligned_alloc from 10.15 on
+    own.memory = nullptr;  // macOS has aligned_alloc only since 10.15
     if (posix_memalign(&own.memory, 64, own.size)) {
       own.size = 0;
       throw std::bad_alloc();
@@ -263,7 +270,9 @@ void* scratch(size_t bytes) {
 
 TK_API void tk_set_num_threads(int64_t count) { tk::the_pool().resize(count < 1 ? 1 : count); }
 
-// The thread `index`, the caller's being 0, runs on `cpus` [count] alone; 0 where that could not be had.
-TK_API int64_t tk_bind_thread(int64_t index, const int64_t* cpus, int64_t count) { return tk::the_pool().bind(index, cpus, count); }
+// Binds the thread `index` (0: the caller) to `cpus` [count]. Returns 0 if the system refuses.
+TK_API int64_t tk_bind_thread(int64_t index, const int64_t* cpus, int64_t count) {
+  return tk::the_pool().bind(index, cpus, count);
+}
 
 TK_API int64_t tk_num_threads() { return tk::num_threads(); }

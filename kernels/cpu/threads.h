@@ -1,4 +1,4 @@
-// The threads that kernels run on: one pool for the process, the caller among them.
+// Threads of the kernels: one pool for the process, which includes the caller.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,29 +7,30 @@ namespace tk {
 
 using Task = void (*)(void* context, int64_t index);
 
-// task(context, i) for every i in [0, count), claimed in order by whichever thread is free; returns when all are done.
-// A task must not call it. One caller at a time; a second waits.
+// Calls task(context, i) for every i in [0, count) and waits for all. Free threads claim them in
+// order. A task must not call this. A second caller waits for the first.
 void run_tasks(int64_t count, Task task, void* context);
 
 using RunTask = void (*)(void* context, int64_t index, int64_t next);
 
-// The same for tasks whose neighbours belong together: [0, count) is cut into a run for each thread, which goes through its own in order and
-// then helps others with theirs. `next`: the task that the thread most likely does next, or count.
+// The same for tasks whose neighbours share data. Each thread has a run of [0, count): it does its
+// own in order, then helps with those of others. `next`: the thread's likely next task, or count.
 void run_in_runs(int64_t count, RunTask task, void* context);
 
-// Threads that a kernel may use, the caller included.
+// Threads that a kernel may use, including the caller.
 int64_t num_threads();
 
-// Threads that have nothing to do bring [begin, begin + bytes) into the caches, until something else is expected: it is read next.
+// Lets idle threads prefetch [begin, begin + bytes), which is read next, until the next call of
+// this.
 void expect(const void* begin, int64_t bytes);
 
-// A number that no earlier call has returned; never 0.
+// Returns a number that no earlier call has returned; never 0.
 uint64_t new_number();
 
-// Memory of the calling thread's own, aligned for vectors; the next call may hand out the same.
+// Returns memory of the calling thread, aligned for vectors, and valid until its next call.
 void* scratch(size_t bytes);
 
-// run_tasks with a callable: parallel(n, [&](int64_t i) { ... }).
+// run_tasks for a callable: parallel(n, [&](int64_t i) { ... }).
 template <class F>
 static inline void parallel(int64_t count, F&& body) {
   if (count == 1) {
@@ -39,10 +40,13 @@ static inline void parallel(int64_t count, F&& body) {
   run_tasks(count, [](void* context, int64_t index) { (*static_cast<F*>(context))(index); }, &body);
 }
 
-// run_in_runs with a callable: parallel_runs(n, [&](int64_t i, int64_t next) { ... }).
+// run_in_runs for a callable: parallel_runs(n, [&](int64_t i, int64_t next) { ... }).
 template <class F>
 static inline void parallel_runs(int64_t count, F&& body) {
-  run_in_runs(count, [](void* context, int64_t index, int64_t next) { (*static_cast<F*>(context))(index, next); }, &body);
+  run_in_runs(
+      count,
+      [](void* context, int64_t index, int64_t next) { (*static_cast<F*>(context))(index, next); },
+      &body);
 }
 
 }  // namespace tk

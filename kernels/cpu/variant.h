@@ -1,8 +1,11 @@
-// Every kernel file but threads.cpp and machine.cpp is compiled once for each instruction set, with TK_VARIANT naming it (setup.py).
+// Kernel files, all but threads.cpp and machine.cpp, are compiled once per instruction set, whose
+// name is TK_VARIANT (setup.py).
 //
-//   TK_KERNEL(name)(arguments)   opens a function of the C interface: name_avx512, name_avx2, name_portable
-//   namespace tk::TK_VARIANT     must hold everything else, and nothing may come from the standard library's templates: the linker
-//                                keeps one copy of an inline function, and it may be the one that this machine cannot run
+//   TK_KERNEL(name)(arguments)   begins a function of the C interface, such as name_avx2
+//   namespace tk::TK_VARIANT     must hold everything else
+//
+// Nothing may use templates of the standard library: the linker keeps one copy of an inline
+// function, and this machine may be unable to run it.
 #pragma once
 #include <cstddef>
 #include <cstdint>

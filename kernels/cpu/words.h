@@ -1,6 +1,7 @@
-// Weights by words of 32 bits. A word holds 1 fp32, 2 bf16 or 4 int8 neighbours of one row of the weight: what one instruction
-// multiplies with as many elements of x and adds to one sum. A panel is kColumns rows of the weight (columns of y), their words
-// interleaved: [words][kColumns]. So a product reads each panel end to end, whatever the type.
+// Weights in words of 32 bits. A word holds 1 fp32, 2 bf16 or 4 int8 neighbours of a row: what one
+// instruction multiplies with as many elements of x and adds to one sum. A panel is kColumns rows
+// of the weight (columns of y) with interleaved words: [words][kColumns]. A product reads each
+// panel from end to end, whatever the type.
 #pragma once
 #include "simd.h"
 
@@ -28,10 +29,14 @@ typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
   return IntVec{} + bits;
 }
 
-// Each type has: kPerWord, elements in a word; kWords, words that x has for each word of the weight; Sum, what products are added up in;
-// add(sum, x, weight), for one word of x and the words of kLanes columns; and is_words(n), whether a row of n elements of x is such
-// words as it lies. Where it is not always: take(x, n, to), which makes words of it, writes kLanes words more at most, and returns what
-// the row was divided by.
+// Each type has:
+//   kPerWord               elements in a word
+//   kWords                 words of x for each word of the weight
+//   Sum                    type of the sums
+//   add(sum, x, weight)    one word of x times the words of kLanes columns
+//   is_words(n)            true if a row of n elements of x can be read as words
+//   to_words(x, n, to)     else: converts a row, writes up to kLanes words past its end, and
+//                          returns the number that the row was divided by
 
 struct Fp32 {
   static constexpr int kPerWord = 1, kWords = 1;
@@ -40,11 +45,11 @@ struct Fp32 {
     sum += (Vec)splat_word(x) * (Vec)weight;
   }
   static bool is_words(int64_t) { return true; }
-  static float take(const float*, int64_t, uint32_t*) { return 1; }
+  static float to_words(const float*, int64_t, uint32_t*) { return 1; }
 };
 
 #if defined(__AVX512BF16__)
-// x in bf16, too.
+// x is in bf16, too.
 struct Bf16 {
   static constexpr int kPerWord = 2, kWords = 1;
   using Sum = Vec;
@@ -52,14 +57,14 @@ struct Bf16 {
     sum = (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)splat_word(x), (__m512bh)weight);
   }
   static bool is_words(int64_t n) { return n % kPerWord == 0; }
-  static float take(const bf16* x, int64_t n, uint32_t* to) {
+  static float to_words(const bf16* x, int64_t n, uint32_t* to) {
     to[n / 2] = 0;
     std::memcpy(to, x, n * 2);
     return 1;
   }
 };
 #else
-// x in fp32: the halves of a word are widened, which takes one instruction each.
+// x is in fp32: each half of a word is widened by one instruction.
 struct Bf16 {
   static constexpr int kPerWord = 2, kWords = 2;
   using Sum = Vec;
@@ -68,7 +73,7 @@ struct Bf16 {
     sum += (Vec)splat_word(x + 1) * (Vec)(weight & 0xffff0000u);
   }
   static bool is_words(int64_t) { return false; }
-  static float take(const bf16* x, int64_t n, uint32_t* to) {
+  static float to_words(const bf16* x, int64_t n, uint32_t* to) {
     to[n] = 0;
     for (int64_t i = 0; i < n; ++i) to[i] = static_cast<uint32_t>(x[i].bits) << 16;
     return 1;
@@ -81,18 +86,21 @@ struct Int8 {
   using Sum = IntVec;
 #if defined(__AVX512VNNI__)
   static constexpr int kWords = 1;
-  // The instruction takes x without a sign: x + 128, and 128 times the sum of the weight's row is taken off in the end.
+  // The instruction needs an unsigned x: x + 128. The sum of the weight's row, times 128, is
+  // subtracted at the end.
   static constexpr int kOffset = 128;
   [[gnu::always_inline]] static void add(Sum& sum, const uint32_t* x, UintVec weight) {
     sum = (IntVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)splat_word(x), (__m512i)weight);
   }
 #elif defined(__AVX2__)
-  // The bytes of a word as two pairs of 16 bits, the even and the odd ones, which x has made already. Widening takes three
-  // instructions for all rows of a tile, and each row four for 32 products; vpmaddubsw would take four, too, of which three multiply.
+  // The bytes of a word become two pairs of 16 bits, even and odd; those of x are made in advance.
+  // Widening takes three instructions for all rows of a tile, and each row four for 32 products.
+  // vpmaddubsw would take four too, three of them multiplications.
   static constexpr int kWords = 2;
   static constexpr int kOffset = 0;
   [[gnu::always_inline]] static void add(Sum& sum, const uint32_t* x, UintVec weight) {
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)weight, 8), 8), odd = _mm256_srai_epi16((__m256i)weight, 8);
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)weight, 8), 8),
+                  odd = _mm256_srai_epi16((__m256i)weight, 8);
     sum += (IntVec)_mm256_madd_epi16(even, (__m256i)splat_word(x));
     sum += (IntVec)_mm256_madd_epi16(odd, (__m256i)splat_word(x + 1));
   }
@@ -109,8 +117,9 @@ struct Int8 {
 #if defined(__ARM_FEATURE_DOTPROD)
     sum = (IntVec)vdotq_s32((int32x4_t)sum, ws, xs);
 #else
-    // Sums of two products stay within 16 bits, since no byte is ever -128.
-    const int16x8_t pairs = vpaddq_s16(vmull_s8(vget_low_s8(ws), vget_low_s8(xs)), vmull_high_s8(ws, xs));
+    // Sums of two products fit into 16 bits, since no byte is -128.
+    const int16x8_t pairs =
+        vpaddq_s16(vmull_s8(vget_low_s8(ws), vget_low_s8(xs)), vmull_high_s8(ws, xs));
     sum = (IntVec)vpadalq_s16((int32x4_t)sum, pairs);
 #endif
   }
@@ -131,7 +140,7 @@ struct Int8 {
 #endif
   static bool is_words(int64_t) { return false; }
   template <class X>
-  static float take(const X* x, int64_t n, uint32_t* to) {
+  static float to_words(const X* x, int64_t n, uint32_t* to) {
     const float scale = scale_of(x, n), factor = scale > 0 ? 1 / scale : 0;
     uint8_t* bytes = reinterpret_cast<uint8_t*>(to);
     for (int64_t i = 0; i < n; i += kLanes) {
@@ -140,10 +149,10 @@ struct Int8 {
     }
     return scale;
   }
-  // The largest magnitude becomes 127. Infinity and NaN become NaN, and the row's products with it.
+  // The greatest magnitude becomes 127. Infinity and NaN become NaN, and so do the row's products.
   template <class X>
   static float scale_of(const X* x, int64_t n) {
-    IntVec most = {};  // magnitudes' bits are in the order of their values, and those of NaN after all
+    IntVec most = {};  // bits of magnitudes are ordered like their values, NaN last
     for (int64_t i = 0; i < n; i += kLanes) {
       const IntVec bits = (IntVec)abs(i + kLanes <= n ? load(x + i) : load_some(x + i, n - i));
       most = bits > most ? bits : most;

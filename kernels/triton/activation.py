@@ -1,7 +1,7 @@
-"""Activation functions, alone or as the gate of a product."""
+"""Activation functions, alone or as a gate."""
 
 # mypy: allow-incomplete-defs
-# Triton annotates the constexpr parameters of a kernel and no others.
+# Kernels annotate constexpr parameters only.
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from torch import Tensor
 from .pdl import release, supported, wait
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu")
-"""`gelu` is the exact one, `gelu_tanh` its approximation by tanh (Hendrycks & Gimpel, arXiv:1606.08415)."""
+"""`gelu` is exact, `gelu_tanh` its approximation (Hendrycks & Gimpel, arXiv:1606.08415)."""
 
 CHUNK = 1024
 
 
 def gated_activation(gate_up: Tensor, kind: str, out: Tensor | None = None) -> Tensor:
-    """act(gate) * up `[num_tokens, size]` for rows gate | up (Shazeer, arXiv:2002.05202), computed in fp32.
+    """Return act(gate) * up for rows gate | up (Shazeer, arXiv:2002.05202), computed in fp32.
 
-    gate_up: `[num_tokens, 2 * size]`, contiguous. Raises ValueError for a kind that is not in KINDS.
+    gate_up: `[num_tokens, 2 * size]`, contiguous. Returns `[num_tokens, size]`. Raises ValueError
+    for a kind that is not in KINDS.
     """
     return _activate(gate_up, kind, gate_up.shape[-1] // 2, True, out)
 
 
 def activation(x: Tensor, kind: str, out: Tensor | None = None) -> Tensor:
-    """act(x) of each element, computed in fp32. x: contiguous. Raises ValueError for a kind not in KINDS."""
+    """Return act(x), computed in fp32. x: contiguous. Raises ValueError for a kind not in KINDS."""
     return _activate(x, kind, x.shape[-1], False, out)
 
 
@@ -59,7 +60,7 @@ def _activate(x: Tensor, kind: str, size: int, gated: bool, out: Tensor | None) 
 
 @triton.jit
 def apply(x, KIND: tl.constexpr):
-    """act(x) for fp32 x. 1 + tanh(y) = 2 * sigmoid(2y)."""
+    """Return act(x) for fp32 x. 1 + tanh(y) = 2 * sigmoid(2y)."""
     if KIND == "silu":
         y = x * tl.sigmoid(x)
     elif KIND == "gelu":
@@ -81,7 +82,7 @@ def _activation_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One chunk of one row."""
+    """Compute one chunk of one row."""
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     live = column < size
     row = tl.program_id(0).to(tl.int64)

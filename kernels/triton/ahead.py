@@ -1,4 +1,4 @@
-"""Kernels compiled side by side, before the steps that launch them one after the other."""
+"""Parallel compilation of kernels, before the steps that launch them."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ from triton.runtime.jit import KernelInterface
 
 
 class _Once(AsyncCompileMode):  # type: ignore[misc]  # Triton is untyped
-    """Triton's own asks for a kernel anew at each launch until all are there, which takes ten times as long as to launch it."""
+    """Requests each kernel once.
+
+    Triton's own class requests it at each launch until all are compiled, which takes ten times as
+    long as a launch.
+    """
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         super().__init__(pool, ignore_errors=True)
-        self._asked: list[tuple[Any, Callable[[Any], None]]] = []
+        self._requested: list[tuple[Any, Callable[[Any], None]]] = []
 
     def submit(
         self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]
     ) -> Any:
-        coming = super().submit(key, compile_fn, finalize_fn)
-        finalize_fn(coming)
-        self._asked.append((coming, finalize_fn))
-        return coming
+        future = super().submit(key, compile_fn, finalize_fn)
+        finalize_fn(future)
+        self._requested.append((future, finalize_fn))
+        return future
 
     def __exit__(self, *error: object) -> None:
         try:
             super().__exit__(*error)
-        finally:  # also where the user interrupts it
+        finally:  # also if the user interrupts it
             active_mode.set(None)
-            for come, finalize in self._asked:
-                finalize(
-                    come.kernel
-                )  # None, if it was in vain: it is tried again where it is launched
+            for future, finalize in self._requested:
+                finalize(future.kernel)  # None after a failure: its launch compiles it again
 
 
 class _Loading(ThreadPoolExecutor):
-    """Also loads what it compiled onto the device, for which some versions of Triton call a C compiler."""
+    """Also loads compiled kernels onto the device: some versions of Triton call a C compiler."""
 
     def submit(self, compile_fn: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
         def loaded() -> Any:
@@ -54,15 +56,16 @@ class _Loading(ThreadPoolExecutor):
 
 
 _LOCK = threading.Lock()
-"""Held while launches of one thread are compilations."""
+"""Held while the launches of a thread are replaced by compilations."""
 
 
 @contextmanager
 def compiled_side_by_side(num_threads: int) -> Iterator[None]:
-    """What this thread launches inside is compiled instead, unless it was, on `num_threads` others; all of it when this ends.
+    """Compile the kernels that this thread launches inside, on `num_threads` other threads.
 
-    So nothing is computed, and what kernels would have written is what was there. What does not compile raises where it is
-    launched. Other threads launch as ever, and wait where they come here.
+    Nothing is launched, so kernels' outputs stay unchanged. All kernels are compiled at the end,
+    unless they were already. One that does not compile raises where it is launched later. Other
+    threads launch as usual; a second caller waits.
     """
 
     def launched(kernel: Any, grid: Any) -> Any:

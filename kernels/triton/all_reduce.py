@@ -1,20 +1,22 @@
-"""Sums and gathered rows over the ranks of a group, through memory that each GPU has of the others': one kernel, no call of a library.
+"""Sums and gathered rows over the ranks of a group, by kernels through memory that the GPUs share.
 
-Each rank has a buffer that its peers can read and write (`Peers`). There are three ways to a sum:
-- one-shot: a program copies its share of x into its own place in the buffer, tells the peers' programs of the same number, waits until they
-  have told it, and reads theirs;
-- two-shot: it then reads a part of which it is the one to add up, and after a second wait the sums of the other parts from the
-  ranks that did: fewer bytes where there are more than two ranks;
-- pushed: it writes its share into the peers' places, each four bytes beside the number of the call, and looks at its own until every
-  word has come: twice the bytes, and one trip instead of three.
-All ranks add in the order of the ranks, so that they have the very same bits.
+Each rank has a buffer that its peers can read and write (`Peers`). There are three algorithms for a
+sum:
+- one-shot: a program copies its part of x into its own slot in the buffer, signals the peers'
+  programs of the same index, waits for their signals, and reads their slots;
+- two-shot: it reads only the part that its rank adds up, and after a second barrier the sums of the
+  other parts from their ranks: fewer bytes with more than two ranks;
+- pushed: it writes its part into the peers' slots, each four bytes next to the number of the call,
+  and polls its own slots until every word has arrived: twice the bytes, one trip instead of three.
+All ranks add in rank order, so their results are bitwise the same.
 
-Places of sums alternate between two from call to call. A rank that writes to one again has had something of every peer in the call in
-between, which those have entered only after they had read that place: nothing else needs to be waited for.
+Sums alternate between two slots from call to call. A rank that writes to a slot again has received
+something from every peer in the call in between, which the peers entered only after they had read
+that slot. So no other synchronization is needed.
 """
 
 # mypy: allow-incomplete-defs
-# Triton annotates the constexpr parameters of a kernel and no others.
+# Kernels annotate constexpr parameters only.
 
 from __future__ import annotations
 
@@ -27,27 +29,27 @@ from torch import Tensor
 
 from .pdl import release, supported, wait
 
-PROGRAMS = 256
-"""At most. They wait for those of the same number on the other GPUs, so all of them should run at once: two on a multiprocessor."""
-PLACE = 2**18
-"""Bytes of a program's place."""
-MOST_BYTES = PROGRAMS * PLACE
-"""Of one sum."""
-GATHERED = 2048
-"""Numbers of a row that a program brings to the others at a time."""
-PUSHED_ROWS = 128
-"""At most: a program for each."""
-PUSHED_WIDTH = 8192
-"""Numbers of 16 bits in a row, at most."""
-FLAGS_AT = 2 * MOST_BYTES
-"""Where in a buffer the flags are: for each program and rank the number of the last call that it has told of."""
-PUSHED_AT = FLAGS_AT + 4 * 8 * PROGRAMS
-"""Where in a buffer what is pushed comes: two places for each row, with words of 8 bytes from each rank."""
+MAX_PROGRAMS = 256
+"""Most programs of a call. They wait for each other, so all must run at once: two per processor."""
+SLOT_BYTES = 2**18
+"""Bytes of a program's slot."""
+MAX_BYTES = MAX_PROGRAMS * SLOT_BYTES
+"""Most bytes of a sum."""
+GATHER_WIDTH = 2048
+"""Numbers of a row that a program sends at a time."""
+MAX_PUSHED_ROWS = 128
+"""Most rows of a pushed sum: one program per row."""
+MAX_PUSHED_WIDTH = 8192
+"""Most numbers of 16 bits in a row of a pushed sum."""
+FLAGS_OFFSET = 2 * MAX_BYTES
+"""Offset of the flags in a buffer: by program and rank, the last call that was signalled."""
+PUSHED_OFFSET = FLAGS_OFFSET + 4 * 8 * MAX_PROGRAMS
+"""Offset of pushed rows in a buffer: two slots per row, with words of 8 bytes from each rank."""
 
 
 def buffer_bytes(size: int) -> int:
-    """Of each rank's buffer in a group of up to 8 ranks. It is zero at first."""
-    return PUSHED_AT + 2 * PUSHED_ROWS * size * (4 * PUSHED_WIDTH)
+    """Return the size of a rank's buffer, for up to 8 ranks. It must be zeroed."""
+    return PUSHED_OFFSET + 2 * MAX_PUSHED_ROWS * size * (4 * MAX_PUSHED_WIDTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,35 +58,55 @@ class Peers:
 
     rank: int
     size: int
-    addresses: Tensor
-    """Of each rank's buffer, int64 [size]."""
+    addresses: Tensor  # of each rank's buffer, int64 [size]
     calls: Tensor
-    """This rank's counts of calls for each program, int32 [2, PROGRAMS], zero at first: of those with flags, and of pushed ones. So
-    what a program looks at is never older than the call before, and counts may wrap around.
+    """Calls by program of this rank, int32 [2, MAX_PROGRAMS]: with flags, and pushed.
+
+    What a program reads is never older than the call before, so counts may wrap around.
     """
 
 
+def make_peers(rank: int, addresses: Tensor) -> Peers:
+    """Return a rank's peers. addresses: of all ranks' zeroed buffers, int64 `[size]`."""
+    calls = torch.zeros(2, MAX_PROGRAMS, dtype=torch.int32, device=addresses.device)
+    return Peers(rank, len(addresses), addresses, calls)
+
+
+def release_peers(buffer: Tensor, peers: Peers) -> None:
+    """End kernels that wait for a lost rank, by flags in this rank's buffer. Later sums are wrong.
+
+    Must run on another stream: the kernels block theirs.
+    """
+    flag_calls, pushed_calls = peers.calls.cpu()
+    flags = buffer[FLAGS_OFFSET:][: 4 * peers.size * MAX_PROGRAMS].view(torch.int32)
+    flags.copy_((2 * flag_calls + 2**30)[:, None].expand(-1, peers.size).reshape(-1))
+    words = buffer[PUSHED_OFFSET:].view(torch.int64).view(2, MAX_PUSHED_ROWS, -1)
+    call_numbers = (pushed_calls[:MAX_PUSHED_ROWS] + 2**30).long() << 32
+    words.copy_(call_numbers[None, :, None].expand_as(words))
+
+
 def fits(x: Tensor, size: int, two_shot: bool = False) -> bool:
-    """Whether `all_reduce` takes x in a group of `size` ranks."""
+    """Return True if `all_reduce` supports x in a group of `size` ranks."""
     parts = size if two_shot else 1
     _, block, rounds = _blocks(x, parts)
-    return x.is_contiguous() and rounds * block * parts * x.element_size() <= PLACE
+    return x.is_contiguous() and rounds * block * parts * x.element_size() <= SLOT_BYTES
 
 
 def _blocks(x: Tensor, parts: int) -> tuple[int, int, int]:
-    """(programs, numbers in a block, blocks of each part that a program has)."""
-    num_programs = min(PROGRAMS, triton.cdiv(x.numel(), 1024 * parts))
+    """Return (programs, numbers per block, blocks per program and part)."""
+    num_programs = min(MAX_PROGRAMS, triton.cdiv(x.numel(), 1024 * parts))
     each = triton.cdiv(x.numel(), num_programs * parts)
     block = max(1024, min(8192, triton.next_power_of_2(each)))
     return num_programs, block, triton.cdiv(each, block)
 
 
 def all_reduce(x: Tensor, peers: Peers, two_shot: bool = False) -> Tensor:
-    """The sum of all ranks' x, added in fp32; an x that `fits`, and of the same size everywhere. Every rank calls this in the same
-    order.
+    """Return the sum of all ranks' x, added in fp32. x must pass `fits`.
+
+    All ranks make the same calls, with x of the same size.
     """
     if not fits(x, peers.size, two_shot):
-        raise ValueError(f"{x.nbytes} bytes are more than all_reduce sums up, or not in one piece")
+        raise ValueError(f"x of {x.nbytes} bytes is too large for all_reduce, or not contiguous")
     out = torch.empty_like(x)
     num_programs, block, rounds = _blocks(x, peers.size if two_shot else 1)
     pdl = supported(x.device)
@@ -99,9 +121,9 @@ def all_reduce(x: Tensor, peers: Peers, two_shot: bool = False) -> Tensor:
         SIZE=peers.size,
         TWO_SHOT=two_shot,
         BLOCK=block,
-        PROGRAMS=PROGRAMS,
-        PLACE=PLACE // x.element_size(),
-        FLAGS_AT=FLAGS_AT,
+        MAX_PROGRAMS=MAX_PROGRAMS,
+        SLOT_SIZE=SLOT_BYTES // x.element_size(),
+        FLAGS_OFFSET=FLAGS_OFFSET,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=max(4, min(16, block // 256)),
@@ -110,26 +132,28 @@ def all_reduce(x: Tensor, peers: Peers, two_shot: bool = False) -> Tensor:
 
 
 def fits_norm(x: Tensor) -> bool:
-    """Whether `all_reduce_norm` takes x, [num_tokens, size]."""
-    return _norm_rows(x) * x.shape[1] * x.element_size() <= PLACE
+    """Return True if `all_reduce_norm` supports x, [num_tokens, size]."""
+    return _norm_rows(x) * x.shape[1] * x.element_size() <= SLOT_BYTES
 
 
 def _norm_rows(x: Tensor) -> int:
-    """Of a program."""
-    return -(-len(x) // PROGRAMS)
+    """Return the rows per program."""
+    return -(-len(x) // MAX_PROGRAMS)
 
 
 def all_reduce_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, peers: Peers
 ) -> tuple[Tensor, Tensor]:
-    """(norm(total), total), total being the sum of all ranks' x, plus residual; as `norm.add_rms_norm` and, with a bias,
-    `norm.add_layer_norm`. x, residual: [num_tokens, size], contiguous, x for which `fits_norm`. The total is written into `residual`.
+    """Return (norm(total), total), where total is the sum of all ranks' x, plus residual.
+
+    The norm is that of `norm.add_rms_norm`, or with a bias `norm.add_layer_norm`. x, residual:
+    [num_tokens, size], contiguous; x must pass `fits_norm`. The total is written into `residual`.
     """
     out = torch.empty_like(x)
     num_tokens, size = x.shape
     block = triton.next_power_of_2(size)
     pdl = supported(x.device)
-    _all_reduce_norm_kernel[(min(num_tokens, PROGRAMS),)](
+    _all_reduce_norm_kernel[(min(num_tokens, MAX_PROGRAMS),)](
         x,
         residual,
         weight,
@@ -145,9 +169,9 @@ def all_reduce_norm(
         SIZE=peers.size,
         CENTERED=bias is not None,
         BLOCK=block,
-        PROGRAMS=PROGRAMS,
-        PLACE=PLACE // x.element_size(),
-        FLAGS_AT=FLAGS_AT,
+        MAX_PROGRAMS=MAX_PROGRAMS,
+        SLOT_SIZE=SLOT_BYTES // x.element_size(),
+        FLAGS_OFFSET=FLAGS_OFFSET,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=max(4, min(16, block // 256)),
@@ -156,15 +180,20 @@ def all_reduce_norm(
 
 
 def fits_push(x: Tensor) -> bool:
-    """Whether `pushed_norm` takes x, [num_tokens, size]."""
+    """Return True if `pushed_norm` supports x, [num_tokens, size]."""
     num_tokens, size = x.shape
-    return x.itemsize == 2 and num_tokens <= PUSHED_ROWS and size <= PUSHED_WIDTH and size % 2 == 0
+    return (
+        x.itemsize == 2
+        and num_tokens <= MAX_PUSHED_ROWS
+        and size <= MAX_PUSHED_WIDTH
+        and size % 2 == 0
+    )
 
 
 def pushed_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, peers: Peers
 ) -> tuple[Tensor, Tensor]:
-    """As `all_reduce_norm`, pushed; x for which `fits_push`."""
+    """Compute `all_reduce_norm` by the pushed algorithm. x must pass `fits_push`."""
     out = torch.empty_like(x)
     num_tokens, size = x.shape
     pairs = triton.next_power_of_2(size // 2)
@@ -184,9 +213,9 @@ def pushed_norm(
         SIZE=peers.size,
         CENTERED=bias is not None,
         PAIRS=pairs,
-        ROWS=PUSHED_ROWS,
-        WORDS=PUSHED_WIDTH // 2,
-        PUSHED_AT=PUSHED_AT,
+        ROWS=MAX_PUSHED_ROWS,
+        WORDS=MAX_PUSHED_WIDTH // 2,
+        PUSHED_OFFSET=PUSHED_OFFSET,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=max(4, min(16, pairs // 128)),
@@ -195,12 +224,15 @@ def pushed_norm(
 
 
 def all_gather(x: Tensor, out: Tensor, outs: Tensor, peers: Peers) -> None:
-    """Puts all ranks' x, `[n, width]`, side by side, in rank order, into every rank's `out`, `[n, size * width]`, of which `outs` has the
-    addresses, int64 [size]. All contiguous and of one type; the same calls everywhere, as with sums.
+    """Concatenate all ranks' x, `[n, width]`, into every rank's `out`, `[n, size * width]`.
 
-    A rank's `out` is written as soon as another one comes here: between its last reader and the next call there has to be a sum.
+    outs: the addresses of the ranks' `out`, int64 [size]. All are contiguous and of one type. All
+    ranks make the same calls.
 
-    Raises ValueError for an `out` of another shape, and for what is not in one piece.
+    Other ranks write into a rank's `out` once they get here, so a sum must separate its last reader
+    from the next call.
+
+    Raises ValueError for an `out` of another shape, and for tensors that are not contiguous.
     """
     num_rows, width = x.shape
     if (
@@ -209,11 +241,12 @@ def all_gather(x: Tensor, out: Tensor, outs: Tensor, peers: Peers) -> None:
         or out.shape != (num_rows, peers.size * width)
     ):
         raise ValueError(
-            f"{list(x.shape)} of {peers.size} ranks do not fill {list(out.shape)}, or not in one piece"
+            f"{list(x.shape)} of {peers.size} ranks do not fill {list(out.shape)}, or one is not "
+            "contiguous"
         )
-    num_tiles = num_rows * triton.cdiv(width, GATHERED)
+    num_tiles = num_rows * triton.cdiv(width, GATHER_WIDTH)
     pdl = supported(x.device)
-    _all_gather_kernel[(min(PROGRAMS, num_tiles),)](
+    _all_gather_kernel[(min(MAX_PROGRAMS, num_tiles),)](
         x,
         outs,
         peers.addresses,
@@ -222,8 +255,8 @@ def all_gather(x: Tensor, out: Tensor, outs: Tensor, peers: Peers) -> None:
         width,
         RANK=peers.rank,
         SIZE=peers.size,
-        BLOCK=GATHERED,
-        FLAGS_AT=FLAGS_AT,
+        BLOCK=GATHER_WIDTH,
+        FLAGS_OFFSET=FLAGS_OFFSET,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=8,
@@ -231,27 +264,37 @@ def all_gather(x: Tensor, out: Tensor, outs: Tensor, peers: Peers) -> None:
 
 
 @triton.jit
-def _place(
-    addresses_ptr, rank, call, TYPE: tl.constexpr, PROGRAMS: tl.constexpr, PLACE: tl.constexpr
+def _slot(
+    addresses_ptr,
+    rank,
+    call,
+    TYPE: tl.constexpr,
+    MAX_PROGRAMS: tl.constexpr,
+    SLOT_SIZE: tl.constexpr,
 ):
-    """Where a rank keeps this program's share in this call."""
+    """Return the address of this program's slot in a rank's buffer, for this call."""
     buffer = tl.load(addresses_ptr + rank).to(tl.pointer_type(TYPE))
-    return tl.multiple_of(buffer + ((call & 1) * PROGRAMS + tl.program_id(0)) * PLACE, 16)
+    return tl.multiple_of(buffer + ((call & 1) * MAX_PROGRAMS + tl.program_id(0)) * SLOT_SIZE, 16)
 
 
 @triton.jit
-def _meet(addresses_ptr, told, RANK: tl.constexpr, SIZE: tl.constexpr, FLAGS_AT: tl.constexpr):
-    """What all ranks' programs of this number have written before is visible after. `told`: rises from meeting to meeting."""
+def _barrier(
+    addresses_ptr, signal, RANK: tl.constexpr, SIZE: tl.constexpr, FLAGS_OFFSET: tl.constexpr
+):
+    """Wait for the ranks' programs of this index, whose earlier writes are then visible.
+
+    signal: a number that rises from barrier to barrier.
+    """
     tl.debug_barrier()
     mine = tl.program_id(0) * SIZE
     for step in tl.static_range(1, SIZE):
         peer = (RANK + step) % SIZE
-        flags = (tl.load(addresses_ptr + peer) + FLAGS_AT).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(flags + mine + RANK, told, sem="release", scope="sys")
-    flags = (tl.load(addresses_ptr + RANK) + FLAGS_AT).to(tl.pointer_type(tl.int32))
+        flags = (tl.load(addresses_ptr + peer) + FLAGS_OFFSET).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(flags + mine + RANK, signal, sem="release", scope="sys")
+    flags = (tl.load(addresses_ptr + RANK) + FLAGS_OFFSET).to(tl.pointer_type(tl.int32))
     for step in tl.static_range(1, SIZE):
         peer = (RANK + step) % SIZE
-        while tl.atomic_add(flags + mine + peer, 0, sem="acquire", scope="sys") - told < 0:
+        while tl.atomic_add(flags + mine + peer, 0, sem="acquire", scope="sys") - signal < 0:
             pass
     tl.debug_barrier()
 
@@ -268,12 +311,12 @@ def _all_reduce_kernel(
     SIZE: tl.constexpr,
     TWO_SHOT: tl.constexpr,
     BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    PLACE: tl.constexpr,
-    FLAGS_AT: tl.constexpr,
+    MAX_PROGRAMS: tl.constexpr,
+    SLOT_SIZE: tl.constexpr,
+    FLAGS_OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`rounds` blocks for each part of x, of which there are as many as ranks in a two-shot sum, else one."""
+    """Sum `rounds` blocks of each part of x: one part per rank in a two-shot sum, else one."""
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
     PARTS: tl.constexpr = SIZE if TWO_SHOT else 1
     program = tl.program_id(0)
@@ -282,28 +325,28 @@ def _all_reduce_kernel(
     wait(PDL)
     release(PDL)
     call = tl.load(calls_ptr + program) + 1
-    own = _place(addresses_ptr, RANK, call, TYPE, PROGRAMS, PLACE)
+    own = _slot(addresses_ptr, RANK, call, TYPE, MAX_PROGRAMS, SLOT_SIZE)
     for i in range(rounds * PARTS):
         at = i * BLOCK + lane
         tl.store(own + at, tl.load(x_ptr + begin + at, mask=begin + at < size, other=0.0))
-    _meet(addresses_ptr, 2 * call, RANK, SIZE, FLAGS_AT)
+    _barrier(addresses_ptr, 2 * call, RANK, SIZE, FLAGS_OFFSET)
     for i in range(rounds):
         at = (i * PARTS + (RANK if TWO_SHOT else 0)) * BLOCK + lane
         total = tl.zeros([BLOCK], tl.float32)
         for rank in tl.static_range(SIZE):
-            place = _place(addresses_ptr, rank, call, TYPE, PROGRAMS, PLACE)
-            total += tl.load(place + at, cache_modifier=".cg").to(tl.float32)
+            slot = _slot(addresses_ptr, rank, call, TYPE, MAX_PROGRAMS, SLOT_SIZE)
+            total += tl.load(slot + at, cache_modifier=".cg").to(tl.float32)
         if TWO_SHOT:
             tl.store(own + at, total.to(TYPE))
         tl.store(out_ptr + begin + at, total.to(TYPE), mask=begin + at < size)
     if TWO_SHOT:
-        _meet(addresses_ptr, 2 * call + 1, RANK, SIZE, FLAGS_AT)
+        _barrier(addresses_ptr, 2 * call + 1, RANK, SIZE, FLAGS_OFFSET)
         for i in range(rounds):
             for step in tl.static_range(1, SIZE):
                 rank = (RANK + step) % SIZE
                 at = (i * PARTS + rank) * BLOCK + lane
-                place = _place(addresses_ptr, rank, call, TYPE, PROGRAMS, PLACE)
-                summed = tl.load(place + at, cache_modifier=".cg")
+                slot = _slot(addresses_ptr, rank, call, TYPE, MAX_PROGRAMS, SLOT_SIZE)
+                summed = tl.load(slot + at, cache_modifier=".cg")
                 tl.store(out_ptr + begin + at, summed, mask=begin + at < size)
     tl.store(calls_ptr + program, call)
 
@@ -319,10 +362,10 @@ def _all_gather_kernel(
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    FLAGS_AT: tl.constexpr,
+    FLAGS_OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Tiles program, program + programs, ...: BLOCK numbers of a row each."""
+    """Send tiles program, program + programs, ...: BLOCK numbers of a row each."""
     program = tl.program_id(0)
     tiles_of_row = tl.cdiv(width, BLOCK)
     wait(PDL)
@@ -338,7 +381,7 @@ def _all_gather_kernel(
                 tl.pointer_type(x_ptr.dtype.element_ty)
             )
             tl.store(tl.multiple_of(out, 16) + at, x, mask=column < width)
-    _meet(addresses_ptr, 2 * call, RANK, SIZE, FLAGS_AT)
+    _barrier(addresses_ptr, 2 * call, RANK, SIZE, FLAGS_OFFSET)
     tl.store(calls_ptr + program, call)
 
 
@@ -359,12 +402,12 @@ def _all_reduce_norm_kernel(
     SIZE: tl.constexpr,
     CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    PLACE: tl.constexpr,
-    FLAGS_AT: tl.constexpr,
+    MAX_PROGRAMS: tl.constexpr,
+    SLOT_SIZE: tl.constexpr,
+    FLAGS_OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows program, program + programs, ...: `rows` of them at most."""
+    """Sum and norm rows program, program + programs, ...: `rows` of them at most."""
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
@@ -375,25 +418,25 @@ def _all_reduce_norm_kernel(
     wait(PDL)
     release(PDL)
     call = tl.load(calls_ptr + program) + 1
-    own = _place(addresses_ptr, RANK, call, TYPE, PROGRAMS, PLACE)
+    own = _slot(addresses_ptr, RANK, call, TYPE, MAX_PROGRAMS, SLOT_SIZE)
     for i in range(rows):
         row = program + i * num_programs
         mask = live & (row < num_tokens)
         x = tl.load(x_ptr + row.to(tl.int64) * WIDTH + column, mask=mask)
         tl.store(own + i * WIDTH + column, x, mask=mask)
-    _meet(addresses_ptr, 2 * call, RANK, SIZE, FLAGS_AT)
+    _barrier(addresses_ptr, 2 * call, RANK, SIZE, FLAGS_OFFSET)
     for i in range(rows):
         row = program + i * num_programs
         mask = live & (row < num_tokens)
         at = row.to(tl.int64) * WIDTH + column
         total = tl.zeros([BLOCK], tl.float32)
         for rank in tl.static_range(SIZE):
-            place = _place(addresses_ptr, rank, call, TYPE, PROGRAMS, PLACE)
+            slot = _slot(addresses_ptr, rank, call, TYPE, MAX_PROGRAMS, SLOT_SIZE)
             total += tl.load(
-                place + i * WIDTH + column, mask=mask, other=0.0, cache_modifier=".cg"
+                slot + i * WIDTH + column, mask=mask, other=0.0, cache_modifier=".cg"
             ).to(tl.float32)
         residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
-        # Rounded as a sum of its own would be: what follows does not depend on which kernel adds up.
+        # Rounded like a separate sum, so the result does not depend on which kernel adds.
         stream = (total.to(TYPE).to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
         tl.store(residual_ptr + at, stream, mask=mask)
         y = stream.to(tl.float32)
@@ -408,7 +451,7 @@ def _all_reduce_norm_kernel(
 
 @triton.jit
 def _halves(pairs, TYPE: tl.constexpr):
-    """Of the numbers at even places, and at odd ones, what each is in fp32."""
+    """Return the numbers at even and at odd positions, in fp32."""
     even = (pairs & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
     odd = (pairs >> 16).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
     return even, odd
@@ -416,7 +459,7 @@ def _halves(pairs, TYPE: tl.constexpr):
 
 @triton.jit
 def _pairs(even, odd, TYPE: tl.constexpr):
-    """The reverse."""
+    """Return pairs of numbers at even and odd positions."""
     low = even.to(TYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     high = odd.to(TYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16
     return low | high
@@ -428,7 +471,7 @@ def _rounded(x, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _pushed_place(
+def _pushed_slot(
     addresses_ptr,
     to,
     sender,
@@ -438,7 +481,7 @@ def _pushed_place(
     WORDS: tl.constexpr,
     AT: tl.constexpr,
 ):
-    """Where a rank gets this row from the sender in this call."""
+    """Return the address at which a rank receives this row from the sender, in this call."""
     words = (tl.load(addresses_ptr + to) + AT).to(tl.pointer_type(tl.int64))
     return tl.multiple_of(
         words + (((call & 1) * ROWS + tl.program_id(0)) * SIZE + sender) * WORDS, 16
@@ -463,10 +506,10 @@ def _pushed_norm_kernel(
     PAIRS: tl.constexpr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
-    PUSHED_AT: tl.constexpr,
+    PUSHED_OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row. All tensors are pairs of numbers: HALF of them in a row."""
+    """Sum and norm one row. All tensors are pairs of numbers: HALF of them in a row."""
     row = tl.program_id(0)
     lane = tl.arange(0, PAIRS)
     live = lane < HALF
@@ -477,13 +520,13 @@ def _pushed_norm_kernel(
     wait(PDL)
     release(PDL)
     call = tl.load(calls_ptr + row) + 1
-    told = call.to(tl.int64) << 32
+    signal = call.to(tl.int64) << 32
     own = tl.load(x_ptr + at, mask=live, other=0)
     for step in tl.static_range(1, SIZE):
-        place = _pushed_place(
-            addresses_ptr, (RANK + step) % SIZE, RANK, call, SIZE, ROWS, WORDS, PUSHED_AT
+        slot = _pushed_slot(
+            addresses_ptr, (RANK + step) % SIZE, RANK, call, SIZE, ROWS, WORDS, PUSHED_OFFSET
         )
-        tl.store(place + lane, told | (own.to(tl.int64) & 0xFFFFFFFF), mask=live)
+        tl.store(slot + lane, signal | (own.to(tl.int64) & 0xFFFFFFFF), mask=live)
     residual, odd_residual = _halves(tl.load(residual_ptr + at, mask=live, other=0), TYPE)
     total = tl.zeros([PAIRS], tl.float32)
     odd_total = tl.zeros([PAIRS], tl.float32)
@@ -491,10 +534,10 @@ def _pushed_norm_kernel(
         if rank == RANK:
             pairs = own
         else:
-            place = _pushed_place(addresses_ptr, RANK, rank, call, SIZE, ROWS, WORDS, PUSHED_AT)
-            words = tl.load(place + lane, mask=live, other=told, volatile=True)
+            slot = _pushed_slot(addresses_ptr, RANK, rank, call, SIZE, ROWS, WORDS, PUSHED_OFFSET)
+            words = tl.load(slot + lane, mask=live, other=signal, volatile=True)
             while tl.min((words >> 32).to(tl.int32) - call, 0) < 0:
-                words = tl.load(place + lane, mask=live, other=told, volatile=True)
+                words = tl.load(slot + lane, mask=live, other=signal, volatile=True)
             pairs = words.to(tl.int32)
         even, odd = _halves(pairs, TYPE)
         total += even

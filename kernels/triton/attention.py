@@ -1,14 +1,15 @@
-"""Paged attention on NVIDIA GPUs: FlashAttention-2 for packed prompts, Flash-Decoding for single tokens.
+"""Paged attention on NVIDIA GPUs: FlashAttention-2 for packed prompts, Flash-Decoding for decode.
 
-Prompts with heads of 128 have a kernel of their own on Hopper (`attention_hopper`). The others are the same loop
-(`_attend` in `attention_kernels`): a tile of query rows stays in registers while tiles of keys and values stream by,
-and a running maximum and sum keep the softmax exact (Dao, "FlashAttention-2", arXiv:2307.08691).
-The rows of a tile are the (token, head) pairs that share a KV head, so grouped heads read each key once.
-Where a step has too few rows to fill the GPU, the keys of a request are split over several programs and a
-second kernel merges their parts (Dao et al., "Flash-Decoding for long-context inference", 2023).
+Prompts with heads of 128 have their own kernel on Hopper (`attention_hopper`). The other kernels
+share a loop (`_attend` in `attention_kernels`): a tile of query rows stays in registers while tiles
+of keys and values stream by, and a running maximum and sum keep the softmax exact (Dao,
+"FlashAttention-2", arXiv:2307.08691). The rows of a tile are the (token, head) pairs that share a
+KV head, so grouped heads read each key once. If a step has too few rows to fill the GPU, the keys
+of a request are split over several programs, and a second kernel merges their results (Dao et al.,
+"Flash-Decoding for long-context inference", 2023).
 
-Nothing here waits for the GPU and grids come from host integers only, so a call can be captured in a CUDA
-graph and replayed with other lengths.
+Nothing here waits for the GPU, and grids depend on host integers only, so a call can be captured in
+a CUDA graph and replayed with other lengths.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ from .rotary import qk_norm_rope_write
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
-LONG_CONTEXT = 8192  # tokens from which a single query outlasts the prompts beside it, if its keys are not split
-AT_ONCE = 4
-"""Programs of decode on a multiprocessor that all start at once, and so are not faster with the longest in front."""
+LONG_CONTEXT = 8192
+"""Tokens from which one query takes longer than the step's prompts, unless its keys are split."""
+MAX_RESIDENT = 4
+"""Decode programs that start together on a multiprocessor, so that their order does not matter."""
 
 
 class Tile(NamedTuple):
-    """The shape of one program: query rows, keys per step of its loop, warps, pipeline stages."""
+    """The shape of one program."""
 
-    rows: int
-    keys: int
+    rows: int  # query rows
+    keys: int  # per step of its loop
     warps: int
-    stages: int
+    stages: int  # of the pipeline
 
 
 def paged_attention(
@@ -58,23 +60,25 @@ def paged_attention(
     soft_cap: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of packed queries over their requests' cached keys and values, accumulated in fp32.
+    """Attend causally from packed queries to cached keys and values, accumulated in fp32.
 
-    q: `[num_tokens, num_heads, head_size]`; k_cache, v_cache: `[num_blocks, block_size, num_kv_heads,
-    head_size]`; query_start_loc: int32 `[num_reqs + 1]`; seq_lens: int32 `[num_reqs]`; block_table: int32
-    `[num_reqs, max_blocks]`, or any rows of which int32 `rows` `[num_reqs]` names one for each request. q, the caches
-    (alike) and out may be strided in all but their last dimension. q and out share a dtype; the caches have the same,
-    or FP8: then 16-bit queries are multiplied as fp16, in which every e4m3 number is exact.
-    The rest is as in `toolkit.kernels.reference.paged_attention`.
+    q: `[num_tokens, num_heads, head_size]`; k_cache, v_cache: `[num_blocks, block_size,
+    num_kv_heads, head_size]`; query_start_loc: int32 `[num_reqs + 1]`; seq_lens: int32
+    `[num_reqs]`; block_table: int32 `[num_reqs, max_blocks]`, or `[num_rows, max_blocks]` with
+    `rows`, int32 `[num_reqs]`, each request's row. q, the caches (alike) and out may be strided in
+    all but their last dimension. q and out share a dtype. The caches have the same, or FP8: 16-bit
+    queries are then multiplied as fp16, in which every e4m3 number is exact. See
+    `reference.paged_attention`.
 
-    `max_query_len` and `max_seq_len` bound the lengths from above; they shape the launch, not the result. A
-    request without queries (padding) is skipped; rows of `out` past the last request are left as they are.
+    `max_query_len` and `max_seq_len` are upper bounds. They shape the launch, not the result. A
+    request without queries (padding) is skipped. Rows of `out` past the last request keep their
+    values.
 
-    NOTE: on Hopper the kernels read everything but q and the cache before the kernel ahead of them has ended (see
-    `pdl`): it must be older.
+    NOTE: on Hopper the kernels read everything but q and the cache before the kernel ahead of them
+    ends (see `pdl`): it must be older.
 
-    Raises ValueError for dtypes that differ, heads that do not group evenly, a strided last dimension, and
-    caches of K and V that are strided differently.
+    Raises ValueError for dtypes that differ, heads that do not group evenly, a strided last
+    dimension, and K and V caches with different strides.
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -114,23 +118,25 @@ def decode_attention(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """`rotary.qk_norm_rope_write`, then `paged_attention`, for a step of one token per request, whose position is the last of its
-    request's: in one kernel where the keys of a request are not split.
+    """Compute `rotary.qk_norm_rope_write`, then `paged_attention`, for one token per request.
 
-    Arguments as theirs, and order: int32 `[num_reqs]`, the requests once each. Where more of them than run at once, those named first start
-    first; it is fastest with the longest in front. A token's own key and value count as they are in the cache, rounded, whether
-    they have a slot or not, or, with splits, if they have one.
+    Each token is the last of its request. One kernel does it all if the keys of a request are not
+    split. See the two functions for arguments, and order: int32 `[num_reqs]`, a permutation of the
+    requests. If not all run at once, they start in this order, best with the longest first. A
+    token's own key and value are rounded to the cache's type. They count even without a slot, but
+    with splits only with one.
 
-    NOTE: on Hopper the kernels read everything but qkv and the cache before the kernel ahead of them has ended (see `pdl`): it must
-    be older.
+    NOTE: on Hopper the kernels read everything but qkv and the cache before the kernel ahead of
+    them ends (see `pdl`): it must be older.
 
-    Returns `[num_tokens, num_heads, head_size]`. Raises ValueError as the two do.
+    Returns `[num_tokens, num_heads, head_size]`. Raises ValueError like the two functions.
     """
     num_tokens, head_size = qkv.shape[0], k_cache.shape[3]
     num_kv_heads = k_cache.shape[2]
     if qkv.stride(1) != 1 or qkv.shape[1] != (num_heads + 2 * num_kv_heads) * head_size:
         raise ValueError(
-            f"rows of {qkv.shape[1]} are not {num_heads} + 2 * {num_kv_heads} contiguous heads of {head_size}"
+            f"rows of {qkv.shape[1]} are not {num_heads} + 2 * {num_kv_heads} contiguous heads of "
+            f"{head_size}"
         )
     q = qkv[:, : num_heads * head_size].view(num_tokens, num_heads, head_size)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -169,10 +175,8 @@ class Batch(NamedTuple):
     seq_lens: Tensor
     block_table: Tensor
     out: Tensor
-    rows: Tensor | None = None
-    """Each request's row in the block table; None: its own number."""
-    order: Tensor | None = None
-    """The requests as they are to start; None: as they come."""
+    rows: Tensor | None = None  # each request's row in the block table; None: its index
+    order: Tensor | None = None  # order in which requests start; None: by index
 
     @property
     def num_reqs(self) -> int:
@@ -188,13 +192,13 @@ class Batch(NamedTuple):
         return self.q.shape[1] // self.num_kv_heads
 
     @property
-    def each(self) -> float:
-        """Programs for each multiprocessor, with one for a request and KV head."""
+    def programs_per_multiprocessor(self) -> float:
+        """Programs per multiprocessor, with one for each request and KV head."""
         return self.num_reqs * self.num_kv_heads / _num_multiprocessors(self.q.device)
 
     @property
     def head_pad(self) -> int:
-        """Head size as the kernels see it: a power of two, at least what tl.dot takes."""
+        """Head size, padded to a power of two and to the least size for tl.dot."""
         return max(16, _power_of_two(self.q.shape[2]))
 
     def check(self) -> None:
@@ -214,7 +218,7 @@ class Batch(NamedTuple):
             raise ValueError("the key and the value cache must have the same strides")
 
     def arguments(self) -> dict[str, object]:
-        """What the attention kernels take by the same names."""
+        """Return arguments that all attention kernels have."""
         return {
             "q_ptr": self.q,
             "k_ptr": self.k_cache,
@@ -241,7 +245,7 @@ class Batch(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What is done to the heads of the step's tokens, and where their keys and values go; see `rotary`."""
+    """Transform and slots of the step's own heads. See `rotary`."""
 
     slot_mapping: Tensor
     cos_sin: Tensor | None = None
@@ -263,14 +267,14 @@ class Own(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """How a dot product becomes a logit, and which logits count."""
+    """Transform of dot products into logits, and the window."""
 
     scale: float
     sliding_window: int
     soft_cap: float
 
     def arguments(self) -> dict[str, object]:
-        """Softmax is in base 2; a soft cap is tanh(x) = 2 * sigmoid(2x) - 1 between two scales."""
+        """Return scales for a softmax in base 2. A soft cap uses tanh(x) = 2 * sigmoid(2x) - 1."""
         if self.soft_cap:
             inner, outer = 2 * self.scale / self.soft_cap, self.soft_cap * LOG2_E
         else:
@@ -287,9 +291,12 @@ class Logits(NamedTuple):
 def decode(
     batch: Batch, logits: Logits, splits: int, own: Own | None = None, tile: Tile | None = None
 ) -> None:
-    """The requests with a single query, each over `splits` programs per KV head. With `own`, q is the step's qkv."""
+    """Attend from requests with one query, by `splits` programs per KV head.
+
+    With `own`, q is the step's qkv.
+    """
     tile = tile or _decode_tile(batch)
-    ordered = batch.order is not None and batch.each > AT_ONCE
+    ordered = batch.order is not None and batch.programs_per_multiprocessor > MAX_RESIDENT
     num_heads, head_size = batch.out.shape[1:]
     device = batch.q.device
     pdl = supported(device)
@@ -334,20 +341,23 @@ def decode(
 
 
 def prefill(batch: Batch, logits: Logits, *, singles: bool, tile: Tile | None = None) -> None:
-    """The requests with several queries, and with `singles` also those with one. With `tile` in plain Triton on any GPU."""
+    """Attend from requests with several queries, and with `singles` also from those with one.
+
+    With `tile`, the Triton kernel runs on any GPU.
+    """
     if tile is None and _suits_hopper(batch, logits):
         _prefill_on_hopper(batch, logits, singles)
         return
     tile = tile or _prefill_tile(batch)
     tokens = tile.rows // batch.group
-    # The tiles of request r begin at number start[r] // tokens + r: room for every ragged end.
+    # Tiles of request r begin at start[r] // tokens + r, which leaves one for every ragged end.
     num_tiles = batch.q.shape[0] // tokens + batch.num_reqs
     prefill_kernel[(num_tiles * batch.num_kv_heads,)](
         **batch.arguments(),
         **logits.arguments(),
         num_reqs=batch.num_reqs,
         KV_HEADS=batch.num_kv_heads,
-        singles=int(singles),  # an int: not every version of the interpreter takes a bool
+        singles=int(singles),  # not every version of the interpreter accepts a bool
         TOKENS=tokens,
         ROWS=tile.rows,
         KEYS=tile.keys,
@@ -357,8 +367,10 @@ def prefill(batch: Batch, logits: Logits, *, singles: bool, tile: Tile | None = 
 
 
 def _suits_hopper(batch: Batch, logits: Logits) -> bool:
-    """Whether `attention_hopper` can: it knows 16-bit heads of 128 in both, and no window and no cap. It copies pages as rows of one
-    matrix, and what it does not copy so 16 bytes at a time, which it takes strides in sixteens to see.
+    """Return True if `attention_hopper` supports the call: 16-bit heads of 128, no window, no cap.
+
+    It copies pages as rows of one matrix, and the rest 16 bytes at a time, which Triton allows only
+    if it knows that strides are divisible by 16.
     """
     cache = batch.k_cache
     block_size, num_kv_heads, head_size = cache.shape[1:]
@@ -381,15 +393,17 @@ def _suits_hopper(batch: Batch, logits: Logits) -> bool:
 
 
 def _prefill_on_hopper(batch: Batch, logits: Logits, singles: bool) -> None:
-    """As `prefill`, where `_suits_hopper`. Descriptors of the cache are made for each call: a step's layers have one each, and
-    small steps are replayed. Its modules are loaded here, as other GPUs may have a Triton without them.
+    """Compute `prefill` by `attention_hopper`.
+
+    Descriptors of the cache are made for each call: layers have their own, and small steps are
+    replayed. Modules are imported here, since Triton for other GPUs may lack them.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from . import attention_hopper as hopper
 
     def rows(cache: Tensor) -> TensorDescriptor:
-        """Slots as the rows of a matrix. Between two blocks may be rows of others."""
+        """View slots as rows of a matrix, with rows of other tensors between blocks."""
         num_blocks, block_size, num_kv_heads, head_size = cache.shape
         num_rows = (num_blocks - 1) * (cache.stride(0) // cache.stride(1)) + block_size
         shape, strides = [num_rows, num_kv_heads * head_size], [cache.stride(1), 1]
@@ -402,7 +416,9 @@ def _prefill_on_hopper(batch: Batch, logits: Logits, singles: bool) -> None:
     del arguments["k_ptr"], arguments["HEAD_PAD"]
     hopper.hopper_prefill_kernel[(min(num_jobs, _num_multiprocessors(batch.q.device)),)](
         **arguments,
-        counter_ptr=counters(batch.q.device, 2),  # the next job, and how many programs are through
+        counter_ptr=counters(
+            batch.q.device, 2
+        ),  # the next job, and the number of finished programs
         k_cache=rows(batch.k_cache),
         v_cache=rows(batch.v_cache),
         outer_scale=logits.arguments()["outer_scale"],
@@ -416,17 +432,20 @@ def _prefill_on_hopper(batch: Batch, logits: Logits, singles: bool) -> None:
 
 
 def num_splits(batch: Batch, max_seq_len: int) -> int:
-    """Programs per request and KV head in decode: about two for each multiprocessor, none without a tile of keys."""
+    """Return programs per request and KV head in decode: about two per multiprocessor.
+
+    Each has at least one tile of keys.
+    """
     return max(1, min(int(_multiple(batch) + 0.5), -(-max_seq_len // 64), MAX_SPLITS))
 
 
 def _multiple(batch: Batch) -> float:
-    """How many times the programs for a request and KV head each would have to be more, for two on each multiprocessor."""
-    return 2 / batch.each
+    """Return the factor from one program per request and KV head to two per multiprocessor."""
+    return 2 / batch.programs_per_multiprocessor
 
 
 def _power_of_two(n: int) -> int:
-    """The least power of two from n up. (Triton's own costs microseconds, and every layer of a step asks.)"""
+    """Return the least power of two >= n. Triton's function takes microseconds, in every layer."""
     return 1 << (n - 1).bit_length()
 
 
@@ -439,14 +458,14 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    """And whether Triton has the Gluon that `attention_hopper` is written in, which is not settled yet."""
+    """Return True on Hopper with a Triton whose Gluon, still unstable, runs `attention_hopper`."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    known = (3, 6) <= version < (3, 8)
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and known
+    has_gluon = (3, 6) <= version < (3, 8)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and has_gluon
 
 
 def _decode_tile(batch: Batch) -> Tile:
-    """The fastest shapes measured on an H200; see `--tune` of `tools.bench.kernels`."""
+    """Return the fastest tile on an H200. See `--tune` of `tools.bench.kernels`."""
     rows = max(16, _power_of_two(batch.group))
     row_bytes = batch.head_pad * batch.k_cache.element_size()
     keys = min(64, max(16, 8192 // row_bytes))
@@ -454,7 +473,7 @@ def _decode_tile(batch: Batch) -> Tile:
 
 
 def _prefill_tile(batch: Batch) -> Tile:
-    """Shapes that leave room for two programs on a multiprocessor: one computes while the other waits."""
+    """Return a tile that fits twice on a multiprocessor: one computes while the other waits."""
     row_bytes = batch.head_pad * batch.q.element_size()
     if row_bytes == 256 and batch.group <= 128:
         return Tile(128, 32, warps=4, stages=3)

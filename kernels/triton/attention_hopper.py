@@ -1,19 +1,22 @@
-"""Prefill attention for Hopper GPUs, in which copies, products and softmax run side by side.
+"""Prefill attention for Hopper GPUs, with concurrent copies, products and softmax.
 
-One program for each multiprocessor, in which three groups of warps work on their own. One group picks the next job (a tile of
-queries and a KV head), and copies keys and values page by page into rings of tiles in shared memory (TMA, which takes no registers
-and hardly an instruction). The two others take half of the job's rows each: their products are asynchronous, and one's softmax runs
-while the tensor cores multiply for the other. See Shah et al., "FlashAttention-3", arXiv:2407.08608.
+Each multiprocessor runs one program of three warp groups. One group picks the next job (a tile of
+queries and a KV head), and copies keys and values page by page into rings of tiles in shared
+memory. It uses TMA, which needs no registers and few instructions. The other two compute half of
+the job's rows each: their products are asynchronous, and the softmax of one runs while the tensor
+cores multiply for the other. See Shah et al., "FlashAttention-3", arXiv:2407.08608.
 
-Written in Gluon, the language under Triton's, in which layouts, barriers and groups of warps are the kernel's own. Its programs are not
-interpreted, so that they run on a GPU only; `prefill_kernel` of `attention_kernels` is for everything else.
+It is written in Gluon, the language below Triton, where a kernel controls layouts, barriers and
+warp groups. Gluon has no interpreter, so this runs on GPUs only; `prefill_kernel` of
+`attention_kernels` covers everything else.
 
-Rings and slots are handed back and forth by barriers whose phase alternates at each turn: tile number n of a program's life lies in
-stage n % STAGES of its ring, and is there once the stage's `full` has ended phase n // STAGES. Job number t has slot t % 2 likewise.
+Barriers pass ring stages and job slots between the groups. Their phase alternates with each use: a
+program's tile n is in stage n % STAGES of its ring, and is ready once the stage's `full` has
+completed phase n // STAGES. Job t uses slot t % 2 in the same way.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="attr-defined"
-# Gluon annotates the constexpr parameters of a kernel and no others. Its aggregates need annotations that are not strings.
+# Kernels annotate constexpr parameters only. Aggregates need annotations that are not strings.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,35 +30,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-KEYS = gl.constexpr(
-    64
-)  # of a tile; with 128, 5 % faster behind 8,000 tokens, and 12 % slower for 1,000
-STAGES = gl.constexpr(4)  # tiles in a ring: a power of two, 1 << SHIFT
+# Keys of a tile. 128 are 5 % faster after 8,000 tokens, and 12 % slower for 1,000.
+KEYS = gl.constexpr(64)
+STAGES = gl.constexpr(4)  # tiles in a ring: 1 << SHIFT
 SHIFT = gl.constexpr(2)
-HALF = gl.constexpr(64)  # rows of a group that multiplies: the least that its products take
-COLUMNS = gl.constexpr(64)  # of one copy: 128 bytes, as shared memory is swizzled
-WARPS = gl.constexpr(4)  # of a group that multiplies
-REGISTERS = gl.constexpr(200)  # for a thread of one that multiplies
-FEWER = gl.constexpr(
-    104
-)  # of the one that copies, though it is one warp: 2 * 128 * 200 + 128 * 104 is all
+HALF = gl.constexpr(64)  # rows per computing group: the least for its products
+COLUMNS = gl.constexpr(64)  # per copy: 128 bytes, the swizzle of shared memory
+WARPS = gl.constexpr(4)  # per computing group
+REGISTERS = gl.constexpr(200)  # per thread of a computing group
+# Registers per thread of the copying group. It has one warp, but is allotted four: 2 * 128 * 200 +
+# 128 * 104 registers are all.
+FEWER = gl.constexpr(104)
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 
 
-# A job's numbers
-TILES = gl.constexpr(0)  # of keys; of a job with none there is nothing behind
+# Fields of a job
+TILES = gl.constexpr(0)  # of keys; 0 ends the jobs
 KV_HEAD = gl.constexpr(1)
 FIRST_TOKEN = gl.constexpr(2)  # of the packed queries
-QUERIES = gl.constexpr(3)  # from there on, though a job has no more than fit
+QUERIES = gl.constexpr(3)  # remaining ones of the request; a job has at most a tile
 FIRST_POSITION = gl.constexpr(4)  # of the first query, among the keys
 
 
 @aggregate
 class Shared:
-    """What the groups share: queries, tiles of keys and values, a job's numbers by the names above, and the barriers of each."""
+    """Shared memory of the groups: queries, key and value tiles, jobs, and their barriers."""
 
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
@@ -80,26 +82,26 @@ class Shared:
 
 @gluon.jit
 def _wait(barriers, n):
-    """Until number n is there."""
+    """Wait until tile n is ready."""
     mbarrier.wait(barriers.index(n & (STAGES - 1)), (n >> SHIFT) & 1)
 
 
 @gluon.jit
-def _wait_for_room(barriers, n):
-    """Until the stage of number n is free again."""
+def _wait_until_free(barriers, n):
+    """Wait until the stage of tile n is free again."""
     mbarrier.wait(barriers.index(n & (STAGES - 1)), ((n >> SHIFT) & 1) ^ 1)
 
 
 @gluon.jit
 def _at(values, i: gl.constexpr):
-    """Number i of values of which every thread has all."""
+    """Return element i of values that every thread holds."""
     N: gl.constexpr = values.shape[0]
     return gl.sum(gl.where(gl.arange(0, N, layout=values.type.layout) == i, values, 0), 0)
 
 
 @gluon.jit
 def _request_of_tile(query_start_ptr, tile, num_reqs, TOKENS: gl.constexpr):
-    """As in `attention_kernels`."""
+    """Return the request of a tile, as in `attention_kernels`."""
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     not_after = 0
     for base in range(0, num_reqs, 256):
@@ -123,7 +125,7 @@ def _copy_pages(
     BLOCK_SIZE: gl.constexpr,
     HEAD_SIZE: gl.constexpr,
 ):
-    """A tile of keys or values as number n. Its pages are whole: rows behind the last key are whatever is there."""
+    """Copy keys or values as tile n. Pages are full: rows after the last key are undefined."""
     PAGES: gl.constexpr = pages.shape[0]
     PAGE: gl.constexpr = KEYS // PAGES
     stage = n & (STAGES - 1)
@@ -165,7 +167,7 @@ def _copy(
     INDIRECT: gl.constexpr,
     TOKENS: gl.constexpr,
 ):
-    """Job after job: its numbers, its queries, and its keys and values from the last tile to the first."""
+    """Copy job after job: fields, queries, and keys and values from the last tile to the first."""
     PAGES: gl.constexpr = KEYS // BLOCK_SIZE if BLOCK_SIZE < KEYS else 1
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0])
     page = gl.arange(0, PAGES, layout=gl.BlockedLayout([PAGES], [32], [1], [0]))
@@ -190,7 +192,7 @@ def _copy(
             block_rows = (kv_stride_block // kv_stride_slot).to(gl.int32)
             column = kv_head * HEAD_SIZE
             last = context + gl.minimum(first_query + TOKENS, query_len) - 1
-            some = gl.maximum(last, 0)  # without a context a tile of zeros
+            some = gl.maximum(last, 0)  # without a context: a tile of zeros
             tile = some // KEYS
             pages = gl.load(
                 table + gl.minimum(tile * KEYS // BLOCK_SIZE + page, some // BLOCK_SIZE)
@@ -206,7 +208,7 @@ def _copy(
             shared.jobs.index(slot).store(numbers)
             mbarrier.arrive(shared.job_full.index(slot), count=1)
 
-            _wait_for_room(shared.k_empty, n)
+            _wait_until_free(shared.k_empty, n)
             _copy_pages(
                 shared.k,
                 shared.k_full,
@@ -231,15 +233,15 @@ def _copy(
                     place, q_ptr + (gl.expand_dims(q_rows, 1) + dim)
                 )
             async_copy.mbarrier_arrive(shared.q_full.index(slot), increment_count=False)
-            # Behind the last key may be what is no number, and zero times that is none either. So these values are not copied by
-            # pages but by rows, with zeros behind the last.
+            # Values after the last key may be NaN, and zero times NaN is NaN. So this tile is
+            # copied by rows instead of pages, with zeros after the last key.
             position = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, ROWS))
             live = position <= last
             block = gl.load(table + position // BLOCK_SIZE, mask=live, other=0).to(gl.int64)
             v_rows = block * kv_stride_block + position % BLOCK_SIZE * kv_stride_slot
             v_rows += kv_head.to(gl.int64) * kv_stride_head
             stage = n & (STAGES - 1)
-            _wait_for_room(shared.v_empty, n)
+            _wait_until_free(shared.v_empty, n)
             place = shared.v.index(stage)
             v_rows = v_ptr + (gl.expand_dims(v_rows, 1) + dim)
             async_copy.async_copy_global_to_shared(place, v_rows, gl.expand_dims(live, 1))
@@ -248,7 +250,7 @@ def _copy(
             n += 1
             for below in range(tile - 1, -1, -1):
                 pages = gl.load(table + (below * KEYS // BLOCK_SIZE + page))
-                _wait_for_room(shared.k_empty, n)
+                _wait_until_free(shared.k_empty, n)
                 _copy_pages(
                     shared.k,
                     shared.k_full,
@@ -261,7 +263,7 @@ def _copy(
                     BLOCK_SIZE,
                     HEAD_SIZE,
                 )
-                _wait_for_room(shared.v_empty, n)
+                _wait_until_free(shared.v_empty, n)
                 _copy_pages(
                     shared.v,
                     shared.v_full,
@@ -279,12 +281,12 @@ def _copy(
                 )
                 n += 1
             t += 1
-        # The first jobs are the programs' own; the others are for whoever comes.
+        # Each program starts with its own job; the others are claimed.
         job = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
     mbarrier.wait(shared.job_empty.index(t & 1), ((t >> 1) & 1) ^ 1)
     shared.jobs.index(t & 1).store(field * 0)
     mbarrier.arrive(shared.job_full.index(t & 1), count=1)
-    # Whoever comes last leaves the counters as they were.
+    # The last program resets the counters.
     if gl.atomic_add(counter_ptr + 1, 1) == gl.num_programs(0) - 1:
         gl.store(counter_ptr, 0)
         gl.store(counter_ptr + 1, 0)
@@ -294,9 +296,10 @@ def _copy(
 def _weigh(
     x, acc, row_max, row_sum, tile, last_key, outer_scale, dtype: gl.constexpr, MASKED: gl.constexpr
 ):
-    """A tile's logits into weights, as the first operand of a product; and what was summed up before, by the new maximum.
+    """Turn a tile's logits into weights, a product's first operand. Rescale the sums so far.
 
-    row_sum `[rows, 8]` is of the columns that each thread holds: the threads of a row meet once for each job.
+    row_sum `[rows, 8]` is of the columns that each thread holds: the threads of a row add theirs up
+    once per job.
     """
     RESULT: gl.constexpr = acc.type.layout
     if MASKED:
@@ -321,7 +324,7 @@ def _weigh(
 def _fold(
     shared, q, x, acc, row_max, row_sum, tile, n, last_key, outer_scale, MASKED: gl.constexpr
 ):
-    """The weights of `tile` times its values, number n, and the logits of the tile below it."""
+    """Multiply the weights of `tile` by its values, tile n, and compute the next tile's logits."""
     weight, acc, row_max, row_sum = _weigh(
         x, acc, row_max, row_sum, tile, last_key, outer_scale, shared.v.dtype, MASKED
     )
@@ -352,7 +355,7 @@ def _attend(
     HEAD_SIZE: gl.constexpr,
     TOKENS: gl.constexpr,
 ):
-    """Half of the rows of every job: a running softmax as in `attention_kernels`."""
+    """Attend from half of the rows of every job, as in `attention_kernels`."""
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
     NUMBERS: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     dim = gl.expand_dims(gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, RESULT)), 0)
@@ -385,8 +388,9 @@ def _attend(
         x = warpgroup_mma_wait(0, deps=(logits,))
         mbarrier.arrive(shared.k_empty.index(stage), count=1)
         tile = tiles - 1
-        # All rows see all keys of the tiles below this one: no masks. The first tile has them even so: threads have copied its values,
-        # which products may read behind a fence only, and that comes with the masks.
+        # All rows see all keys of the tiles below this one, so they need no masks. The first tile
+        # has them anyway: threads copied its values, which products may read only after a fence,
+        # and the fence comes with the masks.
         seen = gl.minimum((first_position + 1) // KEYS, tile)
         while tile >= gl.maximum(seen, 1):
             x, acc, row_max, row_sum = _fold(
@@ -467,10 +471,10 @@ def hopper_prefill_kernel(
     INDIRECT: gl.constexpr,
     TOKENS: gl.constexpr,
 ):
-    """Jobs go from the last tile of the last prompt down: a prompt's last tiles have the most keys."""
+    """Run jobs from the last tile of the last prompt down: last tiles have the most keys."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    # Of the two that multiply, each arrives at what is empty. At what is full: 1 is who announces bytes or writes numbers, and 32 are the
-    # threads whose own copies are through.
+    # Arrivals: at `empty`, one of each computing group. At `full`, one that announces bytes or
+    # writes fields, and one of each of the 32 threads that copy themselves.
     shared = Shared(
         q=gl.allocate_shared_memory(dtype, [4, HALF, HEAD_SIZE], SWIZZLED),
         k=gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_SIZE], SWIZZLED),

@@ -1,7 +1,7 @@
-"""The device's side of `attention`: one loop over tiles of keys, and the kernels around it."""
+"""Kernels of `attention`: a loop over tiles of keys, and the kernels around it."""
 
 # mypy: allow-incomplete-defs
-# Triton annotates the constexpr parameters of a kernel and no others.
+# Kernels annotate constexpr parameters only.
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def _table_of(request, table_ptr, row_ptr, table_stride, INDIRECT: tl.constexpr):
-    """Where a request's block numbers begin."""
+    """Return the address of a request's block numbers."""
     row = request
     if INDIRECT:
         row = tl.load(row_ptr + request).to(tl.int64)
@@ -25,7 +25,7 @@ def _table_of(request, table_ptr, row_ptr, table_stride, INDIRECT: tl.constexpr)
 
 @triton.jit
 def _load_blocks(table_ptr, position, end, BLOCK_SIZE: tl.constexpr):
-    """The block numbers of the positions before `end`. Unsigned division is a shift where the size allows it."""
+    """Load the block numbers of positions before `end`. Unsigned division can become a shift."""
     return tl.load(table_ptr + position.to(tl.uint32) // BLOCK_SIZE, mask=position < end, other=0)
 
 
@@ -42,7 +42,7 @@ def _fetch_rows(
     HEAD_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Ask for the keys and values of up to KEYS positions from `begin`, which earlier steps have written."""
+    """Prefetch keys and values of up to KEYS positions from `begin`, written by earlier steps."""
     LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(HEAD_SIZE, LINE))
     position = begin + tl.arange(0, KEYS)
@@ -56,7 +56,7 @@ def _fetch_rows(
 
 @triton.jit
 def _load_rows(pointers, live, in_head, MASKED: tl.constexpr, PADDED: tl.constexpr):
-    """A tile `[keys, head]`, without the masks that it does not need."""
+    """Load a tile `[keys, head]` with only the masks that it needs."""
     if MASKED and PADDED:
         rows = tl.load(pointers, mask=live[:, None] & in_head[None, :], other=0.0)
     elif MASKED:
@@ -70,8 +70,9 @@ def _load_rows(pointers, live, in_head, MASKED: tl.constexpr, PADDED: tl.constex
 
 @triton.jit
 def _like_cache(q, k_ptr):
-    """Queries in the type that products are of. A GPU turns two e4m3 numbers into fp16 by one instruction, and into
-    bf16 by four.
+    """Convert queries to the type of the products.
+
+    A GPU converts two e4m3 numbers to fp16 by one instruction, and to bf16 by four.
     """
     if k_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
         q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(
@@ -82,10 +83,11 @@ def _like_cache(q, k_ptr):
 
 @triton.jit
 def _widened(v, DTYPE: tl.constexpr):
-    """Values in the type that products are of.
+    """Convert values to the type of the products.
 
-    As a dot's second operand they are read across rows. The compiler would read FP8 so, a byte at a time, and convert
-    then; fp16 it reads by 8x8 tiles. It moves nothing past assembly that is not pure.
+    A dot's second operand is read across rows. The compiler would read FP8 so, byte by byte, and
+    then convert it; fp16 is read by 8x8 tiles. So this converts first: the compiler moves nothing
+    past assembly that is not pure.
     """
     if v.dtype.is_fp8e4nv() and DTYPE.is_fp16() and not INTERPRETED:
         v = tl.inline_asm_elementwise(
@@ -106,7 +108,7 @@ def _widened(v, DTYPE: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, acc):
-    """a @ b + acc in fp32. The interpreter multiplies the bits of bf16 numbers, so it gets them widened."""
+    """Return a @ b + acc in fp32. The interpreter multiplies bits of bf16, so they are widened."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -140,14 +142,14 @@ def _attend(
 ):
     """Fold the keys at positions [begin, end) into a running softmax.
 
-    Row i counts those in [first_key[i], last_key[i]], which ends before `end`. Without MASKED every row counts
-    every key, and `end - begin` is a multiple of KEYS. Nothing outside [begin, end) is read, not even its block
-    number.
+    Row i sees keys in [first_key[i], last_key[i]], which ends before `end`. Without MASKED every
+    row sees every key, and `end - begin` is a multiple of KEYS. Nothing outside [begin, end) is
+    read, not even its block number.
     """
     dim = tl.arange(0, HEAD_PAD)
     in_head = dim < HEAD_SIZE
     lane = tl.arange(0, KEYS)
-    # Block numbers are fetched a step ahead: only then can the compiler fetch keys and values ahead too.
+    # Block numbers are loaded a step ahead: only then can the compiler load keys and values ahead.
     block = _load_blocks(table_ptr, begin + lane, end, BLOCK_SIZE)
     for tile in range(begin, end, KEYS):
         position = tile + lane
@@ -185,7 +187,10 @@ def _attend(
 def _load_pairs(
     pointers, in_row, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, HALF: tl.constexpr
 ):
-    """Heads `[rows, head]`, and the same with each number's other in its place: pairs that are rotated are HALF apart."""
+    """Load heads `[rows, head]`, and the same with the numbers of rotated pairs swapped.
+
+    The numbers of a pair are HALF apart.
+    """
     dim = tl.arange(0, HEAD_PAD)
     live = in_row & (dim < HEAD_SIZE)[None, :]
     x = tl.load(pointers + dim[None, :], mask=live, other=0.0)
@@ -208,7 +213,7 @@ def _turned(
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """Heads `[rows, head]`, normed and rotated, in fp32."""
+    """Norm and rotate heads `[rows, head]` in fp32."""
     x = x.to(tl.float32)
     other = other.to(tl.float32)
     if NORMED:
@@ -222,13 +227,13 @@ def _turned(
 
 @triton.jit
 def _other(dim, HALF: tl.constexpr):
-    """The dimension that each is rotated with; what is not rotated has itself."""
+    """Return the dimension that each is rotated with, or itself."""
     return tl.where(dim < HALF, dim + HALF, tl.where(dim < 2 * HALF, dim - HALF, dim))
 
 
 @triton.jit
 def _angles(row_ptr, live, HEAD_PAD: tl.constexpr, HALF: tl.constexpr):
-    """What a head's numbers, and the others of their pairs, are multiplied by: cosines, and sines with their signs."""
+    """Load the factors of a head's numbers and of their partners: cosines and signed sines."""
     dim = tl.arange(0, HEAD_PAD)
     is_second = dim >= HALF
     pair = tl.where(is_second, dim - HALF, dim)
@@ -240,7 +245,7 @@ def _angles(row_ptr, live, HEAD_PAD: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _cached(x, k_ptr):
-    """Keys or values in the type of the cache."""
+    """Convert keys or values to the cache's type."""
     if k_ptr.dtype.element_ty == tl.float8e4nv:
         x = to_fp8(x)
     else:
@@ -294,11 +299,11 @@ def decode_kernel(
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """One (KV head, request, split): the heads of the group against their share of the keys. If ORDERED, programs that start first have
-    the requests that `order_ptr` names first.
+    """Attend from the heads of a (KV head, request) to the keys of one split.
 
-    If OWN, q is qkv as it was projected: the token's own key and value are not in the cache, and come last. Without splits only:
-    with them, each program would do it again.
+    If ORDERED, requests start in the order of `order_ptr`. If OWN, q is the projected qkv: the
+    token's own key and value are not in the cache yet, and come last. That excludes splits, in
+    which every program would repeat it.
     """
     tl.static_assert(not (OWN and SPLIT))
     kv_head = tl.program_id(0)
@@ -452,7 +457,7 @@ def merge_kernel(
     SPLITS_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One (head, request): the parts of its splits, weighted by the softmax of their log-sums."""
+    """Merge the splits of a (head, request), weighted by the softmax of their log-sums."""
     head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     token = tl.load(query_start_ptr + request).to(tl.int64)
@@ -476,7 +481,7 @@ def merge_kernel(
 
 @triton.jit
 def _request_of_tile(query_start_ptr, tile, num_reqs, TOKENS: tl.constexpr):
-    """The last request r whose first tile, start[r] // TOKENS + r, is not after `tile`."""
+    """Return the last request r whose first tile, start[r] // TOKENS + r, is not after `tile`."""
     not_after = 0
     for base in range(0, num_reqs, 256):
         request = base + tl.arange(0, 256)
@@ -521,7 +526,10 @@ def prefill_kernel(
     SLIDING: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """One (tile of TOKENS queries, KV head). A prompt's last tiles have the most keys and start first."""
+    """Attend from a (tile of TOKENS queries, KV head).
+
+    A prompt's last tiles have the most keys and start first.
+    """
     kv_head = tl.program_id(0) % KV_HEADS
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
     request = _request_of_tile(query_start_ptr, tile, num_reqs, TOKENS)
@@ -553,7 +561,7 @@ def prefill_kernel(
     if SLIDING:
         begin = tl.maximum(context + first_query - window + 1, 0)
     else:
-        # Every row sees these keys: no masks.
+        # Every row sees these keys, so they need no masks.
         begin = (context + first_query + 1) // KEYS * KEYS
         acc, row_max, row_sum = _attend(
             q,

@@ -1,7 +1,7 @@
-"""Takes out of logits what a grammar does not allow: one bit for each token."""
+"""Grammar masks on logits: one bit per token."""
 
 # mypy: allow-incomplete-defs
-# Triton annotates the constexpr parameters of a kernel and no others.
+# Kernels annotate constexpr parameters only.
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 from .sampling import check_shape
 
 BLOCK = 4096
-"""Tokens of one program."""
+"""Tokens per program."""
 
 
 def mask_logits(logits: Tensor, index: Tensor, masks: Tensor) -> None:
-    """Makes the logits of tokens whose bit is not set -inf, in place.
+    """Set the logits of tokens whose bit is not set to -inf, in place.
 
-    logits: fp32 `[n, vocab]`, rows may be strided; index: int64 `[m]`, which of them; masks: int32 `[m, words]`, bit
-    t % 32 of word t // 32 is token t's. Tokens past the last word are taken out.
+    logits: fp32 `[n, vocab]`, rows may be strided; index: int64 `[m]`, rows of it; masks: int32
+    `[m, words]`, bit t % 32 of word t // 32 is for token t. Tokens past the last word are masked.
 
     Raises ValueError for logits of another type, or with a strided last dimension.
     """
     _, vocab = check_shape(logits)
     if logits.dtype != torch.float32:
-        raise ValueError(f"masks are for fp32 logits, not {logits.dtype}")
+        raise ValueError(f"masked logits must be fp32, not {logits.dtype}")
     if len(index) == 0:
         return
     grid = (triton.cdiv(vocab, BLOCK), len(index))

@@ -1,4 +1,4 @@
-"""Counters that the programs of a kernel share: zero between two calls, as whoever comes last leaves them."""
+"""Counters shared by the programs of a kernel. The last program of a call zeroes them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ _counters: dict[tuple[torch.device, int, int], Tensor] = {}
 
 
 def counters(device: torch.device, count: int) -> Tensor:
-    """int32 `[count]`, the same for each call on a stream. Each stream has its own, as calls on two may overlap; and so has a call that
-    is captured on a stream that had none, whose graph begins with zeros then.
+    """Return counters, int32 `[count]`: the same for each call on a stream.
+
+    Each stream has its own, since calls on two streams may overlap. So has a call captured on a
+    stream without counters: its graph then starts by zeroing them.
     """
     on_gpu = device.type == "cuda"
     stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0

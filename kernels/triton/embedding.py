@@ -1,7 +1,7 @@
 """Rows of a rank's share of an embedding table."""
 
 # mypy: allow-incomplete-defs
-# Triton annotates the constexpr parameters of a kernel and no others.
+# Kernels annotate constexpr parameters only.
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from .pdl import release, supported, wait
 
 CHUNK = 4096
-"""Numbers of a row that a program copies at a time."""
+"""Numbers of a row that a program copies."""
 
 
-def embed_share(indices: Tensor, table: Tensor, begin: int, count: int) -> Tensor:
-    """Rows `[n, size]` of a table that has those from `begin` on, `count` of them; zeros for indices of others.
+def embed_shard(indices: Tensor, table: Tensor, begin: int, count: int) -> Tensor:
+    """Return rows `[n, size]` of a table that has `count` rows from `begin` on, or zeros.
 
     indices: int32 or int64 `[n]`; table: `[count or more, size]`. Both contiguous.
     """
@@ -46,7 +46,7 @@ def embed_share(indices: Tensor, table: Tensor, begin: int, count: int) -> Tenso
 def _embed_kernel(
     index_ptr, table_ptr, out_ptr, begin, count, size, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):
-    """A chunk of one row."""
+    """Copy one chunk of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     wait(PDL)

@@ -1,12 +1,12 @@
-"""FP8 (e4m3): rounding to it, quantizing rows, and products of few rows with weights kept in it.
+"""FP8 (e4m3): rounding, quantization of rows, and products of few rows with FP8 weights.
 
-Products of few rows are bound by reading the weight, so there the weight alone is in FP8, with a scale for each of
-its rows, and x stays in 16 bits. One row of x is multiplied in registers, as in `linear`; for more see `matmul`. For
-many rows, x too is quantized, row by row (`quantize`), and the tensor cores multiply FP8 numbers.
+Products of few rows are bound by reading the weight, so only the weight is in FP8, with a scale per
+row, and x stays in 16 bits. One row of x is multiplied in registers, as in `linear`; for more see
+`matmul`. For many rows, x is quantized too (`quantize`), and the tensor cores multiply FP8 numbers.
 """
 
 # mypy: allow-incomplete-defs
-# Triton annotates the constexpr parameters of a kernel and no others.
+# Kernels annotate constexpr parameters only.
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from .pdl import release, supported, wait
 FP8 = torch.float8_e4m3fn
 MAX = tl.constexpr(448.0)
 MIN_GREATEST = tl.constexpr(2.0**-100)
-"""Rows of zeros have a scale too, and its inverse is finite."""
+"""Least maximum of a row, so that the scale of zeros has a finite inverse."""
 TOKENS = 16
-"""Rows of x up to which the product is bound by reading the weight. More are done in runs of MAX_TOKENS."""
+"""Rows of x up to which the product is bound by reading the weight."""
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(FP8 `[num_tokens, size]`, fp32 scales `[num_tokens, 1]`) of x: row ~ FP8 * scale, each row's greatest at 448.
+    """Return (FP8 `[num_tokens, size]`, fp32 scales `[num_tokens, 1]`) of x.
 
-    x: `[num_tokens, size]`, contiguous; each row is read once. Raises ValueError when x is not contiguous.
+    A row is about FP8 * scale; its maximum becomes 448. x: `[num_tokens, size]`. Raises ValueError
+    if x is not contiguous.
     """
     if not x.is_contiguous():
         raise ValueError("x must be contiguous")
@@ -63,14 +64,17 @@ def linear(
     gated: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """act(x (W * scale)ᵀ + b) `[num_tokens, size]`, or act(gate) * up where W holds the rows of gate, then up's.
+    """Return act(x (W * scale)ᵀ + b), or act(gate) * up if W holds gate's rows, then up's.
 
-    x: `[num_tokens, in]`, not FP8; weight: FP8 `[size, in]`, gated: `[2 * size, in]`; scale (fp32) and bias: as
-    many as the weight's rows. All contiguous. Sums are in fp32, in an order that depends on the shapes alone.
+    x: `[num_tokens, in]`, not FP8; weight: FP8 `[size, in]`, gated: `[2 * size, in]`; scale (fp32)
+    and bias: one per row of the weight. All contiguous. Sums are in fp32, in an order that depends
+    on the shapes alone. More than MAX_TOKENS rows are done in runs. Returns `[num_tokens, size]`.
 
-    NOTE: on Hopper the kernel reads `weight` before the kernel ahead of it has ended, as `linear.linear` does.
+    NOTE: on Hopper the kernel reads `weight` before the kernel ahead of it ends, like
+    `linear.linear`.
 
-    Raises ValueError for an unknown activation, a weight that is not FP8, or tensors that are not contiguous.
+    Raises ValueError for an unknown activation, a weight that is not FP8, or tensors that are not
+    contiguous.
     """
     num_tokens, in_features = x.shape
     size = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -82,9 +86,7 @@ def linear(
         raise ValueError("x and the weight must be contiguous")
     if out is None:
         out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
-    if (
-        num_tokens == 1 and in_features % 16 == 0
-    ):  # the kernel reads rows of the weight by aligned words
+    if num_tokens == 1 and in_features % 16 == 0:  # the kernel reads aligned words of the weight
         _vector(x, weight, scale, bias, activation, gated, out)
     else:
         for begin in range(0, num_tokens, MAX_TOKENS):
@@ -102,7 +104,7 @@ def _vector(
     gated: bool,
     out: Tensor,
 ) -> None:
-    """`linear` for one token. The tiles have as many bytes as those of `linear.linear`."""
+    """Compute `linear` for one token, with tiles of as many bytes as those of `linear.linear`."""
     in_features, size = x.shape[1], out.shape[1]
     rows, columns, warps = (8, 1024, 2) if in_features <= 1024 else (4, 2048, 4)
     pdl = supported(x.device)
@@ -132,11 +134,11 @@ def _power_of_two(n: int) -> int:
 
 @triton.jit
 def to_fp8(x):
-    """fp32 to the nearest e4m3, ties to even, what is beyond its range to the greatest; NaN stays NaN."""
+    """Round fp32 to the nearest e4m3, ties to even, and clamp. NaN stays NaN."""
     x = tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
-        # The interpreter cuts and forgets carries, but numbers of few enough digits pass unchanged. Adding 1.5 * 2^20
-        # times a number's power of two, and taking it away, leaves 3 digits behind the leading one.
+        # The interpreter truncates, but numbers with few digits pass unchanged. Adding 1.5 * 2^20
+        # times a number's power of two, and subtracting it, leaves 3 digits after the leading one.
         exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 127 - 6)
         magic = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
         x = (x + magic) - magic
@@ -145,7 +147,7 @@ def to_fp8(x):
 
 @triton.jit
 def _quantize_kernel(x_ptr, out_ptr, scale_ptr, size, SIZE_PAD: tl.constexpr, PDL: tl.constexpr):
-    """One row, held in registers."""
+    """Quantize one row, held in registers."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE_PAD)
     wait(PDL)
@@ -160,9 +162,9 @@ def _quantize_kernel(x_ptr, out_ptr, scale_ptr, size, SIZE_PAD: tl.constexpr, PD
 
 @triton.jit
 def _unpacked(words):
-    """The four e4m3 numbers of each int32, the lowest bits' first, in fp32.
+    """Return the four e4m3 numbers of each int32, lowest bits first, in fp32.
 
-    Left to itself the compiler takes bytes apart and puts them together again, at two instructions for each.
+    The compiler's own code splits and rejoins bytes, with two more instructions for each.
     """
     if INTERPRETED:
         a = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -195,7 +197,10 @@ def _unpacked(words):
 
 @triton.jit
 def _sums_by_four(words, x, COLUMNS: tl.constexpr):
-    """The products of a tile of the weight, four numbers in each of `[rows, columns / 4]`, with x `[1, columns]`."""
+    """Multiply a tile of the weight, words `[rows, columns / 4]`, by x `[1, columns]`.
+
+    Each sum is over the four numbers of a word.
+    """
     even, odd = tl.split(tl.reshape(x.to(tl.float32), [1, COLUMNS // 4, 2, 2]))
     x_a, x_c = tl.split(even)
     x_b, x_d = tl.split(odd)
@@ -220,15 +225,15 @@ def _vector_kernel(
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS outputs of the one token. Each tile of the weight is asked for while the one before is summed.
+    """Compute ROWS outputs of the one token. Each tile is loaded while the one before is summed.
 
-    Rows past the last one are the last one again.
+    Rows past the last one repeat it.
     """
     WORDS: tl.constexpr = COLUMNS // 4
     release(PDL)
     row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), size - 1)
     num_words = in_features // 4
-    # Threads load as many numbers of the weight as of x, 8, so that what they multiply is theirs already.
+    # Threads load 8 numbers of the weight and of x each, so that none move between threads.
     word = tl.max_contiguous(tl.arange(0, WORDS)[None, :], [1, 2])
     rows = weight_ptr.to(tl.pointer_type(tl.int32)) + (row.to(tl.int64) * num_words)[:, None]
     weight = load_once(rows + word, word < num_words, EVEN)

@@ -1,7 +1,7 @@
-"""A step's inputs from the state that stays on the device: what the host sends is a few numbers per request."""
+"""A step's inputs from the state on the device. The host sends a few numbers per request."""
 
 # mypy: allow-incomplete-defs
-# Triton annotates the constexpr parameters of a kernel and no others.
+# Kernels annotate constexpr parameters only.
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def expand_inputs(
     block_size: int,
     out: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """As `toolkit.kernels.reference.expand_inputs`. Slots are int64, everything else int32."""
+    """Compute `reference.expand_inputs`. Slots are int64, everything else int32."""
     num_tokens = out[0].shape[0]
     _expand_kernel[(-(-num_tokens // TOKENS),)](
         rows,
@@ -44,10 +44,10 @@ def expand_inputs(
 
 
 def copy_runs(target: Tensor, runs: Tensor, values: Tensor, longest: int) -> None:
-    """Copies runs of values into rows of a table.
+    """Copy runs of values into rows of a table.
 
-    target: int32 `[num_rows, width]`; runs: int32 `[num_runs, 4]`, each (row, column, where in `values` it begins,
-    length), none longer than `longest`; values: int32.
+    target: int32 `[num_rows, width]`; runs: int32 `[num_runs, 4]`, each (row, column, offset in
+    `values`, length), none longer than `longest`; values: int32.
     """
     _copy_runs_kernel[(runs.shape[0], -(-longest // CHUNK))](
         target, runs, values, target.stride(0), CHUNK=CHUNK, num_warps=4
@@ -72,7 +72,7 @@ def _expand_kernel(
     TOKENS: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
-    """A run of packed tokens; a token's request is the number of requests that end at or before it."""
+    """Expand TOKENS packed tokens. A token's request is the number of requests ended before it."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     request = tl.zeros([TOKENS], tl.int32)
     for base in range(0, num_reqs, REQUESTS):

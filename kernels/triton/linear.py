@@ -1,13 +1,12 @@
-"""Products of few rows with a weight: every decode step is mostly these, and they are bound by reading the
-weight.
+"""Products of few rows with a weight: most of a decode step, bound by reading the weight.
 
-One row of x is multiplied in registers (`_vector_kernel`); for more, up to 64, see `matmul`. The first columns of the
-weight are asked for before the kernel that computes x has ended. Results do not depend on which program comes first, but
-for those of `add_norm` in one of some 2**29 rows.
+One row of x is multiplied in registers (`_vector_kernel`); for more, up to 64, see `matmul`. The
+first columns of the weight are prefetched before the kernel that computes x has ended. Results do
+not depend on the order of programs, except those of `add_norm` in one of about 2**29 rows.
 """
 
 # mypy: allow-incomplete-defs
-# Triton annotates the constexpr parameters of a kernel and no others.
+# Kernels annotate constexpr parameters only.
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from .pdl import release, supported, wait
 MAX_TOKENS = matmul.MAX_TOKENS
 FEW_TOKENS = 16
 """Rows of x up to which this is as fast as cuBLAS for every weight."""
-MOST_ROWS = 32768
-"""Of a weight, for more tokens than FEW_TOKENS: with more, such as an output head's, cuBLAS is as fast."""
+MAX_ROWS = 32768
+"""Most rows of a weight for more tokens. With more, as in an output head, cuBLAS is as fast."""
 
 
 def linear(
@@ -36,16 +35,17 @@ def linear(
     gated: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """act(x Wᵀ + b) `[num_tokens, size]`, or act(gate) * up where W holds the rows of gate, then those of up.
+    """Return act(x Wᵀ + b), or act(gate) * up if W holds gate's rows, then up's.
 
-    x: `[num_tokens, in]`, num_tokens up to MAX_TOKENS, or such rows from `add_norm`; weight: `[size, in]`, gated:
-    `[2 * size, in]`; bias: as many as the weight's rows. All contiguous. Sums are in fp32, in an order that depends on the
-    shapes alone.
+    x: `[num_tokens, in]`, num_tokens up to MAX_TOKENS, or a result of `add_norm`; weight: `[size,
+    in]`, gated: `[2 * size, in]`; bias: one per row of the weight. All contiguous. Sums are in
+    fp32, in an order that depends on the shapes alone. Returns `[num_tokens, size]`.
 
-    NOTE: on Hopper the kernel reads `weight` before the kernel ahead of it has ended (see `pdl`): that kernel
-    must not write the weight.
+    NOTE: on Hopper the kernel reads `weight` before the kernel ahead of it ends (see `pdl`): that
+    kernel must not write the weight.
 
-    Raises ValueError for more tokens, other columns, an unknown activation, or tensors that are not contiguous.
+    Raises ValueError for more tokens, other columns, an unknown activation, or tensors that are not
+    contiguous.
     """
     if isinstance(x, Unscaled):
         rows = x.x
@@ -90,30 +90,38 @@ def add_norm(
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
-    squares: Tensor,
+    square_sums: Tensor,
     bias: Tensor | None = None,
 ) -> Unscaled:
-    """norm(x Wᵀ + b + residual), as `linear` takes it, for 2 to MAX_TOKENS tokens; norm is that of `norm.add_rms_norm`.
-    `residual` becomes the sum, rounded, of which the statistics are.
+    """Return norm(x Wᵀ + b + residual) as an input of `linear`, for 2 to MAX_TOKENS tokens.
 
-    residual: `[num_tokens, size]`; norm_weight: `[size]`; squares: fp64 `[num_tokens]`, zeros, which
-    become part of the result. The rest is as in `linear`.
-    The rows are rounded before each is divided by its own root mean square, so they must fit their type: bf16, not fp16.
+    norm: see `norm.add_rms_norm`. The rounded sum is written into `residual`; the norm is of that.
 
-    Raises ValueError as `linear` does, for another number of tokens, and for rows in fp16.
+    residual: `[num_tokens, size]`; norm_weight: `[size]`; square_sums: fp64 zeros `[num_tokens]`,
+    which become part of the result. The rest is as in `linear`.
+    Rows are rounded before they are divided by their root mean square, so their type must have the
+    range: bf16, not fp16.
+
+    Raises ValueError like `linear`, for another number of tokens, and for rows in fp16.
     """
     _check(x, weight, least=2)
     if not residual.is_contiguous() or residual.shape != (len(x), len(weight)):
         raise ValueError(
-            f"the residual must be contiguous, [{len(x)}, {len(weight)}], not {list(residual.shape)}"
+            f"the residual must be [{len(x)}, {len(weight)}], contiguous, "
+            f"not {list(residual.shape)}"
         )
     if x.dtype == torch.float16:
-        raise ValueError("rows that are not scaled yet may not fit float16")
-    if squares.dtype != torch.float64 or not squares.is_contiguous() or squares.shape != (len(x),):
+        raise ValueError("rows that are not scaled yet may overflow float16")
+    if (
+        square_sums.dtype != torch.float64
+        or not square_sums.is_contiguous()
+        or square_sums.shape != (len(x),)
+    ):
         raise ValueError(
-            f"squares must be {len(x)} numbers in float64 side by side, not {squares.shape} in {squares.dtype}"
+            f"square_sums must be [{len(x)}] in float64, contiguous, "
+            f"not {list(square_sums.shape)} in {square_sums.dtype}"
         )
-    return matmul.add_norm(x, weight, bias, matmul.Norm(residual, norm_weight, eps, squares))
+    return matmul.add_norm(x, weight, bias, matmul.Norm(residual, norm_weight, eps, square_sums))
 
 
 def _check(x: Tensor, weight: Tensor, least: int = 0) -> None:
@@ -126,19 +134,19 @@ def _check(x: Tensor, weight: Tensor, least: int = 0) -> None:
 
 
 def fits(num_tokens: int, weight: Tensor) -> bool:
-    """Whether `linear` is at least as fast as cuBLAS, as measured on an H200 within chains of kernels."""
+    """Return True if `linear` is as fast as cuBLAS, measured on an H200 in chains of kernels."""
     if weight.dtype not in (torch.bfloat16, torch.float16) or not weight.is_contiguous():
         return False
     rows, columns = weight.shape
     if num_tokens <= FEW_TOKENS:
         return columns % 16 == 0
-    # With other columns more tokens have not been measured.
-    return num_tokens <= MAX_TOKENS and columns % matmul.COLUMNS == 0 and rows <= MOST_ROWS
+    # More tokens with other columns were not measured.
+    return num_tokens <= MAX_TOKENS and columns % matmul.COLUMNS == 0 and rows <= MAX_ROWS
 
 
 @triton.jit
 def _sums_by_eight(weight, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The products of a tile with x, summed within each thread: `[rows, columns / 8]`."""
+    """Multiply a tile by x, summed within each thread: `[rows, columns / 8]`."""
     products = weight.to(tl.float32) * x.to(tl.float32)
     return tl.sum(tl.reshape(products, [ROWS, COLUMNS // 8, 8]), 2)
 
@@ -168,9 +176,9 @@ def _vector_kernel(
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS outputs of the one token. Each tile of the weight is asked for while the one before is summed.
+    """Compute ROWS outputs of the one token. Each tile is loaded while the one before is summed.
 
-    Rows past the last one are the last one again.
+    Rows past the last one repeat it.
     """
     release(PDL)
     row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), size - 1)

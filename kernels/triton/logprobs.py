@@ -1,7 +1,7 @@
-"""Log-probabilities of chosen and likeliest tokens, without an array of all of them in fp32."""
+"""Log-probabilities of chosen and likeliest tokens, without an fp32 array of all of them."""
 
 # mypy: allow-incomplete-defs
-# Triton annotates the constexpr parameters of a kernel and no others.
+# Kernels annotate constexpr parameters only.
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from torch import Tensor
 from .sampling import LOG2_E, check_shape, power_of_two
 
 CHUNK = 4096
-"""Tokens of one program of the pass over the vocabulary."""
+"""Tokens per program of the pass over the vocabulary."""
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens int32 `[n, 1 + k]`, their log-probabilities fp32 `[n, 1 + k]`, the first one's rank int32 `[n]`).
+    """Return (tokens int32 `[n, 1 + k]`, log-probabilities fp32 `[n, 1 + k]`, ranks int32 `[n]`).
 
-    logits: `[n, vocab]`, fp32, fp16 or bf16, rows may be strided; token_ids: `[n]`, reported first (token 0 where
-    it is negative), then the k likeliest. All values come from one formula in one kernel, so that those of one token
-    are equal to the last bit wherever it appears. A rank is one more than the number of likelier tokens.
+    logits: `[n, vocab]`, fp32, fp16 or bf16, rows may be strided; token_ids: `[n]`, the first
+    tokens (0 if negative). The k likeliest follow. All values come from one formula in one kernel,
+    so a token's value is bitwise the same in both places. A rank is one more than the number of
+    likelier tokens.
 
     Raises ValueError for logits whose last dimension is strided.
     """
@@ -80,7 +81,7 @@ def _log_sums_kernel(
     num_sums,
     CHUNK: tl.constexpr,
 ):
-    """Greatest logit, sum of weights, and how many logits are above the reported token's, of one chunk of a row."""
+    """Reduce one chunk of a row: greatest logit, sum of weights, number of likelier tokens."""
     chunk = tl.program_id(0)
     entry = tl.program_id(1).to(tl.int64)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -110,7 +111,7 @@ def _logprobs_kernel(
     WANTED_PAD: tl.constexpr,
     NUM_CHUNKS_PAD: tl.constexpr,
 ):
-    """The wanted tokens of one row: (logit - greatest) - log(sum of weights)."""
+    """Compute one row's log-probabilities: (logit - greatest) - log(sum of weights)."""
     entry = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, NUM_CHUNKS_PAD)
     place = entry * num_chunks + chunk

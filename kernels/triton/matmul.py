@@ -1,15 +1,16 @@
 """Products of up to 64 rows with a weight, in tiles of the tensor cores.
 
-Such a product is bound by reading the weight once and, from the L2 cache, x once per tile. So tiles are as large as still
-fills the GPU, and as much of the weight as there is shared memory for is on its way at any time. Where large tiles would be
-too few, a program has a smaller one, whose columns its warps share out; or several programs share a tile, each with some of
-the columns, and the last to come adds up what they have, in the same order whoever it is. The weight is in the type of x,
-or in FP8, which becomes it in registers. A root mean square norm between two products is shared out among them: the first
-one's programs know their columns of the rows, and the second one's divide by what those add up to.
+Such a product is bound by reading the weight once and, from the L2 cache, x once per tile. So tiles
+are as large as still fills the GPU, and as much of the weight as fits into shared memory is in
+flight. If large tiles are too few, either the warps of a program divide the columns of a smaller
+tile, or several programs divide the columns of a tile: the last program to finish then adds their
+sums, always in the same order. The weight has the type of x, or is FP8 and converted in registers.
+An RMS norm between two products is fused into both: the first computes the sums of squares of its
+columns, and the second divides by their root mean square.
 """
 
 # mypy: allow-incomplete-defs
-# Triton annotates the constexpr parameters of a kernel and no others.
+# Kernels annotate constexpr parameters only.
 
 from __future__ import annotations
 
@@ -27,11 +28,11 @@ from .counters import counters
 from .pdl import fetch, release, supported, wait
 
 MAX_TOKENS = 64
-"""Rows of x that a tile can hold."""
+"""Most rows of x in a tile."""
 COLUMNS = 128
-"""Columns per step of the loop, and part."""
+"""Columns per step of the loop and per part."""
 MULTIPROCESSORS = 132
-"""An H200's."""
+"""Number on an H200."""
 ENOUGH = 72
 """Programs that keep more than half of them busy."""
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -40,27 +41,21 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 class Tile(NamedTuple):
     """The shape of one program."""
 
-    rows: int
-    """Rows of the weight."""
-    stages: int
-    """Steps of the loop on their way, if there is shared memory for them."""
-    parts: int = 1
-    """Runs of columns side by side, each for a warp of its own, whose sums are added up in the end."""
-    splits: int = 1
-    """Programs that share a tile."""
+    rows: int  # of the weight
+    stages: int  # steps of the loop in flight, if shared memory allows
+    parts: int = 1  # runs of columns, each for one warp; their sums are added at the end
+    splits: int = 1  # programs that share a tile
 
 
 @dataclass(frozen=True, slots=True)
 class Unscaled:
-    """Rows of a root mean square norm before each is divided by its own. A product that is bound by reading its weight
-    does that to its sums instead, so that no kernel has to stand between the one that knows the rows and the one that
-    multiplies them.
+    """Rows of an RMS norm, not yet divided by their root mean square.
+
+    The next product scales its sums instead, so no kernel has to run between the two products.
     """
 
-    x: Tensor
-    """`[num_tokens, size]`, times the norm's weight."""
-    squares: Tensor
-    """fp64 `[num_tokens]`: each row's sum of squares before the weight."""
+    x: Tensor  # [num_tokens, size], multiplied by the norm's weight
+    square_sums: Tensor  # fp64 [num_tokens], of each row before that multiplication
     eps: float
 
     def __len__(self) -> int:
@@ -72,14 +67,12 @@ class Unscaled:
 
 
 class Norm(NamedTuple):
-    """A root mean square norm behind a product and its residual sum."""
+    """An RMS norm after a product and its residual sum."""
 
-    residual: Tensor
-    """`[num_tokens, size]`; becomes the sum."""
+    residual: Tensor  # [num_tokens, size]; becomes the sum
     weight: Tensor
     eps: float
-    squares: Tensor
-    """fp64 `[num_tokens]`, zeros; becomes the sums of squares."""
+    square_sums: Tensor  # fp64 zeros [num_tokens]; become the rows' sums of squares
 
 
 def matmul(
@@ -92,7 +85,10 @@ def matmul(
     out: Tensor,
     tile: Tile | None = None,
 ) -> Tensor:
-    """As `linear.linear`, which checks the arguments, for up to MAX_TOKENS tokens; with a scale as `fp8.linear`."""
+    """Compute `linear.linear`, or `fp8.linear` with a scale, for up to MAX_TOKENS tokens.
+
+    These functions check the arguments.
+    """
     _run(x, weight, scale, bias, activation, gated, out, None, tile)
     return out
 
@@ -104,10 +100,10 @@ def add_norm(
     norm: Norm,
     tile: Tile | None = None,
 ) -> Unscaled:
-    """As `linear.add_norm`, which checks the arguments."""
+    """Compute `linear.add_norm`, which checks the arguments."""
     out = torch.empty_like(norm.residual)
     _run(x, weight, None, bias, None, False, out, norm, tile)
-    return Unscaled(out, norm.squares, norm.eps)
+    return Unscaled(out, norm.square_sums, norm.eps)
 
 
 def _run(
@@ -123,7 +119,7 @@ def _run(
 ) -> None:
     scaled, given, eps = True, out, 0.0
     if isinstance(x, Unscaled):
-        scaled, given, eps, x = False, x.squares, x.eps, x.x
+        scaled, given, eps, x = False, x.square_sums, x.eps, x.x
     num_tokens, in_features = x.shape
     num_rows = weight.shape[0]
     best = best_tile if scale is None else best_tile_of_fp8
@@ -154,7 +150,7 @@ def _run(
         eps,
         out if norm is None else norm.residual,
         out if norm is None else norm.weight,
-        out if norm is None else norm.squares,
+        out if norm is None else norm.square_sums,
         num_tokens,
         num_rows // 2 if gated else num_rows,
         in_features,
@@ -182,7 +178,10 @@ def _run(
 
 
 def best_tile(num_tokens: int, num_rows: int, in_features: int) -> Tile:
-    """The fastest shapes measured on an H200 in chains of norms and products, as few as come near the best of each size."""
+    """Return the fastest tile on an H200, measured in chains of norms and products.
+
+    Few shapes suffice to come close to the best of each size.
+    """
     if num_rows > 64 * MULTIPROCESSORS:
         return Tile(128, stages=4)
     if num_tokens <= 16 and num_rows <= 1024 <= in_features:
@@ -197,7 +196,7 @@ def best_tile(num_tokens: int, num_rows: int, in_features: int) -> Tile:
         return Tile(64, stages=6)
     if num_tokens <= 32 and in_features >= 2048:
         return Tile(64, stages=6, splits=4)
-    if in_features >= 8192:  # x is long: better to read it fewer times
+    if in_features >= 8192:  # x is long, so it is read fewer times
         return Tile(64, stages=5, splits=2)
     programs = -(-num_rows // 32)
     splits = next(
@@ -207,7 +206,7 @@ def best_tile(num_tokens: int, num_rows: int, in_features: int) -> Tile:
 
 
 def best_tile_of_fp8(num_tokens: int, num_rows: int, in_features: int) -> Tile:
-    """As `best_tile`. Here smaller tiles hide better that the weight is converted."""
+    """Return the fastest tile for an FP8 weight. Smaller ones hide its conversion better."""
     if num_tokens > 16:
         return Tile(32, stages=8)
     rows = 16 if num_tokens <= 8 or num_rows <= 1024 else 32
@@ -215,18 +214,20 @@ def best_tile_of_fp8(num_tokens: int, num_rows: int, in_features: int) -> Tile:
 
 
 def _late(num_tokens: int, activation: str | None, gated: bool, normed: bool) -> bool:
-    """Whether the next kernel may start only when the weight is read: one of so many programs that they would crowd on the
-    multiprocessors which this one's leave free. By times of chains, and by what follows in a model: a product, or attention.
+    """Return True if the next kernel may start only when the weight has been read.
+
+    Kernels of many programs would crowd on the multiprocessors that this one leaves free. Chosen by
+    timing chains with the kernel that follows in a model: a product or attention.
     """
     if gated or normed:
         return True
     if activation is not None:
         return num_tokens <= 8
-    return 16 < num_tokens <= 48  # attention over more fills all there is room for
+    return 16 < num_tokens <= 48  # attention over more fills the GPU
 
 
 def _padded(num_tokens: int, tile: Tile) -> int:
-    """The rows of x in a tile. Without parts, one of the two sides has 64 rows, as the tensor cores' full rate takes."""
+    """Return the rows of x in a tile. Without parts, one side needs 64 for the full tensor rate."""
     if tile.parts == 1 and tile.rows < 64:
         return MAX_TOKENS
     least = 16 if tile.parts == 1 or tile.rows < 16 else 8
@@ -235,16 +236,17 @@ def _padded(num_tokens: int, tile: Tile) -> int:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """What a program's tiles may take, in bytes; a little is for other things."""
+    """Return the bytes of shared memory for a program's tiles."""
     if device.type != "cuda":
         return 0
-    most: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return most - 1024
+    properties = torch.cuda.get_device_properties(device)
+    limit: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # stubs
+    return limit - 1024  # a reserve for other uses
 
 
 @triton.jit
 def _like(weight, DTYPE: tl.constexpr):
-    """e4m3 in the type of x. The way from fp16 to bf16 that the compiler takes has a quarter of this one's rate."""
+    """Convert e4m3 to the type of x. For bf16 the compiler's own code has a quarter of the rate."""
     if DTYPE.is_bf16() and not INTERPRETED:
         weight = tl.inline_asm_elementwise(
             """{
@@ -274,7 +276,7 @@ def _like(weight, DTYPE: tl.constexpr):
 
 @triton.jit
 def load_once(pointers, live, EVEN: tl.constexpr):
-    """A tile of the weight, which no one will ask for again soon."""
+    """Load a tile of the weight, which is not read again soon."""
     if EVEN:
         tile = tl.load(pointers, eviction_policy="evict_first")
     else:
@@ -284,7 +286,7 @@ def load_once(pointers, live, EVEN: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, acc):
-    """a @ bᵀ + acc in fp32. The interpreter multiplies bf16 numbers' bits, so it gets them widened."""
+    """Return a @ bᵀ + acc in fp32. The interpreter multiplies bits of bf16, so they are widened."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -297,13 +299,13 @@ def _dot(a, b, acc):
 
 @triton.jit
 def _sum_of_programs(acc, part_ptr, count_ptr, SPLITS: tl.constexpr):
-    """(the sum of what the tile's programs have, whether this is the last of them to come)."""
+    """Return (sum over the tile's programs, whether this is the last to arrive)."""
     tile = tl.program_id(0)
     at = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
     stride = tl.num_programs(0) * (acc.shape[0] * acc.shape[1])
     part_ptr += tile * (acc.shape[0] * acc.shape[1])
     tl.store(part_ptr + tl.program_id(1) * stride + at, acc)
-    tl.debug_barrier()  # every thread's part is written before the count says so
+    tl.debug_barrier()  # all threads write their part before the count rises
     last = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
     if last:
         tl.store(count_ptr + tile, 0)
@@ -349,11 +351,14 @@ def _tile_kernel(
     NORMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS rows of the weight, of which half are of gate and half of up if GATED, over `share` of its columns. Tiles are
-    `[tokens or rows, columns]`, of several parts `[parts, ..., columns]`.
+    """Multiply x by ROWS rows of the weight, over `share` of its columns.
 
-    The product's first operand has 64 rows, if one of the two has: the tensor cores take as many at a time, and read them again
-    for each run of the second's. Otherwise it is the longer one. Rows past the last one are the last one again.
+    If GATED, half of the rows are gate's and half up's. Tiles are `[tokens or rows, columns]`, with
+    several parts `[parts, ..., columns]`.
+
+    The first operand of the product is the one with 64 rows, if any: the tensor cores take as many
+    at a time, and read them again for each run of the second. Otherwise it is the longer one. Rows
+    past the last one repeat it.
     """
     if not LATE:
         release(PDL)
@@ -397,7 +402,7 @@ def _tile_kernel(
         acc = tl.zeros([PARTS, FIRST, SECOND], tl.float32)
     wait(PDL)
     if UNSCALED:
-        squares = tl.load(given_ptr + token, mask=token < num_tokens, other=0.0).to(tl.float32)
+        square_sums = tl.load(given_ptr + token, mask=token < num_tokens, other=0.0).to(tl.float32)
     if NORMED:
         residual = tl.load(residual_ptr + at_out, mask=stored, other=0.0)
     for start in tl.range(0, tl.minimum(share, left), PARTS * COLUMNS, num_stages=STAGES):
@@ -423,7 +428,7 @@ def _tile_kernel(
     if SCALED:
         acc *= scale[None, :]
     if UNSCALED:
-        acc *= tl.rsqrt(squares / in_features + eps)[:, None]
+        acc *= tl.rsqrt(square_sums / in_features + eps)[:, None]
     if BIASED:
         acc += bias[None, :]
     if GATED:
@@ -438,8 +443,8 @@ def _tile_kernel(
         total = (y + residual.to(tl.float32)).to(residual.dtype)
         tl.store(residual_ptr + at_out, total, mask=stored)
         y = tl.where(stored, total.to(tl.float32), 0.0)
-        # In fp64 the order in which programs come all but never shows, once the sum is rounded.
-        squares = tl.sum(y * y, 1).to(tl.float64)
-        tl.atomic_add(found_ptr + token, squares, mask=token < num_tokens, sem="relaxed")
+        # In fp64 the order of programs hardly ever shows once the sum is rounded.
+        square_sums = tl.sum(y * y, 1).to(tl.float64)
+        tl.atomic_add(found_ptr + token, square_sums, mask=token < num_tokens, sem="relaxed")
         y *= norm[None, :]
     tl.store(out_ptr + at_out, y.to(out_ptr.dtype.element_ty), mask=stored)

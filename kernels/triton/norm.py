@@ -1,7 +1,7 @@
-"""Normalization of rows, fused with the residual sum before it: one program a row, one pass over it."""
+"""Normalization of rows, fused with the residual sum before it: one program per row."""
 
 # mypy: allow-incomplete-defs
-# Triton annotates the constexpr parameters of a kernel and no others.
+# Kernels annotate constexpr parameters only.
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor
 from .pdl import release, supported, wait
 
 MAX_SIZE = 32768
-"""Longest row: it is kept in the registers of one program."""
+"""Longest row: it must fit into the registers of one program."""
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual); Zhang & Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """Return (RMS norm of x + residual, x + residual); Zhang & Sennrich, 2019.
 
-    x, residual: `[num_tokens, size]`, contiguous; weight: `[size]`. The sum is written into `residual`,
-    rounded to its dtype; statistics and the norm are taken of that, in fp32. Without a residual the sum is x
+    x, residual: `[num_tokens, size]`, contiguous; weight: `[size]`. The sum is rounded and written
+    into `residual`. The norm is of the rounded sum, in fp32. Without a residual the sum is x
     itself.
 
     Raises ValueError for rows longer than MAX_SIZE.
@@ -38,7 +38,7 @@ def add_layer_norm(
     eps: float,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual); Ba et al., "Layer Normalization", 2016. See `add_rms_norm`."""
+    """Return (layer norm of x + residual, x + residual); Ba et al., 2016. See `add_rms_norm`."""
     return _add_norm(x, residual, weight, bias, eps, out)
 
 
@@ -90,7 +90,7 @@ def _add_norm_kernel(
     CENTERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row."""
+    """Norm one row."""
     column = tl.arange(0, BLOCK)
     live = column < SIZE
     weight = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)

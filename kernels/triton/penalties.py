@@ -1,7 +1,7 @@
-"""Repetition, presence and frequency penalties, by passes over the rows' tokens and not over the vocabulary."""
+"""Repetition, presence and frequency penalties, by passes over tokens instead of the vocabulary."""
 
 # mypy: allow-incomplete-defs
-# Triton annotates the constexpr parameters of a kernel and no others.
+# Kernels annotate constexpr parameters only.
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from torch import Tensor
 from .sampling import check_shape
 
 HISTORY = 1024
-"""Tokens of one program of a pass over a row's tokens."""
+"""Tokens per program."""
 IN_PROMPT = tl.constexpr(1 << 30)
 
 
 def penalize(
     logits: Tensor, rows: Tensor, lengths: Tensor, floats: Tensor, ints: Tensor, token_ids: Tensor
 ) -> None:
-    """Repetition (Keskar et al., 2019) over prompt and output, presence and frequency over the output, in place.
+    """Apply penalties in place: repetition over prompt and output, the others over the output.
 
-    logits: fp32 `[n, vocab]`, rows may be strided; rows, lengths: int32 `[n]`, which row of the state each is and how
-    many tokens it has; floats: fp32 `[num_rows, 6]`, last repetition, presence and frequency penalty; ints: int64
-    `[num_rows, 3]`, last the number of prompt tokens; token_ids: int32 `[num_rows, max_len]`. Rows whose penalties
-    change nothing, and tokens outside the vocabulary, are passed over.
+    logits: fp32 `[n, vocab]`, rows may be strided; rows, lengths: int32 `[n]`, each entry's row of
+    the state and number of tokens; floats: fp32 `[num_rows, 6]`, the last three are repetition
+    (Keskar et al., 2019), presence and frequency penalty; ints: int64 `[num_rows, 3]`, the last is
+    the number of prompt tokens; token_ids: int32 `[num_rows, max_len]`. Rows with neutral penalties
+    and tokens outside the vocabulary are skipped.
 
     Raises ValueError for logits of another type, or with a strided last dimension.
     """
     n, vocab = check_shape(logits)
     if logits.dtype != torch.float32:
-        raise ValueError(f"penalties are taken off fp32 logits, not {logits.dtype}")
+        raise ValueError(f"penalized logits must be fp32, not {logits.dtype}")
     if n == 0:
         return
     counts = torch.zeros(n, vocab, dtype=torch.int32, device=logits.device)
@@ -71,7 +72,7 @@ def _count_kernel(
     vocab,
     HISTORY: tl.constexpr,
 ):
-    """Counts the output tokens among HISTORY tokens of one row, and marks the prompt's."""
+    """Count the output tokens among HISTORY tokens of one row, and mark the prompt's."""
     entry = tl.program_id(1).to(tl.int64)
     length = tl.load(length_ptr + entry)
     position = tl.program_id(0) * HISTORY + tl.arange(0, HISTORY)
@@ -102,7 +103,7 @@ def _penalize_kernel(
     vocab,
     HISTORY: tl.constexpr,
 ):
-    """The same tokens again: who takes a token's count away, once, changes its logit."""
+    """Visit the same tokens. The thread that zeroes a token's count changes its logit, once."""
     entry = tl.program_id(1).to(tl.int64)
     length = tl.load(length_ptr + entry)
     position = tl.program_id(0) * HISTORY + tl.arange(0, HISTORY)

@@ -1,7 +1,7 @@
-"""What lies between the QKV projection and attention, in one kernel: norms of heads, rotation, the cache."""
+"""Head norms, rotation and the write to the cache, in one kernel after the QKV projection."""
 
 # mypy: allow-incomplete-defs
-# Triton annotates the constexpr parameters of a kernel and no others.
+# Kernels annotate constexpr parameters only.
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .fp8 import FP8, to_fp8
 from .pdl import release, supported, wait
 
 TILE = 2048
-"""Most elements of a program; fewer where the GPU would not be full."""
+"""Most elements per program. Fewer if the GPU would not be full."""
 PROGRAMS = 1024
 
 
@@ -34,27 +34,26 @@ def qk_norm_rope_write(
 ) -> Tensor:
     """Norm and rotate queries and keys, store keys and values in the cache, return the queries.
 
-    qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_size]`, rows q | k | v, each row contiguous;
-    positions: int32 or int64 `[num_tokens]`; cos_sin: `[max_model_len, 2, rotary_size / 2]`, contiguous:
-    pairs (i, i + rotary_size / 2) of the first `rotary_size` dimensions are rotated (Su et al.,
-    arXiv:2104.09864, in the halves' order of GPT-NeoX), the rest pass; None rotates nothing. q_weight,
-    k_weight: `[head_size]`, both or none: RMS norm of each head before the rotation (Qwen3). slot_mapping,
-    k_cache, v_cache: as in `toolkit.kernels.reference.write_kv`, of qkv's dtype or FP8, where what is beyond
-    its range becomes the greatest number there is; tokens with negative slots are not stored, their queries are
-    computed all the same.
+    qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_size]`, rows q | k | v, each
+    contiguous; positions: int32 or int64 `[num_tokens]`; cos_sin: `[max_model_len, 2, rotary_size /
+    2]`, contiguous, or None: pairs (i, i + rotary_size / 2) of the first `rotary_size` dimensions
+    are rotated (Su et al., arXiv:2104.09864, in GPT-NeoX's order). q_weight, k_weight:
+    `[head_size]`, both or none: RMS norm of each head before the rotation (Qwen3). slot_mapping,
+    k_cache, v_cache: see `reference.write_kv`; the caches have qkv's dtype or FP8, for which values
+    are clamped. Tokens with negative slots are not stored, but have queries.
 
-    NOTE: on Hopper the kernel reads positions and slots before the kernel ahead of it has ended (see `pdl`): they
-    must be older.
+    NOTE: on Hopper the kernel reads positions and slots before the kernel ahead of it ends (see
+    `pdl`): they must be older.
 
-    Everything is computed in fp32 and rounded once. Returns `[num_tokens, num_heads, head_size]`: a view of
-    `qkv` where there is nothing to compute. Raises ValueError for layouts that the kernel does not know.
+    Everything is computed in fp32 and rounded once. Returns `[num_tokens, num_heads, head_size]`: a
+    view of `qkv` if there is nothing to compute. Raises ValueError for unsupported layouts.
     """
     num_tokens = qkv.shape[0]
     block_size, _, head_size = k_cache.shape[1:]
     normed, rotated = q_weight is not None, cos_sin is not None
     if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (qkv.dtype, FP8):
         raise ValueError(
-            f"the caches must be of {qkv.dtype} or {FP8}, not {k_cache.dtype} and {v_cache.dtype}"
+            f"the caches must be in {qkv.dtype} or {FP8}, not {k_cache.dtype} and {v_cache.dtype}"
         )
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or qkv.stride(1) != 1:
         raise ValueError(
@@ -113,7 +112,7 @@ def _power_of_two(n: int) -> int:
 
 @triton.jit
 def _head_weight(q_weight_ptr, k_weight_ptr, dim, in_part, is_q):
-    """The norm's weights of each row's head, `[rows, dims]`."""
+    """Load the norm's weights of each row's head, `[rows, dims]`."""
     q_weight = tl.load(q_weight_ptr + dim, mask=in_part, other=0.0).to(tl.float32)
     k_weight = tl.load(k_weight_ptr + dim, mask=in_part, other=0.0).to(tl.float32)
     return tl.where(is_q[:, None], q_weight[None, :], k_weight[None, :])
@@ -133,7 +132,7 @@ def _store_part(
     is_k,
     is_v,
 ):
-    """Some dimensions of each row's head, to where that head belongs."""
+    """Store some dimensions of each row's head: a query in q, a key or value in its cache."""
     query = part.to(q_ptr.dtype.element_ty)
     if k_cache_ptr.dtype.element_ty == tl.float8e4nv:
         cached = to_fp8(part)
@@ -182,7 +181,10 @@ def _qk_norm_rope_write_kernel(
     ROTATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS (token, head) pairs, from head FIRST up. A head is two halves of what rotates, and a rest."""
+    """Transform ROWS (token, head) pairs, from head FIRST up.
+
+    A head is two rotated halves and a rest.
+    """
     HEADS: tl.constexpr = Q_HEADS + 2 * KV_HEADS - FIRST
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = (pair // HEADS).to(tl.int64)
@@ -219,10 +221,10 @@ def _qk_norm_rope_write_kernel(
         rest = tl.load(source + rest_dim[None, :], mask=live[:, None] & in_rest[None, :], other=0.0)
         rest = rest.to(tl.float32)
     if NORMED:
-        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        square_sum = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         if REST_PAD:
-            squares += tl.sum(rest * rest, 1)
-        scale = tl.rsqrt(squares / HEAD_SIZE + eps)[:, None]
+            square_sum += tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(square_sum / HEAD_SIZE + eps)[:, None]
         is_normed = (is_q | is_k)[:, None]
         weight = _head_weight(q_weight_ptr, k_weight_ptr, dim, in_first, is_q)
         first = tl.where(is_normed, first * scale * weight, first)

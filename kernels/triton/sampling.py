@@ -1,25 +1,27 @@
-"""Sampling on NVIDIA GPUs: one pass over the logits, then one small program for each row.
+"""Sampling on NVIDIA GPUs: one pass over the logits, then one small program per row.
 
-A row of logits is cut into blocks of WIDTH tokens. The pass leaves the greatest logit of each block and the sum
-of its weights exp((logit - greatest) / temperature); of these a token is drawn by inverting the running sum, first
-over blocks, then inside the one block that it falls into. That is one exponential for each logit, where Gumbel
-noise would take a hash and two logarithms, and the pass stays bound by memory.
+A row of logits is cut into blocks of WIDTH tokens. The pass computes the greatest logit of each
+block and the sum of its weights exp((logit - greatest) / temperature). A token is drawn by
+inverting the running sum of these, first over blocks, then inside one block. This takes one
+exponential per logit, where Gumbel noise takes a hash and two logarithms, so the pass stays bound
+by memory.
 
-Filters (top-k, top-p, min-p) are found without a sort. The k-th greatest of the blocks' maxima bounds the k-th
-greatest logit from below, and only the about k blocks that reach it are looked at. Top-p draws first and asks
-then: a token is kept if what is likelier weighs less than top-p; if not, the draw is repeated among the likelier
-tokens. What comes out is distributed as if the others had been masked before, and the first draw is kept with
-probability top-p (rejection sampling from a shrinking set; compare Ye et al., "FlashInfer", arXiv:2501.01005).
+Filters (top-k, top-p, min-p) need no sort. The k-th greatest of the blocks' maxima bounds the k-th
+greatest logit from below, and only the about k blocks that reach it are read. Top-p is tested after
+the draw: a token is kept if the likelier ones weigh less than top-p, else the draw is repeated
+among these. The result is distributed as if the others had been masked before, and the first draw
+is kept with probability top-p (rejection sampling from a shrinking set; compare Ye et al.,
+"FlashInfer", arXiv:2501.01005).
 
-A random choice depends on logits, parameters, seed and position of its own row alone: to the last bit, for no
-sum is taken in an order that depends on the batch.
+A choice depends bitwise on the logits, parameters, seed and position of its own row alone: no sum
+is taken in an order that depends on the batch.
 
-Nothing here waits for the GPU and grids come from host integers only, so a call can be captured in a CUDA graph
-and replayed with other rows. Nothing is compiled anew for another number of rows.
+Nothing here waits for the GPU, and grids depend on host integers only, so a call can be captured in
+a CUDA graph and replayed with other rows. Other numbers of rows need no compilation.
 """
 
 # mypy: allow-incomplete-defs
-# Triton annotates the constexpr parameters of a kernel and no others.
+# Kernels annotate constexpr parameters only.
 
 from __future__ import annotations
 
@@ -33,11 +35,11 @@ from .pdl import release, supported, wait
 WIDTH = 256
 """Tokens of a block."""
 BLOCKS = 16
-"""Blocks of one program of a pass over the vocabulary."""
+"""Blocks per program of a pass over the vocabulary."""
 ALIGNED = 16
-"""Numbers of which a row's start and end must be multiples for the widest loads."""
+"""Divisor of a row's start and end for the widest loads."""
 TRAILING_ZEROS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
-"""Low bits that are 0 in a number of this type when it is widened to fp32."""
+"""Low bits that are 0 in numbers of a type when they are widened to fp32."""
 NOT_SAMPLED = tl.constexpr(-2)
 NOT_FINITE = tl.constexpr(-1)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -52,18 +54,19 @@ def sample(
     token_ids: Tensor,
     out: Tensor,
 ) -> None:
-    """Chooses a token from each row of logits, and writes it into `out` and into the state.
+    """Choose a token from each row of logits, and write it into `out` and into the state.
 
-    logits: `[n, vocab]`, fp32, fp16 or bf16, rows may be strided; rows, positions: int32 `[n]`, the row of the state
-    that each entry belongs to, and where its token goes; an entry at a negative position is skipped, and its `out`
-    is -2. floats: fp32 `[num_rows, 6]`, first temperature, top-p and min-p; ints: int64 `[num_rows, 3]`, first top-k
-    and seed; token_ids: int32 `[num_rows, max_len]`, where the token is stored at `[row, position]`; out: int32 `[n]`.
+    logits: `[n, vocab]`, fp32, fp16 or bf16, rows may be strided; rows, positions: int32 `[n]`,
+    each entry's row of the state and the position of its token. Entries at negative positions are
+    skipped and have -2 in `out`. floats: fp32 `[num_rows, 6]`, the first three are temperature,
+    top-p and min-p; ints: int64 `[num_rows, 3]`, the first two are top-k and seed; token_ids: int32
+    `[num_rows, max_len]`, receives the token at `[row, position]`; out: int32 `[n]`.
 
-    Temperature 0 takes the greatest logit, the first of equals. Top-k is off at 0, and keeps tokens as likely as
-    the k-th; top-p is of what top-k and min-p leave. Where a logit is NaN or +inf, or all are -inf, `out` is -1 and
-    token 0 is stored.
+    Temperature 0 chooses the greatest logit, the first of equals. Top-k is off at 0, and keeps ties
+    at the k-th place. Top-p applies to the tokens that pass top-k and min-p. If a logit is NaN or
+    +inf, or all are -inf, `out` is -1 and token 0 is stored.
 
-    A vocabulary that is no multiple of ALIGNED is read faster from rows that are padded to one.
+    A vocabulary that is not divisible by ALIGNED is read faster from rows that are padded so.
 
     Raises ValueError for logits whose last dimension is strided.
     """
@@ -127,25 +130,22 @@ def sample(
 
 
 def check_shape(logits: Tensor) -> tuple[int, int]:
-    """(n, vocab). Raises ValueError where the last dimension is strided."""
+    """Return (n, vocab). Raises ValueError if the last dimension is strided."""
     if logits.stride(1) != 1 and logits.shape[1] > 1:
         raise ValueError("the last dimension of the logits must be contiguous")
     return logits.shape[0], logits.shape[1]
 
 
 def _readable(logits: Tensor) -> int:
-    """How many numbers of a row may be read: where rows are padded and aligned, up to a whole wide load.
-
-    That keeps loads wide for a vocabulary that is no multiple of ALIGNED.
-    """
+    """Return the readable numbers of a row: padded and aligned rows are read by full wide loads."""
     vocab = logits.shape[1]
     padded = -(-vocab // ALIGNED) * ALIGNED
-    aligned = logits.stride(0) % ALIGNED == 0 and logits.storage_offset() % ALIGNED == 0
-    return padded if aligned and logits.stride(0) >= padded else vocab
+    is_aligned = logits.stride(0) % ALIGNED == 0 and logits.storage_offset() % ALIGNED == 0
+    return padded if is_aligned and logits.stride(0) >= padded else vocab
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two from n up."""
+    """Return the least power of two >= n."""
     return 1 << (n - 1).bit_length()
 
 
@@ -154,13 +154,13 @@ def power_of_two(n: int) -> int:
 
 @triton.jit
 def _exponent_scale(temperature):
-    """What a difference of logits is multiplied with to be an exponent of 2; bounded, so that 0 stays 0."""
+    """Return the factor from logit differences to exponents of 2, bounded so that 0 stays 0."""
     return LOG2_E * tl.minimum(1.0 / tl.maximum(temperature, 1e-30), 1e30)
 
 
 @triton.jit
 def _uniform(seed, position, draw):
-    """A number in [0, 1), fp64, that depends on these alone: SplitMix64's finalizer (Steele et al., 2014)."""
+    """Return a number in [0, 1), fp64: SplitMix64's finalizer (Steele et al., 2014)."""
     x = seed.to(tl.uint64) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     x += draw.to(tl.uint64) * 0xD1B54A32D192ED03
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
@@ -171,7 +171,7 @@ def _uniform(seed, position, draw):
 
 @triton.jit
 def _to_key(x):
-    """An int32 that orders as the fp32 x does."""
+    """Return an int32 with the order of the fp32 x."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
@@ -184,7 +184,7 @@ def _from_key(key):
 
 @triton.jit
 def _upper_middle(low, high):
-    """(low + high + 1) // 2 where that may overflow."""
+    """Return (low + high + 1) // 2 without overflow."""
     return (low | high) - ((low ^ high) >> 1)
 
 
@@ -211,7 +211,7 @@ def _statistics_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Greatest logit and sum of weights of each of BLOCKS blocks of one row. A NaN or +inf makes a sum NaN."""
+    """Reduce BLOCKS blocks of a row to greatest logits and weight sums. NaN or +inf make NaN."""
     release(PDL)
     wait(PDL)
     entry = tl.program_id(1).to(tl.int64)
@@ -221,7 +221,7 @@ def _statistics_kernel(
     token = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     pointers = logits_ptr + entry * logits_stride + token
     logits = tl.load(pointers, mask=token < readable, other=-float("inf")).to(tl.float32)
-    if PADDED:  # noqa: SIM102  # this is the compiler's question, the next one the GPU's
+    if PADDED:  # noqa: SIM102  # decided by the compiler, the next by the GPU
         if (tl.program_id(0) + 1) * BLOCKS * WIDTH > vocab:
             logits = tl.where(token < vocab, logits, -float("inf"))
     row = tl.load(row_ptr + entry).to(tl.int64)
@@ -233,7 +233,7 @@ def _statistics_kernel(
     tl.store(place + num_statistics, tl.sum(weights, 1), mask=block < num_blocks)
 
 
-# The choice: one program for each row
+# The choice: one program per row
 
 
 @triton.jit(
@@ -292,7 +292,7 @@ def _choose_kernel(
     total = tl.sum(masses.to(tl.float64), 0)
 
     chosen = tl.full([], NOT_FINITE, tl.int32)
-    if total > 0:  # NaN is not
+    if total > 0:  # False for NaN
         filtered = (top_k > 0) & (top_k < vocab) | (top_p < 1) | (min_p > 0)
         if (temperature > 0) & filtered:
             chosen = _draw_filtered(
@@ -319,7 +319,7 @@ def _choose_kernel(
                 WIDTH,
             )
         else:
-            # At temperature 0 only the greatest are left, and 0 draws the first of them.
+            # At temperature 0 only the greatest remain, and target 0 draws the first of them.
             target = tl.where(temperature > 0, total * _uniform(seed, position, position * 0), 0.0)
             least = tl.where(temperature > 0, -float("inf"), best)
             masses = tl.where(greatest >= least, masses, 0.0)
@@ -332,8 +332,9 @@ def _choose_kernel(
 
 @triton.jit
 def _draw(logits_ptr, masses, target, least, above, best, scale, vocab, WIDTH: tl.constexpr):
-    """(token, its logit) where the running sum of weights exceeds `target`, among the logits that are at least
-    `least` and above `above`. masses: the sum of each block, one of them above 0.
+    """Return (token, its logit) at which the running sum of weights exceeds `target`.
+
+    Only logits >= `least` and > `above` count. masses: the sum of each block, one of them above 0.
     """
     block, before = _invert(masses, target)
     token = block * WIDTH + tl.arange(0, WIDTH)
@@ -346,15 +347,15 @@ def _draw(logits_ptr, masses, target, least, above, best, scale, vocab, WIDTH: t
 
 @triton.jit
 def _invert(weights, target):
-    """(index, sum before it): the first index where the running sum exceeds `target`; where rounding leaves none,
-    the last. It never falls on a weight of 0.
+    """Return (index, sum before it) of the first running sum above `target`.
+
+    If rounding leaves none, that is the last index. Its weight is never 0.
     """
     sums = tl.cumsum(weights.to(tl.float64), 0)
     size: tl.constexpr = weights.shape[0]
     index = tl.arange(0, size)
-    order = tl.where(
-        sums > target, index, 2 * size - index
-    )  # candidates, then the others from the last on
+    # Candidates in order, then the others from the last on.
+    order = tl.where(sums > target, index, 2 * size - index)
     order = tl.min(tl.where(weights > 0, order, 3 * size), 0)
     found = tl.where(order < size, order, 2 * size - order)
     return found, tl.max(tl.where(index < found, sums, 0.0), 0)
@@ -384,7 +385,7 @@ def _draw_filtered(
     BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The token that top-k, min-p and top-p let through. Weights are against the row's greatest logit."""
+    """Draw a token that passes top-k, min-p and top-p. Weights: relative to the greatest logit."""
     live = tl.arange(0, greatest.shape[0]) < num_blocks
     least = tl.full([], -float("inf"), tl.float32)
     count = tl.full([], 0, tl.int32)
@@ -429,7 +430,7 @@ def _draw_filtered(
         total = tl.sum(masses.to(tl.float64), 0)
     limit = total
     if limited & (least > -float("inf")):
-        # Equals of the k-th are kept, but do not count for top-p.
+        # Ties at the k-th place are kept, but do not count for top-p.
         surplus = tl.maximum(count - top_k, 0)
         limit -= surplus.to(tl.float64) * tl.exp2((least - best) * scale)
     limit *= top_p
@@ -470,7 +471,7 @@ def _draw_filtered(
 
 @triton.jit
 def _kth_greatest_block(greatest, best, k, TRAILING_ZEROS: tl.constexpr):
-    """A bound that at least k logits reach: the k-th greatest of the blocks' maxima, -inf with fewer blocks."""
+    """Return a bound that at least k logits reach: the k-th greatest block maximum, or -inf."""
     low = _to_key(tl.full([], -float("inf"), tl.float32)) >> TRAILING_ZEROS
     high = _to_key(best) >> TRAILING_ZEROS
     while low < high:
@@ -500,9 +501,9 @@ def _kth_greatest(
     BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A threshold that the k greatest logits and their equals reach and no others. `bound` is at most that.
+    """Return a threshold >= `bound` that only the k greatest logits and their equals reach.
 
-    Bisects the fp32 numbers by their order; where k logits reach the middle, that is the threshold.
+    Bisects the ordered fp32 numbers. A middle that exactly k logits reach is the threshold.
     """
     low = _to_key(bound) >> TRAILING_ZEROS
     high = _to_key(best) >> TRAILING_ZEROS
@@ -529,10 +530,10 @@ def _kth_greatest(
 
 @triton.jit
 def _list_blocks(list_ptr, wanted):
-    """Writes the numbers of the wanted blocks into the list, in order; how many they are."""
+    """Write the indices of the wanted blocks into the list, in order. Return their number."""
     size: tl.constexpr = wanted.shape[0]
     place = tl.cumsum(wanted.to(tl.int32), 0) - 1
-    tl.debug_barrier()  # all have read the list before
+    tl.debug_barrier()  # all threads have read the previous list
     tl.store(list_ptr + place, tl.arange(0, size), mask=wanted)
     tl.debug_barrier()
     return tl.sum(wanted.to(tl.int32), 0)
@@ -542,8 +543,10 @@ def _list_blocks(list_ptr, wanted):
 def _load_listed(
     logits_ptr, list_ptr, start, listed, readable, BLOCKS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """(BLOCKS numbers from the list, the tokens of these blocks `[BLOCKS, WIDTH]`, their logits), -inf past the
-    list's end. Loops call it a step ahead and widen the logits when they use them, so as not to wait for memory.
+    """Return (BLOCKS listed blocks, their tokens `[BLOCKS, WIDTH]`, their logits).
+
+    Logits past the list's end are -inf. Loops call this a step ahead and widen the logits when they
+    use them, to hide the latency of memory.
     """
     place = start + tl.arange(0, BLOCKS)
     block = tl.load(list_ptr + place, mask=place < listed, other=0)
@@ -554,7 +557,7 @@ def _load_listed(
 
 @triton.jit
 def _widen(logits, token, vocab, PADDED: tl.constexpr):
-    """In fp32, -inf in place of the padding that a wide load took along."""
+    """Convert to fp32, with -inf for the padding read by a wide load."""
     logits = logits.to(tl.float32)
     if PADDED:
         logits = tl.where(token < vocab, logits, -float("inf"))
@@ -577,9 +580,9 @@ def _weigh(
     BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Writes what the logits in [least, inf) and (above, inf) of each listed block weigh; how many they are."""
+    """Sum the weights of logits >= least and > above, per listed block. Return their number."""
     counts = tl.zeros([BLOCKS, WIDTH], tl.int32)
-    tl.debug_barrier()  # all have read the masses before
+    tl.debug_barrier()  # all threads have read the previous masses
     block, token, ahead = _load_listed(logits_ptr, list_ptr, 0, listed, readable, BLOCKS, WIDTH)
     for start in range(0, listed, BLOCKS):
         logits = _widen(ahead, token, vocab, PADDED)

@@ -1,4 +1,4 @@
-"""A server for the tests that share one, and what Transformers makes of its model."""
+"""Servers for the tests that share one, and a reference: the same model in Transformers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests import checkpoints
 from tests.server import Server
 
 CONTEXT = 8192
-"""Tokens: long enough that a request that nobody ends runs for many seconds."""
+"""Context of the models, in tokens: long enough that an endless request runs for many seconds."""
 
 SMALL_TOKENS = 160
 SMALL = (10 * 2 * 2 * 16 * 2 * 8 * 4 + 100) / 2**30
-"""GiB: ten blocks of keys and values, in 2 layers, of 16 tokens, 2 heads of 8 numbers of 4 bytes; and a bit."""
+"""GiB of ten blocks: 2 (K, V) · 2 layers · 16 tokens · 2 heads · 8 values · 4 bytes, and a bit."""
 
 
 class Reference:
-    """The served model, in Transformers."""
+    """The served model in Transformers."""
 
     def __init__(self) -> None:
         self.model = checkpoints.make_reference("llama3-gqa")
@@ -34,7 +34,7 @@ class Reference:
         return tuple(checkpoints.greedy(self.model, ids, count))
 
     def tokens(self, prompt: str, count: int) -> tuple[int, ...]:
-        """Greedy tokens of a prompt that runs alone; the first ones of a longer run are those of a shorter."""
+        """Greedy tokens of a prompt that runs alone. Shorter runs are prefixes of longer ones."""
         return self._run(prompt, -(-count // 48) * 48)[:count]
 
     def text(self, prompt: str, count: int) -> str:
@@ -53,7 +53,7 @@ def reference() -> Reference:
 
 @pytest.fixture(scope="session")
 def model(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model with a context of CONTEXT tokens."""
+    """Folder of a model with a context of CONTEXT tokens."""
     folder = checkpoints.save(reference.model, tmp_path_factory.mktemp("models") / "tiny-llama")
     checkpoints.edit_json(folder / "config.json", max_position_embeddings=CONTEXT)
     return folder
@@ -61,7 +61,7 @@ def model(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="session")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The server that tests share: they leave it idle and healthy."""
+    """The shared server. Tests leave it idle and healthy."""
     served = Server(
         str(model),
         "--served-model-name",
@@ -77,8 +77,9 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 @pytest.fixture(scope="session")
 def base(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of a model without a name of its own, in SMALL GiB; its tokenizer is in another folder, which has
-    nothing else, and no chat template. The model says that a line break, too, ends an answer.
+    """A server without --served-model-name and with SMALL GiB of KV cache.
+
+    The tokenizer is in another folder, without a chat template. A line break is an EOS token, too.
     """
     folder = checkpoints.save(
         reference.model, tmp_path_factory.mktemp("models") / "base", tokenizer=False
@@ -120,7 +121,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="session")
 def bare_model(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model without a tokenizer: it starts sooner, and takes token ids."""
+    """Folder of the same model without a tokenizer. It starts faster, and takes token ids."""
     folder = checkpoints.save(
         reference.model, tmp_path_factory.mktemp("models") / "bare", tokenizer=False
     )
@@ -130,7 +131,7 @@ def bare_model(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def start(bare_model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Starts a server of the test's own: `start("--flag", ..., NAME="value")`; ended with the test."""
+    """Starts a server for one test: `start("--flag", ..., NAME="value")`."""
     started: list[Server] = []
 
     def start_one(*arguments: str, model: Path = bare_model, **environment: str) -> Server:

@@ -1,4 +1,4 @@
-"""Requests that ask for too much, or for what nobody can make sense of: refused at once, and never a 500."""
+"""Requests that ask for too much or cannot be encoded: rejected at once, and never with a 500."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.server import Server
 from toolkit.api.http.body_fields import _Request
 from toolkit.api.http.limits import check_shape
 from toolkit.api.http.service import Service
-from toolkit.api.openai import conversation as talk
+from toolkit.api.openai import conversation
 from toolkit.api.openai.answer_parts import AnswerPlan
 from toolkit.api.openai.schemas import ChatRequest
 from toolkit.api.openai.tools import FunctionTool, Tool
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import SamplingParams
 from toolkit.sampling.structured_outputs import StructuredOutputsParams
-from toolkit.text.tool_formats import Llama3
+from toolkit.text.tool_formats import Llama3Format
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -37,7 +37,7 @@ HALF = "\ud800"
 
 
 def post(http: httpx.Client, path: str, body: object) -> httpx.Response:
-    """Half a surrogate pair goes as JSON's escape."""
+    """Post JSON in which a lone surrogate is an escape sequence."""
     return http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
 
 
@@ -61,7 +61,7 @@ def schema(value: object) -> dict[str, object]:
     ],
     ids=lambda value: ascii(value)[:60],
 )
-def test_what_cannot_be_told_on_is_refused(
+def test_values_that_cannot_be_encoded_are_refused(
     http: httpx.Client, path: str, body: dict[str, object], param: str
 ) -> None:
     asked = {"input": "x"} if path == RESPONSES else {"messages": MESSAGES}
@@ -70,27 +70,32 @@ def test_what_cannot_be_told_on_is_refused(
     assert found.split(".")[0] == param
 
 
-@pytest.mark.parametrize("form", ["[1]", "true", "[" * 100_000, "{"], ids=lambda text: text[:8])
-def test_beside_tools_a_schema_is_an_object(form: str) -> None:
-    plan = AnswerPlan(None, Llama3, [Tool(function=FunctionTool(name="f"))], True, False, False)
-    asked = SamplingParams(structured_outputs=StructuredOutputsParams(json=form))
-    with pytest.raises(InvalidRequestError, match=r"no JSON|a JSON object") as caught:
-        plan.params(asked, make_tokenizer())
+@pytest.mark.parametrize("schema", ["[1]", "true", "[" * 100_000, "{"], ids=lambda text: text[:8])
+def test_a_schema_next_to_tools_is_an_object(schema: str) -> None:
+    tools = [Tool(function=FunctionTool(name="f"))]
+    plan = AnswerPlan(None, Llama3Format, tools, True, False, False)
+    asked = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
+    with pytest.raises(InvalidRequestError, match=r"not JSON|a JSON object") as caught:
+        plan.constrain(asked, make_tokenizer())
     assert caught.value.param == "structured_outputs"
 
 
-def test_the_form_of_a_response_has_ignored_fields_too(http: httpx.Client) -> None:
-    form = {"type": "text", "bogus": HALF}
-    answer = post(http, RESPONSES, {"input": "x", "max_output_tokens": 1, "text": {"format": form}})
+def test_ignored_fields_of_a_response_format_are_named(http: httpx.Client) -> None:
+    format = {"type": "text", "bogus": HALF}
+    answer = post(
+        http, RESPONSES, {"input": "x", "max_output_tokens": 1, "text": {"format": format}}
+    )
     assert answer.status_code == 200
     assert answer.headers["X-Ignored-Fields"] == "text.format.bogus"
     assert answer.json()["text"] == {"format": {"type": "text"}}
 
 
-def test_the_form_of_a_response_is_told_as_it_was_given(http: httpx.Client) -> None:
-    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
-    answer = post(http, RESPONSES, {"input": "x", "max_output_tokens": 4, "text": {"format": form}})
-    assert answer.json()["text"] == {"format": form}
+def test_a_response_format_is_returned_as_given(http: httpx.Client) -> None:
+    format = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
+    answer = post(
+        http, RESPONSES, {"input": "x", "max_output_tokens": 4, "text": {"format": format}}
+    )
+    assert answer.json()["text"] == {"format": format}
 
 
 @pytest.mark.parametrize(
@@ -114,24 +119,22 @@ def test_the_form_of_a_response_is_told_as_it_was_given(http: httpx.Client) -> N
     ],
     ids=lambda value: ascii(value)[:60],
 )
-def test_what_is_out_of_all_proportion_is_refused_at_once(
+def test_excessive_requests_are_refused_at_once(
     server: Server, body: dict[str, object], param: str
 ) -> None:
-    before = server.seconds_spent()
+    before = server.cpu_seconds()
     assert check_error(post(server.http, COMPLETIONS, body), 400)["param"] == param
-    assert server.seconds_spent() - before < 5.0
+    assert server.cpu_seconds() - before < 5.0
 
 
-def test_tokens_that_are_named_again_and_again_count_once(
-    server: Server, reference: Reference
-) -> None:
-    before = server.seconds_spent()
+def test_repeated_allowed_tokens_count_once(server: Server, reference: Reference) -> None:
+    before = server.cpu_seconds()
     body = {"prompt": [[65]] * 60, "max_tokens": 1, "allowed_token_ids": [66] * 900_000}
     answer = post(server.http, COMPLETIONS, body)
     assert {choice["text"] for choice in answer.json()["choices"]} == {
         reference.tokenizer.decode([66])
     }
-    assert server.seconds_spent() - before < 8.0
+    assert server.cpu_seconds() - before < 8.0
 
 
 MANY = [{"role": "user", "content": ""}] * 20_000
@@ -157,7 +160,7 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "x"}] * 20_000}]
     ],
     ids=["messages", "parts", "items", "parts of items", "Anthropic's messages", "their parts"],
 )
-def test_a_conversation_has_a_number_of_messages_and_each_of_parts(
+def test_a_conversation_with_too_many_messages_or_parts_is_refused(
     http: httpx.Client, path: str, body: dict[str, object]
 ) -> None:
     found = check_error(post(http, path, body), 400)
@@ -165,7 +168,7 @@ def test_a_conversation_has_a_number_of_messages_and_each_of_parts(
     assert "at most 16384" in found["message"]
 
 
-def test_a_conversation_that_is_absurdly_long_is_never_tokenized(http: httpx.Client) -> None:
+def test_an_extremely_long_conversation_is_never_tokenized(http: httpx.Client) -> None:
     answer = post(http, CHAT, {"messages": [{"role": "user", "content": "x" * 2**20}]})
     assert re.search("The prompt has 104[0-9]{4} characters", check_error(answer, 400)["message"])
 
@@ -178,9 +181,7 @@ JSON = st.recursive(
 
 @settings(deadline=None)
 @given(value=JSON, cut=st.integers(0, 40) | st.just(None), ascii=st.booleans())
-def test_a_body_means_what_python_s_own_reader_takes_it_for(
-    value: object, cut: int | None, ascii: bool
-) -> None:
+def test_a_body_is_decoded_as_by_python_s_json(value: object, cut: int | None, ascii: bool) -> None:
     body = json.dumps(value, ensure_ascii=ascii).encode(errors="surrogatepass")[:cut]
 
     async def receive() -> dict[str, object]:
@@ -206,7 +207,7 @@ def test_a_body_means_what_python_s_own_reader_takes_it_for(
     ],
     ids=["short", "messages", "reasoning", "tools"],
 )
-async def test_what_is_long_is_rendered_in_a_thread(
+async def test_long_conversations_are_rendered_in_a_thread(
     more: dict[str, object], leaves_the_loop: bool
 ) -> None:
     threads = []
@@ -217,16 +218,19 @@ async def test_what_is_long_is_rendered_in_a_thread(
 
     engine = SimpleNamespace(chat_prompt=chat_prompt, tokenizer=None)
     body = ChatRequest.model_validate({"messages": MESSAGES} | more)
-    await talk.chat_prompt(Service(engine, "x"), body)
+    await conversation.encode_conversation(Service(engine, "x"), body)
     assert (threads != [threading.main_thread()]) == leaves_the_loop
 
 
 @pytest.mark.parametrize(
     "body",
-    [b"[a" * 2**22, b"[" * 2**22 + b"]" * 2**22, b"[" * 65 + b'""' * 2**22, b"[]" * 2**22, b"[" * 65 + b"]" * 65],
-    ids=["open", "deep", "texts", "many", "a-little-deep"],
+    [
+        b"[a" * 2**22, b"[" * 2**22 + b"]" * 2**22, b"[" * 65 + b'""' * 2**22, b"[]" * 2**22,
+        b"[" * 65 + b"]" * 65,
+    ],
+    ids=["open", "deep", "strings", "many", "a-little-deep"],
 )  # fmt: skip
-def test_the_shape_of_a_body_is_seen_in_no_time(body: bytes) -> None:
+def test_the_shape_of_a_body_is_checked_quickly(body: bytes) -> None:
     start = time.thread_time()
     with pytest.raises(InvalidRequestError, match=r"nested more than|The body has more than"):
         check_shape(body)
@@ -240,7 +244,7 @@ def test_the_shape_of_a_body_is_seen_in_no_time(body: bytes) -> None:
         ["[" * 1000, '"[' * 1000, "\\" * 999 + "[", '\\"' * 1000 + "[" * 1000],
         {'{"\\': [{"x\\\\": "]"}] * 100},
     ],
-    ids=["lists", "brackets-in-texts", "escapes"],
+    ids=["lists", "brackets-in-strings", "escapes"],
 )
-def test_brackets_within_texts_are_no_depth(value: object) -> None:
+def test_brackets_within_strings_do_not_count_as_nesting(value: object) -> None:
     check_shape(json.dumps(value).encode())

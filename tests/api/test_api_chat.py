@@ -1,4 +1,4 @@
-"""/v1/chat/completions through the official client."""
+"""/v1/chat/completions with the official client."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ GREEDY = {
 
 @pytest.fixture(scope="module")
 def prompt(reference: Reference) -> str:
-    """The conversation as the template writes it, by Transformers."""
+    """The conversation, rendered by Transformers."""
     return reference.conversation(*MESSAGES)
 
 
-def test_the_greedy_answer_is_that_of_transformers(
+def test_greedy_answer_equals_transformers(
     client: openai.OpenAI, reference: Reference, prompt: str
 ) -> None:
     answer = client.chat.completions.create(max_tokens=24, **GREEDY)
@@ -41,7 +41,7 @@ def test_the_greedy_answer_is_that_of_transformers(
     assert answer.usage.completion_tokens == 24
 
 
-def test_the_stream_is_a_role_then_text_then_a_reason(
+def test_stream_sends_role_then_text_then_finish_reason(
     client: openai.OpenAI, reference: Reference, prompt: str
 ) -> None:
     chunks = list(client.chat.completions.create(max_tokens=24, stream=True, **GREEDY))
@@ -53,7 +53,7 @@ def test_the_stream_is_a_role_then_text_then_a_reason(
     assert chunks[0].id.startswith("chatcmpl-")
 
 
-def test_n_answers_are_streamed_side_by_side(
+def test_stream_interleaves_n_answers(
     client: openai.OpenAI, reference: Reference, prompt: str
 ) -> None:
     texts, reasons, roles = {}, {}, {}
@@ -67,27 +67,26 @@ def test_n_answers_are_streamed_side_by_side(
     assert roles == dict.fromkeys(range(3), "assistant")
 
 
-def test_usage_of_a_stream_comes_in_a_chunk_without_choices(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(max_tokens=7, **GREEDY).usage
+def test_stream_usage_comes_in_a_chunk_without_choices(client: openai.OpenAI) -> None:
+    usage = client.chat.completions.create(max_tokens=7, **GREEDY).usage
     chunks = list(
         client.chat.completions.create(
             max_tokens=7, stream=True, stream_options={"include_usage": True}, **GREEDY
         )
     )
     assert chunks[-1].choices == []
-    assert chunks[-1].usage.prompt_tokens == whole.prompt_tokens
+    assert chunks[-1].usage.prompt_tokens == usage.prompt_tokens
     assert chunks[-1].usage.completion_tokens == 7
-    assert (
-        chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
-    )  # the first request left it there
+    # The first request filled the prefix cache.
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
 
 
 @pytest.mark.parametrize("limit", [{"max_tokens": 4}, {"max_completion_tokens": 4}])
-def test_both_names_of_the_limit_are_known(client: openai.OpenAI, limit: dict[str, int]) -> None:
+def test_token_limit_has_two_names(client: openai.OpenAI, limit: dict[str, int]) -> None:
     assert client.chat.completions.create(**limit, **GREEDY).usage.completion_tokens == 4
 
 
-def test_content_may_be_a_list_of_texts(client: openai.OpenAI) -> None:
+def test_content_can_be_a_list_of_texts(client: openai.OpenAI) -> None:
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "a KV cache?"}]
     listed = GREEDY | {"messages": [MESSAGES[0], {"role": "user", "content": parts}]}
     plain = client.chat.completions.create(max_tokens=10, **GREEDY).choices[0].message.content
@@ -96,7 +95,7 @@ def test_content_may_be_a_list_of_texts(client: openai.OpenAI) -> None:
     )
 
 
-def test_a_last_message_can_be_continued(client: openai.OpenAI, reference: Reference) -> None:
+def test_last_message_can_be_continued(client: openai.OpenAI, reference: Reference) -> None:
     answer = client.chat.completions.create(
         model="tiny",
         messages=[MESSAGES[1], {"role": "assistant", "content": "It is"}],
@@ -109,7 +108,7 @@ def test_a_last_message_can_be_continued(client: openai.OpenAI, reference: Refer
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_are_those_of_transformers(
+def test_logprobs_equal_transformers(
     client: openai.OpenAI, reference: Reference, prompt: str, stream: bool
 ) -> None:
     options = GREEDY | {"max_tokens": 12, "logprobs": True, "top_logprobs": 5}
@@ -127,13 +126,13 @@ def test_logprobs_are_those_of_transformers(
         assert [t.logprob for t in entry.top_logprobs] == pytest.approx(
             expected[position].topk(5).values.tolist(), abs=1e-4
         )
-        # Greedy: the chosen token is the likeliest, and its two log-probabilities are the same number.
+        # Greedy: the chosen token is the likeliest, and both its log-probabilities are equal.
         assert entry.top_logprobs[0].logprob == entry.logprob
         assert entry.top_logprobs[0].bytes == entry.bytes
 
 
-def test_the_bytes_of_logprobs_spell_the_answer(client: openai.OpenAI) -> None:
-    """Half characters have no text of their own, and their bytes are there all the same."""
+def test_logprob_bytes_add_up_to_the_answer(client: openai.OpenAI) -> None:
+    """A token with half a character has no text, but its bytes are reported."""
     answer = client.chat.completions.create(
         model="tiny",
         messages=MESSAGES,
@@ -144,13 +143,13 @@ def test_the_bytes_of_logprobs_spell_the_answer(client: openai.OpenAI) -> None:
     ).choices[0]
     entries = answer.logprobs.content
     special = [b for b in map(bytes, (e.bytes for e in entries)) if b.startswith(b"<|")]
-    spelled = b"".join(bytes(e.bytes) for e in entries if bytes(e.bytes) not in special)
-    assert spelled.decode(errors="replace") == answer.message.content
+    text = b"".join(bytes(e.bytes) for e in entries if bytes(e.bytes) not in special)
+    assert text.decode(errors="replace") == answer.message.content
     assert all(e.top_logprobs == [] for e in entries)
     assert any(e.token == "" and e.bytes for e in entries)
 
 
-def test_a_sampled_token_s_logprob_is_bit_for_bit_that_among_the_likeliest(
+def test_sampled_logprob_equals_its_top_logprob_exactly(
     client: openai.OpenAI,
 ) -> None:
     answer = client.chat.completions.create(
@@ -166,16 +165,16 @@ def test_a_sampled_token_s_logprob_is_bit_for_bit_that_among_the_likeliest(
     found = [
         (e, t) for e in entries for t in e.top_logprobs if t.bytes == e.bytes and t.token == e.token
     ]
-    same = [e.logprob == t.logprob for e, t in found]
-    assert len(same) >= len(entries) // 2
-    assert all(same)
+    is_equal = [e.logprob == t.logprob for e, t in found]
+    assert len(is_equal) >= len(entries) // 2
+    assert all(is_equal)
     for entry in entries:
         values = [t.logprob for t in entry.top_logprobs]
         assert len(values) == 20
         assert values == sorted(values, reverse=True)
 
 
-def test_the_stream_is_server_sent_events_to_the_byte(http: httpx.Client) -> None:
+def test_stream_bytes_are_server_sent_events(http: httpx.Client) -> None:
     body = {"messages": MESSAGES, "max_tokens": 5, "stream": True}
     with http.stream("POST", "/v1/chat/completions", json=body) as answer:
         assert answer.headers["content-type"].split(";")[0] == "text/event-stream"
@@ -186,7 +185,7 @@ def test_the_stream_is_server_sent_events_to_the_byte(http: httpx.Client) -> Non
         assert json.loads(event[6:])["object"] == "chat.completion.chunk"
 
 
-def test_a_seed_gives_the_same_answer(client: openai.OpenAI) -> None:
+def test_seed_repeats_the_answer(client: openai.OpenAI) -> None:
     texts = [
         client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=30, seed=seed)
         .choices[0]
@@ -196,14 +195,14 @@ def test_a_seed_gives_the_same_answer(client: openai.OpenAI) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_a_conversation_past_the_context_is_refused_with_the_limit(client: openai.OpenAI) -> None:
+def test_too_long_conversation_is_refused_with_the_limit(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "x" * 30_000}]
     with pytest.raises(openai.BadRequestError, match="8192"):
         client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
 
 
-def test_the_likeliest_of_all_tokens_sum_to_one(client: openai.OpenAI) -> None:
-    """Log-probabilities are normalized over the whole vocabulary, not over the tokens reported."""
+def test_top_logprobs_are_normalized_over_the_vocabulary(client: openai.OpenAI) -> None:
+    """They are not normalized over the reported tokens only."""
     entry = (
         client.chat.completions.create(max_tokens=1, logprobs=True, top_logprobs=100, **GREEDY)
         .choices[0]

@@ -1,4 +1,4 @@
-"""What /v1/chat/completions takes beside the common parameters: templates, content parts, control tokens, echo."""
+"""Options of /v1/chat/completions: templates, content parts, control tokens, echo."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from tests.server import WAIT, Server
 
 HELLO = [{"role": "user", "content": "Hello"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 8}
-SHOUTING = "{% for m in messages %}{{ m['content'] | upper }}!{% endfor %}"
+UPPER = "{% for m in messages %}{{ m['content'] | upper }}!{% endfor %}"
 
 
-def own(**more: object) -> dict[str, Any]:
+def extensions(**more: object) -> dict[str, Any]:
+    """Parameters that OpenAI does not have."""
     return {"ignore_eos": True, **more}
 
 
 @pytest.fixture(scope="module")
 def lenient(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with a template from a file, that trusts its clients."""
+    """A server with a template from a file, which trusts its clients' templates and messages."""
     folder = tmp_path_factory.mktemp("lenient")
-    (folder / "shouting.jinja").write_text(SHOUTING)
+    (folder / "upper.jinja").write_text(UPPER)
     served = Server(
-        str(model), "--served-model-name", "tiny", "--chat-template", "shouting.jinja", "--sse-keep-alive", "0.2",
-        "--trust-request-chat-template", "--allow-special-tokens-in-messages", "--strict",
-        "--num-gpu-blocks-override", "1024", cwd=folder,
+        str(model), "--served-model-name", "tiny", "--chat-template", "upper.jinja",
+        "--sse-keep-alive", "0.2", "--trust-request-chat-template",
+        "--allow-special-tokens-in-messages", "--strict", "--num-gpu-blocks-override", "1024",
+        cwd=folder,
     )  # fmt: skip
     yield served
     served.await_health()
@@ -39,7 +41,7 @@ def lenient(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def prompt_of(client: openai.OpenAI, messages: list[dict[str, Any]], **more: object) -> list[int]:
-    """The tokens that a conversation is made into."""
+    """The prompt tokens of a conversation."""
     answer = client.chat.completions.create(
         model="tiny", messages=messages, max_tokens=1, extra_body={"return_token_ids": True, **more}
     )
@@ -49,13 +51,13 @@ def prompt_of(client: openai.OpenAI, messages: list[dict[str, Any]], **more: obj
 # ---- messages
 
 
-def test_text_parts_are_one_text(client: openai.OpenAI, reference: Reference) -> None:
+def test_text_parts_are_joined(client: openai.OpenAI, reference: Reference) -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     given = prompt_of(client, [{"role": "user", "content": parts, "name": "ann"}])
     assert given == reference.tokenizer.encode(reference.conversation(*HELLO))
 
 
-def test_a_picture_is_refused_with_what_is_taken(client: openai.OpenAI) -> None:
+def test_image_part_is_refused_with_the_supported_type(client: openai.OpenAI) -> None:
     picture = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}]
     with pytest.raises(openai.BadRequestError, match="text") as caught:
         client.chat.completions.create(messages=[{"role": "user", "content": picture}], **GREEDY)
@@ -75,7 +77,7 @@ def test_control_tokens_in_a_message_are_text(
     assert given == [tokens("<|user|>"), *plain, tokens("<|end|>"), tokens("<|assistant|>")]
 
 
-def test_control_tokens_in_a_message_are_taken_when_the_server_allows_it(
+def test_control_tokens_in_a_message_count_if_allowed(
     lenient: Server, reference: Reference
 ) -> None:
     with lenient.openai() as client:
@@ -91,15 +93,17 @@ def test_control_tokens_in_a_message_are_taken_when_the_server_allows_it(
 # ---- templates
 
 
-def test_a_template_of_the_request_is_refused_unless_trusted(client: openai.OpenAI) -> None:
+def test_request_template_is_refused_unless_trusted(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="--trust-request-chat-template") as caught:
         client.chat.completions.create(
-            messages=HELLO, extra_body={"chat_template": SHOUTING}, **GREEDY
+            messages=HELLO, extra_body={"chat_template": UPPER}, **GREEDY
         )
     assert caught.value.param == "chat_template"
 
 
-def test_the_server_s_template_and_the_request_s(lenient: Server, reference: Reference) -> None:
+def test_request_template_replaces_the_server_template(
+    lenient: Server, reference: Reference
+) -> None:
     with lenient.openai() as client:
         assert prompt_of(client, HELLO) == reference.tokenizer.encode("HELLO!")
         asked = prompt_of(client, HELLO, chat_template="<{{ messages[0].content }}>")
@@ -110,22 +114,22 @@ def test_the_server_s_template_and_the_request_s(lenient: Server, reference: Ref
     "template",
     ["{% for %}", "{{ messages | nothing }}", "{% for i in range(10**9) %}x{% endfor %}"],
 )
-def test_a_bad_template_of_the_request_is_its_mistake(lenient: Server, template: str) -> None:
+def test_bad_request_template_is_a_400(lenient: Server, template: str) -> None:
     body = {"messages": HELLO, "chat_template": template, "max_tokens": 1}
     answer = lenient.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400, answer.text
 
 
 @pytest.mark.parametrize(
-    ("given", "told"), [("nowhere.jinja", "nowhere.jinja"), ("{% for %}", "line 1")]
+    ("template", "evidence"), [("nowhere.jinja", "nowhere.jinja"), ("{% for %}", "line 1")]
 )
-def test_a_bad_template_at_start_is_told(
-    model: Path, tmp_path: Path, given: str, told: str
+def test_bad_server_template_stops_the_start(
+    model: Path, tmp_path: Path, template: str, evidence: str
 ) -> None:
     with pytest.raises(AssertionError, match="did not start") as caught:
-        Server(str(model), "--chat-template", given, cwd=tmp_path)
+        Server(str(model), "--chat-template", template, cwd=tmp_path)
     assert "--chat-template" in str(caught.value)
-    assert told in str(caught.value)
+    assert evidence in str(caught.value)
 
 
 # ---- the answer
@@ -133,41 +137,41 @@ def test_a_bad_template_at_start_is_told(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_answer_that_is_begun_goes_on_and_can_be_echoed(
+def test_continued_message_can_be_echoed(
     client: openai.OpenAI, reference: Reference, stream: bool, n: int
 ) -> None:
-    begun = [*HELLO, {"role": "assistant", "content": "It is"}]
-    more = own(continue_final_message=True, add_generation_prompt=False, echo=True)
+    conversation = [*HELLO, {"role": "assistant", "content": "It is"}]
+    more = extensions(continue_final_message=True, add_generation_prompt=False, echo=True)
     answer = client.chat.completions.create(
-        messages=begun, n=n, stream=stream, extra_body=more, **GREEDY
+        messages=conversation, n=n, stream=stream, extra_body=more, **GREEDY
     )
     texts = [""] * n
     for part in answer if stream else [answer]:
         for choice in part.choices:
             texts[choice.index] += (choice.delta if stream else choice.message).content or ""
-    prompt = reference.conversation(*begun).removesuffix("<|end|><|assistant|>")
+    prompt = reference.conversation(*conversation).removesuffix("<|end|><|assistant|>")
     assert texts == ["It is" + reference.text(prompt, 8)] * n
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_token_ids_are_told_when_asked_for(
+def test_token_ids_are_returned_on_request(
     client: openai.OpenAI, reference: Reference, stream: bool
 ) -> None:
     answer = client.chat.completions.create(
-        messages=HELLO, stream=stream, extra_body=own(return_token_ids=True), **GREEDY
+        messages=HELLO, stream=stream, extra_body=extensions(return_token_ids=True), **GREEDY
     )
     parts = list(answer) if stream else [answer]
     prompt = reference.conversation(*HELLO)
     assert parts[0].prompt_token_ids == reference.tokenizer.encode(prompt)
-    told = [getattr(part.choices[0], "token_ids", None) or [] for part in parts]
-    assert [token for tokens in told for token in tokens] == list(reference.tokens(prompt, 8))
+    token_ids = [getattr(part.choices[0], "token_ids", None) or [] for part in parts]
+    assert [token for ids in token_ids for token in ids] == list(reference.tokens(prompt, 8))
 
 
-def test_the_usage_can_be_told_all_along(client: openai.OpenAI) -> None:
+def test_stream_can_report_usage_in_every_event(client: openai.OpenAI) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(
         client.chat.completions.create(
-            messages=HELLO, stream=True, stream_options=options, extra_body=own(), **GREEDY
+            messages=HELLO, stream=True, stream_options=options, extra_body=extensions(), **GREEDY
         )
     )
     counts = [chunk.usage.completion_tokens for chunk in chunks]
@@ -175,17 +179,16 @@ def test_the_usage_can_be_told_all_along(client: openai.OpenAI) -> None:
     assert (counts[0], counts[-1]) == (0, 8)
 
 
-def test_a_stream_that_waits_sends_comments(lenient: Server) -> None:
-    """Two requests with more tokens than there are blocks for: the second waits for the first."""
+def test_idle_stream_sends_comments(lenient: Server) -> None:
+    """Two requests need more KV cache than there is: the second waits for the first."""
     long = {"prompt": [5] * 4, "max_tokens": 8000, "ignore_eos": True, "stream": True}
     with (
         lenient.slowly(),
         httpx.Client(base_url=lenient.url, timeout=WAIT) as http,
         http.stream("POST", "/v1/completions", json=long | {"n": 2, "priority": 0}) as first,
     ):
-        assert any(
-            line.startswith("data: ") for line in first.iter_lines()
-        )  # a comment may come before
+        # A comment may come first.
+        assert any(line.startswith("data: ") for line in first.iter_lines())
         comment = None
         with http.stream(
             "POST", "/v1/completions", json=long | {"prompt": [7] * 8100, "max_tokens": 50}
@@ -198,7 +201,7 @@ def test_a_stream_that_waits_sends_comments(lenient: Server) -> None:
     assert comment == ": keep-alive"
 
 
-# ---- fields that nobody knows
+# ---- unknown fields
 
 
 def test_unknown_fields_are_named_in_a_header(http: httpx.Client) -> None:
@@ -234,7 +237,7 @@ def test_unknown_fields_of_a_stream_are_named_too(http: httpx.Client) -> None:
         assert answer.read().endswith(b"data: [DONE]\n\n")
 
 
-def test_a_thousand_unknown_fields_make_a_short_header(http: httpx.Client) -> None:
+def test_many_unknown_fields_make_a_short_header(http: httpx.Client) -> None:
     body = {"prompt": "a", "max_tokens": 1} | {f"{'x' * 100}{i}": 1 for i in range(1000)}
     answer = http.post("/v1/completions", json=body)
     assert len(answer.headers["x-ignored-fields"]) < 4096
@@ -249,22 +252,22 @@ def test_a_thousand_unknown_fields_make_a_short_header(http: httpx.Client) -> No
         ({"stream": True, "stream_options": {"surprise": True}}, "stream_options.surprise"),
     ],
 )
-def test_a_strict_server_refuses_them(lenient: Server, extra: dict[str, Any], param: str) -> None:
+def test_strict_server_refuses_unknown_fields(
+    lenient: Server, extra: dict[str, Any], param: str
+) -> None:
     body = {"messages": HELLO, "max_tokens": 1} | extra
     answer = lenient.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
 
 
-async def test_the_asynchronous_client_streams_many_at_once(
-    server: Server, reference: Reference
-) -> None:
+async def test_async_client_streams_concurrently(server: Server, reference: Reference) -> None:
     prompts = [f"number {i}" for i in range(8)]
 
     async def text(client: openai.AsyncOpenAI, prompt: str) -> str:
         messages = [{"role": "user", "content": prompt}]
         stream = await client.chat.completions.create(
-            messages=messages, stream=True, extra_body=own(), **GREEDY
+            messages=messages, stream=True, extra_body=extensions(), **GREEDY
         )
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
@@ -278,7 +281,7 @@ async def test_the_asynchronous_client_streams_many_at_once(
     assert texts == expected
 
 
-def test_a_developer_is_the_system_where_the_template_knows_none(
+def test_developer_becomes_system_if_the_template_lacks_it(
     client: openai.OpenAI, reference: Reference
 ) -> None:
     given = prompt_of(client, [{"role": "developer", "content": "Be brief."}, *HELLO])

@@ -1,4 +1,4 @@
-"""What /v1/completions takes beside the common parameters, through the official client."""
+"""Options of /v1/completions, with the official client."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
 
 
 def forever(**more: object) -> dict[str, Any]:
-    """Parameters that OpenAI does not have, for answers that do not end before their length."""
+    """Parameters that OpenAI does not have, so that an answer ends only at max_tokens."""
     return {"ignore_eos": True, **more}
 
 
 def logprobs_of(reference: Reference, tokens: list[int]) -> torch.Tensor:
-    """[len(tokens), vocab]: of what comes after each."""
+    """[len(tokens), vocab]: log-probabilities of the token after each."""
     return checkpoints.logits(reference.model, tokens).log_softmax(-1)
 
 
@@ -44,7 +44,7 @@ def test_echo_puts_the_prompt_before_the_answer(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_of_several_prompts_and_answers_puts_each_where_it_belongs(
+def test_echo_of_several_prompts_matches_each_choice(
     client: openai.OpenAI, reference: Reference, stream: bool
 ) -> None:
     prompts = ["first", "the second one"]
@@ -75,7 +75,7 @@ def test_echo_of_token_ids_is_their_text(client: openai.OpenAI, reference: Refer
     assert answer.choices[0].text == PROMPT + reference.text(PROMPT, 1)
 
 
-def test_the_prompt_s_logprobs_are_those_of_transformers(
+def test_echoed_prompt_logprobs_equal_transformers(
     client: openai.OpenAI, reference: Reference
 ) -> None:
     answer = client.completions.create(
@@ -95,7 +95,7 @@ def test_the_prompt_s_logprobs_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_max_tokens_0_with_echo_scores_the_prompt_alone(
+def test_max_tokens_0_with_echo_scores_only_the_prompt(
     client: openai.OpenAI, reference: Reference, stream: bool
 ) -> None:
     options = {"stream_options": {"include_usage": True}} if stream else {}
@@ -123,12 +123,10 @@ def test_max_tokens_0_without_echo_is_refused(client: openai.OpenAI) -> None:
 # ---- several answers
 
 
-def test_best_of_returns_the_likeliest_of_what_was_generated(
-    client: openai.OpenAI, reference: Reference
-) -> None:
+def test_best_of_returns_the_likeliest_answers(client: openai.OpenAI, reference: Reference) -> None:
     common = {"prompt": PROMPT, "max_tokens": 5, "seed": 7, "temperature": 1.0, "model": "tiny"}
-    everything = client.completions.create(n=6, logprobs=0, extra_body=forever(), **common)
-    sums = {sum(c.logprobs.token_logprobs): c.text for c in everything.choices}
+    answers = client.completions.create(n=6, logprobs=0, extra_body=forever(), **common)
+    sums = {sum(c.logprobs.token_logprobs): c.text for c in answers.choices}
     best = client.completions.create(n=2, best_of=6, extra_body=forever(), **common)
     assert [c.text for c in best.choices] == [sums[key] for key in sorted(sums, reverse=True)[:2]]
     assert [c.index for c in best.choices] == [0, 1]
@@ -139,14 +137,12 @@ def test_best_of_returns_the_likeliest_of_what_was_generated(
 @pytest.mark.parametrize(
     "option", [{"best_of": 1, "n": 2}, {"best_of": 3, "stream": True}, {"best_of": 200}]
 )
-def test_best_of_that_cannot_be_is_refused(client: openai.OpenAI, option: dict[str, Any]) -> None:
+def test_invalid_best_of_is_refused(client: openai.OpenAI, option: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model="tiny", prompt="a", max_tokens=2, **option)
 
 
-def test_beam_search_finds_what_transformers_finds(
-    client: openai.OpenAI, reference: Reference
-) -> None:
+def test_beam_search_equals_transformers(client: openai.OpenAI, reference: Reference) -> None:
     prompts = [PROMPT, "another"]
     answer = client.completions.create(
         prompt=prompts,
@@ -161,9 +157,9 @@ def test_beam_search_finds_what_transformers_finds(
         ids = torch.tensor([reference.tokenizer.encode(prompt)])
         with torch.no_grad():
             found = reference.model.generate(
-                ids, attention_mask=torch.ones_like(ids), num_beams=3, num_return_sequences=2, max_new_tokens=6,
-                length_penalty=0.5, early_stopping=True, do_sample=False, eos_token_id=checkpoints.VOCAB + 1,
-                pad_token_id=0,
+                ids, attention_mask=torch.ones_like(ids), num_beams=3, num_return_sequences=2,
+                max_new_tokens=6, length_penalty=0.5, early_stopping=True, do_sample=False,
+                eos_token_id=checkpoints.VOCAB + 1, pad_token_id=0,
             )  # fmt: skip
         expected += [
             reference.tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True)
@@ -177,10 +173,11 @@ def test_beam_search_finds_what_transformers_finds(
     "option",
     [
         {"logprobs": 1}, {"stream": True}, {"temperature": 0.5}, {"stop": "x"}, {"best_of": 99},
-        {"stop_token_ids": [10**6]}, {"skip_special_tokens": False}, {"spaces_between_special_tokens": True},
+        {"stop_token_ids": [10**6]}, {"skip_special_tokens": False},
+        {"spaces_between_special_tokens": True},
     ],
 )  # fmt: skip
-def test_what_beam_search_cannot_do_is_refused(
+def test_beam_search_refuses_unsupported_options(
     client: openai.OpenAI, option: dict[str, Any]
 ) -> None:
     with pytest.raises(
@@ -195,7 +192,7 @@ def test_what_beam_search_cannot_do_is_refused(
 # ---- which tokens
 
 
-def test_only_allowed_tokens_are_chosen(client: openai.OpenAI, reference: Reference) -> None:
+def test_allowed_token_ids_limit_the_answer(client: openai.OpenAI, reference: Reference) -> None:
     allowed = [reference.tokenizer.encode(c)[0] for c in "abc"]
     answer = client.completions.create(
         prompt=PROMPT,
@@ -208,7 +205,7 @@ def test_only_allowed_tokens_are_chosen(client: openai.OpenAI, reference: Refere
     assert len(answer.choices[0].text) == 24
 
 
-def test_greedy_among_allowed_tokens_is_the_likeliest_of_them(
+def test_greedy_picks_the_likeliest_allowed_token(
     client: openai.OpenAI, reference: Reference
 ) -> None:
     allowed = [5, 60, 90, 200]
@@ -225,8 +222,8 @@ def test_greedy_among_allowed_tokens_is_the_likeliest_of_them(
     assert answer.choices[0].token_ids == ids[-6:]
 
 
-def test_bad_words_do_not_come(client: openai.OpenAI, reference: Reference) -> None:
-    """Each bad word is taken from the answer as it would have been, so that it has to be kept out."""
+def test_bad_words_are_avoided(client: openai.OpenAI, reference: Reference) -> None:
+    """Each bad word comes from the answer without it, so it has an effect."""
     bad: list[str] = []
     for _ in range(4):
         text = (
@@ -258,7 +255,7 @@ def test_bad_words_do_not_come(client: openai.OpenAI, reference: Reference) -> N
         ({"prompt": ["a"] * 100, "n": 20, "use_beam_search": True}, "best_of"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
+def test_invalid_option_is_refused_by_name(
     http: httpx.Client, option: dict[str, Any], param: str | None
 ) -> None:
     answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2} | option)
@@ -272,7 +269,9 @@ def test_what_cannot_be_is_refused_by_name(
 # ---- the prompt
 
 
-def test_truncation_keeps_the_prompt_s_end(client: openai.OpenAI, reference: Reference) -> None:
+def test_truncation_keeps_the_end_of_the_prompt(
+    client: openai.OpenAI, reference: Reference
+) -> None:
     answer = client.completions.create(
         prompt="x" * 50 + PROMPT,
         max_tokens=6,
@@ -284,7 +283,7 @@ def test_truncation_keeps_the_prompt_s_end(client: openai.OpenAI, reference: Ref
     assert answer.usage.prompt_tokens == len(PROMPT)
 
 
-def test_truncation_to_what_fits_leaves_room_for_the_answer(client: openai.OpenAI) -> None:
+def test_truncation_minus_1_leaves_room_for_the_answer(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         prompt="x" * (CONTEXT + 100),
         max_tokens=3,
@@ -294,7 +293,7 @@ def test_truncation_to_what_fits_leaves_room_for_the_answer(client: openai.OpenA
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (CONTEXT - 3, 3)
 
 
-def test_a_chat_s_prompt_is_truncated_too(client: openai.OpenAI) -> None:
+def test_chat_prompt_is_truncated_too(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         messages=[{"role": "user", "content": "x" * 500}],
         max_tokens=2,
@@ -304,11 +303,11 @@ def test_a_chat_s_prompt_is_truncated_too(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens == 40
 
 
-# ---- what is told
+# ---- the reply
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_token_ids_are_told_when_asked_for(
+def test_token_ids_are_returned_on_request(
     client: openai.OpenAI, reference: Reference, stream: bool
 ) -> None:
     answer = client.completions.create(
@@ -323,7 +322,7 @@ def test_token_ids_are_told_when_asked_for(
     assert [token for c in choices for token in c.token_ids] == list(reference.tokens(PROMPT, 9))
 
 
-def test_the_usage_can_be_told_all_along(client: openai.OpenAI) -> None:
+def test_stream_can_report_usage_in_every_event(client: openai.OpenAI) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(
         client.completions.create(
@@ -342,8 +341,8 @@ def test_the_usage_can_be_told_all_along(client: openai.OpenAI) -> None:
     assert all(chunk.usage.prompt_tokens == len(PROMPT) for chunk in chunks)
 
 
-def test_special_tokens_are_spaced_when_asked(client: openai.OpenAI, reference: Reference) -> None:
-    """The tokens are forced: each of these follows the one before it."""
+def test_special_tokens_are_spaced_on_request(client: openai.OpenAI, reference: Reference) -> None:
+    """Only special tokens are allowed."""
     special = [257, 258, 259]
     common = {"prompt": PROMPT, "max_tokens": 6, "model": "tiny", "seed": 3}
     more = {"allowed_token_ids": special, "skip_special_tokens": False, "return_token_ids": True}
@@ -356,7 +355,7 @@ def test_special_tokens_are_spaced_when_asked(client: openai.OpenAI, reference: 
     assert spaced.text == " ".join(names)
 
 
-def test_a_seed_gives_n_answers_that_come_again(client: openai.OpenAI) -> None:
+def test_seed_repeats_n_answers(client: openai.OpenAI) -> None:
     def texts() -> list[str]:
         answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, n=3, seed=11)
         return [c.text for c in answer.choices]
@@ -365,7 +364,7 @@ def test_a_seed_gives_n_answers_that_come_again(client: openai.OpenAI) -> None:
     assert len(set(texts())) == 3
 
 
-def test_a_greedy_answer_s_probability_is_the_sum_of_its_logprobs(
+def test_greedy_logprobs_sum_equals_transformers(
     client: openai.OpenAI, reference: Reference
 ) -> None:
     answer = client.completions.create(
@@ -377,7 +376,7 @@ def test_a_greedy_answer_s_probability_is_the_sum_of_its_logprobs(
     assert math.fsum(answer.choices[0].logprobs.token_logprobs) == pytest.approx(wanted, abs=1e-3)
 
 
-def test_a_beam_search_ends_with_its_client(server: Server) -> None:
+def test_beam_search_ends_with_its_client(server: Server) -> None:
     body = {
         "prompt": [5] * 100,
         "best_of": 20,

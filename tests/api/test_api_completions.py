@@ -1,4 +1,4 @@
-"""/v1/completions through the official client."""
+"""/v1/completions with the official client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 @pytest.fixture(scope="module")
 def stop(reference: Reference) -> str:
-    """Three characters, each a token of its own, in the middle of the greedy answer and not before."""
+    """Three characters, one token each, that first occur in the middle of the greedy answer."""
     text = reference.text(PROMPT, 48)
     return next(
         part
@@ -30,7 +30,7 @@ def stop(reference: Reference) -> str:
 
 
 def streamed(client: openai.OpenAI, **options: object) -> dict[int, str]:
-    """Text by choice."""
+    """The streamed text of each choice."""
     texts: dict[int, str] = {}
     for chunk in client.completions.create(stream=True, **options):
         for choice in chunk.choices:
@@ -39,7 +39,7 @@ def streamed(client: openai.OpenAI, **options: object) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, "€uro", "a" * 200])
-def test_the_greedy_text_is_that_of_transformers(
+def test_greedy_text_equals_transformers(
     client: openai.OpenAI, reference: Reference, prompt: str
 ) -> None:
     answer = client.completions.create(prompt=prompt, max_tokens=24, **GREEDY)
@@ -50,25 +50,21 @@ def test_the_greedy_text_is_that_of_transformers(
     assert answer.usage.total_tokens == len(prompt.encode()) + 24
 
 
-def test_a_prompt_of_token_ids_is_the_prompt_of_its_text(
-    client: openai.OpenAI, reference: Reference
-) -> None:
+def test_token_id_prompt_equals_its_text(client: openai.OpenAI, reference: Reference) -> None:
     ids = reference.tokenizer.encode(PROMPT)
     answer = client.completions.create(prompt=ids, max_tokens=12, **GREEDY)
     assert answer.choices[0].text == reference.text(PROMPT, 12)
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, "", [1, 2, 3]])
-def test_the_streamed_text_is_the_text(client: openai.OpenAI, prompt: object) -> None:
+def test_streamed_text_equals_the_complete_text(client: openai.OpenAI, prompt: object) -> None:
     prompt = prompt or "\n"
-    whole = client.completions.create(prompt=prompt, max_tokens=60, **GREEDY).choices[0].text
-    assert whole
-    assert streamed(client, prompt=prompt, max_tokens=60, **GREEDY) == {0: whole}
+    text = client.completions.create(prompt=prompt, max_tokens=60, **GREEDY).choices[0].text
+    assert text
+    assert streamed(client, prompt=prompt, max_tokens=60, **GREEDY) == {0: text}
 
 
-def test_several_prompts_are_answered_in_their_order(
-    client: openai.OpenAI, reference: Reference
-) -> None:
+def test_several_prompts_are_answered_in_order(client: openai.OpenAI, reference: Reference) -> None:
     prompts = ["one", "two and more", "three"]
     expected = {i: reference.text(p, 16) for i, p in enumerate(prompts)}
     answer = client.completions.create(prompt=prompts, max_tokens=16, **GREEDY)
@@ -79,10 +75,10 @@ def test_several_prompts_are_answered_in_their_order(
     assert streamed(client, prompt=prompts, max_tokens=16, **GREEDY) == expected
 
 
-def test_n_answers_of_each_prompt_are_numbered_prompt_by_prompt(
+def test_n_answers_are_indexed_prompt_by_prompt(
     client: openai.OpenAI, reference: Reference
 ) -> None:
-    """Greedy, so that n = 2 at temperature 0 is two equal answers, and no error."""
+    """With temperature 0, n=2 gives two equal answers."""
     answer = client.completions.create(prompt=["one", "two"], n=2, max_tokens=8, **GREEDY)
     one, two = reference.text("one", 8), reference.text("two", 8)
     assert one != two
@@ -103,7 +99,7 @@ def test_n_sampled_answers_differ(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("included", [False, True])
-def test_a_stop_string_across_tokens_ends_the_answer_before_it(
+def test_stop_string_across_tokens_ends_the_answer(
     client: openai.OpenAI, reference: Reference, stop: str, included: bool
 ) -> None:
     text = reference.text(PROMPT, 48)
@@ -118,7 +114,7 @@ def test_a_stop_string_across_tokens_ends_the_answer_before_it(
     assert streamed(client, **options) == {0: expected}
 
 
-def test_no_part_of_a_stop_string_is_ever_streamed(
+def test_stream_never_sends_part_of_a_stop_string(
     client: openai.OpenAI, reference: Reference, stop: str
 ) -> None:
     text = reference.text(PROMPT, 48)
@@ -132,10 +128,10 @@ def test_no_part_of_a_stop_string_is_ever_streamed(
     assert sent == before
 
 
-def test_text_held_back_for_a_stop_string_comes_in_the_end(
+def test_held_back_text_is_sent_at_the_end(
     client: openai.OpenAI, reference: Reference, stop: str
 ) -> None:
-    """The answer ends, by its length, with all of the stop string but its last character."""
+    """The answer ends at max_tokens, one character before the end of the stop string."""
     text = reference.text(PROMPT, 48)
     at = text.index(stop)
     length = next(n for n in range(1, 49) if reference.text(PROMPT, n) == text[: at + 2])
@@ -145,10 +141,10 @@ def test_text_held_back_for_a_stop_string_comes_in_the_end(
     assert (choice.text, choice.finish_reason) == (text[: at + 2], "length")
 
 
-def test_the_end_token_ends_the_answer_and_is_not_part_of_it(
+def test_end_token_ends_the_answer_without_text(
     client: openai.OpenAI, reference: Reference
 ) -> None:
-    """A bias makes it the likeliest token from the first position on."""
+    """A bias makes it the likeliest token."""
     answer = client.completions.create(
         model="tiny",
         prompt=PROMPT,
@@ -160,9 +156,7 @@ def test_the_end_token_ends_the_answer_and_is_not_part_of_it(
     assert answer.usage.completion_tokens == 1
 
 
-def test_the_model_s_own_end_tokens_count_where_its_tokenizer_comes_from_elsewhere(
-    base: Server, reference: Reference
-) -> None:
+def test_model_end_tokens_apply_with_another_tokenizer(base: Server, reference: Reference) -> None:
     line_break = reference.tokenizer.encode("\n")[0]
     body = {
         "prompt": PROMPT,
@@ -175,7 +169,7 @@ def test_the_model_s_own_end_tokens_count_where_its_tokenizer_comes_from_elsewhe
     assert answer["usage"]["completion_tokens"] == 1
 
 
-def test_logprobs_are_those_of_transformers(client: openai.OpenAI, reference: Reference) -> None:
+def test_logprobs_equal_transformers(client: openai.OpenAI, reference: Reference) -> None:
     answer = client.completions.create(prompt=PROMPT, max_tokens=10, logprobs=4, **GREEDY)
     given = answer.choices[0].logprobs
     prompt = reference.tokenizer.encode(PROMPT)
@@ -187,15 +181,13 @@ def test_logprobs_are_those_of_transformers(client: openai.OpenAI, reference: Re
     torch.testing.assert_close(torch.tensor(given.token_logprobs), chosen, atol=1e-4, rtol=1e-4)
     for position, top in enumerate(given.top_logprobs):
         likeliest = expected[position].topk(4).values
-        # Fewer than four where tokens that are parts of characters share their empty text.
+        # Fewer than four if several tokens have no text: they are parts of characters.
         assert top
         assert all((likeliest - value).abs().min() < 1e-4 for value in top.values())
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_lists_of_logprobs_are_as_long_as_the_answer(
-    client: openai.OpenAI, stream: bool
-) -> None:
+def test_logprob_lists_are_as_long_as_the_answer(client: openai.OpenAI, stream: bool) -> None:
     options = {
         "model": "tiny",
         "prompt": PROMPT,
@@ -216,11 +208,11 @@ def test_the_lists_of_logprobs_are_as_long_as_the_answer(
     assert offsets == [len("".join(tokens[:i])) for i in range(30)]
     assert all(v <= 0 for v in chosen)
     for token, value, table in zip(tokens, chosen, top, strict=True):
-        assert table[token] == value  # bit for bit: harnesses compare with ==
+        assert table[token] == value  # exactly: evaluation harnesses compare with ==
         assert 1 <= len(table) <= 3
 
 
-def test_a_seed_gives_the_same_text_alone_and_beside_others(server: Server) -> None:
+def test_seed_repeats_the_text_alone_and_in_a_batch(server: Server) -> None:
     with server.openai() as client, ThreadPoolExecutor(8) as pool:
 
         def text(seed: int | None) -> str:
@@ -236,7 +228,7 @@ def test_a_seed_gives_the_same_text_alone_and_beside_others(server: Server) -> N
     assert [busy[0], busy[4], busy[7]] == [alone] * 3
 
 
-def test_without_a_seed_answers_differ(client: openai.OpenAI) -> None:
+def test_answers_without_a_seed_differ(client: openai.OpenAI) -> None:
     texts = [
         client.completions.create(model="tiny", prompt=PROMPT, max_tokens=30).choices[0].text
         for _ in range(2)
@@ -244,8 +236,8 @@ def test_without_a_seed_answers_differ(client: openai.OpenAI) -> None:
     assert texts[0] != texts[1]
 
 
-def test_a_prompt_seen_before_is_reported_as_cached(client: openai.OpenAI) -> None:
-    prompt = "Only this test asks this, twice: " * 4
+def test_repeated_prompt_is_reported_as_cached(client: openai.OpenAI) -> None:
+    prompt = "Only this test sends this prompt. " * 4
     first, again = (
         client.completions.create(
             model="tiny", prompt=prompt, max_tokens=2
@@ -254,18 +246,18 @@ def test_a_prompt_seen_before_is_reported_as_cached(client: openai.OpenAI) -> No
     )
     assert first == 0
     assert len(prompt) - 32 <= again < len(prompt)
-    assert again % 16 == 0  # whole blocks
+    assert again % 16 == 0  # complete blocks
 
 
-def test_the_answers_of_one_prompt_do_not_count_as_cache_hits_of_each_other(
+def test_n_answers_are_not_cache_hits_of_each_other(
     client: openai.OpenAI,
 ) -> None:
-    prompt = "Nobody else asks for two answers to this. " * 4
+    prompt = "Only this test asks for two answers to this. " * 4
     answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=2, n=2)
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
 
 
-def test_usage_comes_last_in_a_stream_that_asks_for_it(client: openai.OpenAI) -> None:
+def test_stream_usage_comes_last_on_request(client: openai.OpenAI) -> None:
     options = GREEDY | {"prompt": [PROMPT, "and"], "max_tokens": 6}
     usage = client.completions.create(**options).usage
     chunks = list(
@@ -279,8 +271,8 @@ def test_usage_comes_last_in_a_stream_that_asks_for_it(client: openai.OpenAI) ->
     assert all(c.choices for c in plain)
 
 
-def test_the_stream_is_server_sent_events_to_the_byte(http: httpx.Client) -> None:
-    # Of one answer everything may come as one event, where the machine is busy.
+def test_stream_bytes_are_server_sent_events(http: httpx.Client) -> None:
+    # On a busy machine a single answer may arrive as one event.
     body = {"prompt": [PROMPT] * 4, "max_tokens": 20, "ignore_eos": True, "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200
@@ -299,7 +291,7 @@ def test_the_stream_is_server_sent_events_to_the_byte(http: httpx.Client) -> Non
         assert {"id", "created", "model", "choices"} <= chunk.keys()
 
 
-def test_the_answer_is_json_of_the_shape_that_clients_expect(http: httpx.Client) -> None:
+def test_reply_has_the_json_fields_clients_expect(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 3})
     assert answer.headers["content-type"] == "application/json"
     body = answer.json()
@@ -309,7 +301,7 @@ def test_the_answer_is_json_of_the_shape_that_clients_expect(http: httpx.Client)
     assert {"index", "text", "finish_reason", "logprobs"} <= body["choices"][0].keys()
 
 
-def test_the_model_may_be_left_out(http: httpx.Client, reference: Reference) -> None:
+def test_model_can_be_omitted(http: httpx.Client, reference: Reference) -> None:
     answer = http.post(
         "/v1/completions",
         json={"prompt": PROMPT, "temperature": 0, "max_tokens": 5, "ignore_eos": True},
@@ -317,15 +309,13 @@ def test_the_model_may_be_left_out(http: httpx.Client, reference: Reference) -> 
     assert answer.json()["choices"][0]["text"] == reference.text(PROMPT, 5)
 
 
-def test_the_context_can_be_filled_to_its_last_token(client: openai.OpenAI) -> None:
+def test_context_can_be_filled_to_the_last_token(client: openai.OpenAI) -> None:
     prompt = [7] * (CONTEXT - 5)
     answer = client.completions.create(prompt=prompt, max_tokens=5, **GREEDY)
     assert answer.usage.total_tokens == CONTEXT
 
 
-def test_prompt_logprobs_are_those_of_transformers(
-    http: httpx.Client, reference: Reference
-) -> None:
+def test_prompt_logprobs_equal_transformers(http: httpx.Client, reference: Reference) -> None:
     tokens = reference.tokenizer.encode("prompt logprobs")
     body = {"prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 2}
     given = http.post("/v1/completions", json=body).json()["choices"][0]["prompt_logprobs"]
@@ -337,7 +327,7 @@ def test_prompt_logprobs_are_those_of_transformers(
         assert value == pytest.approx(expected[position - 1, tokens[position]].item(), abs=1e-4)
 
 
-def test_the_models_are_listed(client: openai.OpenAI) -> None:
+def test_models_are_listed(client: openai.OpenAI) -> None:
     models = client.models.list().data
     assert [m.id for m in models] == ["tiny"]
     assert models[0].max_model_len == CONTEXT

@@ -1,4 +1,4 @@
-"""The Grafana dashboard and the traces tell of what there is."""
+"""Metrics of the machine and the server, the Grafana dashboard, and traces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.server import Server, until
 from toolkit.api.http.tracing import Tracer
-from toolkit.engine.request_stats import RequestRecord
+from toolkit.engine.request_stats import RequestStats
 from toolkit.metrics import machine
 from toolkit.metrics.machine import GPUMetrics
 
@@ -26,7 +26,7 @@ COMPLETIONS = "/v1/completions"
 
 
 class FakeNVML:
-    """A driver with one device, which does not tell its temperature."""
+    """A driver with one device, which does not report its temperature."""
 
     NVML_TEMPERATURE_GPU = 0
 
@@ -48,14 +48,14 @@ class FakeNVML:
 
 @pytest.fixture
 def gpu_text(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The GPU's metrics, as a server with one would tell them."""
+    """Metrics of the fake GPU, as a server would expose them."""
     monkeypatch.setitem(__import__("sys").modules, "pynvml", FakeNVML())
     registry = CollectorRegistry()
     registry.register(GPUMetrics("tk"))
     return generate_latest(registry).decode()
 
 
-def test_gpu_metrics_are_nvml_s_in_base_units(gpu_text: str) -> None:
+def test_gpu_metrics_are_nvml_s_values_in_base_units(gpu_text: str) -> None:
     for line in (
         'gpu_memory_used_bytes{gpu="0",gpu_name="H200"} 3.0',
         "gpu_power_watts{",
@@ -72,7 +72,7 @@ def test_without_a_driver_there_are_no_gpu_metrics() -> None:
     assert machine._find_gpus() == (None, [])
 
 
-def test_the_dashboard_asks_only_for_metrics_that_exist(server: Server, gpu_text: str) -> None:
+def test_the_dashboard_queries_only_existing_metrics(server: Server, gpu_text: str) -> None:
     bodies = [
         {"prompt": "x", "max_tokens": 3, "ignore_eos": True},
         {"prompt": "x", "n": 0},
@@ -92,7 +92,7 @@ def test_the_dashboard_asks_only_for_metrics_that_exist(server: Server, gpu_text
         assert query.count("(") == query.count(")")
 
 
-def test_the_server_tells_of_its_builds_settings_and_processes(server: Server) -> None:
+def test_versions_settings_and_processes_are_exposed(server: Server) -> None:
     text = server.http.get("/metrics").text
     assert re.search(r'tk:build_info{.*device="cpu".*} 1.0', text)
     assert re.search(r'tk:cache_config_info{.*num_gpu_blocks="4096".*} 1.0', text)
@@ -109,20 +109,20 @@ def test_errors_are_counted_by_their_status(server: Server) -> None:
     )
     server.http.post(COMPLETIONS, json={"prompt": "x", "n": 0})
     server.http.get("/nowhere")
-    # Each is counted when its answer has gone.
+    # Each is counted after its response was sent.
     until(lambda: server.metric("tk:errors_total", code="400") == before[0] + 1)
     until(lambda: server.metric("tk:errors_total", code="404") == before[1] + 1)
 
 
-def test_prompt_tokens_are_counted_by_where_they_came_from(server: Server) -> None:
-    def told(source: str) -> float:
+def test_prompt_tokens_are_counted_by_source(server: Server) -> None:
+    def counted(source: str) -> float:
         return server.metric("tk:prompt_tokens_by_source_total", source=source)
 
-    before = told("local_compute"), told("local_cache_hit")
+    before = counted("local_compute"), counted("local_cache_hit")
     prompt = "Computed once, and found the second time. " * 3
     for _ in range(2):
         server.http.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 1})
-    computed, found = told("local_compute") - before[0], told("local_cache_hit") - before[1]
+    computed, found = counted("local_compute") - before[0], counted("local_cache_hit") - before[1]
     assert computed + found == 2 * len(prompt)
     assert found >= len(prompt) - 32
 
@@ -166,11 +166,11 @@ def test_each_request_is_a_span_of_its_caller_s_trace(start: Callable[..., Serve
     assert 0 < attributes["gen_ai.latency.time_to_first_token"].double_value < seconds
 
 
-def test_a_collector_that_does_not_answer_holds_up_no_shutdown() -> None:
-    """The exporter itself has ten seconds for each of several attempts."""
+def test_a_silent_collector_does_not_delay_shutdown() -> None:
+    """The exporter itself makes several attempts, of ten seconds each."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         tracer = Tracer(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces", "tiny")
-        tracer.export(RequestRecord(0.0), {}, "order-10", COMPLETIONS, 200, 1.0)
+        tracer.export(RequestStats(0.0), {}, "order-10", COMPLETIONS, 200, 1.0)
         begun = time.monotonic()
         tracer.close()
     assert time.monotonic() - begun < 9.0

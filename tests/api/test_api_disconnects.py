@@ -1,4 +1,4 @@
-"""Clients that go away, and clients that do not read."""
+"""Clients that disconnect, and clients that do not read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.api.conftest import Reference
 from tests.server import WAIT, Server, until
 
 ENDLESS = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True}
-"""A request that runs for a quarter of an hour when nobody ends it, on a server that runs `slowly`."""
+"""A request that runs for a quarter of an hour on a server that runs `slowly`."""
 
 
 @pytest.fixture(scope="module", params=["one process", "two workers"])
@@ -50,21 +50,24 @@ def num_running(server: Server) -> float:
 
 
 def send(server: Server, path: str, body: dict[str, object], **options: object) -> socket.socket:
-    """A request on a bare connection, so that nothing reads the answer or ends it politely."""
+    """Send a request on a bare socket. Nothing reads the response or closes it in order."""
     address = urlsplit(server.url)
     connection = socket.socket()
     for option, value in options.items():
         connection.setsockopt(socket.SOL_SOCKET, getattr(socket, option), value)
     connection.connect((address.hostname, address.port))
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
     connection.sendall(head.encode() + content)
     return connection
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "not streaming"])
 @pytest.mark.parametrize("what", ["one", "several prompts", "several answers", "chat"])
-def test_a_client_that_goes_ends_its_request(server: Server, stream: bool, what: str) -> None:
+def test_a_disconnect_ends_the_request(server: Server, stream: bool, what: str) -> None:
     body = ENDLESS | {"stream": stream}
     path, running = "/v1/completions", 1
     if what == "several prompts":
@@ -90,9 +93,7 @@ def test_a_client_that_goes_ends_its_request(server: Server, stream: bool, what:
     until(lambda: aborted() == before + running)
 
 
-def test_leaving_the_official_client_s_stream_ends_the_request(
-    server: Server, client: openai.OpenAI
-) -> None:
+def test_closing_openai_s_stream_ends_the_request(server: Server, client: openai.OpenAI) -> None:
     with server.slowly():
         stream = client.completions.create(
             model="tiny", prompt="x", max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
@@ -104,7 +105,7 @@ def test_leaving_the_official_client_s_stream_ends_the_request(
         until(server.is_idle)
 
 
-def test_a_client_that_goes_before_anything_was_sent_leaves_nothing(server: Server) -> None:
+def test_an_early_disconnect_leaves_no_request(server: Server) -> None:
     with server.slowly():
         for _ in range(20):
             send(server, "/v1/completions", ENDLESS | {"stream": True}).close()
@@ -112,8 +113,8 @@ def test_a_client_that_goes_before_anything_was_sent_leaves_nothing(server: Serv
         until(server.is_idle)
 
 
-def test_a_client_that_does_not_read_holds_nobody_up(server: Server, reference: Reference) -> None:
-    """Its socket's buffers fill; the others get their tokens, and in the end it can go."""
+def test_a_client_that_does_not_read_delays_no_other(server: Server, reference: Reference) -> None:
+    """Its socket's buffers fill. Others get their tokens, and its disconnect ends the request."""
     body = ENDLESS | {"stream": True, "logprobs": 20}
     with server.slowly():
         slow = [send(server, "/v1/completions", body, SO_RCVBUF=4096) for _ in range(2)]
@@ -129,11 +130,12 @@ def test_a_client_that_does_not_read_holds_nobody_up(server: Server, reference: 
     until(server.is_idle)
 
 
-async def test_an_unfinished_body_holds_nobody_up(server: Server) -> None:
+async def test_an_unfinished_body_delays_no_other_client(server: Server) -> None:
     address = urlsplit(server.url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 99\r\n\r\n{"
     )
     await writer.drain()
     async with httpx.AsyncClient(base_url=server.url, timeout=WAIT) as http:

@@ -1,4 +1,4 @@
-"""/docs and the document behind it: every endpoint is there, and what it says of requests and answers is so."""
+"""/docs and its OpenAPI document: complete, and true about requests and responses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 from tests.server import Server
 
 ENDPOINTS = {
-    ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/responses"), ("POST", "/v1/messages"),
-    ("POST", "/v1/messages/count_tokens"), ("POST", "/v1/embeddings"), ("POST", "/v1/score"), ("POST", "/v1/rerank"),
-    ("GET", "/v1/models"), ("GET", "/v1/models/{model}"), ("POST", "/tokenize"), ("POST", "/detokenize"),
-    ("GET", "/tokenizer_info"), ("GET", "/health"), ("GET", "/livez"), ("GET", "/readyz"), ("GET", "/ping"),
-    ("GET", "/version"), ("GET", "/metrics"), ("GET", "/server_info"), ("GET", "/load"), ("GET", "/tk/requests"),
-    ("DELETE", "/tk/requests/{id}"), ("POST", "/reset_prefix_cache"),
+    ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/responses"),
+    ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"), ("POST", "/v1/embeddings"),
+    ("POST", "/v1/score"), ("POST", "/v1/rerank"), ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"), ("POST", "/tokenize"), ("POST", "/detokenize"),
+    ("GET", "/tokenizer_info"), ("GET", "/health"), ("GET", "/livez"), ("GET", "/readyz"),
+    ("GET", "/ping"), ("GET", "/version"), ("GET", "/metrics"), ("GET", "/server_info"),
+    ("GET", "/load"), ("GET", "/tk/requests"), ("DELETE", "/tk/requests/{id}"),
+    ("POST", "/reset_prefix_cache"),
 }  # fmt: skip
 POOLING = ("/v1/embeddings", "/v1/score", "/v1/rerank")
 
@@ -34,7 +36,7 @@ def operations(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]
     }
 
 
-def test_the_page_is_there(http: httpx.Client) -> None:
+def test_the_page_is_served(http: httpx.Client) -> None:
     page = http.get("/docs")
     assert page.status_code == 200
     assert "/openapi.json" in page.text
@@ -49,7 +51,7 @@ def test_every_endpoint_is_described(document: dict[str, Any]) -> None:
         assert "422" not in operation["responses"]
 
 
-def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+def test_every_reference_resolves(document: dict[str, Any]) -> None:
     schemas = document["components"]["schemas"]
 
     def check(value: Any) -> None:
@@ -65,7 +67,7 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
     check(document)
 
 
-def test_the_examples_work_and_the_answers_are_as_described(
+def test_examples_work_and_responses_match_their_schemas(
     http: httpx.Client, document: dict[str, Any]
 ) -> None:
     tried = 0
@@ -88,7 +90,7 @@ def test_the_examples_work_and_the_answers_are_as_described(
     assert tried >= 12
 
 
-def test_an_error_is_as_described(http: httpx.Client, document: dict[str, Any]) -> None:
+def test_errors_match_their_schema(http: httpx.Client, document: dict[str, Any]) -> None:
     described = document["paths"]["/v1/completions"]["post"]["responses"]["default"]["content"][
         "application/json"
     ]

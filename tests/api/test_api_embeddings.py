@@ -1,4 +1,4 @@
-"""/v1/embeddings, /v1/score and /v1/rerank over servers as users start them."""
+"""/v1/embeddings, /v1/score and /v1/rerank."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def scorer(cross_encoder: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Generates and embeds; its embeddings may be cut. Steps are short, so that many inputs take long."""
+    """Generates and embeds (Matryoshka). Its steps are small, so many inputs take long."""
     folder = tmp_path_factory.mktemp("models") / "decoder"
     checkpoints.save(checkpoints.make_reference("llama3-gqa"), folder)
     checkpoints.edit_json(folder / "config.json", is_matryoshka=True)
@@ -76,22 +76,18 @@ def vectors(answer: httpx.Response) -> np.ndarray:
     return np.array([one["embedding"] for one in answer.json()["data"]])
 
 
-def test_the_openai_client_gets_what_sentence_transformers_computes(minilm, sentences):
+def test_openai_client_gets_sentence_transformers_vectors(minilm, sentences):
     with minilm.openai() as client:
-        answer = client.embeddings.create(
-            model="minilm", input=TEXTS
-        )  # as base64, which is its default
+        answer = client.embeddings.create(model="minilm", input=TEXTS)  # base64 by default
     assert [one.index for one in answer.data] == list(range(len(TEXTS)))
-    assert (
-        np.abs(np.array([one.embedding for one in answer.data]) - sentences.encode(TEXTS)).max()
-        < 1e-5
-    )
+    found = np.array([one.embedding for one in answer.data])
+    assert np.abs(found - sentences.encode(TEXTS)).max() < 1e-5
     assert answer.model == "minilm"
     num_tokens = sum(len(sentences.tokenizer(text)["input_ids"]) for text in TEXTS)
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == num_tokens
 
 
-async def test_the_async_client_too(minilm, sentences):
+async def test_async_client_gets_the_same_vectors(minilm, sentences):
     async with openai.AsyncOpenAI(
         base_url=f"{minilm.url}/v1", api_key="any", max_retries=0
     ) as client:
@@ -101,34 +97,32 @@ async def test_the_async_client_too(minilm, sentences):
     assert np.abs(np.array(answer.data[0].embedding) - sentences.encode("A cat")).max() < 1e-5
 
 
-def test_a_text_its_tokens_and_both_encodings_are_the_same(minilm, sentences):
+def test_text_tokens_and_both_encodings_are_equal(minilm, sentences):
     ids = sentences.tokenizer("A cat sits.")["input_ids"]
     inputs = ["A cat sits.", ["A cat sits."], ids, [ids]]
     found = [vectors(minilm.http.post("/v1/embeddings", json={"input": one})) for one in inputs]
     assert all((one == found[0]).all() for one in found)
     body = {"input": "A cat sits.", "encoding_format": "base64"}
-    [coded] = msgspec.json.decode(
-        minilm.http.post("/v1/embeddings", json=body).content, type=EmbeddingList
-    ).data
-    assert (
-        np.frombuffer(base64.b64decode(coded.embedding), "<f4") == found[0][0].astype("<f4")
-    ).all()
+    answer = minilm.http.post("/v1/embeddings", json=body)
+    [item] = msgspec.json.decode(answer.content, type=EmbeddingList).data
+    decoded = np.frombuffer(base64.b64decode(item.embedding), "<f4")
+    assert (decoded == found[0][0].astype("<f4")).all()
 
 
-def test_a_long_text_is_refused_with_both_numbers_and_cut_only_when_asked(minilm, sentences):
+def test_long_text_is_refused_or_truncated_on_request(minilm, sentences):
     long = "and on " * 400
-    told = error(minilm.http.post("/v1/embeddings", json={"input": ["short", long]}))
-    assert told["param"] == "input[1]"
-    assert told["code"] == "context_length_exceeded"
-    assert "802" in told["message"]
-    assert "256" in told["message"]
+    found = error(minilm.http.post("/v1/embeddings", json={"input": ["short", long]}))
+    assert found["param"] == "input[1]"
+    assert found["code"] == "context_length_exceeded"
+    assert "802" in found["message"]
+    assert "256" in found["message"]
     cut = minilm.http.post("/v1/embeddings", json={"input": long, "truncate_prompt_tokens": -1})
     assert np.abs(vectors(cut)[0] - sentences.encode(long)).max() < 1e-5
     assert cut.json()["usage"]["prompt_tokens"] == 256
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "says"),
+    ("body", "param", "message"),
     [
         ({}, "input", "missing"),
         ({"input": []}, "input", "empty"),
@@ -138,18 +132,18 @@ def test_a_long_text_is_refused_with_both_numbers_and_cut_only_when_asked(minilm
         ({"input": [[1], []]}, "input[1]", "empty"),
         ({"input": ["x"] * 2049}, "input", "at most 2048"),
         ({"input": "x", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
-        ({"input": "x", "dimensions": 64}, "dimensions", "384 numbers"),
+        ({"input": "x", "dimensions": 64}, "dimensions", "384 dimensions"),
         ({"input": "x", "dimensions": 0}, "dimensions", "from 1 to 384"),
         ({"input": "x", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens", "from 1 to 256"),
     ],
 )
-def test_what_is_wrong_is_named(body, param, says, minilm):
-    told = error(minilm.http.post("/v1/embeddings", json=body))
-    assert told["param"] == param
-    assert says in told["message"]
+def test_invalid_field_is_named(body, param, message, minilm):
+    found = error(minilm.http.post("/v1/embeddings", json=body))
+    assert found["param"] == param
+    assert message in found["message"]
 
 
-def test_a_model_that_only_embeds_says_so_where_text_is_wanted(minilm):
+def test_embedding_model_refuses_to_generate(minilm):
     for path, body in (
         ("completions", {"prompt": "x"}),
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
@@ -172,7 +166,7 @@ def test_texts_are_scored_by_their_embeddings(minilm, sentences):
     assert "text_1 has 2 texts" in error(minilm.http.post("/v1/score", json=uneven))["message"]
 
 
-def test_a_cross_encoder_scores_pairs_and_ranks_documents(scorer, cross_encoder):
+def test_cross_encoder_scores_pairs_and_ranks_documents(scorer, cross_encoder):
     expected = CrossEncoder(str(cross_encoder), device="cpu").predict(
         [(QUERY, one) for one in DOCUMENTS]
     )
@@ -183,37 +177,31 @@ def test_a_cross_encoder_scores_pairs_and_ranks_documents(scorer, cross_encoder)
     assert [one["index"] for one in ranked["results"]] == np.argsort(-expected).tolist()
     assert ranked["results"][0]["document"] == {"text": DOCUMENTS[int(expected.argmax())]}
     assert ranked["usage"]["total_tokens"] == answer["usage"]["total_tokens"]
-    best = scorer.http.post(
-        "/v1/rerank", json=body | {"top_n": 2, "return_documents": False}
-    ).json()
+    best_only = body | {"top_n": 2, "return_documents": False}
+    best = scorer.http.post("/v1/rerank", json=best_only).json()
     assert [set(one) for one in best["results"]] == [{"index", "relevance_score"}] * 2
-    assert "top_n" in error(scorer.http.post("/v1/rerank", json=body | {"top_n": 0}))["message"]
-    assert (
-        "documents is empty"
-        in error(scorer.http.post("/v1/rerank", json=body | {"documents": []}))["message"]
-    )
+    for option, message in ({"top_n": 0}, "top_n"), ({"documents": []}, "documents is empty"):
+        found = error(scorer.http.post("/v1/rerank", json=body | option))
+        assert message in found["message"]
     assert scorer.http.get("/v1/models").json()["data"][0]["tasks"] == ["score"]
 
 
-def test_a_cross_encoder_has_no_embeddings_and_names_the_pair_that_is_too_long(scorer):
+def test_cross_encoder_refuses_embeddings_and_long_pairs(scorer):
     assert "/v1/rerank" in error(scorer.http.post("/v1/embeddings", json={"input": "x"}))["message"]
     body = {"query": "short", "documents": ["short", "long " * 70]}
-    told = error(scorer.http.post("/v1/rerank", json=body))
-    assert told["param"] == "documents[1]"
-    assert "74 tokens" in told["message"]
-    assert (
-        scorer.http.post("/v1/rerank", json=body | {"truncate_prompt_tokens": -1}).status_code
-        == 200
-    )
+    found = error(scorer.http.post("/v1/rerank", json=body))
+    assert found["param"] == "documents[1]"
+    assert "74 tokens" in found["message"]
+    truncated = scorer.http.post("/v1/rerank", json=body | {"truncate_prompt_tokens": -1})
+    assert truncated.status_code == 200
 
 
-def test_a_decoder_embeds_beside_generating(decoder):
+def test_decoder_embeds_and_generates(decoder):
     assert decoder.http.get("/v1/models").json()["data"][0]["tasks"] == ["generate", "embed"]
-    whole = vectors(decoder.http.post("/v1/embeddings", json={"input": "The sea"}))[0]
-    cut = vectors(decoder.http.post("/v1/embeddings", json={"input": "The sea", "dimensions": 4}))[
-        0
-    ]
-    assert np.allclose(cut, whole[:4] / np.linalg.norm(whole[:4]), atol=1e-6)
+    body = {"input": "The sea"}
+    [vector] = vectors(decoder.http.post("/v1/embeddings", json=body))
+    [cut] = vectors(decoder.http.post("/v1/embeddings", json=body | {"dimensions": 4}))
+    assert np.allclose(cut, vector[:4] / np.linalg.norm(vector[:4]), atol=1e-6)
     before = decoder.metric("tk:prompt_tokens_total")
     decoder.http.post("/v1/embeddings", json={"input": ["The sea", "A cat"]})
     assert decoder.metric("tk:prompt_tokens_total") == before + 12
@@ -221,7 +209,7 @@ def test_a_decoder_embeds_beside_generating(decoder):
     assert text["usage"]["completion_tokens"] == 4
 
 
-def test_a_generating_model_says_how_to_have_embeddings(server):
+def test_generating_model_explains_how_to_embed(server):
     for path, body in (
         ("embeddings", {"input": "x"}),
         ("score", {"text_1": "x", "text_2": "y"}),
@@ -231,7 +219,7 @@ def test_a_generating_model_says_how_to_have_embeddings(server):
     assert server.http.get("/v1/models").json()["data"][0]["tasks"] == ["generate"]
 
 
-def test_many_inputs_leave_room_for_others_and_are_taken_in_a_few_at_a_time(decoder):
+def test_many_inputs_run_in_turns_with_other_requests(decoder):
     inputs = [[(i + j) % 250 for j in range(60)] for i in range(2048)]
     answers: list[httpx.Response] = []
 
@@ -243,7 +231,7 @@ def test_many_inputs_leave_room_for_others_and_are_taken_in_a_few_at_a_time(deco
     def num_steps() -> float:
         return decoder.metric("tk:iteration_tokens_total_count")
 
-    begun = num_steps()
+    first_step = num_steps()
     thread = threading.Thread(target=post)
     waits, most = [], 0.0
     with decoder.slowly():
@@ -253,23 +241,19 @@ def test_many_inputs_leave_room_for_others_and_are_taken_in_a_few_at_a_time(deco
             before = num_steps()
             decoder.http.post("/v1/embeddings", json={"input": "The sea"})
             waits.append(num_steps() - before)
-            most = max(
-                most,
-                decoder.metric("tk:num_requests_running")
-                + decoder.metric("tk:num_requests_waiting"),
-            )
+            running = decoder.metric("tk:num_requests_running")
+            most = max(most, running + decoder.metric("tk:num_requests_waiting"))
         assert thread.is_alive()
     thread.join()
     found = vectors(answers[0])
     assert len(found) == 2048
-    assert (
-        found[0] == vectors(decoder.http.post("/v1/embeddings", json={"input": inputs[0]}))[0]
-    ).all()
-    assert np.median(waits) < (num_steps() - begun) / 8
-    assert most <= 5  # two steps of 128 tokens, and the others' one
+    [alone] = vectors(decoder.http.post("/v1/embeddings", json={"input": inputs[0]}))
+    assert (found[0] == alone).all()
+    assert np.median(waits) < (num_steps() - first_step) / 8
+    assert most <= 5  # two steps of 128 tokens, and the other request
 
 
-def test_what_a_client_no_longer_waits_for_is_ended(decoder):
+def test_disconnect_ends_the_inputs(decoder):
     inputs = [[i % 250] * 100 for i in range(2048)]
     impatient = httpx.Timeout(WAIT, read=0.3)
     with decoder.slowly():
@@ -280,7 +264,7 @@ def test_what_a_client_no_longer_waits_for_is_ended(decoder):
     assert decoder.metric("tk:prompt_tokens_total") == before
 
 
-def test_when_the_engine_dies_the_inputs_that_are_left_go_to_the_next_one(decoder):
+def test_remaining_inputs_survive_an_engine_restart(decoder):
     inputs = [[(i + j) % 250 for j in range(100)] for i in range(2000)]
     answers: list[httpx.Response] = []
 

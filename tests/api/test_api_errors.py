@@ -1,4 +1,4 @@
-"""What the server refuses, and how it says so."""
+"""Requests that the server rejects, and its error messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOOD = {"prompt": "The sea is", "max_tokens": 8, "temperature": 0, "ignore_eos":
 
 
 def check_error(answer: httpx.Response, status: int) -> dict[str, str | None]:
-    """The error of an answer in OpenAI's shape, which Anthropic's has more around."""
+    """Return the error of a response, in OpenAI's format or inside Anthropic's."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
     body = answer.json()
@@ -36,7 +36,7 @@ def check_error(answer: httpx.Response, status: int) -> dict[str, str | None]:
 # ---- too long
 
 
-def test_an_over_long_prompt_is_refused_with_both_numbers(client: openai.OpenAI) -> None:
+def test_too_long_a_prompt_is_refused_with_both_lengths(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="x" * (CONTEXT + 3), max_tokens=1)
     assert str(CONTEXT) in caught.value.message
@@ -44,18 +44,18 @@ def test_an_over_long_prompt_is_refused_with_both_numbers(client: openai.OpenAI)
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_an_absurdly_long_prompt_is_refused_before_it_is_tokenized(client: openai.OpenAI) -> None:
+def test_an_extremely_long_prompt_is_refused_before_tokenization(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=str(CONTEXT)):
         client.completions.create(model="tiny", prompt="x" * 5_000_000, max_tokens=1)
 
 
-def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(client: openai.OpenAI) -> None:
+def test_a_prompt_that_leaves_no_room_for_output_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=str(CONTEXT)):
         client.completions.create(model="tiny", prompt=[1] * CONTEXT, max_tokens=1)
 
 
 @pytest.mark.parametrize("max_tokens", [CONTEXT - 4, CONTEXT, 10**9])
-def test_max_tokens_past_the_context_is_refused_and_not_cut(
+def test_max_tokens_beyond_the_context_is_refused_not_reduced(
     client: openai.OpenAI, max_tokens: int
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -66,7 +66,7 @@ def test_max_tokens_past_the_context_is_refused_and_not_cut(
     assert caught.value.param == "max_tokens"
 
 
-def test_a_body_that_is_too_large_is_413(http: httpx.Client) -> None:
+def test_too_large_a_body_is_413(http: httpx.Client) -> None:
     body = b'{"prompt": "' + b"x" * (33 * 2**20) + b'"}'
     headers = {"Content-Type": "application/json"}
     assert (
@@ -78,31 +78,31 @@ def test_a_body_that_is_too_large_is_413(http: httpx.Client) -> None:
         for start in range(0, len(body), 2**20):
             yield body[start : start + 2**20]
 
-    # Chunked, it tells no length.
+    # Chunked, without a Content-Length.
     assert (
         "32 MiB"
         in check_error(http.post(COMPLETIONS, content=chunks(), headers=headers), 413)["message"]
     )
 
 
-# ---- not a request
+# ---- invalid requests
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"{", b"{}", b"null", b"[]", b'"text"', b"\xff\xfe", b'{"prompt": "a",}', b"[" * 100_000,
-        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b"", b"{", b"{}", b"null", b"[]", b'"text"', b"\xff\xfe", b'{"prompt": "a",}',
+        b"[" * 100_000, b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
     ],
     ids=lambda body: body[:12].decode("latin-1"),
 )  # fmt: skip
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_what_is_not_a_request_in_json_is_a_400(http: httpx.Client, path: str, body: bytes) -> None:
+def test_invalid_json_is_400(http: httpx.Client, path: str, body: bytes) -> None:
     check_error(http.post(path, content=body, headers={"Content-Type": "application/json"}), 400)
 
 
-def test_a_body_not_said_to_be_json_is_told_so(http: httpx.Client) -> None:
-    """A browser's form, which needs no preflight, cannot make requests."""
+def test_a_body_without_a_json_content_type_is_400(http: httpx.Client) -> None:
+    """So a browser's form, which needs no preflight, cannot make requests."""
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     error = check_error(http.post(COMPLETIONS, content=json.dumps(GOOD), headers=form), 400)
     assert "Content-Type: application/json" in error["message"]
@@ -121,9 +121,7 @@ def test_a_body_not_said_to_be_json_is_told_so(http: httpx.Client) -> None:
         "max_tokens",
     ],
 )
-def test_a_number_that_is_none_is_refused_by_name(
-    http: httpx.Client, name: str, value: str
-) -> None:
+def test_non_finite_numbers_are_refused_by_name(http: httpx.Client, name: str, value: str) -> None:
     body = f'{{"prompt": "a", "{name}": {value}}}'
     answer = http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
     assert check_error(answer, 400)["param"] == name
@@ -132,13 +130,18 @@ def test_a_number_that_is_none_is_refused_by_name(
 @pytest.mark.parametrize(
     ("path", "body", "names"),
     [
-        (COMPLETIONS, {"prompt": "good"}, ["stream", "echo", "ignore_eos", "use_beam_search", "length_penalty"]),
-        (CHAT, {"messages": HELLO}, ["stream", "logprobs", "parallel_tool_calls", "skip_special_tokens", "priority"]),
+        (COMPLETIONS, {"prompt": "good"},
+         ["stream", "echo", "ignore_eos", "use_beam_search", "length_penalty"]),
+        (CHAT, {"messages": HELLO},
+         ["stream", "logprobs", "parallel_tool_calls", "skip_special_tokens", "priority"]),
         ("/v1/responses", {"input": "good"}, ["stream", "text", "tools", "max_output_tokens"]),
-        ("/v1/messages", {"messages": HELLO, "max_tokens": 2}, ["stream", "system", "thread", "output_config"]),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 2},
+         ["stream", "system", "thread", "output_config"]),
     ],
 )  # fmt: skip
-def test_null_asks_for_nothing(http: httpx.Client, path: str, body: dict, names: list[str]) -> None:
+def test_null_means_the_default(
+    http: httpx.Client, path: str, body: dict, names: list[str]
+) -> None:
     answer = http.post(path, json=body | dict.fromkeys(names))
     assert answer.status_code == 200, answer.text
     assert "x-ignored-fields" not in answer.headers
@@ -146,11 +149,12 @@ def test_null_asks_for_nothing(http: httpx.Client, path: str, body: dict, names:
     assert "valid" in check_error(http.post(path, json=body | {required: None}), 400)["message"]
 
 
-def test_ranges_are_told_in_whole_numbers(http: httpx.Client) -> None:
-    told = check_error(http.post(COMPLETIONS, json=GOOD | {"max_tokens": 0}), 400)["message"]
-    assert told == "max_tokens is from 1 to 2147483647; it got 0."
-    told = check_error(http.post(COMPLETIONS, json=GOOD | {"presence_penalty": 3}), 400)["message"]
-    assert told == "presence_penalty is from -2 to 2; it got 3.0."
+def test_messages_name_ranges_in_whole_numbers(http: httpx.Client) -> None:
+    message = check_error(http.post(COMPLETIONS, json=GOOD | {"max_tokens": 0}), 400)["message"]
+    assert message == "max_tokens must be between 1 and 2147483647; got 0."
+    answer = http.post(COMPLETIONS, json=GOOD | {"presence_penalty": 3})
+    message = check_error(answer, 400)["message"]
+    assert message == "presence_penalty must be between -2 and 2; got 3.0."
 
 
 WRONG = {
@@ -181,7 +185,7 @@ WRONG = {
     [(name, value) for name, values in WRONG.items() for value in values],
     ids=lambda v: ascii(v)[:20],
 )
-def test_a_wrong_value_is_refused_by_the_parameter_s_name(
+def test_a_wrong_value_is_refused_by_parameter_name(
     http: httpx.Client, name: str, value: object
 ) -> None:
     body = json.dumps({"prompt": "a", name: value})
@@ -191,10 +195,13 @@ def test_a_wrong_value_is_refused_by_the_parameter_s_name(
 
 @pytest.mark.parametrize(
     "prompt",
-    ["", [], [[]], ["a", ""], [1, []], [1.5], [True], ["a", 1], {"a": 1}, 5, None, [262], [-1], [1, 2**70], "\ud800"],
+    [
+        "", [], [[]], ["a", ""], [1, []], [1.5], [True], ["a", 1], {"a": 1}, 5, None, [262], [-1],
+        [1, 2**70], "\ud800",
+    ],
     ids=lambda v: ascii(v)[:20],
 )  # fmt: skip
-def test_a_prompt_that_is_none_is_refused(http: httpx.Client, prompt: object) -> None:
+def test_an_invalid_prompt_is_refused(http: httpx.Client, prompt: object) -> None:
     body = json.dumps({"prompt": prompt})
     answer = http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
     param = check_error(answer, 400)["param"]
@@ -223,13 +230,13 @@ def test_one_bad_prompt_among_several_refuses_all(server: Server) -> None:
     ],
     ids=lambda v: ascii(v)[:30],
 )
-def test_messages_that_are_none_are_refused(http: httpx.Client, messages: object) -> None:
+def test_invalid_messages_are_refused(http: httpx.Client, messages: object) -> None:
     body = json.dumps({"messages": messages})
     answer = http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
     assert check_error(answer, 400)["param"].startswith("messages")
 
 
-# ---- not supported, and therefore not ignored
+# ---- unsupported options
 
 
 @pytest.mark.parametrize(
@@ -263,7 +270,7 @@ def test_an_unsupported_option_is_refused_by_name(
 # ---- models
 
 
-def test_an_unknown_model_is_404_for_every_route(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_an_unknown_model_is_404_on_every_route(client: openai.OpenAI, http: httpx.Client) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="gpt-17", prompt="a")
     assert caught.value.code == "model_not_found"
@@ -275,7 +282,7 @@ def test_an_unknown_model_is_404_for_every_route(client: openai.OpenAI, http: ht
     check_error(http.post(COMPLETIONS, json={"model": "elsewhere/tiny", "prompt": "a"}), 404)
 
 
-def test_a_template_that_raises_is_the_caller_s_mistake(client: openai.OpenAI) -> None:
+def test_an_error_of_the_chat_template_is_400(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="no such role"):
         client.chat.completions.create(model="tiny", messages=[{"role": "robot", "content": "x"}])
 
@@ -323,7 +330,7 @@ def test_a_missing_or_wrong_key_is_401(bare: Server) -> None:
         client.models.list()
 
 
-def test_the_right_key_opens(bare: Server) -> None:
+def test_the_right_key_is_accepted(bare: Server) -> None:
     with bare.openai("sesame") as client:
         assert client.completions.create(model="", prompt=[1, 2], max_tokens=2).choices
 
@@ -337,7 +344,7 @@ def test_the_key_is_not_in_the_log(bare: Server) -> None:
     assert "sesame" not in bare.stderr
 
 
-# ---- bodies that are no JSON
+# ---- invalid JSON
 
 
 @pytest.mark.parametrize(
@@ -352,7 +359,7 @@ def test_the_key_is_not_in_the_log(bare: Server) -> None:
         (b'{"seed": ' + b"1" * 5000 + b"}", "a number of more than 4,300 digits."),
     ],
 )  # fmt: skip
-def test_where_a_body_is_no_json_is_told(
+def test_messages_name_the_position_in_invalid_json(
     http: httpx.Client, path: str, body: bytes, says: str
 ) -> None:
     answer = http.post(path, content=body, headers={"Content-Type": "application/json"})
@@ -374,7 +381,7 @@ def test_an_unknown_route_is_404_and_a_wrong_method_405(http: httpx.Client) -> N
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_request_id_is_part_of_the_answer_s(http: httpx.Client, path: str) -> None:
+def test_a_request_id_is_part_of_the_response_s(http: httpx.Client, path: str) -> None:
     body = {"prompt": "a"} if path == COMPLETIONS else {"messages": HELLO}
     answer = http.post(
         path, json=body | {"max_tokens": 2}, headers={"X-Request-Id": "order-66.a:b"}
@@ -385,7 +392,7 @@ def test_a_request_id_is_part_of_the_answer_s(http: httpx.Client, path: str) -> 
     assert refused.headers["x-request-id"] == "order-67"
 
 
-def test_without_a_usable_request_id_each_answer_has_one_of_its_own(http: httpx.Client) -> None:
+def test_without_a_valid_request_id_each_response_has_a_new_one(http: httpx.Client) -> None:
     given = [
         http.get("/version", headers=h).headers["x-request-id"]
         for h in (
@@ -400,8 +407,8 @@ def test_without_a_usable_request_id_each_answer_has_one_of_its_own(http: httpx.
     assert all(len(id) == 32 for id in given)
 
 
-def test_requests_under_one_id_do_not_meet(server: Server, reference: Reference) -> None:
-    """A proxy that retries sends the first request's id again, while that one may still run."""
+def test_requests_with_the_same_id_do_not_interfere(server: Server, reference: Reference) -> None:
+    """A proxy's retry has the id of the first request, which may still be running."""
     prompts = ["first", "second", "third", "fourth"]
 
     def text(prompt: str) -> str:
@@ -425,9 +432,7 @@ def test_cross_origin_preflights_are_refused(http: httpx.Client) -> None:
     assert "access-control-allow-origin" not in answer.headers
 
 
-def test_after_a_storm_of_bad_requests_a_good_one_works(
-    server: Server, reference: Reference
-) -> None:
+def test_after_many_bad_requests_a_good_one_works(server: Server, reference: Reference) -> None:
     bad = [
         lambda http: http.post(
             COMPLETIONS, content=b"{", headers={"Content-Type": "application/json"}

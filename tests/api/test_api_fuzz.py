@@ -1,4 +1,4 @@
-"""Requests that nobody would write: each is answered in shape, and the server stays well."""
+"""Random requests: each gets a valid response, and the server stays healthy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.api.conftest import Reference
 from tests.server import Server, until
 
 SECONDS = 8.0
-"""After this, and once there are enough answers, what is left of the examples is skipped."""
+"""After this time, and with ENOUGH responses, the remaining examples are skipped."""
 ENOUGH = {200: 40, 400: 100}
 
 scalars = (
@@ -75,7 +75,7 @@ messages = st.lists(message, min_size=1, max_size=3) | anything
 
 
 def body(required: dict[str, Any], optional: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """An object with a few of many options: with all of them nearly none would be right."""
+    """Objects with a few of many options: with all of them hardly any would be valid."""
     some = st.lists(st.sampled_from(sorted(optional)), max_size=4, unique=True)
     made = some.flatmap(
         lambda names: st.fixed_dictionaries(required | {name: optional[name] for name in names})
@@ -147,8 +147,8 @@ def check(path: str, answer: httpx.Response) -> None:
         assert end == b""
         if of_openai:
             assert events.pop() == b"data: [DONE]"
-        told = [json.loads(event[event.index(b"data: ") + 6 :]) for event in events]
-        assert all("choices" in one if of_openai else "type" in one for one in told)
+        bodies = [json.loads(event[event.index(b"data: ") + 6 :]) for event in events]
+        assert all("choices" in one if of_openai else "type" in one for one in bodies)
     elif answer.status_code == 200:
         assert answer.json()["choices"] if of_openai else answer.json()
     else:
@@ -158,7 +158,7 @@ def check(path: str, answer: httpx.Response) -> None:
         assert error.keys() == {"message", "type", "param", "code"}
 
 
-def test_every_request_is_answered_in_shape(server: Server, reference: Reference) -> None:
+def test_every_request_gets_a_valid_response(server: Server, reference: Reference) -> None:
     deadline = time.monotonic() + SECONDS
     statuses: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""A server on a GPU: what it tells of the GPU, and that another engine fits in the place of one that died: `make test-gpu`."""
+"""A server on a GPU: metrics, and memory for the successor of a dead engine (`make test-gpu`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 @pytest.fixture(scope="module")
 def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Takes as much of the GPU's memory as a server does by default."""
+    """A server that uses the default fraction of GPU memory."""
     gc.collect()  # other tests' engines that failed to start
     torch.cuda.empty_cache()
     server = Server(str(model), "--dtype", "float32", cwd=tmp_path_factory.mktemp("gpu"))
@@ -28,7 +28,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     server.stop()
 
 
-def test_metrics_tell_of_the_gpu(served: Server) -> None:
+def test_metrics_describe_the_gpu(served: Server) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # as nvidia-smi counts them
     assert served.metric("tk:gpu_memory_total_bytes", gpu=gpu) == pytest.approx(total, rel=0.05)
@@ -49,8 +49,7 @@ def test_fifty_streams_outlive_their_engine_on_a_gpu(served: Server, reference: 
         ("length", 4096, None)
     }
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.text.startswith(
-            reference.text(prompt, 96).rstrip("\ufffd")
-        )  # the last character may go on
+        # The last character may be incomplete in the reference.
+        assert answer.text.startswith(reference.text(prompt, 96).rstrip("\ufffd"))
     assert "Traceback" not in served.stderr
     until(served.is_idle)

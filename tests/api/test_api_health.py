@@ -1,4 +1,4 @@
-"""What probes are told of an engine that works, hangs, or is being started again."""
+"""Probes of an engine that works, hangs, or restarts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from tests.server import WAIT, Client, Server, until
 
 PROBES = ("/livez", "/readyz", "/health")
-ILL = {"/livez": 200, "/readyz": 503, "/health": 503}
+UNHEALTHY = {"/livez": 200, "/readyz": 503, "/health": 503}
 
 
 def statuses(server: Server) -> dict[str, int]:
@@ -24,26 +24,26 @@ def statuses(server: Server) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("path", [*PROBES, "/v1/models", "/v1/models/tiny", "/metrics", "/docs"])
-def test_what_answers_get_answers_head_without_a_body(server: Server, path: str) -> None:
+def test_head_is_answered_as_get_without_a_body(server: Server, path: str) -> None:
     before = server.metric("http_requests_total", method="HEAD", status="2xx")
-    whole, head = server.http.get(path), server.http.head(path)
-    assert (whole.status_code, head.status_code, head.content) == (200, 200, b"")
-    assert head.headers.get("content-type") == whole.headers.get("content-type")
-    assert server.http.get("/livez").status_code == 200, "the connection goes on"
+    get, head = server.http.get(path), server.http.head(path)
+    assert (get.status_code, head.status_code, head.content) == (200, 200, b"")
+    assert head.headers.get("content-type") == get.headers.get("content-type")
+    assert server.http.get("/livez").status_code == 200, "the connection stays open"
     until(lambda: server.metric("http_requests_total", method="HEAD", status="2xx") == before + 1)
     assert server.http.head("/v1/completions").status_code == 405
 
 
-def test_an_idle_engine_makes_a_step_to_show_that_it_can(server: Server) -> None:
+def test_a_probe_of_an_idle_engine_runs_one_step(server: Server) -> None:
     until(server.is_idle)
 
     def num_steps() -> float:
-        time.sleep(1.1)  # by then the last step shows nothing any more
+        time.sleep(1.1)  # the last step is too old to count
         before = server.metric("tk:iteration_tokens_total_count")
         assert statuses(server) == dict.fromkeys(PROBES, 200)
         return server.metric("tk:iteration_tokens_total_count") - before
 
-    until(lambda: num_steps() == 1)  # shared by both probes, where no second lies between them
+    until(lambda: num_steps() == 1)  # shared by both probes, unless a second lies between
     assert server.metric("tk:num_requests_running") == 0
 
 
@@ -51,7 +51,7 @@ def test_an_idle_engine_makes_a_step_to_show_that_it_can(server: Server) -> None
 def own(
     request: pytest.FixtureRequest, bare_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A server that the tests below make ill, each for a while."""
+    """A server that the tests below make unhealthy for a while."""
     server = Server(
         str(bare_model), "--api-workers", str(request.param), cwd=tmp_path_factory.mktemp("own")
     )
@@ -59,28 +59,28 @@ def own(
     server.stop()
 
 
-def test_a_hung_engine_is_told_within_seconds_and_so_is_its_return(own: Server) -> None:
+def test_a_hung_engine_and_its_recovery_show_within_seconds(own: Server) -> None:
     client = Client(own, 1500)
     until(lambda: client.events)
     assert statuses(own) == dict.fromkeys(PROBES, 200)
     own.core.suspend()
-    until(lambda: statuses(own) == ILL)
+    until(lambda: statuses(own) == UNHEALTHY)
     own.core.resume()
     until(lambda: statuses(own) == dict.fromkeys(PROBES, 200))
     client.finish()
     assert client.num_tokens == 1500
 
 
-def test_while_the_engine_is_started_again_the_server_lives_and_is_not_ready(own: Server) -> None:
+def test_a_server_whose_engine_restarts_is_alive_and_not_ready(own: Server) -> None:
     with own.holding("toolkit.engine.cores.core_process"):
         own.core.kill()
-        until(lambda: statuses(own) == ILL)
-        # Another worker may hear of it a moment later, and an answer of 200 has no body.
-        until(lambda: b"started again" in own.http.get("/health").content)
+        until(lambda: statuses(own) == UNHEALTHY)
+        # Another worker may learn of it later, and a response with 200 has no body.
+        until(lambda: b"being restarted" in own.http.get("/health").content)
     until(lambda: statuses(own) == dict.fromkeys(PROBES, 200))
 
 
-def test_an_engine_whose_steps_all_fail_is_not_well_though_requests_come(own: Server) -> None:
+def test_an_engine_whose_steps_all_fail_is_unhealthy(own: Server) -> None:
     num_workers = max(1, len(own.workers))
 
     def ask() -> int:
@@ -95,11 +95,11 @@ def test_an_engine_whose_steps_all_fail_is_not_well_though_requests_come(own: Se
     with own.broken(), ThreadPoolExecutor(8) as pool:
         asking = [pool.submit(keep_asking) for _ in range(8)]
         try:
-            # For a second the last good step speaks for the engine, in the worker that saw it.
-            until(lambda: all(statuses(own) == ILL for _ in range(4 * num_workers)))
-            end = time.monotonic() + 3  # several steps are asked for in that time
+            # For a second the last successful step counts, in the worker that saw it.
+            until(lambda: all(statuses(own) == UNHEALTHY for _ in range(4 * num_workers)))
+            end = time.monotonic() + 3  # time for several steps
             while time.monotonic() < end:
-                assert statuses(own) == ILL
+                assert statuses(own) == UNHEALTHY
         finally:
             stop.set()
         assert all(done.result() == {500} for done in asking)
@@ -109,10 +109,8 @@ def test_an_engine_whose_steps_all_fail_is_not_well_though_requests_come(own: Se
     until(lambda: statuses(own) == dict.fromkeys(PROBES, 200))
 
 
-def test_a_model_whose_numbers_are_lost_is_not_well(
-    start: Callable[..., Server], model: Path
-) -> None:
-    """No step raises anything, and none gives a token."""
+def test_a_model_with_nan_weights_is_unhealthy(start: Callable[..., Server], model: Path) -> None:
+    """Its steps raise nothing and return no token."""
     from safetensors.torch import load_file, save_file
 
     ruined = model.parent / "ruined"
@@ -125,5 +123,5 @@ def test_a_model_whose_numbers_are_lost_is_not_well(
     )
     server = start(model=ruined)
     Client(server, 3, stream=False).finish()
-    assert statuses(server) == ILL
+    assert statuses(server) == UNHEALTHY
     assert "not finite" in server.http.get("/health").json()["error"]["message"]

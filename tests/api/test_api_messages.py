@@ -1,4 +1,4 @@
-"""/v1/messages through Anthropic's client."""
+"""/v1/messages with Anthropic's client."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def expected(reference: Reference) -> str:
     return reference.text(reference.conversation(*QUESTION), 12)
 
 
-def test_the_answer_is_that_of_transformers(
+def test_answer_equals_transformers(
     messages_client: anthropic.Anthropic, reference: Reference, expected: str
 ) -> None:
     answer = messages_client.messages.create(messages=QUESTION, **GREEDY)
@@ -48,7 +48,7 @@ def test_the_answer_is_that_of_transformers(
 
 
 @pytest.mark.parametrize("system", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
-def test_the_system_speaks_first(
+def test_system_message_comes_first(
     messages_client: anthropic.Anthropic, reference: Reference, system: Any
 ) -> None:
     blocks = [{"type": "text", "text": "What is"}, {"type": "text", "text": "it?"}]
@@ -61,23 +61,23 @@ def test_the_system_speaks_first(
     assert answer.content[0].text == reference.text(prompt, 12)
 
 
-def test_an_answer_that_is_begun_is_gone_on_with(
+def test_assistant_message_at_the_end_is_continued(
     messages_client: anthropic.Anthropic, reference: Reference
 ) -> None:
-    begun = [*QUESTION, {"role": "assistant", "content": "It is"}]
-    answer = messages_client.messages.create(messages=begun, **GREEDY)
-    prompt = reference.conversation(*begun).removesuffix("<|end|><|assistant|>")
+    messages = [*QUESTION, {"role": "assistant", "content": "It is"}]
+    answer = messages_client.messages.create(messages=messages, **GREEDY)
+    prompt = reference.conversation(*messages).removesuffix("<|end|><|assistant|>")
     assert answer.content[0].text == reference.text(prompt, 12)
 
 
-def test_a_stop_sequence_is_told(messages_client: anthropic.Anthropic, expected: str) -> None:
+def test_stop_sequence_is_reported(messages_client: anthropic.Anthropic, expected: str) -> None:
     stop = next(c for c in expected[2:] if c.isascii() and c not in expected[:2])
     answer = messages_client.messages.create(messages=QUESTION, stop_sequences=[stop], **GREEDY)
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
     assert answer.content[0].text == expected[: expected.index(stop)]
 
 
-def test_the_stream_s_events_are_anthropic_s(
+def test_stream_events_are_those_of_anthropic(
     messages_client: anthropic.Anthropic, expected: str
 ) -> None:
     events = list(messages_client.messages.create(messages=QUESTION, stream=True, **GREEDY))
@@ -96,7 +96,7 @@ def test_the_stream_s_events_are_anthropic_s(
     assert (last.delta.stop_reason, last.usage.output_tokens) == ("max_tokens", 12)
 
 
-def test_the_client_s_own_stream_helper_gathers_the_answer(
+def test_client_stream_helper_collects_the_answer(
     messages_client: anthropic.Anthropic, expected: str
 ) -> None:
     with messages_client.messages.stream(messages=QUESTION, **GREEDY) as stream:
@@ -104,7 +104,7 @@ def test_the_client_s_own_stream_helper_gathers_the_answer(
         assert stream.get_final_message().content[0].text == expected
 
 
-def test_the_tokens_of_a_prompt_are_counted(
+def test_prompt_tokens_are_counted(
     messages_client: anthropic.Anthropic, reference: Reference
 ) -> None:
     count = messages_client.messages.count_tokens(model="tiny", messages=QUESTION).input_tokens
@@ -127,7 +127,7 @@ def test_the_tokens_of_a_prompt_are_counted(
         ({"messages": QUESTION, "max_tokens": 1, "temperature": -1}, "temperature"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
+def test_invalid_field_is_refused_by_name(
     http: httpx.Client, body: dict[str, Any], param: str
 ) -> None:
     answer = http.post("/v1/messages", json=body)
@@ -135,12 +135,12 @@ def test_what_cannot_be_is_refused_by_name(
     assert answer.json()["error"]["param"] == param
 
 
-def test_an_unknown_model_is_not_found(messages_client: anthropic.Anthropic) -> None:
+def test_unknown_model_is_not_found(messages_client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="tiny"):
         messages_client.messages.create(messages=QUESTION, **GREEDY | {"model": "messages_client"})
 
 
-async def test_the_asynchronous_client_streams(server: Server, expected: str) -> None:
+async def test_async_client_streams(server: Server, expected: str) -> None:
     async with (
         anthropic.AsyncAnthropic(base_url=server.url, api_key="any", max_retries=0) as client,
         client.messages.stream(messages=QUESTION, **GREEDY) as stream,
@@ -154,13 +154,14 @@ async def test_the_asynchronous_client_streams(server: Server, expected: str) ->
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools><tool_call>{% endif %}"
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
-    "{% for call in m['tool_calls'] or [] %}{{ call['function']['name'] }}{{ call['function']['arguments'] | tojson }}"
+    "{% for call in m['tool_calls'] or [] %}"
+    "{{ call['function']['name'] }}{{ call['function']['arguments'] | tojson }}"
     "{% endfor %}{% endfor %}"
 )
 TOOLS = [
     {
         "name": "weather",
-        "description": "Tells the weather",
+        "description": "The weather forecast",
         "input_schema": {
             "type": "object",
             "properties": {
@@ -178,7 +179,8 @@ TOOLS = [
 def caller(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[anthropic.Anthropic]:
     """A client of a server whose template has a place for tools."""
     served = Server(
-        str(model), "--chat-template", TEMPLATE, "--num-gpu-blocks-override", "1024", cwd=tmp_path_factory.mktemp("tools")
+        str(model), "--chat-template", TEMPLATE, "--num-gpu-blocks-override", "1024",
+        cwd=tmp_path_factory.mktemp("tools"),
     )  # fmt: skip
     with anthropic.Anthropic(
         base_url=served.url, api_key="any", max_retries=0, timeout=60.0
@@ -194,20 +196,20 @@ def check_call(block: anthropic.types.ToolUseBlock) -> None:
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-def test_a_call_that_is_asked_for_comes_with_arguments_that_fit(
+def test_required_call_has_valid_arguments(
     caller: anthropic.Anthropic, choice: dict[str, Any]
 ) -> None:
-    asked = {
+    options = {
         "tools": TOOLS,
         "tool_choice": choice | {"disable_parallel_tool_use": True},
         "max_tokens": 200,
     }
-    answer = caller.messages.create(model="", messages=QUESTION, **asked)
+    answer = caller.messages.create(model="", messages=QUESTION, **options)
     assert answer.stop_reason == "tool_use"
     (block,) = (b for b in answer.content if b.type == "tool_use")
     check_call(block)
 
-    with caller.messages.stream(model="", messages=QUESTION, **asked) as stream:
+    with caller.messages.stream(model="", messages=QUESTION, **options) as stream:
         parts = [
             event.delta.partial_json for event in stream if event.type == "content_block_delta"
         ]
@@ -218,7 +220,7 @@ def test_a_call_that_is_asked_for_comes_with_arguments_that_fit(
     assert final.stop_reason == "tool_use"
 
 
-def test_calls_and_what_they_gave_are_given_to_the_template(caller: anthropic.Anthropic) -> None:
+def test_calls_and_results_reach_the_template(caller: anthropic.Anthropic) -> None:
     turns = [
         *QUESTION,
         {
@@ -245,83 +247,84 @@ def test_calls_and_what_they_gave_are_given_to_the_template(caller: anthropic.An
             ],
         },
     ]
-    told = caller.messages.count_tokens(model="", messages=turns).input_tokens
-    rendered = '[user]What is a KV cache?[assistant]Let me see.weather{"days": 2, "dry": true}[tool]Sunny[user]And then?'
-    assert told == len(rendered)
+    count = caller.messages.count_tokens(model="", messages=turns).input_tokens
+    rendered = (
+        '[user]What is a KV cache?[assistant]Let me see.weather{"days": 2, "dry": true}'
+        "[tool]Sunny[user]And then?"
+    )
+    assert count == len(rendered)
 
 
-def form(schema: dict[str, Any]) -> dict[str, Any]:
+def json_format(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "schema": schema}
 
 
-BEGUN = [*QUESTION, {"role": "assistant", "content": '{"a":'}]
+CONTINUED = [*QUESTION, {"role": "assistant", "content": '{"a":'}]
 
 
 class Weather(pydantic.BaseModel):
-    """Of what Anthropic's client keeps of a schema: not the ends of ranges."""
+    """Uses only what Anthropic's client keeps of a schema. It drops the bounds of ranges."""
 
     days: Literal[1, 2, 3]
     dry: bool
 
 
-def test_an_answer_is_held_to_the_format_that_is_asked_for(
+def test_answer_follows_the_requested_format(
     messages_client: anthropic.Anthropic,
 ) -> None:
-    asked: Any = {"model": "", "max_tokens": 200, "messages": QUESTION, "output_format": Weather}
-    answer = messages_client.messages.parse(**asked)
+    body: Any = {"model": "", "max_tokens": 200, "messages": QUESTION, "output_format": Weather}
+    answer = messages_client.messages.parse(**body)
     assert isinstance(answer.parsed_output, Weather)
-    with messages_client.messages.stream(**asked) as stream:
+    with messages_client.messages.stream(**body) as stream:
         assert isinstance(stream.get_final_message().parsed_output, Weather)
 
 
-def test_a_format_is_not_of_calls_that_have_to_be(caller: anthropic.Anthropic) -> None:
+def test_format_does_not_apply_to_required_calls(caller: anthropic.Anthropic) -> None:
     answer = caller.messages.create(
         model="",
         max_tokens=200,
         messages=QUESTION,
         tools=TOOLS,
         tool_choice={"type": "any"},
-        output_config={"format": form({"type": "object"})},
+        output_config={"format": json_format({"type": "object"})},
     )
     check_call(next(block for block in answer.content if block.type == "tool_use"))
 
 
-def test_calls_come_back_with_whatever_numbers_they_had(caller: anthropic.Anthropic) -> None:
+def test_call_arguments_keep_large_numbers(caller: anthropic.Anthropic) -> None:
     def turns(value: Any) -> Any:
         call = {"type": "tool_use", "id": "c", "name": "weather", "input": {"days": value}}
         return [*QUESTION, {"role": "assistant", "content": [call]}, *QUESTION]
 
-    told = caller.messages.count_tokens(model="", messages=turns(2**70)).input_tokens
-    assert (
-        told
-        == caller.messages.count_tokens(model="", messages=turns(2)).input_tokens
-        + len(str(2**70))
-        - 1
+    large, small = (
+        caller.messages.count_tokens(model="", messages=turns(value)).input_tokens
+        for value in (2**70, 2)
     )
+    assert large == small + len(str(2**70)) - 1
 
 
-def test_a_strict_tool_is_called_as_its_schema_says_or_refused(caller: anthropic.Anthropic) -> None:
+def test_strict_tool_is_enforced_or_refused(caller: anthropic.Anthropic) -> None:
     strict: Any = TOOLS[0] | {"strict": True}
-    asked: Any = {
+    body: Any = {
         "model": "",
         "max_tokens": 200,
         "messages": QUESTION,
         "tool_choice": {"type": "any"},
     }
-    answer = caller.messages.with_raw_response.create(tools=[strict], **asked)
+    answer = caller.messages.with_raw_response.create(tools=[strict], **body)
     assert "x-ignored-fields" not in answer.headers
     check_call(next(block for block in answer.parse().content if block.type == "tool_use"))
     strict["input_schema"] = strict["input_schema"] | {
         "properties": {"days": {"uniqueItems": True}}
     }
     with pytest.raises(anthropic.BadRequestError, match="uniqueItems"):
-        caller.messages.create(tools=[strict], **asked)
+        caller.messages.create(tools=[strict], **body)
 
 
-# ---- threads, which are not kept
+# ---- threads, which are not supported
 
 
-def test_a_thread_is_refused_in_the_words_that_the_client_knows(
+def test_thread_is_refused_with_the_code_the_client_knows(
     messages_client: anthropic.Anthropic,
 ) -> None:
     for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
@@ -331,10 +334,10 @@ def test_a_thread_is_refused_in_the_words_that_the_client_knows(
             )
         body: Any = error.value.body
         assert body["error"]["details"]["error_code"] == "thread_unsupported_request"
-        assert "whole conversation" in body["error"]["message"]
+        assert "complete conversation" in body["error"]["message"]
 
 
-def test_the_client_s_tool_runner_sends_the_whole_conversation_then(
+def test_client_tool_runner_falls_back_to_complete_conversations(
     caller: anthropic.Anthropic,
 ) -> None:
     sent: list[Any] = []
@@ -344,7 +347,7 @@ def test_the_client_s_tool_runner_sends_the_whole_conversation_then(
 
     @anthropic.beta_tool
     def weather(days: Literal[1, 2, 3], dry: bool) -> str:
-        """Tells the weather."""
+        """The weather forecast."""
         return "sunny"
 
     try:
@@ -369,37 +372,34 @@ def test_the_client_s_tool_runner_sends_the_whole_conversation_then(
 
 
 @pytest.mark.parametrize(
-    ("asked", "param"),
+    ("body", "param"),
     [
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"messages": [{"role": "user", "content": "x" * 9000}]}, "messages"),
-        ({"output_config": {"format": form({"type": "no"})}}, "output_config.format"),
-        ({"output_config": {"format": form({"uniqueItems": True})}}, "output_config.format"),
-        ({"output_config": {"format": form({})}, "messages": BEGUN}, "output_config"),
+        ({"output_config": {"format": json_format({"type": "no"})}}, "output_config.format"),
+        ({"output_config": {"format": json_format({"uniqueItems": True})}}, "output_config.format"),
+        ({"output_config": {"format": json_format({})}, "messages": CONTINUED}, "output_config"),
     ],
 )
-def test_what_is_wrong_is_told_by_the_names_that_were_sent(
-    http: httpx.Client, asked: Any, param: str
-) -> None:
-    error = http.post("/v1/messages", json={"messages": QUESTION, "max_tokens": 4} | asked).json()[
-        "error"
-    ]
+def test_errors_use_the_names_of_this_interface(http: httpx.Client, body: Any, param: str) -> None:
+    answer = http.post("/v1/messages", json={"messages": QUESTION, "max_tokens": 4} | body)
+    error = answer.json()["error"]
     assert error["param"] == param
     assert error["message"].startswith(param) == (param != "messages")
 
 
-def told(error: pytest.ExceptionInfo[anthropic.APIStatusError]) -> str:
-    """What kind of error Anthropic's client found in the body."""
+def error_type(error: pytest.ExceptionInfo[anthropic.APIStatusError]) -> str:
+    """The error type that Anthropic's client read from the body."""
     body: Any = error.value.body
     assert (body["type"], body["request_id"]) == ("error", error.value.request_id)
     assert body["error"]["message"] in str(error.value)
-    kind: str = body["error"]["type"]
-    assert error.value.type == kind
-    return kind
+    name: str = body["error"]["type"]
+    assert error.value.type == name
+    return name
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "name"),
+    ("body", "kind", "name"),
     [
         ({"model": "none"}, anthropic.NotFoundError, "not_found_error"),
         ({"temperature": 9.0}, anthropic.BadRequestError, "invalid_request_error"),
@@ -412,9 +412,9 @@ def told(error: pytest.ExceptionInfo[anthropic.APIStatusError]) -> str:
         ),
     ],
 )
-def test_errors_are_those_that_anthropic_s_client_knows(
+def test_error_types_are_those_of_anthropic(
     messages_client: anthropic.Anthropic,
-    asked: Any,
+    body: Any,
     kind: type[anthropic.APIStatusError],
     name: str,
 ) -> None:
@@ -424,39 +424,39 @@ def test_errors_are_those_that_anthropic_s_client_knows(
             "max_tokens": 4,
             "messages": QUESTION,
             "stream": stream,
-        } | asked
+        } | body
         given["extra_body"] = {
-            key: given.pop(key) for key in ("temperature", "max_tokens") if key in asked
+            key: given.pop(key) for key in ("temperature", "max_tokens") if key in body
         }
         with pytest.raises(kind) as error:
             messages_client.messages.create(**{"max_tokens": 4} | given)
-        assert told(error) == name
+        assert error_type(error) == name
 
 
-def test_errors_from_before_and_behind_the_routes_are_too(start: Any, model: Path) -> None:
+def test_errors_outside_the_routes_have_anthropic_types(start: Any, model: Path) -> None:
     limits = ("--requests-per-minute", "3", "--request-timeout", "0.4")
     server = start(*limits, "--api-key", "k", "--admin-key", "boss", model=model)
-    asked: Any = {"model": "", "max_tokens": 8000, "messages": QUESTION}
-    with anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0) as nobody:
+    body: Any = {"model": "", "max_tokens": 8000, "messages": QUESTION}
+    with anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0) as stranger:
         with pytest.raises(anthropic.AuthenticationError) as error:
-            nobody.messages.create(**asked)
-        assert told(error) == "authentication_error"
+            stranger.messages.create(**body)
+        assert error_type(error) == "authentication_error"
     with anthropic.Anthropic(base_url=server.url, api_key="k", max_retries=0) as client:
         with pytest.raises(anthropic.NotFoundError) as error:
             client.post("/v1/messages/batches", cast_to=object)
-        assert told(error) == "not_found_error"
+        assert error_type(error) == "not_found_error"
         server.core.suspend()
         with pytest.raises(anthropic.APIStatusError) as error:
-            client.messages.create(**asked)
-        assert (error.value.status_code, told(error)) == (504, "timeout_error")
+            client.messages.create(**body)
+        assert (error.value.status_code, error_type(error)) == (504, "timeout_error")
         with (
             pytest.raises(anthropic.APIStatusError) as error,
-            client.messages.stream(**asked) as stream,
+            client.messages.stream(**body) as stream,
         ):
-            assert stream.get_final_text() == "never whole"
-        assert told(error) == "timeout_error"
+            assert stream.get_final_text() == "never complete"
+        assert error_type(error) == "timeout_error"
         with pytest.raises(anthropic.RateLimitError) as error:
-            client.messages.create(**asked)
-        assert told(error) == "rate_limit_error"
+            client.messages.create(**body)
+        assert error_type(error) == "rate_limit_error"
     server.http.headers["X-API-Key"] = "k"
-    assert "type" not in server.http.get("/v1/models/none").json(), "elsewhere errors are OpenAI's"
+    assert "type" not in server.http.get("/v1/models/none").json(), "other routes: OpenAI's errors"

@@ -1,4 +1,4 @@
-"""/metrics tells the truth about traffic that is known."""
+"""/metrics, compared with known traffic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GREEDY = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True}
 
 @pytest.fixture
 def change(server: Server) -> Callable[..., Callable[[], float]]:
-    """`change(name, **labels)` is a function that gives how much a metric has grown since."""
+    """`change(name, **labels)` returns a function: the growth of a metric since then."""
     until(server.is_idle)
 
     def since(name: str, **labels: str) -> Callable[[], float]:
@@ -26,9 +26,7 @@ def change(server: Server) -> Callable[..., Callable[[], float]]:
     return since
 
 
-def test_tokens_are_counted_as_they_are_reported_to_clients(
-    server: Server, change: Callable
-) -> None:
+def test_tokens_are_counted_as_in_usage(server: Server, change: Callable) -> None:
     prompt, generated = change("tk:prompt_tokens_total"), change("tk:generation_tokens_total")
     first, between = (
         change("tk:time_to_first_token_seconds_count"),
@@ -48,7 +46,7 @@ def test_tokens_are_counted_as_they_are_reported_to_clients(
     assert between() == 8 + 4 + 4 + 2 + 2
 
 
-def test_ends_are_counted_by_their_reason(server: Server, change: Callable) -> None:
+def test_finished_requests_are_counted_by_reason(server: Server, change: Callable) -> None:
     counts = {
         r: change("tk:request_success_total", finished_reason=r)
         for r in ("stop", "length", "abort", "error")
@@ -73,7 +71,7 @@ def test_ends_are_counted_by_their_reason(server: Server, change: Callable) -> N
     assert latencies() == 3
 
 
-def test_a_refused_request_counts_no_token(server: Server, change: Callable) -> None:
+def test_a_refused_request_counts_no_tokens(server: Server, change: Callable) -> None:
     changes = [
         change(f"tk:{name}")
         for name in ("prompt_tokens_total", "generation_tokens_total", "request_success_total")
@@ -81,7 +79,7 @@ def test_a_refused_request_counts_no_token(server: Server, change: Callable) -> 
     refused = change("http_requests_total", status="4xx", handler="/v1/completions")
     assert server.http.post("/v1/completions", json={"prompt": "x" * CONTEXT}).status_code == 400
     assert [c() for c in changes] == [0, 0, 0]
-    until(lambda: refused() == 1)  # counted when its answer has gone
+    until(lambda: refused() == 1)  # counted after its response was sent
 
 
 def test_prefix_hits_are_the_cached_tokens_of_usage(server: Server, change: Callable) -> None:
@@ -100,8 +98,8 @@ def test_prefix_hits_are_the_cached_tokens_of_usage(server: Server, change: Call
     assert queries() == 3 * len(prompt)
 
 
-def test_the_gauges_show_what_runs(server: Server) -> None:
-    """80 blocks for 1280 tokens, of 4096."""
+def test_gauges_show_running_requests(server: Server) -> None:
+    """1280 tokens use 80 of 4096 blocks."""
     body = {"prompt": [3] * 1280, "max_tokens": 6000, "ignore_eos": True, "stream": True}
     with server.slowly(), server.http.stream("POST", "/v1/completions", json=body) as answer:
         chunks = answer.iter_raw()
@@ -136,28 +134,26 @@ def test_every_step_s_tokens_are_observed(server: Server, change: Callable) -> N
     assert (steps(), tokens()) == (4, 35 + 3)
 
 
-def test_the_phases_of_a_request_add_up(server: Server, change: Callable) -> None:
+def test_the_phases_of_a_request_sum_to_its_latency(server: Server, change: Callable) -> None:
     phases = [change(f"tk:request_{p}_time_seconds_sum") for p in ("queue", "prefill", "decode")]
-    whole = change("tk:e2e_request_latency_seconds_sum")
+    latency = change("tk:e2e_request_latency_seconds_sum")
     server.http.post("/v1/completions", json=GREEDY | {"max_tokens": 30})
-    assert sum(p() for p in phases) == pytest.approx(whole(), rel=1e-6)
+    assert sum(p() for p in phases) == pytest.approx(latency(), rel=1e-6)
     assert all(p() >= 0 for p in phases)
 
 
-def test_the_format_is_prometheus_s(server: Server) -> None:
+def test_the_format_is_prometheus(server: Server) -> None:
     answer = server.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert '{engine="0",model_name="tiny"}' in answer.text
 
 
-def test_the_prefix_can_be_another(base: Server) -> None:
+def test_the_prefix_can_be_changed(base: Server) -> None:
     assert base.metric("vllm:num_requests_running") == 0
     assert "vllm:num_requests_running" in base.http.get("/metrics").text
 
 
-def test_what_steps_take_is_estimated_and_a_poll_of_the_requests_loses_no_counts(
-    server: Server, change: Callable
-) -> None:
+def test_steps_are_estimated_and_polling_loses_no_counts(server: Server, change: Callable) -> None:
     work = [
         change(f"tk:estimated_{what}_per_gpu_total")
         for what in ("flops", "read_bytes", "write_bytes")

@@ -1,4 +1,4 @@
-"""What the server tells whoever runs it, and what a tokenizer's user asks, over really started servers."""
+"""Routes for operators and tokenizer routes, on real servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture(scope="module")
 def two(bare_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with two processes that answer requests."""
+    """A server with two API workers."""
     served = Server(
         str(bare_model),
         "--api-workers",
@@ -34,9 +34,8 @@ def two(bare_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def live(server: Server) -> list[dict[str, Any]]:
-    with httpx.Client(
-        base_url=server.url, timeout=WAIT
-    ) as http:  # a connection of its own: either worker may answer
+    # A new connection: either worker may answer.
+    with httpx.Client(base_url=server.url, timeout=WAIT) as http:
         return http.get("/tk/requests").json()["requests"]
 
 
@@ -55,9 +54,7 @@ def test_tokens_are_those_of_transformers(
     assert http.post("/detokenize", json={"tokens": expected}).json() == {"prompt": text}
 
 
-def test_a_conversation_is_tokenized_as_chat_would(
-    http: httpx.Client, reference: Reference
-) -> None:
+def test_a_conversation_is_tokenized_as_in_chat(http: httpx.Client, reference: Reference) -> None:
     answer = http.post("/tokenize", json={"messages": HELLO, "model": "tiny"}).json()
     assert answer["tokens"] == reference.tokenizer.encode(reference.conversation(*HELLO))
     answer = http.post("/tokenize", json={"messages": HELLO, "add_generation_prompt": False}).json()
@@ -78,9 +75,7 @@ def test_a_conversation_is_tokenized_as_chat_would(
         ("/detokenize", {}, "tokens"),
     ],
 )
-def test_what_cannot_be_tokenized_is_a_400(
-    http: httpx.Client, path: str, body: object, param: str
-) -> None:
+def test_invalid_input_is_400(http: httpx.Client, path: str, body: object, param: str) -> None:
     answer = http.post(path, json=body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
@@ -96,17 +91,17 @@ def test_an_unknown_model_is_404(http: httpx.Client) -> None:
 
 
 def test_the_tokenizer_is_described(http: httpx.Client, reference: Reference) -> None:
-    told = http.get("/tokenizer_info").json()
-    assert told["chat_template"] == reference.tokenizer.chat_template
-    assert told["special_tokens"]["eos_token"] == "<|endoftext|>"
-    assert told["vocab_size"] == len(reference.tokenizer)
-    assert told["model_max_length"] == CONTEXT
+    info = http.get("/tokenizer_info").json()
+    assert info["chat_template"] == reference.tokenizer.chat_template
+    assert info["special_tokens"]["eos_token"] == "<|endoftext|>"
+    assert info["vocab_size"] == len(reference.tokenizer)
+    assert info["model_max_length"] == CONTEXT
 
 
-# ---- small things
+# ---- models, probes, settings, the prefix cache
 
 
-def test_the_model_may_have_slashes(start: Callable[..., Server]) -> None:
+def test_a_model_name_may_have_slashes(start: Callable[..., Server]) -> None:
     server = start("--served-model-name", "org/some/model")
     assert server.http.get("/v1/models/org/some/model").json()["id"] == "org/some/model"
     assert server.http.get("/v1/models/org/some").status_code == 404
@@ -117,24 +112,24 @@ def test_probes_and_version(http: httpx.Client) -> None:
     assert http.get("/ping").status_code == http.post("/ping").status_code == 200
 
 
-def test_the_settings_are_told_without_keys(start: Callable[..., Server]) -> None:
+def test_server_info_has_no_secrets(start: Callable[..., Server]) -> None:
     server = start(
         *("--api-key", "sesame", "--max-num-seqs", "17", "--max-requests-per-key", "23"),
         *("--otlp-traces-endpoint", "http://user:s3cret@127.0.0.1:9/v1/traces"),
         *("--chat-template", "{{ 'a house secret' }}"),
     )
     answer = server.http.get("/server_info", headers={"Authorization": "Bearer sesame"})
-    told = answer.json()
+    info = answer.json()
     assert "sesame" not in answer.text
-    assert told["server"]["otlp_traces_endpoint"] == "http://127.0.0.1:9/v1/traces"
-    assert told["server"]["max_requests_per_key"] == 23
+    assert info["server"]["otlp_traces_endpoint"] == "http://127.0.0.1:9/v1/traces"
+    assert info["server"]["max_requests_per_key"] == 23
     assert "a house secret" not in server.http.get("/metrics").text
-    assert told["engine"]["scheduler"]["max_num_seqs"] == 17
-    assert told["device"]["max_model_len"] == CONTEXT
-    assert told["version"] == __version__
+    assert info["engine"]["scheduler"]["max_num_seqs"] == 17
+    assert info["device"]["max_model_len"] == CONTEXT
+    assert info["version"] == __version__
 
 
-def test_the_prefix_cache_can_be_forgotten(http: httpx.Client) -> None:
+def test_the_prefix_cache_can_be_cleared(http: httpx.Client) -> None:
     body = {"prompt": [9] * 64, "max_tokens": 1}
 
     def cached() -> int:
@@ -152,7 +147,7 @@ def test_the_prefix_cache_can_be_forgotten(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("which", ["server", "two"])
-def test_live_requests_are_told_of(which: str, request: pytest.FixtureRequest) -> None:
+def test_live_requests_are_listed(which: str, request: pytest.FixtureRequest) -> None:
     server: Server = request.getfixturevalue(which)
     until(lambda: live(server) == [])
     with server.slowly():
@@ -185,7 +180,7 @@ def check_live(server: Server) -> None:
     )
     assert 0 < load["kv_cache_usage"] < 1
 
-    for one in found:  # each over a connection of its own
+    for one in found:  # each on a new connection
         answer = httpx.delete(f"{server.url}/tk/requests/{one['id']}", timeout=WAIT)
         assert answer.json() == {
             "id": one["id"],
@@ -202,7 +197,7 @@ def check_live(server: Server) -> None:
         assert last["choices"][0]["finish_reason"] == "abort"
 
 
-def test_a_request_can_be_ended_by_its_answer_s_id(server: Server) -> None:
+def test_a_request_can_be_ended_by_its_response_id(server: Server) -> None:
     body = {
         "prompt": ["one", "two"],
         "n": 2,
@@ -233,7 +228,7 @@ def test_an_unknown_request_is_404(http: httpx.Client, id: str) -> None:
     assert answer.json()["error"]["message"]
 
 
-def test_a_beam_search_can_be_ended_by_its_answer_s_id(server: Server) -> None:
+def test_a_beam_search_can_be_ended_by_its_response_id(server: Server) -> None:
     body = {
         "prompt": "The sea",
         "use_beam_search": True,
@@ -254,5 +249,5 @@ def test_a_beam_search_can_be_ended_by_its_answer_s_id(server: Server) -> None:
         until(lambda: httpx.delete(beams, timeout=WAIT).status_code == 200)
         answer = asked.result()
     assert answer.status_code == 500
-    assert "ended before" in answer.json()["error"]["message"]
+    assert "aborted before" in answer.json()["error"]["message"]
     until(server.is_idle)

@@ -1,4 +1,4 @@
-"""Who a client is, behind a proxy: what the proxy says counts only where the server was told to believe it."""
+"""Client addresses behind a proxy: X-Forwarded-For counts only from trusted proxies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMITS = ("--max-requests-per-key", "1", "--log-format", "json", "--uvicorn-log-
 def proxied(
     request: pytest.FixtureRequest, bare_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, bool]]:
-    """A server whose clients come from this machine, and whether it believes proxies there."""
+    """A server whose clients are on this machine, and whether it trusts proxies there."""
     trusted = request.param
     flags = [] if trusted is None else ["--forwarded-allow-ips", trusted]
     server = Server(str(bare_model), *LIMITS, *flags, cwd=tmp_path_factory.mktemp("cwd"))
@@ -26,15 +26,15 @@ def proxied(
     server.stop()
 
 
-def test_the_client_is_who_a_trusted_proxy_says_and_else_who_connects(
+def test_only_a_trusted_proxy_sets_the_client_address(
     proxied: tuple[Server, bool],
 ) -> None:
-    server, believes = proxied
+    server, trusts = proxied
     with server.slowly():
-        check_origins(server, believes)
+        check_origins(server, trusts)
 
 
-def check_origins(server: Server, believes: bool) -> None:
+def check_origins(server: Server, trusts: bool) -> None:
     def ask(forwarded: str) -> int:
         headers = {"X-Forwarded-For": forwarded, "X-Request-Id": forwarded.replace(", ", "-")}
         return server.http.post(
@@ -44,13 +44,13 @@ def check_origins(server: Server, believes: bool) -> None:
     running = Client(server, 8000, headers={"X-Forwarded-For": "192.0.2.1"})
     until(lambda: running.events)
     [live] = server.http.get("/tk/requests").json()["requests"]
-    assert live["origin"] == ("192.0.2.1" if believes else "127.0.0.1")
+    assert live["origin"] == ("192.0.2.1" if trusts else "127.0.0.1")
 
-    assert ask("192.0.2.1") == 429, "one request is this client's share"
-    assert ask("192.0.2.2") == (200 if believes else 429), "another one's is its own"
-    # A client can put anything before what the proxy adds: the last that is no proxy is who came.
+    assert ask("192.0.2.1") == 429, "one request is this client's limit"
+    assert ask("192.0.2.2") == (200 if trusts else 429), "another client has its own limit"
+    # A client can put any address before the proxy's: the last one that is no proxy is the client.
     assert ask("192.0.2.3, 192.0.2.1") == 429
-    assert ask("192.0.2.1, 192.0.2.4") == (200 if believes else 429)
+    assert ask("192.0.2.1, 192.0.2.4") == (200 if trusts else 429)
 
     server.http.delete(f"/tk/requests/{live['id']}")
     running.finish()
@@ -58,11 +58,11 @@ def check_origins(server: Server, believes: bool) -> None:
     until(lambda: '"192.0.2.1-192.0.2.4"' in server.stderr)
     lines = [json.loads(line) for line in server.stderr.splitlines() if line.startswith("{")]
     clients = {line["request_id"]: line["client"] for line in lines if "request_id" in line}
-    assert clients["192.0.2.1-192.0.2.4"] == ("192.0.2.4" if believes else "127.0.0.1")
-    assert clients["192.0.2.3-192.0.2.1"] == ("192.0.2.1" if believes else "127.0.0.1")
+    assert clients["192.0.2.1-192.0.2.4"] == ("192.0.2.4" if trusts else "127.0.0.1")
+    assert clients["192.0.2.3-192.0.2.1"] == ("192.0.2.1" if trusts else "127.0.0.1")
     access = [
         line["message"]
         for line in lines
         if f"POST {COMPLETIONS} HTTP/1.1" in line.get("message", "")
     ]
-    assert any(told.startswith("192.0.2.4:") for told in access) == believes
+    assert any(message.startswith("192.0.2.4:") for message in access) == trusts

@@ -1,4 +1,4 @@
-"""The queue's bounds, in requests and in tokens: whatever is asked for counts, and is refused before it costs anything."""
+"""Limits of the queue, in requests and tokens, for every kind of request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMPLETIONS = "/v1/completions"
 
 @pytest.fixture(scope="module")
 def small(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """It runs one request at a time, and embeds, too."""
+    """A server that runs one request at a time, and also embeds."""
     limits = (
         "--max-num-seqs",
         "1",
@@ -31,7 +31,7 @@ def small(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 @pytest.fixture
 def busy(small: Server) -> Iterator[Server]:
-    """One request runs and one waits, whose prompt has three tokens."""
+    """The server with one running and one waiting request, of three prompt tokens each."""
     with small.slowly():
         clients = [Client(small, 8000), Client(small, 8000)]
         until(
@@ -72,7 +72,7 @@ ASKS = {
 }
 
 
-def test_what_does_not_fit_the_queue_is_refused_whatever_it_asks_for(busy: Server) -> None:
+def test_every_kind_of_request_is_refused_by_a_full_queue(busy: Server) -> None:
     before = busy.metric("tk:admission_rejections_total", reason="queue")
     for name, (path, body) in ASKS.items():
         answer = busy.http.post(path, json=body)
@@ -80,17 +80,17 @@ def test_what_does_not_fit_the_queue_is_refused_whatever_it_asks_for(busy: Serve
         assert "wait to run" in answer.json()["error"]["message"], name
         assert int(answer.headers["retry-after"]) >= 1
     assert busy.metric("tk:admission_rejections_total", reason="queue") == before + len(ASKS)
-    assert busy.metric("tk:num_requests_waiting") == 1, "nothing of what was refused waits"
+    assert busy.metric("tk:num_requests_waiting") == 1, "no part of a refused request waits"
 
 
 @pytest.mark.parametrize("name", ASKS)
-def test_with_nothing_before_it_the_same_runs(small: Server, name: str) -> None:
+def test_the_same_requests_run_on_an_idle_server(small: Server, name: str) -> None:
     path, body = ASKS[name]
     assert small.http.post(path, json=body).status_code == 200
 
 
-def test_what_fits_waits_for_its_turn(busy: Server) -> None:
-    """As many tokens as there is room for, and not one more."""
+def test_a_request_that_fits_the_queue_waits(busy: Server) -> None:
+    """The queue takes exactly as many tokens as it has room for."""
     over = busy.http.post(COMPLETIONS, json={"prompt": [1] * (ROOM_IN_TOKENS - 2), "max_tokens": 1})
     assert over.status_code == 429
     waiting = Client(busy, 1, prompt=[1] * (ROOM_IN_TOKENS - 3))

@@ -1,4 +1,4 @@
-"""/v1/responses through the official client."""
+"""/v1/responses with the official client."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from openai.types.responses import Response
 from tests import checkpoints
 from tests.api.conftest import Reference
 from tests.server import WAIT, Server, until
-from toolkit.api.openai.conversation import Piece
+from toolkit.api.openai.conversation import AnswerPart
 from toolkit.api.openai.replies import PromptTokensDetails, Usage
-from toolkit.api.openai.response_events import Answer
+from toolkit.api.openai.response_events import ResponseBuilder
 from toolkit.api.openai.response_request import ResponsesRequest
 from toolkit.sampling.params import SamplingParams
 
@@ -27,13 +27,13 @@ GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens"
 
 @pytest.fixture(scope="module")
 def expected(reference: Reference) -> str:
-    """The greedy answer to QUESTION: it has no end of its own within its length."""
+    """The greedy answer to QUESTION, cut by its length."""
     prompt = reference.conversation({"role": "user", "content": QUESTION})
     assert checkpoints.EOS not in reference.tokens(prompt, 12)
     return reference.text(prompt, 12)
 
 
-def test_the_answer_is_that_of_transformers(
+def test_answer_equals_transformers(
     client: openai.OpenAI, reference: Reference, expected: str
 ) -> None:
     answer = client.responses.create(input=QUESTION, **GREEDY)
@@ -48,16 +48,19 @@ def test_the_answer_is_that_of_transformers(
         12 + answer.usage.input_tokens,
     )
     assert answer.store is False
-    Response.model_validate(answer.model_dump())  # the client itself takes any shape
+    Response.model_validate(answer.model_dump())  # the client itself does not validate
 
 
-def test_a_conversation_with_instructions_is_rendered_as_chat(
+def test_conversation_with_instructions_is_rendered_as_chat(
     client: openai.OpenAI, reference: Reference
 ) -> None:
     earlier = {
-        "id": "msg_1", "type": "message", "status": "completed", "role": "assistant",
+        "id": "msg_1",
+        "type": "message",
+        "status": "completed",
+        "role": "assistant",
         "content": [{"type": "output_text", "text": "Hi", "annotations": [], "logprobs": []}],
-    }  # fmt: skip
+    }
     turns = [
         {"role": "user", "content": "Hello"},
         {"type": "reasoning", "id": "rs_1", "summary": []},
@@ -77,7 +80,7 @@ def test_a_conversation_with_instructions_is_rendered_as_chat(
     assert answer.parse().output_text == reference.text(prompt, 12)
 
 
-def test_the_stream_s_events_are_openai_s(client: openai.OpenAI, expected: str) -> None:
+def test_stream_events_are_those_of_openai(client: openai.OpenAI, expected: str) -> None:
     events = list(client.responses.create(input=QUESTION, stream=True, **GREEDY))
     kinds = [event.type for event in events]
     deltas = [event for event in events if event.type == "response.output_text.delta"]
@@ -102,9 +105,7 @@ def test_the_stream_s_events_are_openai_s(client: openai.OpenAI, expected: str) 
         type(event).model_validate(event.model_dump())
 
 
-def test_the_client_s_own_stream_helper_gathers_the_answer(
-    client: openai.OpenAI, expected: str
-) -> None:
+def test_client_stream_helper_collects_the_answer(client: openai.OpenAI, expected: str) -> None:
     with client.responses.stream(input=QUESTION, **GREEDY) as stream:
         text = "".join(
             event.delta for event in stream if event.type == "response.output_text.delta"
@@ -112,8 +113,8 @@ def test_the_client_s_own_stream_helper_gathers_the_answer(
     assert text == expected
 
 
-def test_an_answer_that_ends_by_itself_is_completed(client: openai.OpenAI) -> None:
-    """Whatever a seed says, some answer of this model ends soon: its end is one of 262 tokens."""
+def test_finished_answer_is_completed(client: openai.OpenAI) -> None:
+    """Some prompt soon gives an answer that ends: the end token is one of 262."""
     for seed in range(200):
         answer = client.chat.completions.create(
             model="tiny",
@@ -152,10 +153,8 @@ def test_an_answer_that_ends_by_itself_is_completed(client: openai.OpenAI) -> No
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
         ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools.0"),
         ({"input": "x", "tools": [{"type": "function", "name": "f"}] * 200}, "tools"),
-        (
-            {"input": "x", "tools": [{"type": "function", "name": "f"}]},
-            "tools",
-        ),  # the template has no place
+        # The template has no place for tools.
+        ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),
         ({"input": "x", "tool_choice": "maybe"}, "tool_choice"),
         ({"input": "x", "tool_choice": {"type": "function"}}, "tool_choice.name"),
@@ -172,7 +171,7 @@ def test_an_answer_that_ends_by_itself_is_completed(client: openai.OpenAI) -> No
         ({"input": "\ud800"}, "input"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
+def test_invalid_field_is_refused_by_name(
     http: httpx.Client, body: dict[str, Any], param: str
 ) -> None:
     headers = {"Content-Type": "application/json"}
@@ -181,7 +180,32 @@ def test_what_cannot_be_is_refused_by_name(
     assert answer.json()["error"]["param"] == param
 
 
-def test_a_disconnect_ends_the_request(server: Server) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ("responses", {"input": "x", "max_output_tokens": 9000}, "max_output_tokens"),
+        (
+            "responses",
+            {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "no"}}}},
+            "text.format",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 9000},
+            "max_completion_tokens",
+        ),
+    ],
+)
+def test_errors_begin_with_the_name_that_was_sent(
+    http: httpx.Client, path: str, body: dict[str, Any], param: str
+) -> None:
+    error = http.post(f"/v1/{path}", json=body).json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param} ")
+
+
+def test_disconnect_ends_the_request(server: Server) -> None:
     body = {"input": QUESTION, "max_output_tokens": 8000, "stream": True, "temperature": 0}
     with (
         server.slowly(),
@@ -192,15 +216,18 @@ def test_a_disconnect_ends_the_request(server: Server) -> None:
     until(server.is_idle)
 
 
-async def test_reasoning_is_counted_by_itself() -> None:
-    class Reasoned(SimpleNamespace):
-        async def pieces(self) -> AsyncIterator[Piece]:
-            yield Piece("reasoning", "as it ")
-            yield Piece("reasoning", "is")
-            yield Piece("text", "Oslo")
+async def test_reasoning_tokens_are_counted_apart() -> None:
+    class FakeAnswer(SimpleNamespace):
+        async def parts(self) -> AsyncIterator[AnswerPart]:
+            yield AnswerPart("reasoning", "as it ")
+            yield AnswerPart("reasoning", "is")
+            yield AnswerPart("text", "Oslo")
 
     group = SimpleNamespace(num_tokens=14, usage=lambda: Usage(3, 14, 17, PromptTokensDetails(0)))
     tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: list(text.encode()))
-    talk = Reasoned(group=group, tokenizer=tokenizer, params=SamplingParams(), finish_reason="stop")
-    answer = await Answer(ResponsesRequest(input="Where?"), talk, "1", "tiny").collect()
-    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == len("as it is")
+    answer = FakeAnswer(
+        group=group, tokenizer=tokenizer, params=SamplingParams(), finish_reason="stop"
+    )
+    builder = ResponseBuilder(ResponsesRequest(input="Where?"), answer, "1", "tiny")
+    response = await builder.collect()
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == len("as it is")

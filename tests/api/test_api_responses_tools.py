@@ -1,4 +1,4 @@
-"""Tools in /v1/responses, with OpenAI's own client, on a model with random weights."""
+"""Tools in /v1/responses, with the official client and a model with random weights."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ai(served: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def asked(**more: Any) -> Any:
+def request(**more: Any) -> Any:
     return {
         "model": "tiny",
         "input": "Hello",
@@ -75,10 +75,8 @@ def check_calls(items: Any) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_calls_that_have_to_be_are_items_with_valid_arguments(
-    ai: openai.OpenAI, choice: Any
-) -> None:
-    answer = ai.responses.create(**asked(tool_choice=choice))
+def test_required_calls_are_items_with_valid_arguments(ai: openai.OpenAI, choice: Any) -> None:
+    answer = ai.responses.create(**request(tool_choice=choice))
     check_calls(answer.output)
     if choice == NAMED:
         assert [item.name for item in answer.output] == ["weather"]
@@ -97,7 +95,7 @@ def test_calls_that_have_to_be_are_items_with_valid_arguments(
     Response.model_validate(answer.model_dump())
 
 
-def test_only_the_tools_that_are_allowed_are_called(ai: openai.OpenAI) -> None:
+def test_only_allowed_tools_are_called(ai: openai.OpenAI) -> None:
     choice: Any = {
         "type": "allowed_tools",
         "mode": "required",
@@ -107,78 +105,77 @@ def test_only_the_tools_that_are_allowed_are_called(ai: openai.OpenAI) -> None:
         item
         for seed in ("", "So?", "Well?")
         for item in ai.responses.create(
-            **asked(tool_choice=choice, instructions=seed, temperature=1)
+            **request(tool_choice=choice, instructions=seed, temperature=1)
         ).output
     ]
     check_calls(items)
     assert {item.name for item in items} <= {"now", "note"}
     answer = ai.responses.create(
-        **asked(tool_choice=choice | {"mode": "auto"}, max_output_tokens=1)
+        **request(tool_choice=choice | {"mode": "auto"}, max_output_tokens=1)
     )
     assert answer.tool_choice.model_dump() == choice | {"mode": "auto"}
 
 
-def test_one_call_where_they_are_not_parallel(ai: openai.OpenAI) -> None:
-    answer = ai.responses.create(**asked(tool_choice="required", parallel_tool_calls=False))
+def test_one_call_without_parallel_tool_calls(ai: openai.OpenAI) -> None:
+    answer = ai.responses.create(**request(tool_choice="required", parallel_tool_calls=False))
     assert len(answer.output) == 1
     assert answer.parallel_tool_calls is False
 
 
-def test_the_stream_tells_of_each_call_from_its_beginning_to_its_end(ai: openai.OpenAI) -> None:
-    """By what OpenAI documents of these events; the client's own helper puts them together, too."""
-    body = asked(tool_choice="required")
-    whole = ai.responses.create(**body).output
+def test_stream_has_all_events_of_each_call(ai: openai.OpenAI) -> None:
+    """The events follow OpenAI's documentation, and the client's stream helper accepts them."""
+    body = request(tool_choice="required")
+    calls = ai.responses.create(**body).output
 
-    def in_pieces() -> list[Any] | None:
-        """Where a machine is busy, all of a call may come as one; then it is asked for once more."""
+    def stream_in_parts() -> list[Any] | None:
+        """On a busy machine a call may arrive as one delta. Then the request is repeated."""
         events = list(ai.responses.create(**body, stream=True))
         deltas = [e.item_id for e in events if e.type == "response.function_call_arguments.delta"]
         return events if min(Counter(deltas).values(), default=0) > 1 else None
 
-    events = until(in_pieces)
+    events = until(stream_in_parts)
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     at = 2
-    for index, call in enumerate(whole):
+    for index, call in enumerate(calls):
         added = events[at]
         assert (added.type, added.output_index) == ("response.output_item.added", index)
-        begun = added.item
-        assert (begun.type, begun.name, begun.arguments) == ("function_call", call.name, "")
-        assert begun.status == "in_progress"
+        item = added.item
+        assert (item.type, item.name, item.arguments) == ("function_call", call.name, "")
+        assert item.status == "in_progress"
         at += 1
         parts = []
         while events[at].type == "response.function_call_arguments.delta":
-            assert (events[at].item_id, events[at].output_index) == (begun.id, index)
+            assert (events[at].item_id, events[at].output_index) == (item.id, index)
             parts.append(events[at].delta)
             at += 1
         assert len(parts) > 1
         assert "".join(parts) == call.arguments
-        done, left = events[at], events[at + 1]
-        assert (done.type, done.item_id) == ("response.function_call_arguments.done", begun.id)
+        done, finished = events[at], events[at + 1]
+        assert (done.type, done.item_id) == ("response.function_call_arguments.done", item.id)
         assert (done.arguments, done.name) == (call.arguments, call.name)
-        assert left.type == "response.output_item.done"
-        assert (left.item.call_id, left.item.arguments) == (begun.call_id, call.arguments)
-        assert left.item.status == "completed"
+        assert finished.type == "response.output_item.done"
+        assert (finished.item.call_id, finished.item.arguments) == (item.call_id, call.arguments)
+        assert finished.item.status == "completed"
         at += 2
     [last] = events[at:]
     assert last.type == "response.completed"
     check_calls(last.response.output)
-    assert [(c.name, c.arguments) for c in last.response.output] == [
-        (c.name, c.arguments) for c in whole
-    ]
+    expected = [(call.name, call.arguments) for call in calls]
+    assert [(call.name, call.arguments) for call in last.response.output] == expected
     for event in events:
         type(event).model_validate(event.model_dump())
     with ai.responses.stream(**body) as stream:
         final = stream.get_final_response()
-    assert [(c.name, c.arguments) for c in final.output] == [(c.name, c.arguments) for c in whole]
+    assert [(call.name, call.arguments) for call in final.output] == expected
 
 
-def test_a_call_that_is_cut_is_incomplete(ai: openai.OpenAI) -> None:
-    whole = ai.responses.create(**asked(tool_choice=NAMED))
-    length = whole.usage.output_tokens
+def test_cut_call_is_incomplete(ai: openai.OpenAI) -> None:
+    complete = ai.responses.create(**request(tool_choice=NAMED))
+    length = complete.usage.output_tokens
     for stream in (False, True):
         cut = ai.responses.create(
-            **asked(tool_choice=NAMED, max_output_tokens=length - 25, stream=stream)
+            **request(tool_choice=NAMED, max_output_tokens=length - 25, stream=stream)
         )
         answer = list(cut)[-1].response if stream else cut
         assert (answer.status, answer.incomplete_details.reason) == (
@@ -187,21 +184,21 @@ def test_a_call_that_is_cut_is_incomplete(ai: openai.OpenAI) -> None:
         )
         [call] = answer.output
         assert call.status == "incomplete"
-        assert whole.output[0].arguments.startswith(call.arguments)
-        assert whole.output[0].arguments != call.arguments
+        assert complete.output[0].arguments.startswith(call.arguments)
+        assert complete.output[0].arguments != call.arguments
 
 
-def test_with_none_the_model_is_not_told_of_the_tools(ai: openai.OpenAI) -> None:
-    told, untold = (
-        ai.responses.create(**asked(tool_choice=choice, max_output_tokens=1))
+def test_tool_choice_none_hides_the_tools(ai: openai.OpenAI) -> None:
+    shown, hidden = (
+        ai.responses.create(**request(tool_choice=choice, max_output_tokens=1))
         for choice in ("auto", "none")
     )
     bare = ai.responses.create(model="tiny", input="Hello", max_output_tokens=1)
-    assert untold.usage.input_tokens == bare.usage.input_tokens < told.usage.input_tokens
-    assert [item.type for item in untold.output] == ["message"]
+    assert hidden.usage.input_tokens == bare.usage.input_tokens < shown.usage.input_tokens
+    assert [item.type for item in hidden.output] == ["message"]
 
 
-def test_calls_and_what_they_gave_reach_the_template_as_in_a_chat(
+def test_calls_and_results_reach_the_template_as_in_a_chat(
     served: Server, ai: openai.OpenAI
 ) -> None:
     calls = [("call_1", '{"city": "Oslo"}'), ("call_2", '{"city": "Paris"}')]
@@ -239,7 +236,7 @@ def test_calls_and_what_they_gave_reach_the_template_as_in_a_chat(
         {"role": "tool", "tool_call_id": "call_1", "content": "cold"},
         {"role": "tool", "tool_call_id": "call_2", "content": "warm"},
     ]
-    answer = ai.responses.with_raw_response.create(**asked(input=items, max_output_tokens=12))
+    answer = ai.responses.with_raw_response.create(**request(input=items, max_output_tokens=12))
     assert "x-ignored-fields" not in answer.headers
     tools = [
         {
@@ -255,17 +252,19 @@ def test_calls_and_what_they_gave_reach_the_template_as_in_a_chat(
     done = answer.parse()
     assert done.usage.input_tokens == chat["usage"]["prompt_tokens"]
     assert done.output_text == chat["choices"][0]["message"]["content"]
-    alone = ai.responses.create(**asked(input=[items[0], items[3], items[5]], max_output_tokens=1))
+    alone = ai.responses.create(
+        **request(input=[items[0], items[3], items[5]], max_output_tokens=1)
+    )
     assert alone.usage.input_tokens < done.usage.input_tokens, "calls need no message before them"
 
 
-def test_an_answer_of_another_response_can_be_sent_back_as_it_came(ai: openai.OpenAI) -> None:
-    first = ai.responses.create(**asked(tool_choice="required"))
+def test_output_of_a_response_is_valid_input(ai: openai.OpenAI) -> None:
+    first = ai.responses.create(**request(tool_choice="required"))
     turn: list[Any] = [{"role": "user", "content": "Hello"}]
     turn += [item.model_dump(exclude_none=True) for item in first.output]
     turn += [
         {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
         for call in first.output
     ]
-    again = ai.responses.create(**asked(input=turn, max_output_tokens=4))
+    again = ai.responses.create(**request(input=turn, max_output_tokens=4))
     assert again.usage.input_tokens > first.usage.input_tokens

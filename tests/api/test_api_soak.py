@@ -1,5 +1,6 @@
-"""500 requests at random times with random aborts and disconnects on a tiny pool: every one ends as it should,
-all blocks return, memory is flat.
+"""500 requests at random times, with random aborts and disconnects, on a tiny block pool.
+
+Every request ends as expected, all blocks are freed, and memory does not grow.
 """
 
 from __future__ import annotations
@@ -25,14 +26,11 @@ from toolkit.errors import InvalidRequestError
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 COUNT = 500
-ARRIVALS = 4.0
-"""Seconds over which they come: faster than they can be run."""
-MEMORY = 4 * 2**20
-"""Bytes that the core may grow by, in 500 requests after the warm-up."""
+ARRIVALS = 4.0  # seconds in which they arrive: faster than they can run
+MEMORY = 4 * 2**20  # bytes that the core may grow by, in 500 requests after the warm-up
 POOL = {"num_gpu_blocks_override": 24, "block_size": 4, "max_num_seqs": 8, "max_model_len": 64}
-"""96 tokens for eight requests that want up to 64 each."""
-MOST = 28
-"""Tokens of an answer."""
+"""96 tokens for eight requests of up to 64 each."""
+MAX_TOKENS = 28  # of an answer
 SHARED = "Shared beginning. "
 PROMPTS = [SHARED + word for word in ("a", "bb", "ccc", "a dddd", "a dddd eeeee")] + [
     "",
@@ -45,13 +43,12 @@ PROMPTS = [SHARED + word for word in ("a", "bb", "ccc", "a dddd", "a dddd eeeee"
 
 @dataclass(frozen=True)
 class Task:
-    """One request, and what becomes of it."""
+    """A request and its fate."""
 
     prompt: str
     max_tokens: int
     fate: str
-    patience: int
-    """Tokens after which its client goes."""
+    patience: int  # tokens after which its client leaves
     at: float
 
 
@@ -61,8 +58,12 @@ def tasks(seed: int, count: int) -> list[Task]:
 
     def task() -> Task:
         fate = rng.choice(fates)
-        # Those that leave want much, so that on any machine there is something left to end.
-        max_tokens = MOST if fate in ("abort", "leave", "leave at once") else rng.randint(4, MOST)
+        # Clients that leave ask for many tokens, so that the request still runs on any machine.
+        max_tokens = (
+            MAX_TOKENS
+            if fate in ("abort", "leave", "leave at once")
+            else rng.randint(4, MAX_TOKENS)
+        )
         patience, at = rng.randint(1, 3), rng.uniform(0.0, ARRIVALS * count / COUNT)
         return Task(rng.choice(PROMPTS) or "\n", max_tokens, fate, patience, at)
 
@@ -74,7 +75,7 @@ def memory(process: psutil.Process) -> int:
 
 
 async def run_all(one: Callable, seed: int, count: int) -> Counter[str]:
-    """Runs tasks at their times; gives how many of each fate there were."""
+    """Run tasks at their times. Returns the number of tasks by fate."""
 
     async def later(task: Task) -> None:
         await asyncio.sleep(task.at)
@@ -90,8 +91,10 @@ async def run_all(one: Callable, seed: int, count: int) -> Counter[str]:
 
 @pytest.fixture(autouse=True)
 def few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN and PyTorch's layer over it make a kernel for each number of tokens in a step and keep the last
-    1024: memory that grows for thousands of requests, up to a limit. Without, what is measured is the engine's own.
+    """Limit the kernel caches of oneDNN and PyTorch, so that only the engine's memory is measured.
+
+    They keep 1024 kernels, one per number of tokens in a step: memory grows for thousands of
+    requests, up to a limit.
     """
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1")
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "1")
@@ -103,7 +106,9 @@ async def llm(model: Path):
         yield llm
 
 
-async def test_the_engine_with_swap_space(llm: AsyncLLM, reference: Reference) -> None:
+async def test_an_engine_with_swap_space_survives_the_soak(
+    llm: AsyncLLM, reference: Reference
+) -> None:
     ends: Counter[str] = Counter()
 
     async def one(task: Task) -> None:
@@ -132,7 +137,7 @@ async def test_the_engine_with_swap_space(llm: AsyncLLM, reference: Reference) -
                 assert answer.token_ids == expected
             assert len(answer.token_ids) == len(expected)
 
-    await run_all(one, 1, COUNT // 3)  # caches, allocators and lazily made things reach their size
+    await run_all(one, 1, COUNT // 3)  # warm up caches and allocators
     core = next(
         p for p in psutil.Process().children() if "toolkit.engine.cores.core_process" in p.cmdline()
     )
@@ -142,10 +147,10 @@ async def test_the_engine_with_swap_space(llm: AsyncLLM, reference: Reference) -
     await wait_until_idle(llm)
     assert memory(core) - before < MEMORY
     assert ends["length"] >= fates["greedy"] + fates["sampled"] + 2 * fates["pair"]
-    assert ends.keys() == {"length", "abort"}  # a busy client hears of many only when they are done
-    assert value(llm, "num_preemptions_total") > 20, "the pool was not tiny enough to show anything"
+    assert ends.keys() == {"length", "abort"}  # a busy client may see only the end of many
+    assert value(llm, "num_preemptions_total") > 20, "the pool was not small enough"
     greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    for prompt in PROMPTS[:5]:  # what stayed in the prefix cache is right
+    for prompt in PROMPTS[:5]:  # the prefix cache is correct
         outputs = [output async for output in llm.generate(prompt, greedy)]
         assert outputs[-1].outputs[0].token_ids == list(reference.tokens(prompt, 24))
     stream = await llm.submit("x", greedy, request_id="twice")
@@ -170,7 +175,7 @@ async def wait_until_idle(llm: AsyncLLM) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_the_server_with_disconnects(
+async def test_a_server_survives_disconnects(
     start: Callable[..., Server], model: Path, reference: Reference
 ) -> None:
     flags = [
@@ -216,7 +221,7 @@ async def test_the_server_with_disconnects(
                     usage = chunk["usage"]
                     if usage is not None:
                         continue
-                    events += 1  # tokens that have waited for the client come together in one
+                    events += 1  # an event may have several tokens if the client is slow
                     text += chunk["choices"][0]["text"]
                     if task.fate in ("abort", "leave") and events == task.patience:
                         assert expected.startswith(text)
@@ -231,23 +236,20 @@ async def test_the_server_with_disconnects(
         after = memory(server.core), memory(psutil.Process(server.pid))
     assert fates["greedy"] > COUNT / 3
     assert fates["leave"] + fates["leave at once"] > COUNT / 10
-    with server.slowly():  # of those above, a busy client may have left too late
+    with server.slowly():  # a busy client above may have left too late
         for _ in range(5):
             leave_after_a_token(server)
     until(server.is_idle)
-    assert server.metric("tk:num_preemptions_total") > 20, (
-        "the pool was not tiny enough to show anything"
-    )
+    assert server.metric("tk:num_preemptions_total") > 20, "the pool was not small enough"
     assert server.metric("tk:request_success_total", finished_reason="abort") >= 5
     assert server.metric("tk:request_success_total", finished_reason="error") == 0
     assert after[0] - before[0] < MEMORY
-    assert (
-        after[1] - before[1] < 4 * MEMORY
-    )  # the front end's buffers of connections are of many sizes
+    # The front end's buffers of connections vary in size.
+    assert after[1] - before[1] < 4 * MEMORY
     assert server.http.get("/health").status_code == 200
 
 
 def leave_after_a_token(server: Server) -> None:
-    body = {"prompt": "x", "max_tokens": MOST, "ignore_eos": True, "stream": True}
+    body = {"prompt": "x", "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as answer:
         next(answer.iter_lines())

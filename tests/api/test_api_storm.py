@@ -1,6 +1,6 @@
-"""Clients that come, go, stall and lie: the server stays well, and as large as it was.
+"""Clients that disconnect, stall or send nonsense: the server stays healthy and does not grow.
 
-TK_TEST_SCALE=1 makes the storms as large as they are meant to be; less keeps the suite short.
+TK_TEST_SCALE=1 runs the full number of visits; less keeps the suite short.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from tests.server import WAIT, Server, until
 
 SCALE = float(os.environ.get("TK_TEST_SCALE", "0.15"))
 NUM_VISITS, NUM_STREAMS = int(2000 * SCALE), int(1000 * SCALE)
-MEMORY = 24 * 2**20
-"""Bytes that the front end may grow by in a storm after the first."""
+MEMORY = 24 * 2**20  # bytes that the front end may grow by in the second storm
 PATH = "/v1/completions"
 pytestmark = [pytest.mark.slow]
 
@@ -34,7 +33,7 @@ def stormed(bare_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         str(bare_model),
         *("--num-gpu-blocks-override", "2048", "--disable-log-requests"),
         cwd=tmp_path_factory.mktemp("stormed"),
-        ONEDNN_PRIMITIVE_CACHE_CAPACITY="1",  # else PyTorch keeps a kernel for each number of tokens it meets
+        ONEDNN_PRIMITIVE_CACHE_CAPACITY="1",  # else it caches a kernel per number of tokens
         LRU_CACHE_CAPACITY="1",
     )
     yield server
@@ -61,15 +60,15 @@ def is_well(server: Server) -> bool:
 
 
 async def visit(server: Server, rng: random.Random) -> None:
-    """Connects, says something or part of it, reads something or nothing, and goes."""
+    """Connect, send a request or a part, read a part of the response or nothing, and disconnect."""
     body = {
         "prompt": [rng.randrange(200)] * rng.randint(1, 40),
         "max_tokens": 200,
         "ignore_eos": True,
     }
     body["stream"] = rng.random() < 0.7
-    whole = request(body)
-    sent = rng.choice([b"", whole[: rng.randrange(len(whole))], whole, whole, whole, whole + whole])
+    full = request(body)
+    sent = rng.choice([b"", full[: rng.randrange(len(full))], full, full, full, full + full])
     try:
         reader, writer = await asyncio.open_connection(*address(server))
         writer.write(sent)
@@ -97,7 +96,7 @@ def storm(server: Server, seed: int, count: int) -> None:
 
 
 def size(server: Server) -> tuple[int, int]:
-    """(memory, open files) of the front end, when it has nothing to do."""
+    """(memory, open files) of the idle front end."""
     until(server.is_idle)
     process = psutil.Process(server.pid)
     server.http.close()
@@ -116,7 +115,7 @@ def size(server: Server) -> tuple[int, int]:
 
 
 @pytest.mark.timeout(900)
-def test_after_thousands_of_visits_nothing_is_left(stormed: Server) -> None:
+def test_thousands_of_visits_leave_nothing_behind(stormed: Server) -> None:
     storm(stormed, 1, max(200, NUM_VISITS // 4))
     memory, files = size(stormed)
     tasks = stormed.metric("http_server_tasks")
@@ -127,14 +126,14 @@ def test_after_thousands_of_visits_nothing_is_left(stormed: Server) -> None:
     assert stormed.core.memory_info().rss - engine < MEMORY
     assert files_after <= files + 2
     assert 0 < tasks < 20
-    until(lambda: stormed.metric("http_server_tasks") <= tasks)  # no task outlives its request
+    until(lambda: stormed.metric("http_server_tasks") <= tasks)  # no task survives its request
     assert stormed.metric("tk:kv_cache_usage_perc") == 0
     assert is_well(stormed)
     assert "Traceback" not in stormed.stderr
 
 
 @pytest.mark.timeout(900)
-def test_all_of_many_streams_complete(stormed: Server) -> None:
+def test_many_streams_all_complete(stormed: Server) -> None:
     async def one(http: httpx.AsyncClient, index: int) -> int:
         body = {"prompt": [index % 250, 7], "max_tokens": 8, "ignore_eos": True, "stream": True}
         events = 0
@@ -160,8 +159,8 @@ def test_all_of_many_streams_complete(stormed: Server) -> None:
     until(stormed.is_idle)
 
 
-def test_stalled_clients_stall_nobody_and_cost_little(stormed: Server) -> None:
-    """Some say nothing, some half a request, and some do not read what they have asked for."""
+def test_stalled_clients_delay_no_other_and_use_little_memory(stormed: Server) -> None:
+    """Some send nothing, some half a request, and some do not read the response."""
     process = psutil.Process(stormed.pid)
     memory = process.memory_info().rss
     body = {"prompt": [5], "max_tokens": 700, "ignore_eos": True, "stream": True, "logprobs": 20}
@@ -176,26 +175,29 @@ def test_stalled_clients_stall_nobody_and_cost_little(stormed: Server) -> None:
         stalled.append(connection)
     assert is_well(stormed)
     assert stormed.http.get("/health").status_code == 200
-    until(
-        lambda: stormed.metric("tk:num_requests_running") == 0, 120
-    )  # the engine does not wait for readers
-    assert (
-        process.memory_info().rss - memory < 15 * 5 * 2**20
-    )  # 15 answers of 700 tokens and 20 alternatives
+    # The engine does not wait for readers.
+    until(lambda: stormed.metric("tk:num_requests_running") == 0, 120)
+    # 15 answers of 700 tokens with 20 alternatives each.
+    assert process.memory_info().rss - memory < 15 * 5 * 2**20
     for connection in stalled:
         connection.close()
     until(stormed.is_idle)
 
 
 HEADERS = [
-    b"Content-Length: 10", b"Content-Length: abc", b"Content-Length: 5, 6", b"Transfer-Encoding: chunked",
-    b"Transfer-Encoding: gzip", b"Expect: 100-continue", b"Connection: upgrade\r\nUpgrade: websocket",
-    b"Connection: close", b"Host:", b"Host: a\r\nHost: b", b"Content-Type: text/plain", b"Content-Type: \xff\xfe",
-    b"Authorization: Bearer \xf0\x9f\x99\x82", b"X-Request-Id: \x01", b"X-Request-Id: " + b"i" * 500,
-    b"Accept-Encoding: gzip;q=1e999", b": no name", b"No-Colon", b"traceparent: 00-zz-zz-zz", b"Range: bytes=9-",
+    b"Content-Length: 10", b"Content-Length: abc", b"Content-Length: 5, 6",
+    b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip", b"Expect: 100-continue",
+    b"Connection: upgrade\r\nUpgrade: websocket", b"Connection: close", b"Host:",
+    b"Host: a\r\nHost: b", b"Content-Type: text/plain", b"Content-Type: \xff\xfe",
+    b"Authorization: Bearer \xf0\x9f\x99\x82", b"X-Request-Id: \x01",
+    b"X-Request-Id: " + b"i" * 500, b"Accept-Encoding: gzip;q=1e999", b": no name", b"No-Colon",
+    b"traceparent: 00-zz-zz-zz", b"Range: bytes=9-",
 ]  # fmt: skip
-TARGETS = [b"/v1/completions", b"/v1/chat/completions", b"/health", b"*", b"/%00", b"/%ff", b"/../..", b"//", b"/v1/models/%2e",
-           b"http://x/v1/models", b"/v1/completions?" + b"a=b&" * 50, "/ü".encode(), b""]  # fmt: skip
+TARGETS = [
+    b"/v1/completions", b"/v1/chat/completions", b"/health", b"*", b"/%00", b"/%ff", b"/../..",
+    b"//", b"/v1/models/%2e", b"http://x/v1/models", b"/v1/completions?" + b"a=b&" * 50,
+    "/ü".encode(), b"",
+]  # fmt: skip
 METHODS = [
     b"GET",
     b"POST",
@@ -220,8 +222,8 @@ BODIES = [
 ]
 
 
-def test_no_bytes_hurt(stormed: Server) -> None:
-    """Requests made of odd parts. Each is answered with less than 500, or its connection is closed."""
+def test_arbitrary_bytes_cause_no_server_error(stormed: Server) -> None:
+    """Requests of odd parts: each gets a status below 500, or the connection is closed."""
     rng = random.Random(7)
     statuses = set()
     for _ in range(int(2500 * SCALE)):
@@ -232,12 +234,12 @@ def test_no_bytes_hurt(stormed: Server) -> None:
             + rng.choice(TARGETS)
             + rng.choice([b" HTTP/1.1", b" HTTP/1.0", b" HTTP/9", b""])
         )
-        whole = line + b"\r\n" + headers + b"\r\n\r\n" + rng.choice(BODIES)
+        sent = line + b"\r\n" + headers + b"\r\n\r\n" + rng.choice(BODIES)
         if rng.random() < 0.2:
-            whole = bytes(b if rng.random() < 0.97 else rng.randrange(256) for b in whole)
+            sent = bytes(b if rng.random() < 0.97 else rng.randrange(256) for b in sent)
         with socket.create_connection(address(stormed), timeout=WAIT) as connection:
             try:
-                connection.sendall(whole)
+                connection.sendall(sent)
                 connection.shutdown(socket.SHUT_WR)
                 answer = connection.recv(4096)
             except OSError:
@@ -245,10 +247,9 @@ def test_no_bytes_hurt(stormed: Server) -> None:
         if answer:
             assert answer.startswith(b"HTTP/1.1 "), answer[:80]
             statuses.add(int(answer[9:12]))
-            assert statuses <= set(range(200, 500)) | {100}, (whole, answer)
-    assert (
-        400 in statuses
-    )  # what can be read is answered only where the server has not seen before that its client left
+            assert statuses <= set(range(200, 500)) | {100}, (sent, answer)
+    # A valid request is answered only if the server has not seen the disconnect before.
+    assert 400 in statuses
     assert stormed.http.get("/nowhere").status_code == 404
     assert stormed.http.put(PATH).status_code == 405
     assert is_well(stormed)
@@ -263,7 +264,7 @@ def test_requests_in_one_packet_are_all_answered(stormed: Server) -> None:
             received += connection.recv(65536)
 
 
-def test_a_death_in_a_storm_is_survived(start: Callable[..., Server]) -> None:
+def test_the_death_of_the_engine_in_a_storm_is_survived(start: Callable[..., Server]) -> None:
     server = start("--num-gpu-blocks-override", "2048", "--disable-log-requests")
     core = server.core
 

@@ -1,4 +1,4 @@
-"""What a stream puts on the wire, and its end when its client has gone before it began."""
+"""The bytes of a stream, and its end if the client disconnects before it starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from toolkit.api.http.streaming import HOLE, SERVER_SEND, EventStream, EventTemplate, event
+from toolkit.api.http.streaming import SERVER_SEND, TEXT_SLOT, EventStream, EventTemplate, event
 from toolkit.api.openai.replies import (
     ChatChunk,
     ChatChunkChoice,
@@ -28,14 +28,14 @@ TEXTS = (
     "</script>",
     "\u2028",
     '","text":"',
-    HOLE,
+    TEXT_SLOT,
 )
 HEAD = {"id": "cmpl-1", "created": 1, "model": 'a "model"'}
 
 
 @pytest.mark.parametrize("usage", [None, msgspec.UNSET])
 @pytest.mark.parametrize("text", TEXTS)
-def test_an_event_from_a_template_is_the_event_to_the_byte(text: str, usage: object) -> None:
+def test_a_template_s_event_equals_the_encoded_event(text: str, usage: object) -> None:
     def completion(text: str) -> Completion:
         return Completion(
             **HEAD, object="text_completion", choices=[CompletionChoice(3, text)], usage=usage
@@ -46,10 +46,10 @@ def test_an_event_from_a_template_is_the_event_to_the_byte(text: str, usage: obj
         return ChatChunk(**HEAD, object="chat.completion.chunk", choices=[choice], usage=usage)
 
     for make in (completion, chunk):
-        assert EventTemplate(make(HOLE)).event(text) == event(make(text))
+        assert EventTemplate(make(TEXT_SLOT)).event(text) == event(make(text))
 
 
-async def test_the_body_goes_to_the_server_past_the_layers_between() -> None:
+async def test_the_body_bypasses_the_layers_of_the_application() -> None:
     between, server = [], []
 
     async def events():
@@ -72,13 +72,13 @@ async def test_the_body_goes_to_the_server_past_the_layers_between() -> None:
     assert server == [(b"data: 1\n\n", True), (b"data: 2\n\n", True), (b"", False)]
 
 
-@pytest.mark.parametrize("how", ["the client goes", "the connection breaks"])
-async def test_a_stream_that_was_never_begun_ends_its_request_too(how: str) -> None:
-    """A generator that was never started runs no `finally` of its own."""
-    begun, ended = [], []
+@pytest.mark.parametrize("how", ["the client disconnects", "the connection breaks"])
+async def test_a_stream_that_never_started_ends_its_request(how: str) -> None:
+    """A generator that never started does not run its `finally`."""
+    started, ended = [], []
 
     async def events():
-        begun.append(True)
+        started.append(True)
         yield b"data: {}\n\n"
 
     async def receive() -> dict[str, str]:
@@ -94,4 +94,4 @@ async def test_a_stream_that_was_never_begun_ends_its_request_too(how: str) -> N
     async with asyncio.timeout(10):
         await EventStream(events(), lambda: ended.append(True))({"type": "http"}, receive, send)
     assert ended == [True]
-    assert not begun
+    assert not started

@@ -1,4 +1,4 @@
-"""Structured output, tools and reasoning over HTTP, with OpenAI's own client, on a model with random weights."""
+"""Constraints, tools and reasoning, with the official client and a model with random weights."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from tests.server import Server
 
 THINK, END_OF_THINKING = 260, 261
 TEMPLATE = """\
-{%- if tools %}<|user|>tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}, called in <tool_call>.{% endif -%}
+{%- if tools %}<|user|>tools:{% for tool in tools %} {{ tool | tojson }}{% endfor -%}
+, called in <tool_call>.{% endif -%}
 {%- for m in messages -%}
 <|{{ 'assistant' if m.role == 'assistant' else 'user' }}|>{{ m.role }}:{{ m.content }}
 {%- if m.reasoning_content %}({{ m.reasoning_content }}){% endif -%}
-{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor -%}
+{%- for call in m.tool_calls or [] -%}
+<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor -%}
 {%- if m.tool_call_id %}[{{ m.tool_call_id }}]{% endif %}<|end|>
 {%- endfor -%}
 {%- if add_generation_prompt %}<|assistant|>{% if think %}<think>
@@ -81,8 +84,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Server]:
     server = Server(
-        str(folder), "--served-model-name", "tiny", "--reasoning-parser", "qwen3", "--num-gpu-blocks-override", "2048",
-        cwd=folder.parent,
+        str(folder), "--served-model-name", "tiny", "--reasoning-parser", "qwen3",
+        "--num-gpu-blocks-override", "2048", cwd=folder.parent,
     )  # fmt: skip
     yield server
     server.await_health()
@@ -101,7 +104,7 @@ def check_calls(calls: Any) -> None:
         jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
-# ---- the form of an answer
+# ---- constraints
 
 
 class Trip(pydantic.BaseModel):
@@ -112,7 +115,7 @@ class Trip(pydantic.BaseModel):
     stops: list[Literal["x", "yy"]] = pydantic.Field(min_length=1, max_length=3)
 
 
-def test_a_pydantic_class_comes_back_filled(ai):
+def test_pydantic_class_is_parsed(ai):
     answer = ai.chat.completions.parse(
         model="tiny",
         messages=ASK,
@@ -126,7 +129,7 @@ def test_a_pydantic_class_comes_back_filled(ai):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_stream_has_what_the_whole_answer_has(ai, temperature):
+def test_stream_equals_the_complete_answer(ai, temperature):
     body: Any = {
         "model": "tiny",
         "messages": ASK,
@@ -139,24 +142,24 @@ def test_a_stream_has_what_the_whole_answer_has(ai, temperature):
         },
         "extra_body": NO_THOUGHTS,
     }
-    whole = ai.chat.completions.create(**body).choices[0]
+    choice = ai.chat.completions.create(**body).choices[0]
     parts = [
         c.choices[0].delta.content or "" for c in ai.chat.completions.create(**body, stream=True)
     ]
-    assert "".join(parts) == whole.message.content
-    assert whole.finish_reason == "stop"
-    jsonschema.validate(json.loads(whole.message.content or ""), WEATHER)
+    assert "".join(parts) == choice.message.content
+    assert choice.finish_reason == "stop"
+    jsonschema.validate(json.loads(choice.message.content or ""), WEATHER)
 
 
-def test_every_form_in_chat_and_completions(ai):
-    forms: list[tuple[dict[str, Any], str]] = [
+def test_every_constraint_in_chat_and_completions(ai):
+    constraints: list[tuple[dict[str, Any], str]] = [
         ({"choice": ["yes", "no"]}, "yes|no"),
         ({"regex": "[ab]{3}"}, "[ab]{3}"),
         ({"grammar": 'start: "x"+ "y"'}, "x+y"),
         ({"json": {"const": 5}}, "5"),
     ]
-    for form, expected in forms:
-        extra = {"structured_outputs": form}
+    for constraint, expected in constraints:
+        extra = {"structured_outputs": constraint}
         chat = ai.chat.completions.create(
             model="tiny", messages=ASK, n=2, extra_body=extra | NO_THOUGHTS
         )
@@ -164,10 +167,10 @@ def test_every_form_in_chat_and_completions(ai):
             model="tiny", prompt=["a", "b"], extra_body=extra, max_tokens=50
         )
         for text in [c.message.content for c in chat.choices] + [c.text for c in plain.choices]:
-            assert re.fullmatch(expected, text), form
+            assert re.fullmatch(expected, text), constraint
 
 
-def test_a_json_object(ai):
+def test_json_object_is_valid_json(ai):
     bias = {str(ord("}") - 33): 30}
     answer = ai.chat.completions.create(
         model="tiny",
@@ -207,7 +210,7 @@ def test_required_calls_have_valid_arguments(ai):
     assert len({call.function.name for choice in choices for call in choice.message.tool_calls}) > 1
 
 
-def test_a_named_tool_is_called_once(ai):
+def test_named_tool_is_called_once(ai):
     [choice] = create(ai, tool_choice={"type": "function", "function": {"name": "note"}}).choices
     assert [call.function.name for call in choice.message.tool_calls] == ["note"]
     check_calls(choice.message.tool_calls)
@@ -219,7 +222,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
-def test_only_the_tools_that_are_allowed_are_called(ai):
+def test_only_allowed_tools_are_called(ai):
     choices = [
         choice
         for seed in range(3)
@@ -235,11 +238,10 @@ def test_only_the_tools_that_are_allowed_are_called(ai):
 
 @pytest.mark.parametrize("first", ["<", "N"])
 def test_allowed_tools_need_not_be_called(ai, first):
-    form: Any = {"extra_body": NO_THOUGHTS | {"structured_outputs": {"choice": ["Nothing to do."]}}}
-    choice = allowed("auto", "now")  # which has no arguments
-    [answer] = create(
-        ai, tool_choice=choice, logit_bias={str(ord(first) - 33): 100}, **form
-    ).choices
+    extra: Any = NO_THOUGHTS | {"structured_outputs": {"choice": ["Nothing to do."]}}
+    bias = {str(ord(first) - 33): 100}
+    choice = allowed("auto", "now")  # a function without arguments
+    [answer] = create(ai, tool_choice=choice, logit_bias=bias, extra_body=extra).choices
     names = [call.function.name for call in answer.message.tool_calls or []]
     if first == "N":
         assert (answer.message.content, names) == ("Nothing to do.", [])
@@ -251,23 +253,23 @@ def test_allowed_tools_need_not_be_called(ai, first):
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
 )
-def test_stop_strings_and_tokens_do_not_cut_calls_that_have_to_be(ai, choice):
-    """Every call of the weather has these in its arguments."""
+def test_stop_does_not_cut_required_calls(ai, choice):
+    """Every call of weather contains these texts in its arguments."""
     body: Any = {"tool_choice": choice, "tools": TOOLS[:1], "seed": 1, "stop": ["days", ": "]}
     body["extra_body"] = NO_THOUGHTS | {"stop_token_ids": [ord('"') - 33]}
-    whole = create(ai, **body).choices[0]
-    check_calls(whole.message.tool_calls)
-    assert whole.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    complete = create(ai, **body).choices[0]
+    check_calls(complete.message.tool_calls)
+    assert complete.finish_reason == ("tool_calls" if choice == "required" else "stop")
     chunks = [c.choices[0] for c in create(ai, **body, stream=True)]
     parts = [
         c.function.arguments for one in chunks for c in one.delta.tool_calls or [] if c.index == 0
     ]
-    assert "".join(parts) == whole.message.tool_calls[0].function.arguments
-    assert chunks[-1].finish_reason == whole.finish_reason
+    assert "".join(parts) == complete.message.tool_calls[0].function.arguments
+    assert chunks[-1].finish_reason == complete.finish_reason
 
 
-def test_a_free_call_that_a_stop_string_cuts_is_not_told_as_a_call(ai):
-    """The client of a stream has its beginning by then; the reason tells that it is not to be made."""
+def test_stop_string_in_an_optional_call_is_no_tool_call(ai):
+    """A stream has sent the beginning of the call, so finish_reason says that it is incomplete."""
     text = (
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
     )
@@ -276,14 +278,14 @@ def test_a_free_call_that_a_stop_string_cuts_is_not_told_as_a_call(ai):
         ("days", '{"city": "Oslo", "', "stop"),
         ("\n</tool", '{"city": "Oslo", "days": 2}', "tool_calls"),
     ]:
-        whole = create(ai, **body, stop=stop).choices[0]
+        complete = create(ai, **body, stop=stop).choices[0]
         chunks = [c.choices[0] for c in create(ai, **body, stop=stop, stream=True)]
         streamed = [c.function.arguments for one in chunks for c in one.delta.tool_calls or []]
-        assert whole.message.tool_calls[0].function.arguments == "".join(streamed) == arguments
-        assert whole.finish_reason == chunks[-1].finish_reason == reason
+        assert complete.message.tool_calls[0].function.arguments == "".join(streamed) == arguments
+        assert complete.finish_reason == chunks[-1].finish_reason == reason
 
 
-def test_one_call_where_they_are_not_parallel(ai):
+def test_one_call_without_parallel_tool_calls(ai):
     answer = create(ai, tool_choice="required", parallel_tool_calls=False, n=4, seed=3)
     assert [len(choice.message.tool_calls) for choice in answer.choices] == [1] * 4
 
@@ -291,9 +293,9 @@ def test_one_call_where_they_are_not_parallel(ai):
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
 )
-def test_streamed_calls_are_those_of_the_whole_answer(ai, choice):
+def test_streamed_calls_equal_the_complete_answer(ai, choice):
     body: Any = {"tool_choice": choice, "seed": 4, "temperature": 1.0}
-    whole = create(ai, **body).choices[0]
+    complete = create(ai, **body).choices[0]
     given = {
         "model": "tiny",
         "messages": ASK,
@@ -301,32 +303,31 @@ def test_streamed_calls_are_those_of_the_whole_answer(ai, choice):
         "max_tokens": 600,
         "extra_body": NO_THOUGHTS,
     }
-    with ai.chat.completions.stream(
-        **given, **body
-    ) as stream:  # the client puts the deltas together
+    # The client joins the deltas.
+    with ai.chat.completions.stream(**given, **body) as stream:
         final = stream.get_final_completion().choices[0]
-    told = [
+    expected, found = (
         [(c.function.name, c.function.arguments) for c in one.message.tool_calls]
-        for one in (whole, final)
-    ]
-    assert told[0] == told[1]
-    assert whole.finish_reason == final.finish_reason
+        for one in (complete, final)
+    )
+    assert found == expected
+    assert complete.finish_reason == final.finish_reason
 
     chunks = [c.choices[0].delta for c in create(ai, **body, stream=True)]
     deltas = [call for delta in chunks for call in delta.tool_calls or []]
     firsts = [delta for delta in deltas if delta.id is not None]
-    assert [delta.index for delta in firsts] == list(range(len(whole.message.tool_calls)))
+    assert [delta.index for delta in firsts] == list(range(len(complete.message.tool_calls)))
     assert all(delta.type == "function" and delta.function.name for delta in firsts)
     assert all(delta.function.name is None for delta in deltas if delta.id is None)
     joined = [
         "".join(d.function.arguments or "" for d in deltas if d.index == i)
         for i in range(len(firsts))
     ]
-    assert joined == [call.function.arguments for call in whole.message.tool_calls]
+    assert joined == [call.function.arguments for call in complete.message.tool_calls]
     assert not any(delta.content for delta in chunks)
 
 
-def test_a_call_or_an_answer_in_the_form_that_is_asked_for(ai):
+def test_auto_gives_a_call_or_a_constrained_answer(ai):
     schema = {"type": "json_schema", "json_schema": {"name": "t", "schema": {"enum": ["plain"]}}}
     answer = create(ai, tool_choice="auto", response_format=schema, n=16, seed=2)
     called = [choice for choice in answer.choices if choice.message.tool_calls]
@@ -339,23 +340,24 @@ def test_a_call_or_an_answer_in_the_form_that_is_asked_for(ai):
     assert plain
 
 
-def test_a_model_that_writes_words_and_calls_is_read(ai):
-    text = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
+def test_content_before_a_call_is_parsed(ai):
+    call = '{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}'
+    text = f"I look.\n<tool_call>\n{call}\n</tool_call>"
     extra = NO_THOUGHTS | {"structured_outputs": {"choice": [text]}}
-    whole = create(ai, extra_body=extra, logit_bias={str(ord("<") - 33): -100}).choices[0]
+    complete = create(ai, extra_body=extra, logit_bias={str(ord("<") - 33): -100}).choices[0]
     deltas = [c.choices[0].delta for c in create(ai, extra_body=extra, stream=True, n=1, seed=1)]
-    assert whole.message.content in (None, "I look.")
-    assert whole.finish_reason == "tool_calls"
-    check_calls(whole.message.tool_calls)
+    assert complete.message.content in (None, "I look.")
+    assert complete.finish_reason == "tool_calls"
+    check_calls(complete.message.tool_calls)
     assert any(delta.tool_calls for delta in deltas)
-    # Without tools, or with the choice to call none, the same text is content.
+    # Without tools, or with tool_choice none, the same text is content.
     for body in ({"tools": openai.omit}, {"tool_choice": "none"}):
         plain = create(ai, extra_body=extra, **body).choices[0]
         assert (plain.message.content, plain.message.tool_calls) == (text, None)
         assert plain.finish_reason == "stop"
 
 
-def test_calls_and_their_results_reach_the_template_as_transformers_gives_them(ai, folder):
+def test_calls_and_results_render_as_in_transformers(ai, folder):
     messages: Any = [
         {"role": "user", "content": "Weather?"},
         {
@@ -392,19 +394,19 @@ def reasoned(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize("template", [{"chat_template_kwargs": {"think": True}}, {}])
-def test_reasoning_comes_apart_and_the_form_holds_after_it(ai, template):
+def test_reasoning_is_split_and_the_constraint_follows(ai, template):
     bias = {str(END_OF_THINKING): 30, str(THINK): 30} if not template else {str(END_OF_THINKING): 5}
     body = reasoned(
         response_format={"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER}}
     )
     body |= {"extra_body": template, "seed": 9, "logit_bias": bias}
-    whole = ai.chat.completions.create(**body).choices[0].message
+    message = ai.chat.completions.create(**body).choices[0].message
     deltas = [c.choices[0].delta for c in ai.chat.completions.create(**body, stream=True)]
-    jsonschema.validate(json.loads(whole.content), WEATHER)
+    jsonschema.validate(json.loads(message.content), WEATHER)
     reasoning = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
-    assert "".join(reasoning) == (getattr(whole, "reasoning_content", None) or "")
-    assert "".join(delta.content or "" for delta in deltas) == whole.content
-    assert "think>" not in whole.content
+    assert "".join(reasoning) == (getattr(message, "reasoning_content", None) or "")
+    assert "".join(delta.content or "" for delta in deltas) == message.content
+    assert "think>" not in message.content
 
 
 def test_tools_are_called_after_the_reasoning(ai):
@@ -419,7 +421,7 @@ def test_tools_are_called_after_the_reasoning(ai):
         assert choice.message.content is None
 
 
-def test_an_answer_that_does_not_reason_is_content(ai):
+def test_answer_without_reasoning_is_content(ai):
     answer = ai.completions.create(
         model="tiny", prompt="<think>a</think>b", echo=True, max_tokens=1
     )
@@ -432,7 +434,7 @@ def test_an_answer_that_does_not_reason_is_content(ai):
     assert chat.choices[0].message.content == "b</think>c"
 
 
-# ---- what is refused
+# ---- errors
 
 
 @pytest.mark.parametrize(
@@ -477,7 +479,7 @@ def test_an_answer_that_does_not_reason_is_content(ai):
         ),
         ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
         (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nobody"}}},
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
             "tool_choice",
             "weather, note, now",
         ),
@@ -486,9 +488,9 @@ def test_an_answer_that_does_not_reason_is_content(ai):
         ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice", "'function'"),
         ({"tools": TOOLS, "tool_choice": allowed("auto")}, "tool_choice", "no tool"),
         (
-            {"tools": TOOLS, "tool_choice": allowed("auto", "now", "nobody")},
+            {"tools": TOOLS, "tool_choice": allowed("auto", "now", "other")},
             "tool_choice",
-            "'nobody'",
+            "'other'",
         ),
         (
             {"tools": TOOLS, "tool_choice": allowed("maybe", "now")},
@@ -500,7 +502,7 @@ def test_an_answer_that_does_not_reason_is_content(ai):
             "tool_choice.allowed_tools",
             "missing",
         ),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "one name"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "two functions named 'weather'"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, None, "pattern"),
         (
             {"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}},
@@ -528,11 +530,11 @@ def test_an_answer_that_does_not_reason_is_content(ai):
                 ]
             },
             "messages",
-            "no JSON",
+            "not JSON",
         ),
     ],
 )
-def test_what_cannot_be_done_is_a_400_that_says_why(served, body, param, words):
+def test_invalid_request_is_a_400_with_the_reason(served, body, param, words):
     answer = served.http.post("/v1/chat/completions", json={"messages": ASK} | body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -541,7 +543,7 @@ def test_what_cannot_be_done_is_a_400_that_says_why(served, body, param, words):
         assert error["param"] == param
 
 
-def test_tools_need_a_template_that_tells_the_model_of_them(server):
+def test_tools_need_a_template_with_a_place_for_them(server):
     answer = server.http.post("/v1/chat/completions", json={"messages": ASK, "tools": TOOLS})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
     assert "chat template" in answer.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""The CPU's attention backend against the reference one: with our kernels, and where they cannot run."""
+"""The CPU's attention backend against the reference: with kernels, and without them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from toolkit.attention.cpu import CPUBackend
 from toolkit.attention.torch import TorchBackend
 from toolkit.kernels import cpu
 
+CPU = torch.device("cpu")
 BLOCK_SIZE = 16
 MIXED = [(1, 40), (20, 20), (7, 60), (1, 1)]
 
@@ -40,7 +41,7 @@ def make_batch(lens: list[tuple[int, int]]) -> AttentionBatch:
     )
 
 
-def assert_same_as_the_reference(
+def assert_equals_reference(
     shape: AttentionShape,
     transform: HeadTransform = HeadTransform(),  # noqa: B008  # frozen
     dtype: torch.dtype = torch.float32,
@@ -50,10 +51,10 @@ def assert_same_as_the_reference(
     width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
     batch = make_batch(MIXED)
     num_blocks = int(batch.block_table.max()) + 1
-    # Two layers, of which each has its own cache; the second step reads what the first has written.
+    # Two layers with their own caches. The second step reads what the first has written.
     caches = torch.randn(2, 2, num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_size)
     ours, expected = (caches.clone().to(cache_dtype or dtype) for _ in range(2))
-    backends = ((CPUBackend(), ours), (TorchBackend(), expected))
+    backends = ((CPUBackend(CPU), ours), (TorchBackend(CPU), expected))
     for _ in range(2):
         qkv = torch.randn(len(batch.positions), width).to(dtype)
         for layer in range(2):
@@ -84,28 +85,26 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("kernels")
-def test_the_cpu_backend_computes_what_the_reference_does() -> None:
-    assert_same_as_the_reference(AttentionShape(4, 4, 64, 0.125))
-    assert_same_as_the_reference(AttentionShape(8, 2, 32, 0.2, sliding_window=11), transforms(32))
-    assert_same_as_the_reference(AttentionShape(6, 3, 16, 0.25), transforms(16))
+def test_cpu_backend_equals_the_reference() -> None:
+    assert_equals_reference(AttentionShape(4, 4, 64, 0.125))
+    assert_equals_reference(AttentionShape(8, 2, 32, 0.2, sliding_window=11), transforms(32))
+    assert_equals_reference(AttentionShape(6, 3, 16, 0.25), transforms(16))
 
 
 @pytest.mark.usefixtures("kernels")
-def test_it_takes_bfloat16_and_caches_in_fp8() -> None:
+def test_cpu_backend_supports_bfloat16_and_fp8_caches() -> None:
     shape = AttentionShape(4, 2, 64, 0.125)
-    assert_same_as_the_reference(
-        shape, transforms(64, torch.bfloat16), torch.bfloat16, tolerance=6e-2
-    )
-    assert_same_as_the_reference(shape, transforms(64), cache_dtype=torch.float8_e4m3fn)
+    assert_equals_reference(shape, transforms(64, torch.bfloat16), torch.bfloat16, tolerance=6e-2)
+    assert_equals_reference(shape, transforms(64), cache_dtype=torch.float8_e4m3fn)
 
 
-def test_it_takes_types_and_sizes_that_the_kernels_do_not() -> None:
+def test_cpu_backend_supports_more_than_its_kernels() -> None:
     torch.manual_seed(0)
-    assert_same_as_the_reference(AttentionShape(2, 1, 264, 0.06))
-    assert_same_as_the_reference(AttentionShape(2, 2, 32, 0.2), dtype=torch.float16, tolerance=1e-2)
+    assert_equals_reference(AttentionShape(2, 1, 264, 0.06))
+    assert_equals_reference(AttentionShape(2, 2, 32, 0.2), dtype=torch.float16, tolerance=1e-2)
 
 
 @pytest.mark.skipif(not cpu.available(), reason=str(cpu.problem()))
-def test_the_kernels_cap_logits() -> None:
+def test_kernels_cap_logits() -> None:
     torch.manual_seed(0)
-    assert_same_as_the_reference(AttentionShape(4, 2, 32, 1.0, soft_cap=3.0))
+    assert_equals_reference(AttentionShape(4, 2, 32, 1.0, soft_cap=3.0))

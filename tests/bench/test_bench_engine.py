@@ -124,7 +124,7 @@ class TestRows:
             (("prefill", "--input-len", "5000"), "sequences of 5001 tokens"),
             (
                 ("latency", "--batch-sizes", "1,x"),
-                "--batch-sizes takes a list such as 1,8,64; it got '1,x'",
+                "--batch-sizes takes a list such as 1,8,64; got '1,x'",
             ),
             (("latency", "--batch-sizes", "0"), "--batch-sizes takes a list"),
             (("--rps", "5", "offline"), "--request-rate is not allowed before 'offline'"),

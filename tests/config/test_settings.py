@@ -1,4 +1,4 @@
-"""Where a setting comes from, what it may be, and what is said when it cannot be that."""
+"""Settings: precedence of their sources, validation, and error messages."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ KNOWN = known_settings(tree())
 
 @pytest.fixture
 def toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Writes tk.toml into the folder that the command runs in."""
+    """Write tk.toml in the current folder."""
     monkeypatch.chdir(tmp_path)
     return (tmp_path / "tk.toml").write_text
 
 
 def resolve(rows, flags, environment=None, **more):
-    """The values alone."""
+    """Return the values without their origins."""
     given = sources.resolve(rows, flags, ("serve",), KNOWN, environment=environment, **more)
     return {name: one.value for name, one in given.items()}
 
 
 class TestPrecedence:
-    def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(self, toml):
+    def test_flag_overrides_variable_overrides_file_overrides_default(self, toml):
         flags, variables = {"max_num_seqs": 1}, {"TK_MAX_NUM_SEQS": "2"}
         given = []
         toml("max_num_seqs = 3")
@@ -64,7 +64,7 @@ class TestPrecedence:
         assert "max_num_seqs" not in resolve(ROWS, {}, {})
         assert SchedulerConfig().max_num_seqs == 256
 
-    def test_each_setting_tells_where_it_comes_from(self, toml, tmp_path):
+    def test_settings_have_an_origin(self, toml, tmp_path):
         toml("seed = 3\n[serve]\nblock_size = 8")
         given = sources.resolve(
             ROWS,
@@ -80,17 +80,15 @@ class TestPrecedence:
             "block_size": (8, f"{tmp_path / 'tk.toml'} [serve]"),
         }
 
-    def test_flags_that_were_left_out_count_for_nothing(self, toml):
+    def test_absent_flags_are_ignored(self, toml):
         assert resolve(ROWS, {"seed": None, "port": 0}, {"TK_SEED": "4"}) == {"seed": 4, "port": 0}
 
-    def test_the_real_environment_is_read(self, toml, monkeypatch):
+    def test_process_environment_is_read(self, toml, monkeypatch):
         monkeypatch.setenv("TK_DTYPE", "float16")
         assert resolve(ROWS, {}) == {"dtype": "float16"}
 
-    def test_the_named_file_beats_the_one_here_beats_the_one_at_home(
-        self, toml, tmp_path, monkeypatch
-    ):
-        """Only one of them is read."""
+    def test_named_file_overrides_current_folder_overrides_home(self, toml, tmp_path, monkeypatch):
+        """Only one of the files is read."""
         home = tmp_path / "home" / ".config" / "tk"
         home.mkdir(parents=True)
         (home / "tk.toml").write_text("seed = 1")
@@ -104,14 +102,14 @@ class TestPrecedence:
         assert resolve(ROWS, {}, variable) == {"seed": 3}
         assert resolve(ROWS, {}, variable, file="another.toml") == {"seed": 4}
 
-    def test_the_users_own_folder_is_where_the_desktop_says(self, toml, tmp_path):
+    def test_user_folder_follows_xdg_config_home(self, toml, tmp_path):
         (tmp_path / "xdg" / "tk").mkdir(parents=True)
         (tmp_path / "xdg" / "tk" / "tk.toml").write_text("seed = 5")
         assert resolve(ROWS, {}, {"XDG_CONFIG_HOME": str(tmp_path / "xdg")}) == {"seed": 5}
 
-    def test_a_named_file_that_is_not_there_is_an_error(self, toml):
+    def test_missing_named_file_is_an_error(self, toml):
         with pytest.raises(
-            ConfigError, match=r"--config names .*nowhere\.toml, and there is no such file"
+            ConfigError, match=r"--config names .*nowhere\.toml, which does not exist"
         ):
             resolve(ROWS, {}, {}, file="nowhere.toml")
         with pytest.raises(ConfigError, match="TK_CONFIG names"):
@@ -119,7 +117,7 @@ class TestPrecedence:
 
 
 class TestFile:
-    def test_keys_are_written_with_dashes_or_underscores(self, toml):
+    def test_keys_accept_dashes_and_underscores(self, toml):
         toml('max-num-seqs = 3\nmax_model_len = 9\nenable-prefix-caching = false\nmodel = "gpt2"')
         assert resolve(ROWS, {}, {}) == {
             "max_num_seqs": 3,
@@ -128,18 +126,18 @@ class TestFile:
             "model": "gpt2",
         }
 
-    def test_other_commands_keys_are_passed_over(self, toml):
+    def test_keys_of_other_commands_are_ignored(self, toml):
         toml("request_rate = 5.0\nseed = 3\ninterval = 2.0")
         assert resolve(ROWS, {}, {}) == {"seed": 3}
 
-    def test_a_section_is_for_its_command_alone_and_beats_what_stands_before_it(self, toml):
+    def test_section_applies_to_its_command_and_overrides_top_level(self, toml):
         toml("seed = 1\nport = 2\n[run]\nseed = 4\n[serve]\nseed = 3\n[bench.offline]\nseed = 5")
         assert resolve(ROWS, {}, {}) == {"seed": 3, "port": 2}
         rows = [row for row in ROWS if row.name == "seed"]
         for command, seed in ((("run",), 4), (("bench", "offline"), 5), (("bench", "latency"), 1)):
             assert sources.resolve(rows, {}, command, KNOWN, environment={})["seed"].value == seed
 
-    def test_a_key_that_no_command_knows_is_an_error_with_the_nearest(self, toml):
+    def test_unknown_key_is_an_error_with_a_suggestion(self, toml):
         toml("max_num_sequences = 3")
         with pytest.raises(ConfigError, match=r"tk\.toml.*'max_num_sequences'.*max_num_seqs"):
             resolve(ROWS, {}, {})
@@ -147,16 +145,17 @@ class TestFile:
     @pytest.mark.parametrize(
         ("content", "says"),
         [
-            ("[srve]\nport = 1", r"no section \[srve\]\. Did you mean serve"),
-            ("[bench.ofline]\nseed = 1", r"no section \[bench\.ofline\]\. Did you mean offline"),
-            ("[zzz]\nport = 1", r"There are: .*serve"),
-            ("[run]\nport = 1", r"no setting 'port' in \[run\]"),
-            ("[serve]\nprt = 1", r"no setting 'prt' in \[serve\]\. Did you mean port"),
+            ("[srve]\nport = 1", r"unknown section \[srve\]\. Did you mean serve"),
+            (
+                "[bench.ofline]\nseed = 1",
+                r"unknown section \[bench\.ofline\]\. Did you mean offline",
+            ),
+            ("[zzz]\nport = 1", r"Sections: .*serve"),
+            ("[run]\nport = 1", r"unknown setting 'port' in \[run\]"),
+            ("[serve]\nprt = 1", r"unknown setting 'prt' in \[serve\]\. Did you mean port"),
         ],
     )
-    def test_a_section_or_its_key_that_nobody_knows_is_an_error_in_every_command(
-        self, toml, content, says
-    ):
+    def test_unknown_section_or_key_is_an_error_in_every_command(self, toml, content, says):
         toml(content)
         for command in (("serve",), ("top",)):
             with pytest.raises(ConfigError, match=says):
@@ -166,21 +165,21 @@ class TestFile:
         ("content", "says"),
         [
             ("seed = ", "not valid TOML"),
-            ("seed = true", r"tk\.toml: seed takes a whole number, and got True"),
-            ('seed = "3"', r"tk\.toml: seed takes a whole number, and got '3'"),
+            ("seed = true", r"tk\.toml: seed must be a whole number; got True"),
+            ('seed = "3"', r"tk\.toml: seed must be a whole number; got '3'"),
             ("seed = -1", "at least 0"),
             (f"seed = {2**63}", "at most"),
-            ("enable_prefix_caching = 1", "takes true or false, and got 1"),
+            ("enable_prefix_caching = 1", "must be true or false; got 1"),
             ('dtype = "int4"', "auto, float32, bfloat16, float16"),
-            ("[seed]\nx = 1", r"tk\.toml: seed takes a whole number"),
+            ("[seed]\nx = 1", r"tk\.toml: seed must be a whole number"),
         ],
     )
-    def test_what_cannot_be_is_refused(self, toml, content, says):
+    def test_invalid_values_are_refused(self, toml, content, says):
         toml(content)
         with pytest.raises(ConfigError, match=says):
             resolve(ROWS, {}, {})
 
-    def test_every_class_of_settings_is_some_commands(self):
+    def test_every_settings_class_belongs_to_a_command(self):
         found = set()
         for module in pkgutil.iter_modules(toolkit.config.__path__, "toolkit.config."):
             for value in vars(importlib.import_module(module.name)).values():
@@ -191,28 +190,28 @@ class TestFile:
 
 class TestValues:
     @pytest.mark.parametrize("text", ["1", "true", "yes", "on", " TRUE ", "On"])
-    def test_forms_of_true(self, toml, text):
+    def test_spellings_of_true(self, toml, text):
         assert resolve(ROWS, {}, {"TK_ENABLE_PREFIX_CACHING": text}) == {
             "enable_prefix_caching": True
         }
 
     @pytest.mark.parametrize("text", ["0", "false", "no", "off", "False"])
-    def test_forms_of_false(self, toml, text):
+    def test_spellings_of_false(self, toml, text):
         assert resolve(ROWS, {}, {"TK_ENABLE_PREFIX_CACHING": text}) == {
             "enable_prefix_caching": False
         }
 
     @pytest.mark.parametrize("text", ["", "2", "maybe", "tru"])
-    def test_what_is_neither_is_refused_by_the_variables_name(self, toml, text):
-        with pytest.raises(ConfigError, match="TK_ENABLE_PREFIX_CACHING is true or false"):
+    def test_other_text_for_a_switch_is_refused(self, toml, text):
+        with pytest.raises(ConfigError, match="TK_ENABLE_PREFIX_CACHING must be true or false"):
             resolve(ROWS, {}, {"TK_ENABLE_PREFIX_CACHING": text})
 
     @pytest.mark.parametrize(
         ("variable", "text"),
         [("TK_PORT", "http"), ("TK_PORT", "80.5"), ("TK_SWAP_SPACE", "4GB"), ("TK_SEED", "")],
     )
-    def test_a_variable_that_is_no_number_is_named(self, toml, variable, text):
-        with pytest.raises(ConfigError, match=f"{variable} takes a.* number, and got '{text}'"):
+    def test_variable_that_is_not_a_number_is_refused(self, toml, variable, text):
+        with pytest.raises(ConfigError, match=f"{variable} must be a.* number; got '{text}'"):
             resolve(ROWS, {}, {variable: text})
 
     @pytest.mark.parametrize(
@@ -223,21 +222,21 @@ class TestValues:
             (CacheConfig, "gpu_memory_utilization", 0.05, 1.0),
         ],
     )
-    def test_bounds_belong_to_the_range(self, config, name, low, high):
+    def test_bounds_are_inclusive(self, config, name, low, high):
         for good in (low, high):
             assert getattr(build(config, {name: good}), name) == good
         step = 1 if isinstance(low, int) else 1e-6
         for bad, word in ((low - step, "at least"), (high + step, "at most")):
-            with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is {word}"):
+            with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be {word}"):
                 build(config, {name: bad})
 
     @pytest.mark.parametrize("name", ["swap_space", "kv_cache_memory", "gpu_memory_utilization"])
     @pytest.mark.parametrize("value", [math.nan, math.inf])
-    def test_sizes_are_finite(self, name, value):
+    def test_sizes_must_be_finite(self, name, value):
         with pytest.raises(ConfigError, match=name.replace("_", "-")):
             CacheConfig(**{name: value})
 
-    def test_whole_numbers_do_for_any_number_and_not_the_other_way(self):
+    def test_integers_are_valid_numbers_but_not_the_reverse(self):
         assert CacheConfig(swap_space=4).swap_space == 4.0
         with pytest.raises(ConfigError, match="whole number"):
             CacheConfig(block_size=16.0)
@@ -253,20 +252,20 @@ class TestValues:
             (ServerConfig, "log_level"),
         ],
     )
-    def test_choices_are_listed(self, config, name):
+    def test_invalid_choice_lists_the_choices(self, config, name):
         (row,) = (row for row in options(config) if row.name == name)
         with pytest.raises(ConfigError) as caught:
             build(config, {name: "nonsense"})
         for choice in row.choices:
             assert choice in caught.value.message
 
-    def test_unknown_names_get_the_nearest(self):
+    def test_unknown_names_get_a_suggestion(self):
         with pytest.raises(ConfigError, match="Did you mean gpu_memory_utilization"):
             EngineConfig.from_settings({"gpu_memory_utilisation": 0.5})
         with pytest.raises(ConfigError, match="Did you mean port"):
             build(ServerConfig, {"prt": 1})
 
-    def test_a_config_can_be_copied_with_changes_and_not_changed(self):
+    def test_config_is_immutable_and_copyable(self):
         config = EngineConfig.from_settings({"model": "x", "seed": 3})
         changed = config.with_settings(max_num_seqs=4)
         assert (
@@ -286,12 +285,13 @@ def tk(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedPr
     code = "import sys; sys.argv[0] = 'tk'; from toolkit.cli import main; main()"
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        cwd=cwd, env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1"} | environment, capture_output=True, text=True,
+        cwd=cwd, env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1"} | environment,
+        capture_output=True, text=True,
     )  # fmt: skip
 
 
 class TestCommandLine:
-    def test_help_shows_every_setting(self, tmp_path):
+    def test_help_shows_all_settings(self, tmp_path):
         done = tk("serve", "--help-all", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         shown = " ".join(done.stdout.split())
@@ -304,12 +304,13 @@ class TestCommandLine:
         "arguments",
         ["--help", "serve --help", "--version", "models", "show", "config show", "serve --dry-run"],
     )
-    def test_what_runs_no_engine_imports_nothing_heavy(self, tmp_path, arguments):
+    def test_commands_without_an_engine_import_nothing_heavy(self, tmp_path, arguments):
         code = (
             "import atexit, sys\n"
             "from toolkit.cli import main\n"
             "heavy = ('torch', 'transformers', 'fastapi', 'textual', 'tokenizers', 'aiohttp')\n"
-            "atexit.register(lambda: print('loaded', [name for name in heavy if name in sys.modules]))\n"
+            "loaded = lambda: [name for name in heavy if name in sys.modules]\n"
+            "atexit.register(lambda: print('loaded', loaded()))\n"
             f"sys.argv = ['tk', *{arguments.split()!r}]\n"
             "main()\n"
         )
@@ -319,7 +320,7 @@ class TestCommandLine:
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == "loaded []"
 
-    def test_a_bad_value_is_one_paragraph_and_exit_code_2(self, tmp_path):
+    def test_invalid_value_is_one_line_and_exit_code_2(self, tmp_path):
         file = tmp_path / "tk.toml"
         cases = (
             (["--port", "70000"], {}, "", "--port"),
@@ -330,12 +331,12 @@ class TestCommandLine:
             file.write_text(content)
             done = tk("serve", *arguments, cwd=tmp_path, **environment)
             assert done.returncode == 2
-            assert done.stderr == f"tk: {name} is at most 65535; it got 70000.\n"
+            assert done.stderr == f"tk: {name} must be at most 65535; got 70000.\n"
             assert done.stdout == ""
 
 
 @pytest.mark.parametrize("key", ["", " "])
-def test_an_empty_admin_key_is_refused(key: str) -> None:
+def test_empty_admin_key_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="--admin-key"):
         ServerConfig(admin_key=key)
 
@@ -355,17 +356,17 @@ def test_an_empty_admin_key_is_refused(key: str) -> None:
         ("forwarded_allow_ips", ("10.0.0.1/8",), False),
     ],
 )
-def test_addresses_of_others_are_checked(name, value, good):
+def test_urls_and_proxy_addresses_are_checked(name, value, good):
     if good:
         assert getattr(ServerConfig(**{name: value}), name) == value
     else:
         bad = value if isinstance(value, str) else value[-1]
         with pytest.raises(
-            ConfigError, match=rf"--{name.replace('_', '-')} is an? .* such as .*'{bad}'"
+            ConfigError, match=rf"--{name.replace('_', '-')} must be an? .* such as .*'{bad}'"
         ):
             ServerConfig(**{name: value})
 
 
-def test_threads_are_no_more_than_a_machine_can_have():
-    with pytest.raises(ConfigError, match="--num-threads is at most 1024"):
+def test_num_threads_has_an_upper_bound():
+    with pytest.raises(ConfigError, match="--num-threads must be at most 1024"):
         DeviceConfig(num_threads=100_000)

@@ -1,4 +1,4 @@
-"""A model whose layers lie in a row of processes gives what one process gives, and Transformers: over gloo, on the CPU."""
+"""Pipeline parallelism on CPUs, over gloo: equal to one process and to Transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from toolkit.engine.messages import EngineRequest
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.executor import Pending
 from toolkit.models.build import build_model, load_config
-from toolkit.models.pipeline_split import share_out
+from toolkit.models.pipeline_split import split_layers
 from toolkit.models.registry import Model
 from toolkit.scheduler import ModelOutput, Request, Scheduler, SchedulerOutput
 from toolkit.sequence import SequenceSpec
@@ -40,7 +40,7 @@ def prompts_for(name: str) -> list[list[int]]:
 
 @pytest.fixture
 def load() -> Iterator[Callable[..., LLM]]:
-    """Loads a model over ranks, which are ended with the test."""
+    """Loader of models over ranks, which end with the test."""
     loaded: list[LLM] = []
 
     def make(folder: Path, **settings: object) -> LLM:
@@ -63,10 +63,10 @@ def load() -> Iterator[Callable[..., LLM]]:
         ("qwen3-tied", 2, 2),
     ],
 )
-def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(
+def test_greedy_tokens_and_logprobs_equal_transformers(
     load: Callable[..., LLM], checkpoint: Checkpoint, name: str, tensor: int, stages: int
 ) -> None:
-    """Prompts come in pieces, which follow each other through the stages."""
+    """Chunks of a prompt follow each other through the stages."""
     model, prompts = checkpoints.make_reference(name), prompts_for(name)
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
     llm = load(checkpoint(name), max_num_batched_tokens=24, **sizes)
@@ -87,10 +87,10 @@ def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(
             )
 
 
-def test_sampling_grammars_penalties_preemption_siblings_and_embeddings_agree_with_one_process(
+def test_all_kinds_of_sampling_and_embeddings_equal_one_process(
     load: Callable[..., LLM], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks are few, so that requests are preempted while a token of theirs is on its way, and swapped on every stage."""
+    """Few blocks: requests are preempted with a token in flight, and swapped on every stage."""
     preempted = []
     preempt = Scheduler._preempt
 
@@ -124,10 +124,10 @@ def test_sampling_grammars_penalties_preemption_siblings_and_embeddings_agree_wi
         vectors.append([one.outputs.embedding for one in llm.embed(prompts_for("texts"))])
     assert found[0] == found[1]
     assert torch.allclose(*map(torch.tensor, vectors), atol=1e-5)
-    assert any(preempted), "one had a token on its way"
+    assert any(preempted), "one had a token in flight"
 
 
-def test_a_tied_table_is_rounded_on_the_first_stage_as_in_one_process(
+def test_a_tied_table_is_quantized_on_the_first_stage(
     load: Callable[..., LLM], checkpoint: Checkpoint
 ) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, prompt_logprobs=1)
@@ -143,7 +143,7 @@ def test_a_tied_table_is_rounded_on_the_first_stage_as_in_one_process(
     assert found[0] == found[1]
 
 
-def whole_names(folder: Path) -> list[str]:
+def all_names(folder: Path) -> list[str]:
     return list(build(folder, Stage()).slots())
 
 
@@ -167,31 +167,30 @@ def build(folder: Path, stage: Stage) -> Model:
         ("qwen2-tied-some-windows", 3),
     ],
 )
-def test_the_stages_together_are_the_checkpoint_and_share_only_a_tied_table(
+def test_stages_partition_the_checkpoint_but_for_a_tied_table(
     checkpoint: Checkpoint, name: str, stages: int
 ) -> None:
-    folder, whole = checkpoint(name), checkpoints.make_reference(name).state_dict()
+    folder, expected = checkpoint(name), checkpoints.make_reference(name).state_dict()
     held: dict[str, list[int]] = {}
     for index in range(stages):
         model = build(folder, Stage(index, stages))
-        load_weights(model, folder, "auto", elsewhere=whole_names(folder))
+        load_weights(model, folder, "auto", elsewhere=all_names(folder))
         for tensor, slot in model.slots().items():
             held.setdefault(tensor, []).append(index)
             for part in slot.parts:
                 region = tuple(slice(s.begin, s.begin + s.count) for s in part.region)
                 assert torch.equal(
-                    part.target.T if part.transpose else part.target, whole[tensor][region]
+                    part.target.T if part.transpose else part.target, expected[tensor][region]
                 )
     tied = load_config(folder).tie_word_embeddings
-    for tensor, where in held.items():
+    for tensor, stages_with in held.items():
         is_table = tensor.endswith(("embed_tokens.weight", "wte.weight"))
-        assert where == ([0, stages - 1] if is_table and tied else where[:1]), tensor
-    assert held.keys() == set(whole_names(folder))
+        only = [0, stages - 1] if is_table and tied else stages_with[:1]
+        assert stages_with == only, tensor
+    assert held.keys() == set(all_names(folder))
 
 
-def test_a_tensor_that_no_stage_needs_is_refused_on_each(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_an_unknown_tensor_is_refused_on_each_stage(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = checkpoint("llama3-gqa")
     tensors = checkpoints.make_reference("llama3-gqa").state_dict()
     torch.save(
@@ -200,70 +199,66 @@ def test_a_tensor_that_no_stage_needs_is_refused_on_each(
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     for index in range(2):
         with pytest.raises(
-            CheckpointError, match=r"layers\.7\.odd\.weight that Llama has no place for"
+            CheckpointError, match=r"layers\.7\.odd\.weight that Llama does not have"
         ):
             load_weights(
-                build(tmp_path, Stage(index, 2)), tmp_path, "auto", elsewhere=whole_names(tmp_path)
+                build(tmp_path, Stage(index, 2)), tmp_path, "auto", elsewhere=all_names(tmp_path)
             )
 
 
 @pytest.mark.parametrize(("layer", "head"), [(1, 0), (10, 25), (7, 100), (5, 5)])
 @pytest.mark.parametrize("total", [4, 9, 12])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_no_other_shares_have_a_faster_slowest_stage(
+def test_no_other_split_has_a_faster_slowest_stage(
     total: int, stages: int, layer: int, head: int
 ) -> None:
     def slowest(counts: list[int]) -> int:
         return max(n * layer + head * (i == stages - 1) for i, n in enumerate(counts))
 
-    ways = [
+    splits = [
         list(counts)
         for counts in itertools.product(range(1, total + 1), repeat=stages)
         if sum(counts) == total
     ]
-    found = share_out(total, stages, layer, head)
-    assert found in ways
-    assert slowest(found) == min(map(slowest, ways))
+    found = split_layers(total, stages, layer, head)
+    assert found in splits
+    assert slowest(found) == min(map(slowest, splits))
 
 
-def test_more_stages_than_layers_are_refused_with_what_can_be(checkpoint: Checkpoint) -> None:
-    with pytest.raises(ConfigError, match=r"size 3: the model has 2 layers, .* can be: 1 to 2\."):
+def test_more_stages_than_layers_are_refused(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ConfigError, match=r"size 3: the model has 2 layers, .* Use 1 to 2\."):
         LLM(str(checkpoint("gpt2")), pipeline_parallel_size=3, **SMALL)
 
 
 def test_encoders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="pipeline-parallel-size 2: encoders run whole on one device"
-    ):
+    with pytest.raises(ConfigError, match="pipeline-parallel-size 2: encoders run on one device"):
         LLM(str(save(bert(), bert_tokenizer(), tmp_path)), pipeline_parallel_size=2)
 
 
 class Watched(RandomTokens):
-    """Notes which requests are under way whenever a step's result is asked for."""
+    """Records the running requests whenever a step's result is awaited."""
 
     def __init__(self) -> None:
         super().__init__(16)
-        self.flying: list[SchedulerOutput] = []
+        self.in_flight: list[SchedulerOutput] = []
         self.seen: list[list[set[int]]] = []
 
     def execute(self, step: SchedulerOutput) -> Pending:
-        self.flying.append(step)
+        self.in_flight.append(step)
         pending = super().execute(step)
         known = pending.result
 
         def result() -> ModelOutput:
-            self.seen.append([set(step.rows.tolist()) for step in self.flying])
-            self.flying.remove(step)
+            self.seen.append([set(step.rows.tolist()) for step in self.in_flight])
+            self.in_flight.remove(step)
             return known()
 
-        pending.result = result  # type: ignore[method-assign]  # a look at what is under way
+        pending.result = result  # type: ignore[method-assign]  # observes
         return pending
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_the_engine_keeps_a_step_for_each_stage_under_way_and_no_request_in_two(
-    stages: int,
-) -> None:
+def test_each_stage_has_a_step_and_no_request_is_in_two(stages: int) -> None:
     executor = Watched()
     core = EngineCore(EngineConfig.from_settings({"pipeline_parallel_size": stages}), executor)
     for number in range(6):
@@ -280,7 +275,7 @@ def test_the_engine_keeps_a_step_for_each_stage_under_way_and_no_request_in_two(
     while core.has_work:
         core.step()
     assert len(executor.seen) == 20 * stages
-    for under_way in executor.seen[: 19 * stages]:
-        assert len(under_way) == stages
-        assert [len(rows) for rows in under_way] == [6 // stages] * stages
-        assert len(set.union(*under_way)) == 6
+    for running in executor.seen[: 19 * stages]:
+        assert len(running) == stages
+        assert [len(rows) for rows in running] == [6 // stages] * stages
+        assert len(set.union(*running)) == 6

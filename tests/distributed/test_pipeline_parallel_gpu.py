@@ -1,4 +1,4 @@
-"""A model whose layers lie over several GPUs gives what Transformers gives: over NCCL, `make test-gpu`."""
+"""Pipeline parallelism on GPUs, over NCCL: equal to Transformers. Runs with `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEW_TOKENS = 24
 
 @pytest.mark.parametrize("settings", [{}, {"enforce_eager": True}, {"tensor_parallel_size": 2}])
 @pytest.mark.parametrize("name", ["gpt2", "llama3-gqa", "qwen3-tied"])
-def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(
+def test_greedy_tokens_and_logprobs_equal_transformers(
     checkpoint: Callable[[str], Path], name: str, settings: dict[str, object]
 ) -> None:
     if "tensor_parallel_size" in settings and torch.cuda.device_count() < 4:

@@ -1,4 +1,4 @@
-"""A model served by a Ray cluster of two nodes, with one CPU each: its ranks are actors, one on each."""
+"""A model on a Ray cluster of two nodes with one CPU each. Its ranks are actors."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def folder(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="module")
-def in_hand(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What holds back the actors' steps (`tests/api/inside`)."""
-    return tmp_path_factory.mktemp("in-hand")
+def hooks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the hooks in the actors (`tests/inside`)."""
+    return tmp_path_factory.mktemp("hooks")
 
 
 @pytest.fixture(scope="module")
-def cluster(in_hand: Path) -> Iterator[Cluster]:
+def cluster(hooks: Path) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
-        # Its token would be in a home folder, and tests have several.
+        # A token would be in the home folder, which differs between tests.
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", str(INSIDE), prepend=os.pathsep)
-        patch.setenv("IN_HAND", str(in_hand))
+        patch.setenv("TEST_HOOKS", str(hooks))
         node = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
         cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False} | node)
         cluster.add_node(**node)
@@ -76,7 +76,7 @@ def server(
 
 
 def actors() -> list[psutil.Process]:
-    """Of the cluster, whose nodes are processes of this one."""
+    """Return the cluster's actors. Its nodes are child processes."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
@@ -93,47 +93,47 @@ def test_every_node_has_a_rank(server: Server) -> None:
     assert server.http.get("/health").status_code == 200
 
 
-def test_streams_outlive_an_actor(server: Server, reference: Reference, in_hand: Path) -> None:
-    """Before and after, the tokens are those of one process."""
+def test_streams_survive_a_killed_actor(server: Server, reference: Reference, hooks: Path) -> None:
+    """Tokens before and after equal those of one process."""
     before = actors()
 
-    def harm() -> None:
+    def kill() -> None:
         before[1].kill()
-        (in_hand / "slow").unlink()
+        (hooks / "slow").unlink()
 
-    (in_hand / "slow").touch()
-    answers = ask(server, harm)
+    (hooks / "slow").touch()
+    answers = ask(server, kill)
     assert [a.text for a in answers] == [reference.text(p, TOKENS) for p in PROMPTS]
     assert {a.error for a in answers} == {None}
-    assert server.stderr.count("ended without a word") == 1, "the cause is told once"
+    assert server.stderr.count("ended unexpectedly") == 1, "the cause is logged once"
     assert "Traceback" not in server.stderr
     until(lambda: all(gone(rank) for rank in before))
     assert len(actors()) == 2
     assert server.popen.poll() is None
 
 
-def test_more_devices_than_the_cluster_has_are_refused_with_what_it_has(
+def test_too_many_devices_are_refused_with_those_of_the_cluster(
     server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_cluster, "SOON", 0.2)
-    monkeypatch.setattr(ray_cluster, "PATIENCE", 0.5)
+    monkeypatch.setattr(ray_cluster, "ROOM_NOTICE", 0.2)
+    monkeypatch.setattr(ray_cluster, "ROOM_TIMEOUT", 0.5)
     with pytest.raises(
         ConfigError,
         match=r"needs 4 CPUs, and the Ray cluster has 0 free of 2 \(.* has 1, .* has 1\)",
     ):
         LLM(str(folder), tensor_parallel_size=4, **RAY)
-    assert len(actors()) == 2, "what runs there goes on"
+    assert len(actors()) == 2, "running ranks are not affected"
 
 
-def test_nothing_is_left_of_a_server_that_is_killed(server: Server) -> None:
+def test_a_killed_server_leaves_no_process(server: Server) -> None:
     everything = [*psutil.Process(server.pid).children(recursive=True), *actors()]
     assert len(everything) >= 3
     server.signal(signal.SIGKILL)
     until(lambda: all(gone(process) for process in everything))
 
 
-def test_engines_on_two_nodes_answer_as_one_process_does_and_outlive_an_actor(
-    cluster: Cluster, folder: Path, reference: Reference, in_hand: Path, tmp_path: Path
+def test_two_engines_equal_one_process_and_survive_an_actor(
+    cluster: Cluster, folder: Path, reference: Reference, hooks: Path, tmp_path: Path
 ) -> None:
     served = Server(
         str(folder),
@@ -146,19 +146,19 @@ def test_engines_on_two_nodes_answer_as_one_process_does_and_outlive_an_actor(
     try:
         before = actors()
         assert len({rank.ppid() for rank in before}) == len(before) == 2, (
-            "each engine is on a node of its own"
+            "each engine has its own node"
         )
 
-        def harm() -> None:
+        def kill() -> None:
             before[0].kill()
-            (in_hand / "slow").unlink()
+            (hooks / "slow").unlink()
 
-        (in_hand / "slow").touch()
-        answers = ask(served, harm)
+        (hooks / "slow").touch()
+        answers = ask(served, kill)
         assert [a.text for a in answers] == [reference.text(p, TOKENS) for p in PROMPTS]
         assert {a.error for a in answers} == {None}
         until(lambda: len(actors()) == 2)
-        assert before[1] in actors(), "the other engine goes on"
+        assert before[1] in actors(), "the other engine keeps running"
         assert served.http.get("/health").status_code == 200
         everything = [*psutil.Process(served.pid).children(recursive=True), *actors()]
     finally:
@@ -166,8 +166,8 @@ def test_engines_on_two_nodes_answer_as_one_process_does_and_outlive_an_actor(
     until(lambda: all(gone(process) for process in everything))
 
 
-def test_stages_on_two_nodes_give_what_one_process_gives(cluster: Cluster, folder: Path) -> None:
-    """The last stage tells tokens, log-probabilities and what follows a grammar; nothing is left of the ranks at the end."""
+def test_stages_on_two_nodes_equal_one_process(cluster: Cluster, folder: Path) -> None:
+    """The last stage sends tokens, log-probabilities and grammar-bound tokens; no rank remains."""
     kinds = [
         SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2),
         SamplingParams(
@@ -185,16 +185,16 @@ def test_stages_on_two_nodes_give_what_one_process_gives(cluster: Cluster, folde
             len(ranks) == llm.info.world_size if "pipeline_parallel_size" in settings else not ranks
         )
         llm.shutdown()
-    alone, staged = found
-    assert [one.token_ids for one in staged] == [one.token_ids for one in alone]
-    for mine, theirs in zip(staged[0].logprobs, alone[0].logprobs, strict=True):
-        assert {t: lp.logprob for t, lp in mine.items()} == pytest.approx(
-            {t: lp.logprob for t, lp in theirs.items()}, abs=1e-4
+    single, staged = found
+    assert [one.token_ids for one in staged] == [one.token_ids for one in single]
+    for ours, expected in zip(staged[0].logprobs, single[0].logprobs, strict=True):
+        assert {t: lp.logprob for t, lp in ours.items()} == pytest.approx(
+            {t: lp.logprob for t, lp in expected.items()}, abs=1e-4
         )
     until(lambda: all(gone(rank) for rank in ranks))
 
 
-def test_an_address_without_a_cluster_is_said_at_once(
+def test_an_address_without_a_cluster_is_reported_at_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -206,26 +206,26 @@ def test_an_address_without_a_cluster_is_said_at_once(
         LLM(str(folder), **RAY)
 
 
-def test_where_there_is_no_cluster_it_is_said_how_to_start_one(
+def test_without_a_cluster_the_error_names_the_start_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray, "init", refused)
+    monkeypatch.setattr(ray, "init", no_cluster)
     with pytest.raises(
         ConfigError, match=r"No Ray cluster runs here, .* ray start --head starts one"
     ):
         LLM(str(folder), **RAY)
 
 
-def refused(**options: object) -> None:
-    """What Ray says where it finds nothing; this machine may have a cluster of somebody's."""
+def no_cluster(**options: object) -> None:
+    """Raise Ray's error for no cluster. This machine may have one."""
     assert options["address"] == "auto"
     raise ConnectionError(
         "Could not find any running Ray instance. Please specify the one to connect to."
     )
 
 
-def test_without_ray_it_is_said_how_to_install_it(
+def test_without_ray_the_error_names_the_install_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)

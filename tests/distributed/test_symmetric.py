@@ -1,4 +1,4 @@
-"""Sums through memory that ranks read of each other: the kernels, in Triton's interpreter, over processes that share files."""
+"""Collectives through peer memory, in Triton's interpreter and processes that share files."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ import pytest
 import torch
 
 from toolkit.distributed.group import Group
-from toolkit.distributed.symmetric import Symmetric, opened, timed
+from toolkit.distributed.symmetric import (
+    SymmetricMemory,
+    choose_algorithms,
+    open_peer_memory,
+)
 
 RANKS = 3
 PROGRAMS = 4
-"""Fewer than a GPU runs: each of them then has several blocks and rows to add up."""
+"""Fewer than on a GPU, so that each adds up several blocks and rows."""
 SIZES = (1, 5000, 3 * 1024 * 4, 40_000)
 SHAPES = ((1, 64), (9, 48))
 DTYPES = (torch.float32, torch.bfloat16)
 GATHERED = ((1, 5), (7, 2500))
-ROOM = 4 * RANKS * 7 * 2500
-"""Bytes of what is gathered."""
+GATHERED_BYTES = 4 * RANKS * 7 * 2500
 CALLS = 2**31 - 12
-"""That have been before: counts wrap around."""
+"""Earlier calls, so that counts wrap around."""
 
 
 def x_of(rank: int, call: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -33,14 +36,14 @@ def x_of(rank: int, call: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def run_rank(rank: int, folder: Path) -> None:
-    """Makes the calls, and leaves what they gave. A process of its own, which has Triton to itself."""
+    """Make the calls and save their results, in a process with its own Triton."""
     import os
 
     os.environ["TRITON_INTERPRET"] = "1"
     from toolkit.kernels.triton import all_reduce as kernels
 
-    calls = torch.full((2, kernels.PROGRAMS), CALLS, dtype=torch.int32)
-    kernels.PROGRAMS = PROGRAMS
+    calls = torch.full((2, kernels.MAX_PROGRAMS), CALLS, dtype=torch.int32)
+    kernels.MAX_PROGRAMS = PROGRAMS
     buffers = []
     for peer in range(RANKS):
         with (folder / f"buffer{peer}").open("r+b") as file:
@@ -70,19 +73,20 @@ def run_rank(rank: int, folder: Path) -> None:
                     x, residual, weight, bias if centered else None, 1e-5, peers
                 )
                 residual = x_of(9, call, *shape, dtype=dtype)
-                ways = kernels.pushed_norm if kernels.fits_push(x) else kernels.all_reduce_norm
-                found += ways(x, residual, weight, bias if centered else None, 1e-5, peers)
+                norm = kernels.pushed_norm if kernels.fits_push(x) else kernels.all_reduce_norm
+                found += norm(x, residual, weight, bias if centered else None, 1e-5, peers)
         for shape in GATHERED:
             call += 1
             outs = []
             for peer in range(RANKS):
-                with (folder / f"room{peer}").open("r+b") as file:
-                    outs.append(torch.frombuffer(mmap.mmap(file.fileno(), ROOM), dtype=dtype))
+                with (folder / f"gathered{peer}").open("r+b") as file:
+                    mapped = mmap.mmap(file.fileno(), GATHERED_BYTES)
+                outs.append(torch.frombuffer(mapped, dtype=dtype))
             out = outs[rank][: RANKS * shape[0] * shape[1]].view(shape[0], -1)
-            at = torch.tensor([room.data_ptr() for room in outs])
-            kernels.all_gather(x_of(rank, call, *shape, dtype=dtype), out, at, peers)
+            addresses = torch.tensor([one.data_ptr() for one in outs])
+            kernels.all_gather(x_of(rank, call, *shape, dtype=dtype), out, addresses, peers)
             found.append(out.clone())
-            # As sums come between a model's gathered logits, so that nobody writes the next ones before these are read.
+            # As in a model, a sum precedes the next gather: no rank overwrites unread rows.
             kernels.all_reduce(x_of(rank, 0, 5000, dtype=dtype), peers)
     torch.save(found, folder / f"found{rank}")
 
@@ -122,19 +126,19 @@ def expected() -> list[torch.Tensor]:
     return sums
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is there on Linux alone")
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU"
-)
-def test_every_rank_gets_the_same_sums(tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux only")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only without a GPU")
+def test_ranks_have_the_same_sums(tmp_path):
     from toolkit.kernels.triton import all_reduce as kernels
 
     for rank in range(RANKS):
         buffer = torch.zeros(kernels.buffer_bytes(RANKS), dtype=torch.uint8)
-        buffer[kernels.FLAGS_AT : kernels.PUSHED_AT].view(torch.int32).fill_(2 * CALLS - 2**32)
-        buffer[kernels.PUSHED_AT :].view(torch.int64).fill_(CALLS << 32)
+        buffer[kernels.FLAGS_OFFSET : kernels.PUSHED_OFFSET].view(torch.int32).fill_(
+            2 * CALLS - 2**32
+        )
+        buffer[kernels.PUSHED_OFFSET :].view(torch.int64).fill_(CALLS << 32)
         (tmp_path / f"buffer{rank}").write_bytes(buffer.numpy().tobytes())
-        (tmp_path / f"room{rank}").write_bytes(bytes(ROOM))
+        (tmp_path / f"gathered{rank}").write_bytes(bytes(GATHERED_BYTES))
     processes = multiprocessing.get_context("spawn")
     ranks = [
         processes.Process(target=run_rank, args=(rank, tmp_path), daemon=True)
@@ -153,36 +157,40 @@ def test_every_rank_gets_the_same_sums(tmp_path):
         assert error < (1e-6 if found.dtype == torch.float32 else torch.finfo(torch.bfloat16).eps)
 
 
-def test_what_is_too_long_for_the_buffers_is_refused():
+def test_tensors_too_large_for_the_buffers_are_refused():
     from toolkit.kernels.triton import all_reduce as kernels
 
     peers = kernels.Peers(
-        0, 2, torch.zeros(2, dtype=torch.int64), torch.zeros(2, kernels.PROGRAMS, dtype=torch.int32)
+        0,
+        2,
+        torch.zeros(2, dtype=torch.int64),
+        torch.zeros(2, kernels.MAX_PROGRAMS, dtype=torch.int32),
     )
-    with pytest.raises(ValueError, match="more than all_reduce sums up"):
-        kernels.all_reduce(torch.empty(kernels.MOST_BYTES // 4 + 1), peers)
+    with pytest.raises(ValueError, match="too large for all_reduce"):
+        kernels.all_reduce(torch.empty(kernels.MAX_BYTES // 4 + 1), peers)
     with pytest.raises(ValueError, match="do not fill"):
         kernels.all_gather(
             torch.empty(3, 8), torch.empty(3, 15), torch.zeros(2, dtype=torch.int64), peers
         )
-    rows = kernels.PROGRAMS * kernels.PLACE // (4 * 1024)
+    rows = kernels.MAX_PROGRAMS * kernels.SLOT_BYTES // (4 * 1024)
     assert kernels.fits_norm(torch.empty(rows, 1024))
     assert not kernels.fits_norm(torch.empty(rows + 1, 1024))
     assert kernels.fits_push(
-        torch.empty(kernels.PUSHED_ROWS, kernels.PUSHED_WIDTH, dtype=torch.float16)
+        torch.empty(kernels.MAX_PUSHED_ROWS, kernels.MAX_PUSHED_WIDTH, dtype=torch.float16)
     )
-    assert not kernels.fits_push(torch.empty(kernels.PUSHED_ROWS + 1, 64, dtype=torch.float16))
+    assert not kernels.fits_push(torch.empty(kernels.MAX_PUSHED_ROWS + 1, 64, dtype=torch.float16))
     assert not kernels.fits_push(torch.empty(1, 64))
 
 
-def test_the_way_goes_by_the_size():
-    ways = ((8192, "pushed"), (16384, "two-shot"), (32768, "NCCL"))
-    symmetric = Symmetric(None, kernels=None, buffer=torch.empty(0), handle=None, ways=ways)
-    assert [symmetric.way(size) for size in (1, 8192, 8193, 16384, 16385, 10**9)] == [
+def test_the_algorithm_depends_on_the_size():
+    algorithms = ((8192, "pushed"), (16384, "two-shot"), (32768, "NCCL"))
+    memory = SymmetricMemory(None, None, torch.empty(0), None, algorithms)
+    assert [memory.algorithm(size) for size in (1, 8192, 8193, 16384, 16385, 10**9)] == [
         "pushed", "pushed", "two-shot", "two-shot", "NCCL", "NCCL",
     ]  # fmt: skip
 
 
-def test_a_group_on_cpus_keeps_to_its_collectives():
+def test_a_group_on_cpus_has_no_peer_memory():
     group = Group(0, 2)
-    assert timed(opened(group, torch.device("cpu")), torch.device("cpu")) is group
+    cpu = torch.device("cpu")
+    assert choose_algorithms(open_peer_memory(group, cpu), cpu) is group

@@ -1,4 +1,7 @@
-"""One model over several GPUs gives what one process gives, and Transformers: over NCCL, `make test-gpu`."""
+"""Tensor parallelism on GPUs, over NCCL: equal to one process and to Transformers.
+
+Runs with `make test-gpu`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ NEW_TOKENS = 24
 
 
 def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What it gives in a new process, which has been no rank before: symmetric memory is for such."""
+    """Return the result in a new process: peer memory needs one that was no rank before."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         return process.submit(work, *arguments).result()
 
@@ -37,16 +40,16 @@ def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
 def generate(
     folder: str, size: int, settings: dict, prompts: list[list[int]], params: Any
 ) -> tuple[list, str]:
-    """(answers, log) of an engine over so many GPUs."""
-    heard: list[str] = []
+    """Return (results, log) of an engine over `size` GPUs."""
+    log: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("toolkit").addHandler(handler)
     logging.getLogger("toolkit").setLevel("INFO")
     llm = LLM(folder, tensor_parallel_size=size, **SMALL | settings)
     results = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     llm.shutdown()
-    return results, "\n".join(heard)
+    return results, "\n".join(log)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -60,9 +63,7 @@ def generate(
         ("gpt2", {"async_scheduling": False}),
     ],
 )
-def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(
-    checkpoint, name, settings, size
-):
+def test_greedy_tokens_and_logprobs_equal_transformers(checkpoint, name, settings, size):
     if size > torch.cuda.device_count():
         pytest.skip("needs four GPUs")
     model, prompts = checkpoints.make_reference(name), prompts_for(name)
@@ -80,7 +81,7 @@ def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(
             assert found[token].logprob == pytest.approx(float(expected[position, token]), abs=1e-3)
 
 
-def test_sampling_grammars_penalties_and_siblings_agree_with_one_gpu(checkpoint):
+def test_all_kinds_of_sampling_equal_one_gpu(checkpoint):
     kinds = [
         SamplingParams(temperature=0.9, seed=1, max_tokens=16, ignore_eos=True, n=2),
         SamplingParams(
@@ -100,7 +101,7 @@ def test_sampling_grammars_penalties_and_siblings_agree_with_one_gpu(checkpoint)
 
 
 @pytest.mark.parametrize("settings", [{}, {"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}])
-def test_sixteen_and_eight_bits_are_as_far_from_transformers_as_on_one_gpu(checkpoint, settings):
+def test_errors_of_8_and_16_bits_equal_those_of_one_gpu(checkpoint, settings):
     prompt, params = (
         prompts_for("fp8")[2],
         SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0),
@@ -108,14 +109,14 @@ def test_sixteen_and_eight_bits_are_as_far_from_transformers_as_on_one_gpu(check
     expected = checkpoints.logits(checkpoints.make_reference("llama3-gqa"), prompt).log_softmax(-1)
     errors = []
     for size in (1, 2):
-        of_both = {"dtype": "bfloat16"} | settings
+        common = {"dtype": "bfloat16"} | settings
         [result], _ = in_a_process(
-            generate, str(checkpoint("llama3-gqa")), size, of_both, [prompt], params
+            generate, str(checkpoint("llama3-gqa")), size, common, [prompt], params
         )
         found = torch.tensor(
             [
-                of[token].logprob
-                for of, token in zip(result.prompt_logprobs[1:], prompt[1:], strict=True)
+                logprobs[token].logprob
+                for logprobs, token in zip(result.prompt_logprobs[1:], prompt[1:], strict=True)
             ]
         )
         errors.append(
@@ -124,21 +125,21 @@ def test_sixteen_and_eight_bits_are_as_far_from_transformers_as_on_one_gpu(check
     assert errors[1] < 1.5 * errors[0]
 
 
-@pytest.mark.parametrize("through_nccl", [False, True])
+@pytest.mark.parametrize("uses_nccl", [False, True])
 @pytest.mark.parametrize(("num_prompts", "length", "max_tokens"), [(1, 1, 100), (64, 40, 1)])
-def test_an_engine_ends_when_one_of_its_ranks_is_dead(
-    checkpoint, num_prompts, length, max_tokens, through_nccl
+def test_an_engine_ends_when_a_rank_is_killed(
+    checkpoint, num_prompts, length, max_tokens, uses_nccl
 ):
-    """In steps of one token, and of many; with graphs that have NCCL's sums in them, which it waits for, too."""
+    """Covers decode steps and prompts, and graphs with NCCL's sums, which NCCL waits for."""
     in_a_process(
-        end_with_a_dead_rank, str(checkpoint("gpt2")), num_prompts, length, max_tokens, through_nccl
+        end_after_a_killed_rank, str(checkpoint("gpt2")), num_prompts, length, max_tokens, uses_nccl
     )
 
 
-def end_with_a_dead_rank(
-    folder: str, num_prompts: int, length: int, max_tokens: int, through_nccl: bool
+def end_after_a_killed_rank(
+    folder: str, num_prompts: int, length: int, max_tokens: int, uses_nccl: bool
 ) -> None:
-    symmetric._opened = through_nccl
+    symmetric._opened = uses_nccl
     settings = SMALL | {
         "max_num_seqs": 64,
         "num_gpu_blocks_override": 1000,
@@ -152,22 +153,22 @@ def end_with_a_dead_rank(
     )
     threading.Timer(0.05, rank.kill).start()
 
-    def generate_for_ever() -> None:
+    def generate_forever() -> None:
         while True:
             llm.generate(prompts, params, use_tqdm=False)
 
     try:
-        generate_for_ever()
-    except WorkersLostError:  # while the traceback refers to all that was in the step
+        generate_forever()
+    except WorkersLostError:  # the traceback keeps the step's objects alive
         ended = threading.Thread(target=llm.shutdown, daemon=True)
         ended.start()
         ended.join(15)
         assert not ended.is_alive()
     else:
-        raise AssertionError("the step went on without the rank")
+        raise AssertionError("the step continued without the rank")
 
 
-def test_nothing_is_left_on_the_gpus(checkpoint):
+def test_no_process_is_left_after_shutdown(checkpoint):
     before = psutil.Process().children(recursive=True)
     llm = LLM(str(checkpoint("gpt2")), tensor_parallel_size=2, **SMALL)
     children = [child for child in psutil.Process().children(recursive=True) if child not in before]

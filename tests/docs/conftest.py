@@ -1,4 +1,4 @@
-"""A server that lists one model."""
+"""A fake server that lists one model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Models(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def httpserver() -> Iterator[str]:
-    """Its address."""
+    """Serve, and yield the address."""
     with HTTPServer(("127.0.0.1", 0), Models) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"

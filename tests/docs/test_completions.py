@@ -1,4 +1,4 @@
-"""The completion scripts, as bash runs them and as the shells read them."""
+"""The completion scripts: results in bash, and syntax in every shell."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from toolkit.cli.root import tree
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "completions"
 BREAKS = re.compile(r"[:=]|[^\s:=]+")
-"""How readline parts a word for COMP_WORDS."""
+"""Splits a word as readline does for COMP_WORDS."""
 
 DRIVER = """
 source "$SCRIPT"
@@ -33,18 +33,17 @@ _tk
 exit 0
 """
 
-
 PROGRAM = """#!/bin/sh
 [ "$1" = __values ] && exec "{python}" -m toolkit "$@"
 printf 'ran'; printf ' <%s>' "$@"
 """
-"""Stands for `tk`: values are tk's own, else it says how it was called."""
+"""Fake `tk`: prints its arguments, except for `tk __values`, which is real."""
 
 
 def commands(
     command=None, path: tuple[str, ...] = ("tk",)
 ) -> Iterator[tuple[tuple[str, ...], set[str]]]:
-    """(path, flags) of every command, from Typer's own objects."""
+    """Yield (path, flags) of every command, from Typer's objects."""
     command = command or tree()
     flags = {
         name
@@ -53,8 +52,8 @@ def commands(
         for name in (*param.opts, *param.secondary_opts)
     }
     yield path, flags | {"-h", "--help"}
-    for name, below in getattr(command, "commands", {}).items():
-        yield from commands(below, (*path, name))
+    for name, subcommand in getattr(command, "commands", {}).items():
+        yield from commands(subcommand, (*path, name))
 
 
 COMMANDS = list(commands())
@@ -62,22 +61,25 @@ COMMANDS = list(commands())
 
 @pytest.fixture
 def complete(tmp_path: Path):
-    """What bash offers for a line with the cursor at its end, with `tk` on the PATH."""
+    """Return a function that returns bash's completions at the end of a line."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "tk").write_text(PROGRAM.format(python=sys.executable))
     (tmp_path / "bin" / "tk").chmod(0o755)
     (tmp_path / "here").mkdir()
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TK_", "HF_"))}
     environment |= {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT),
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "PYTHONPATH": str(ROOT),
         "SCRIPT": str(FOLDER / "tk.bash"),
-    }  # fmt: skip
+    }
 
     def run(line: str) -> list[str]:
         words = BREAKS.findall(line) + [""] * (line[-1] in " =:")
         done = subprocess.run(
             ["bash", "--norc", "-c", DRIVER, "driver", line, *words],
-            cwd=tmp_path / "here", env=environment, capture_output=True, text=True, timeout=30, check=True,
+            cwd=tmp_path / "here", env=environment,
+            capture_output=True, text=True, timeout=30, check=True,
         )  # fmt: skip
         assert done.stderr == ""
         return done.stdout.splitlines()
@@ -91,7 +93,7 @@ def complete(tmp_path: Path):
     COMMANDS,
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
-def test_every_flag_of_every_command_is_offered_in_every_shell(complete, path, flags):
+def test_every_flag_is_offered_in_every_shell(complete, path, flags):
     assert set(complete(f"{' '.join(path)} -")) == flags
     zsh = re.search(
         rf"^_{'_'.join(path)}\(\) {{$(.*?)^}}$",
@@ -115,7 +117,7 @@ def test_every_flag_of_every_command_is_offered_in_every_shell(complete, path, f
     assert fish == flags
 
 
-def test_commands_and_what_is_below_them_are_offered(complete):
+def test_commands_and_subcommands_are_offered(complete):
     assert set(complete("tk ")) == {path[1] for path, _ in COMMANDS if len(path) == 2}
     assert complete("tk be") == ["bench"]
     assert set(complete("tk bench ")) == {
@@ -124,7 +126,7 @@ def test_commands_and_what_is_below_them_are_offered(complete):
     assert "offline" in complete("tk man bench o")
 
 
-def test_choices_are_offered_after_their_flag_and_its_equals_sign(complete):
+def test_choices_are_offered_after_a_flag_and_equals_sign(complete):
     dtypes = ["auto", "float32", "bfloat16", "float16"]
     assert complete("tk serve --dtype ") == dtypes
     assert complete("tk serve gpt2 --port 80 --dtype f") == ["float32", "float16"]
@@ -133,21 +135,21 @@ def test_choices_are_offered_after_their_flag_and_its_equals_sign(complete):
     assert complete("tk completion ") == ["bash", "zsh", "fish"]
 
 
-def test_what_nobody_can_list_offers_nothing(complete):
+def test_values_without_a_list_offer_nothing(complete):
     assert complete("tk serve --port ") == []
     assert complete("tk run gpt2 ") == []
     assert complete("tk serve --no-such-flag") == []
 
 
-def test_files_and_folders_are_offered_where_they_fit(complete):
+def test_files_and_folders_are_offered(complete):
     (complete.folder / "keys.txt").touch()
     (complete.folder / "models").mkdir()
     assert complete("tk serve --api-key-file ke") == ["keys.txt"]
     assert complete("tk serve ./mo") == ["./models"]
 
 
-def test_models_at_hand_are_offered_also_with_colons_in_their_names(complete):
-    """readline replaces only what follows the last colon, so that only that is offered."""
+def test_local_models_are_offered_even_with_colons_in_names(complete):
+    """readline replaces only the text after the last colon, so only that is offered."""
     for name in ("tiny", "qwen3:0.6b", "qwen3:8b"):
         (complete.folder / name).mkdir()
         (complete.folder / name / "config.json").touch()
@@ -157,25 +159,25 @@ def test_models_at_hand_are_offered_also_with_colons_in_their_names(complete):
     assert complete("tk run --model=qwen3:0") == ["0.6b"]
 
 
-def test_models_of_the_server_that_the_line_names_are_offered(complete, httpserver):
+def test_models_of_the_server_in_the_line_are_offered(complete, httpserver):
     for line in (f"tk bench --url {httpserver} --model ", f"tk chat --base-url={httpserver} "):
-        # A server that takes half a second, as a busy machine makes it, is left alone.
-        assert until(lambda: complete(line)) == ["org/model:tag"]  # noqa: B023  # called before the next
+        # Completion gives up after half a second, which a busy machine may need.
+        assert until(lambda line=line: complete(line)) == ["org/model:tag"]
     assert complete("tk bench --url http://127.0.0.1:9 --model ") == []
 
 
-def test_only_what_was_downloaded_is_offered_for_removal(complete):
-    (complete.folder / "mine").mkdir()
-    (complete.folder / "mine" / "config.json").touch()
+def test_only_downloaded_models_are_offered_for_removal(complete):
+    (complete.folder / "local").mkdir()
+    (complete.folder / "local" / "config.json").touch()
     cache = complete.folder.parent / ".cache" / "huggingface" / "hub"
     (cache / "models--org--tiny").mkdir(parents=True)
     (cache / "models--gpt2").mkdir()
     assert set(complete("tk rm ")) == {"gpt2", "org/tiny"}
     assert complete("tk rm gpt2 --yes org/") == ["org/tiny"]
-    assert set(complete("tk show ")) == {"gpt2", "mine", "org/tiny"}
+    assert set(complete("tk show ")) == {"gpt2", "local", "org/tiny"}
 
 
-def test_words_that_name_a_command_of_a_setting_or_a_page_are_offered(complete):
+def test_commands_pages_and_settings_files_are_offered(complete):
     assert complete("tk config ") == ["show"]
     assert "serve" in complete("tk config show --command ")
     assert complete("tk man collect") == ["collect-env"]
@@ -183,7 +185,7 @@ def test_words_that_name_a_command_of_a_setting_or_a_page_are_offered(complete):
     assert complete("tk serve --config ot") == ["other.toml"]
 
 
-def test_readline_itself_completes_a_value_with_a_colon(complete):
+def test_an_interactive_bash_completes_a_value_with_a_colon(complete):
     (complete.folder / "qwen3:8b").mkdir()
     (complete.folder / "qwen3:8b" / "config.json").touch()
     pid, terminal = pty.fork()
@@ -197,10 +199,10 @@ def test_readline_itself_completes_a_value_with_a_colon(complete):
     try:
         os.write(terminal, b'source "$SCRIPT"\n')
         os.write(terminal, b"tk serve --dtype=bf\t--model qwen3:\t\n")
-        seen, deadline = "", time.monotonic() + 90
-        while "ran <" not in seen and time.monotonic() < deadline:
-            seen += os.read(terminal, 4096).decode()
-        assert "ran <serve> <--dtype=bfloat16> <--model> <qwen3:8b>" in seen
+        output, deadline = "", time.monotonic() + 90
+        while "ran <" not in output and time.monotonic() < deadline:
+            output += os.read(terminal, 4096).decode()
+        assert "ran <serve> <--dtype=bfloat16> <--model> <qwen3:8b>" in output
     finally:
         os.write(terminal, b"exit\n")
         os.close(terminal)
@@ -210,7 +212,7 @@ def test_readline_itself_completes_a_value_with_a_colon(complete):
 @pytest.mark.parametrize(
     ("shell", "name"), [("bash", "tk.bash"), ("zsh", "_tk"), ("fish", "tk.fish")]
 )
-def test_the_shell_reads_its_script(shell: str, name: str):
+def test_every_shell_parses_its_script(shell: str, name: str):
     if shutil.which(shell) is None and shell != "bash":
         pytest.skip(f"{shell} is not installed")
     done = subprocess.run([shell, "-n", FOLDER / name], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The man pages say what the program has, no more and no less, and read well in groff and without it."""
+"""The man pages match the program, and are readable with and without groff."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from toolkit.config.sources import FILE_VARIABLE
 from toolkit.errors import ConfigError
 from toolkit.logs import DEBUG
 from toolkit.metrics import Metrics
-from tools.docs import everything
+from tools.docs import generate
 from tools.docs.prose import PROSE
 
 ROOT = Path(__file__).parents[2]
@@ -45,21 +45,20 @@ def text_of(name: str) -> str:
 
 
 def section(page: str, title: str) -> str:
-    """One section of a page as text, on one line."""
-    return " ".join(
-        re.split(r"^(?=\S)", text_of(page).split(f"\n{title}\n")[1], flags=re.MULTILINE)[0].split()
-    )
+    """Return one section of a page as text, on one line."""
+    following = text_of(page).split(f"\n{title}\n")[1]
+    return " ".join(re.split(r"^(?=\S)", following, flags=re.MULTILINE)[0].split())
 
 
-def test_what_is_committed_is_what_make_docs_makes():
-    made = everything()
+def test_committed_pages_are_up_to_date():
+    generated = generate()
     committed = {
         f"{folder}/{path.name}": path.read_text()
         for folder in ("man", "completions")
         for path in (ROOT / folder).iterdir()
     }
-    assert committed.keys() == made.keys()
-    stale = [name for name in made if made[name] != committed[name]]
+    assert committed.keys() == generated.keys()
+    stale = [name for name in generated if generated[name] != committed[name]]
     assert not stale, "run `make docs`"
 
 
@@ -68,7 +67,7 @@ def test_what_is_committed_is_what_make_docs_makes():
     COMMANDS,
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
-def test_every_command_has_a_page_with_its_flags_and_variables(path, flags):
+def test_all_commands_have_a_page_with_flags_and_variables(path, flags):
     page = f"{'-'.join(path)}.1"
     titles = TITLE.findall((ROOT / "man" / page).read_text())
     assert [title for title in titles if title in SECTIONS] == list(SECTIONS)
@@ -86,7 +85,7 @@ def test_every_command_has_a_page_with_its_flags_and_variables(path, flags):
     assert DEBUG in variables
 
 
-def test_the_servers_page_lists_every_endpoint():
+def test_the_page_of_tk_serve_lists_every_endpoint():
     listed = section("tk-serve.1", "ENDPOINTS")
     sources = "".join(path.read_text() for path in (ROOT / "toolkit" / "api").rglob("*.py"))
     routes = re.findall(r'@router\.(get|post|delete|put)\(\s*"([^"]+)"', sources)
@@ -97,14 +96,14 @@ def test_the_servers_page_lists_every_endpoint():
         ), path
 
 
-def test_the_files_page_has_every_setting():
+def test_the_page_of_the_settings_file_has_every_setting():
     keys = re.findall(r"^ {7}([a-z_]+) \(", text_of("tk.toml.5"), re.MULTILINE)
     assert sorted(keys) == sorted(
         {name for names in known_settings(tree()).values() for name in names}
     )
 
 
-def test_the_metrics_page_has_every_metric_with_its_type():
+def test_the_page_of_metrics_has_every_metric_with_its_type():
     page = section("tk-metrics.7", "METRICS")
     exposed = re.findall(
         r"^# TYPE (\S+) (\w+)$", Metrics("tk", "m").expose().decode(), re.MULTILINE
@@ -119,7 +118,7 @@ def test_the_metrics_page_has_every_metric_with_its_type():
     "line",
     [line for prose in PROSE.values() for _, lines in prose.examples for line in lines.split("\n")],
 )
-def test_examples_are_command_lines_that_tk_takes(line: str):
+def test_examples_are_valid_command_lines(line: str):
     words = shlex.split(line.replace("<(", "").replace(")", ""))
     while (arguments := words[words.index("tk") + 1 :]) and "tk" in arguments:
         words = arguments
@@ -133,7 +132,7 @@ def test_examples_are_command_lines_that_tk_takes(line: str):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_groff_has_nothing_to_complain_of(page: Path):
+def test_groff_reports_no_problem(page: Path):
     if shutil.which("groff") is None:
         pytest.skip("groff is not installed")
     done = subprocess.run(
@@ -143,8 +142,8 @@ def test_groff_has_nothing_to_complain_of(page: Path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_without_groff_a_page_reads_the_same(page: Path):
-    """The words are those that groff prints, but for its headers and footers."""
+def test_text_without_groff_has_the_same_words(page: Path):
+    """Except for headers and footers, which only groff prints."""
     if shutil.which("groff") is None:
         pytest.skip("groff is not installed")
     printed = subprocess.run(
@@ -153,8 +152,8 @@ def test_without_groff_a_page_reads_the_same(page: Path):
         text=True,
         check=True,
     ).stdout
-    theirs = printed.split("\n", 1)[1].rsplit("\n", 2)[0]
-    assert as_text(page.read_text()).split() == " ".join(theirs.splitlines()[:-1]).split()
+    body = printed.split("\n", 1)[1].rsplit("\n", 2)[0]
+    assert as_text(page.read_text()).split() == " ".join(body.splitlines()[:-1]).split()
 
 
 class TestCommand:
@@ -167,18 +166,18 @@ class TestCommand:
             env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False,
         )  # fmt: skip
 
-    def test_it_shows_the_page_of_a_command_also_where_man_is_missing(self, tmp_path):
+    def test_a_page_is_shown_without_man(self, tmp_path):
         done = self.run("bench", "offline", path=str(tmp_path))
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout == text_of("tk-bench-offline.1")
 
-    def test_it_leaves_the_reading_to_man_where_there_is_one(self, tmp_path):
+    def test_man_shows_the_page_if_it_is_installed(self, tmp_path):
         (tmp_path / "man").write_text('#!/bin/sh\nprintf "<%s>" "$@"\n')
         (tmp_path / "man").chmod(0o755)
         done = self.run("metrics", path=f"{tmp_path}:/usr/bin:/bin")
         assert done.stdout == f"<{ROOT / 'man' / 'tk-metrics.7'}>"
 
-    def test_pages_are_found_by_what_they_are_about(self):
+    def test_pages_are_found_by_their_names(self):
         assert page_name([]) == "tk.1"
         assert page_name(["serve"]) == page_name(["tk-serve"]) == "tk-serve.1"
         assert page_name(["tk.toml"]) == "tk.toml.5"

@@ -1,4 +1,4 @@
-"""What tk doctor makes of good and bad machines, and what tk collect-env keeps to itself."""
+"""tk doctor on good and bad machines, and redaction by tk collect-env."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from toolkit.hardware.devices import Device
 GIB = 2**30
 GPU = Device("cuda", "NVIDIA H200", 140 * GIB, 139 * GIB)
 FACTS = {
-    "torch": "2.13.0", "cuda": "13.0", "available": True, "cpu_capability": "AVX512", "mkldnn": True, "num_threads": 4,
-    "gpu": "NVIDIA H200", "capability": "9.0", "kernels": None, "product": None,
+    "torch": "2.13.0", "cuda": "13.0", "available": True, "cpu_capability": "AVX512",
+    "mkldnn": True, "num_threads": 4, "gpu": "NVIDIA H200", "capability": "9.0", "kernels": None,
+    "product": None,
 }  # fmt: skip
 
 
 def tk(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TK_")}
     return subprocess.run(
-        [sys.executable, "-m", "toolkit", *arguments], env=kept | {"HOME": str(cwd), "OMP_NUM_THREADS": "1"} | environment,
+        [sys.executable, "-m", "toolkit", *arguments],
+        env=kept | {"HOME": str(cwd), "OMP_NUM_THREADS": "1"} | environment,
         cwd=cwd, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
 class TestCommand:
-    def test_here_nothing_fails_and_what_is_only_to_be_looked_at_changes_no_exit_code(
-        self, tmp_path
-    ):
-        """One port is taken, a variable is misspelled, and no completions are installed."""
+    def test_warnings_do_not_change_the_exit_code(self, tmp_path):
+        """A port in use, a misspelled variable, and no completions."""
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = str(taken.getsockname()[1])
             done = tk(
@@ -56,14 +56,14 @@ class TestCommand:
         assert not [one for one in found.values() if one["status"] == "fail"]
         assert found["torch"]["status"] == "pass"
         assert found["port"]["status"] == "warn"
-        assert f"127.0.0.1:{port} cannot be had" in found["port"]["text"]
+        assert f"127.0.0.1:{port} is not available" in found["port"]["text"]
         assert str(os.getpid()) in found["port"]["text"]
-        assert found["variables"]["text"] == "nothing reads TK_PROT"
+        assert found["variables"]["text"] == "unknown: TK_PROT"
         assert "TK_PORT" in found["variables"]["fix"]
         assert found["completions"]["fix"] == "tk completion zsh --install"
         assert all(bool(one["fix"]) == (one["status"] != "pass") for one in found.values())
 
-    def test_a_setting_that_cannot_be_is_a_failure_and_exit_code_1(self, tmp_path):
+    def test_invalid_setting_fails_with_exit_code_1(self, tmp_path):
         (tmp_path / "tk.toml").write_text("[serve]\nprt = 1")
         done = tk("doctor", cwd=tmp_path)
         assert done.returncode == 1
@@ -75,7 +75,7 @@ class TestCommand:
 
 
 class TestMachine:
-    """Of facts about machines that are not here."""
+    """Findings from facts about other machines."""
 
     @pytest.mark.parametrize(
         ("facts", "gpus", "status", "says"),
@@ -99,24 +99,25 @@ class TestMachine:
         assert says in finding.text
         assert bool(finding.fix) == (status == "fail")
 
-    def test_kernels_that_do_not_compile(self):
+    def test_broken_kernels_fail_on_a_gpu_and_warn_on_a_cpu(self):
         broken = {"kernels": "RuntimeError: no gcc"}
         assert machine._kernels(FACTS, [GPU]).status == "pass"
         assert machine._kernels(FACTS | broken, [GPU]).status == "fail"
         assert machine._kernels(FACTS | {"variant": "avx2"}, []).status == "pass"
-        assert machine._kernels(FACTS | broken, []).status == "warn"  # PyTorch's operations serve
+        # PyTorch's operations replace the CPU kernels.
+        assert machine._kernels(FACTS | broken, []).status == "warn"
 
-    def test_without_a_compiler_a_gpu_does_not_serve_and_a_cpu_does(self, monkeypatch, tmp_path):
+    def test_missing_compiler_fails_on_a_gpu_and_warns_on_a_cpu(self, monkeypatch, tmp_path):
         monkeypatch.setenv("PATH", str(tmp_path))
         assert machine._compiler([GPU]).status == "fail"
         assert machine._compiler([]).status == "warn"
 
-    def test_a_card_without_a_driver(self, monkeypatch):
-        monkeypatch.setattr(machine, "has_nvidia_card", lambda: True)
+    def test_gpu_without_a_driver_fails(self, monkeypatch):
+        monkeypatch.setattr(machine, "has_nvidia_gpu", lambda: True)
         finding = machine._driver([])
         assert finding.status == "fail"
         assert "--gpus all" in finding.fix
-        monkeypatch.setattr(machine, "has_nvidia_card", lambda: False)
+        monkeypatch.setattr(machine, "has_nvidia_gpu", lambda: False)
         assert machine._driver([]).status == "pass"
 
     @pytest.mark.parametrize(
@@ -129,21 +130,22 @@ class TestMachine:
         assert machine._disk().status == status
 
     @pytest.mark.parametrize(
-        ("cores", "quota", "asked", "said"),
+        ("cores", "quota", "requested", "text"),
         [
             (2 * (Core(0, 0, ()),), None, None, "2 cores: on the CPU tk computes with 2 threads"),
             (
                 (Core(0, 0, (0, 2)), Core(1, 1, (1, 3)), Core(1, 1, (4, 5))),
                 None,
                 None,
-                "3 cores (6 hardware threads) of 2 processors: on the CPU tk computes with 2 threads, all but the first bound to a "
-                "core each",
+                "3 cores (6 hardware threads) on 2 processors: on the CPU tk computes with "
+                "2 threads, all but the first bound to a core each",
             ),
             (
                 8 * (Core(0, 0, (0,)),),
                 2.5,
                 None,
-                "8 cores, and a control group's limit of 2.5: on the CPU tk computes with 2 threads",
+                "8 cores, and a control group's limit of 2.5: on the CPU tk computes with "
+                "2 threads",
             ),
             (
                 (Core(0, 0, (0,)),),
@@ -153,14 +155,14 @@ class TestMachine:
             ),
         ],
     )
-    def test_cores_say_what_was_found_and_what_tk_makes_of_it(self, cores, quota, asked, said):
-        found = machine._cores(Cores(cores, quota), asked)
-        assert (found.status, found.text) == ("pass", said)
+    def test_cores_and_planned_threads_are_described(self, cores, quota, requested, text):
+        finding = machine._cores(Cores(cores, quota), requested)
+        assert (finding.status, finding.text) == ("pass", text)
 
-    def test_less_than_a_core_s_time_is_to_be_looked_at(self):
+    def test_less_than_one_core_is_a_warning(self):
         assert machine._cores(Cores((Core(0, 0, (0,)),), 0.5), None).status == "warn"
 
-    def test_memory_within_a_control_group(self, monkeypatch):
+    def test_little_memory_is_a_warning(self, monkeypatch):
         monkeypatch.setattr(
             machine, "find_device", lambda wanted: Device("cpu", "cpu", 4 * GIB, GIB)
         )
@@ -168,7 +170,7 @@ class TestMachine:
 
 
 class TestInstallation:
-    def test_a_package_that_is_missing_and_one_that_is_too_old(self, monkeypatch):
+    def test_missing_and_outdated_packages_fail(self, monkeypatch):
         real = installation.version_of
         versions = {"torch": "2.0.0", "orjson": None}
         monkeypatch.setattr(installation, "version_of", lambda name: versions.get(name, real(name)))
@@ -177,29 +179,27 @@ class TestInstallation:
         assert "torch is 2.0.0, and tk needs >=2.11" in finding.text
         assert "orjson is missing" in finding.text
 
-    def test_versions_other_than_the_tested_ones(self, tmp_path):
+    def test_untested_versions_are_a_warning(self, tmp_path):
         (tmp_path / "constraints.txt").write_text("torch==1.0\nNumPy==0.1\nunrelated==3")
-        finding = installation._pins(tmp_path / "constraints.txt")
+        finding = installation._versions(tmp_path / "constraints.txt")
         assert finding.status == "warn"
         assert "torch" in finding.text
         assert "tested: 0.1" in finding.text
 
     @pytest.mark.parametrize("shell", COMPLETIONS)
-    def test_completions_are_found_where_install_puts_them_and_old_ones_are_told(
-        self, shell, tmp_path, monkeypatch
-    ):
+    def test_installed_and_outdated_completions_are_recognized(self, shell, tmp_path, monkeypatch):
         for name in ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "ZDOTDIR", "BASH_COMPLETION_USER_DIR"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("HOME", str(tmp_path))
         assert installation._completions(shell).status == "warn"
         assert tk("completion", shell, "--install", cwd=tmp_path).returncode == 0
         assert installation._completions(shell).status == "pass"
-        installation.completion_path(shell).write_text("of another time")
-        assert "another version" in installation._completions(shell).text
+        installation.completion_path(shell).write_text("outdated")
+        assert "from another version" in installation._completions(shell).text
 
 
 class TestCollectEnv:
-    def test_it_tells_what_a_report_needs_and_nothing_private(self, tmp_path):
+    def test_report_has_the_facts_and_nothing_private(self, tmp_path):
         home = tmp_path / "home" / "ada.lovelace"
         home.mkdir(parents=True)
         secrets = {
@@ -223,17 +223,17 @@ class TestCollectEnv:
         )
         assert (done.returncode, done.stderr) == (0, "")
         private = [
-            "private-key", "the-admins-own", "abcdefgh", "ada", "lovelace", "pa55word", "example.org", "gpu17", "10.1.2.3",
-            socket.gethostname(),
+            "private-key", "the-admins-own", "abcdefgh", "ada", "lovelace", "pa55word",
+            "example.org", "gpu17", "10.1.2.3", socket.gethostname(),
         ]  # fmt: skip
-        told = done.stdout.replace("<host>", "").replace("<user>", "")
-        assert [word for word in private if word in told] == []
-        assert f"| tk | {toolkit.__version__}" in told
-        assert "| torch | " in told
-        assert "| max_num_seqs | `7` from " in told
-        assert "| HF_HOME | `~/models` |" in told
+        report = done.stdout.replace("<host>", "").replace("<user>", "")
+        assert [word for word in private if word in report] == []
+        assert f"| tk | {toolkit.__version__}" in report
+        assert "| torch | " in report
+        assert "| max_num_seqs | `7` from " in report
+        assert "| HF_HOME | `~/models` |" in report
 
-    def test_it_is_markdown_whose_tables_have_two_columns(self, tmp_path):
+    def test_report_is_markdown_tables_of_two_columns(self, tmp_path):
         done = tk("collect-env", cwd=tmp_path, TK_SYSTEM="a|b")
         rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
         assert len(rows) > 30
@@ -254,12 +254,12 @@ class TestCollectEnv:
             ("torch 2.13.0+cpu at 12:34:56", "torch 2.13.0+cpu at 12:34:56"),
         ],
     )
-    def test_what_is_taken_out(self, text, redacted, monkeypatch):
+    def test_redacted_texts(self, text, redacted, monkeypatch):
         monkeypatch.setattr(getpass, "getuser", lambda: "somebody")
         monkeypatch.setattr(socket, "gethostname", lambda: "somewhere")
         assert redact(text) == redacted
 
-    def test_names_are_taken_out_as_words_and_root_is_nobody(self, monkeypatch):
+    def test_names_are_redacted_as_words_and_root_is_kept(self, monkeypatch):
         monkeypatch.setattr(getpass, "getuser", lambda: "ann")
         monkeypatch.setattr(socket, "gethostname", lambda: "box.lan")
         assert redact("Ann's annual, box and boxes") == "<user>'s annual, <host> and boxes"

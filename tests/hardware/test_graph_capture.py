@@ -1,4 +1,4 @@
-"""While a CUDA graph is captured nothing else is destroyed."""
+"""While a CUDA graph is captured, nothing else is destroyed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.hardware.graph_capture import captured, empty_cache
 
 
 class Graph:
-    """Notes what is asked of it."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -30,38 +30,38 @@ class Graph:
 
 
 class Engine:
-    """One that nobody uses any more, and that only the garbage collector finds."""
+    """An unused engine that only the garbage collector frees."""
 
     def __init__(self) -> None:
-        self.me = self
+        self.cycle = self
 
 
 @pytest.fixture(autouse=True)
-def often():
-    """The collector looks at every tenth object."""
+def frequent_collection():
+    """Run the garbage collector after every tenth allocation."""
     before = gc.get_threshold()
     gc.set_threshold(10)
     yield
     gc.set_threshold(*before)
 
 
-def test_garbage_of_another_engine_is_collected_before_or_after():
-    def lives_on() -> bool:
-        """Whether an engine does among many new objects."""
+def test_garbage_is_collected_before_or_after_a_capture():
+    def survives() -> bool:
+        """Return whether an unused engine survives many allocations."""
         engine = weakref.ref(Engine())
         objects = [[] for _ in range(1000)]  # type: ignore[var-annotated]
         return len(objects) == 1000 and engine() is not None
 
-    assert not lives_on()
+    assert not survives()
     graph: Any = Graph()
     with captured(graph, "pool"):
-        assert lives_on()
+        assert survives()
         assert graph.calls == [("begin", "pool")]
     assert graph.calls == [("begin", "pool"), "end"]
-    assert not lives_on()
+    assert not survives()
 
 
-def test_after_an_error_nothing_is_left_of_the_graph_and_the_collector_is_as_it_was():
+def test_failed_capture_resets_the_graph_and_restores_the_collector():
     graph: Any = Graph()
     with pytest.raises(RuntimeError, match="out of memory"), captured(graph):
         raise RuntimeError("out of memory")
@@ -76,9 +76,9 @@ def test_after_an_error_nothing_is_left_of_the_graph_and_the_collector_is_as_it_
         gc.enable()
 
 
-def test_memory_that_is_given_back_meanwhile_waits_for_the_end(monkeypatch: pytest.MonkeyPatch):
+def test_empty_cache_waits_for_the_end_of_a_capture(monkeypatch: pytest.MonkeyPatch):
     calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("given back"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
     graph: Any = Graph()
     graph.calls = calls
     with captured(graph):
@@ -87,4 +87,4 @@ def test_memory_that_is_given_back_meanwhile_waits_for_the_end(monkeypatch: pyte
         other.join(0.2)
         calls.append("launched")
     other.join(30)
-    assert calls == [("begin", None), "launched", "end", "given back"]
+    assert calls == [("begin", None), "launched", "end", "emptied"]

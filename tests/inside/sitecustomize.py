@@ -1,6 +1,8 @@
-"""What Python runs first in every process of an engine that a test has in hand (`serving.in_hand` puts this folder on
-its path): by files in the folder that IN_HAND names, a test has the engine take its time, fail, or not begin, for as
-long as it wants to look.
+"""Test hooks in the engine's processes. Python imports this module at their start.
+
+`server.hook_environment` puts this folder on their path. Files in the folder TEST_HOOKS act while
+they exist: `slow` delays each step, `broken` fails it, and the name of a module delays the start
+of processes that run it.
 """
 
 from __future__ import annotations
@@ -15,19 +17,21 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-STEP = 0.1
-"""Seconds that a step takes while the file `slow` is there: as long as a thousand would take otherwise."""
-IN_HAND = Path(os.environ["IN_HAND"])
+STEP = 0.1  # seconds of a slow step: as long as a thousand others
+HOOKS = Path(os.environ["TEST_HOOKS"])
 
 
-def wait_to_begin() -> None:
-    """While there is a file with the name of the module that this process runs."""
-    while any((IN_HAND / word).exists() for word in sys.orig_argv if word.startswith("toolkit.")):
+def wait_to_start() -> None:
+    """Wait while there is a file with the name of this process' module."""
+    while any((HOOKS / word).exists() for word in sys.orig_argv if word.startswith("toolkit.")):
         time.sleep(0.01)
 
 
-class WorkerInHand(MetaPathFinder):
-    """Puts the steps of `toolkit.worker.worker` in a test's hand when it is imported, and not before: it takes torch with it."""
+class WorkerHook(MetaPathFinder):
+    """Wraps the steps of `toolkit.worker.worker` when it is imported.
+
+    Importing it here would import torch.
+    """
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
         if name != "toolkit.worker.worker":
@@ -38,22 +42,22 @@ class WorkerInHand(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             load(module)
-            module.Worker.execute = in_hand(module.Worker.execute)
+            module.Worker.execute = with_hooks(module.Worker.execute)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-def in_hand(execute: Callable[..., object]) -> Callable[..., object]:
-    def instead(worker: object, step: object) -> object:
-        if (IN_HAND / "broken").exists():
+def with_hooks(execute: Callable[..., object]) -> Callable[..., object]:
+    def hooked(worker: object, step: object) -> object:
+        if (HOOKS / "broken").exists():
             raise RuntimeError("a kernel met its end")
-        if (IN_HAND / "slow").exists():
+        if (HOOKS / "slow").exists():
             time.sleep(STEP)
         return execute(worker, step)
 
-    return instead
+    return hooked
 
 
-wait_to_begin()
-sys.meta_path.insert(0, WorkerInHand())
+wait_to_start()
+sys.meta_path.insert(0, WorkerHook())

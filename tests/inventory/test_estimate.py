@@ -1,4 +1,4 @@
-"""What is said of a model before it runs is what the worker then finds, and what is published of well-known models."""
+"""Estimates match the worker's numbers, and the published sizes of well-known models."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from toolkit.config import EngineConfig
 from toolkit.demo import MODEL_DIR
 from toolkit.distributed import SINGLE, Group, Stage, parallel
 from toolkit.errors import CheckpointError, ConfigError, OutOfMemoryError
-from toolkit.hardware import devices as device
+from toolkit.hardware import devices
 from toolkit.hardware.devices import Device, find_device
-from toolkit.inventory.checkpoint import RUNS, Checkpoint, read_folder
+from toolkit.inventory.checkpoint import ARCHITECTURES, Checkpoint, read_folder
 from toolkit.inventory.estimate import CUDA_RUNTIME, estimate
 from toolkit.kernels import cpu
 from toolkit.models.build import build_model, load_config
@@ -35,10 +35,10 @@ GIB = 2**30
 H200 = Device("cuda", "NVIDIA H200", 140 * GIB, 140 * GIB)
 CPU = Device("cpu", "cpu", 16 * GIB, 16 * GIB)
 PADDED = 1.25
-"""Weights that are packed for a CPU have rows of padding, which are much of models as small as these."""
+"""Packing for a CPU adds rows of padding, a large part of models as small as these."""
 KINDS = (
-    "gpt2", "gpt2-untied-inverse-scale", "llama3-gqa", "llama-mqa-tied", "llama-biases-head-dim", "mistral-window",
-    "qwen2", "qwen3",
+    "gpt2", "gpt2-untied-inverse-scale", "llama3-gqa", "llama-mqa-tied", "llama-biases-head-dim",
+    "mistral-window", "qwen2", "qwen3",
 )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def settings(**more: object) -> EngineConfig:
 
 
 def run(folder: Path, config: EngineConfig):
-    """What a worker on this machine tells of itself."""
+    """Return the info of a worker on this machine."""
     return Worker(config, folder).start(lambda phase, seconds: None)
 
 
@@ -55,28 +55,28 @@ def run(folder: Path, config: EngineConfig):
 @pytest.mark.parametrize(
     "more", [{}, {"dtype": "bfloat16", "max_model_len": 96}], ids=["default", "bfloat16"]
 )
-def test_a_worker_finds_what_was_said(checkpoint: Callable[[str], Path], kind: str, more: dict):
+def test_estimate_matches_the_worker(checkpoint: Callable[[str], Path], kind: str, more: dict):
     config = settings(**more)
-    made = estimate(read_folder(checkpoint(kind), kind), config, find_device("cpu"))
+    result = estimate(read_folder(checkpoint(kind), kind), config, find_device("cpu"))
     info = run(checkpoint(kind), config)
-    assert (made.num_parameters, made.dtype) == (info.num_parameters, info.dtype)
-    assert made.weights <= info.weight_bytes < PADDED * made.weights
-    assert (made.num_blocks, made.cache, made.max_model_len) == (
+    assert (result.num_parameters, result.dtype) == (info.num_parameters, info.dtype)
+    assert result.weights <= info.weight_bytes < PADDED * result.weights
+    assert (result.num_blocks, result.cache, result.max_model_len) == (
         info.num_blocks,
         info.cache_bytes,
         info.max_model_len,
     )
-    assert made.block_bytes / made.block_size == info.token_bytes
+    assert result.block_bytes / result.block_size == info.token_bytes
 
 
 @pytest.mark.skipif(not cpu.available(), reason="needs the CPU kernels")
-def test_int8_weights_are_a_quarter_and_the_head_with_them():
+def test_int8_weights_take_a_quarter_including_the_head():
     config = settings(quantization="int8")
-    made = estimate(read_folder(Path(MODEL_DIR), "demo"), config, find_device("cpu"))
+    result = estimate(read_folder(Path(MODEL_DIR), "demo"), config, find_device("cpu"))
     info = run(Path(MODEL_DIR), config)
-    assert made.weights <= info.weight_bytes < 1.02 * made.weights
-    whole = estimate(read_folder(Path(MODEL_DIR), "demo"), settings(), find_device("cpu"))
-    assert 3.5 < whole.weights / made.weights < 4.0
+    assert result.weights <= info.weight_bytes < 1.02 * result.weights
+    unquantized = estimate(read_folder(Path(MODEL_DIR), "demo"), settings(), find_device("cpu"))
+    assert 3.5 < unquantized.weights / result.weights < 4.0
 
 
 @pytest.mark.parametrize(
@@ -90,32 +90,30 @@ def test_int8_weights_are_a_quarter_and_the_head_with_them():
     ],
     ids=str,
 )
-def test_settings_of_the_cache_mean_the_same(more: dict):
+def test_cache_settings_match_the_worker(more: dict):
     config = settings(**more)
-    made = estimate(read_folder(Path(MODEL_DIR), "demo"), config, find_device("cpu"))
+    result = estimate(read_folder(Path(MODEL_DIR), "demo"), config, find_device("cpu"))
     info = run(Path(MODEL_DIR), config)
-    assert (made.num_blocks, made.cache, made.max_model_len) == (
+    assert (result.num_blocks, result.cache, result.max_model_len) == (
         info.num_blocks,
         info.cache_bytes,
         info.max_model_len,
     )
 
 
-def test_where_the_worker_refuses_it_was_said_and_with_the_same_advice():
+def test_estimate_gives_the_workers_advice_when_nothing_fits():
     config = settings(kv_cache_memory=0.001)
-    made = estimate(read_folder(Path(MODEL_DIR), "demo"), config, find_device("cpu"))
-    with pytest.raises(OutOfMemoryError, match=f"--max-model-len {made.largest_context} or less"):
+    result = estimate(read_folder(Path(MODEL_DIR), "demo"), config, find_device("cpu"))
+    with pytest.raises(OutOfMemoryError, match=f"--max-model-len {result.largest_context} or less"):
         run(Path(MODEL_DIR), config)
-    assert not made.fits
-    assert f"--max-model-len {made.largest_context} or less" in made.problem
+    assert not result.fits
+    assert f"--max-model-len {result.largest_context} or less" in result.problem
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3-gqa", "qwen3"])
-def test_of_a_model_that_is_shared_out_it_says_what_each_rank_has(
-    checkpoint: Callable[[str], Path], kind: str
-):
+def test_tensor_parallel_estimate_is_per_rank(checkpoint: Callable[[str], Path], kind: str):
     folder = checkpoint(kind)
-    made = estimate(read_folder(folder, kind), settings(tensor_parallel_size=2), CPU)
+    result = estimate(read_folder(folder, kind), settings(tensor_parallel_size=2), CPU)
     with parallel(Group(0, 2)):
         sketch = build_model(
             load_config(folder),
@@ -125,23 +123,23 @@ def test_of_a_model_that_is_shared_out_it_says_what_each_rank_has(
             max_model_len=1,
         )
     ranks = sum(parameter.nbytes for parameter in sketch.parameters())
-    assert made.weights == pytest.approx(ranks, rel=0.02)  # what cannot be halved stands in both
-    whole = estimate(read_folder(folder, kind), settings(), CPU)
-    assert made.block_bytes == whole.block_bytes // 2
-    assert made.device.free == CPU.free // 2
+    assert result.weights == pytest.approx(ranks, rel=0.02)  # norms and some biases are on both
+    unsharded = estimate(read_folder(folder, kind), settings(), CPU)
+    assert result.block_bytes == unsharded.block_bytes // 2
+    assert result.device.free == CPU.free // 2
 
 
 @pytest.mark.parametrize(
     "kind", ["gpt2", "gpt2-untied-inverse-scale", "llama3-gqa", "qwen2-tied-some-windows"]
 )
-def test_of_a_model_whose_layers_lie_in_a_row_it_says_what_the_tightest_stage_has(
+def test_pipeline_parallel_estimate_is_for_the_tightest_stage(
     checkpoint: Callable[[str], Path], kind: str
 ):
     folder = checkpoint(kind)
-    made = estimate(
+    result = estimate(
         read_folder(folder, kind), settings(pipeline_parallel_size=2, max_num_seqs=10**6), CPU
     )
-    found = []
+    stages = []
     for index in range(2):
         with parallel(SINGLE, Stage(index, 2)):
             sketch = build_model(
@@ -151,27 +149,30 @@ def test_of_a_model_whose_layers_lie_in_a_row_it_says_what_the_tightest_stage_ha
                 dtype=torch.float32,
                 max_model_len=1,
             )
-        found.append(
+        stages.append(
             (sum(p.nbytes for p in sketch.parameters()), block_bytes(sketch, 16, torch.float32))
         )
-    assert (made.weights, made.block_bytes) in found
-    rooms = [(made.device.free - weights) // block for weights, block in found]
-    assert rooms[found.index((made.weights, made.block_bytes))] == min(rooms)
+    assert (result.weights, result.block_bytes) in stages
+    num_blocks = [(result.device.free - weights) // block for weights, block in stages]
+    assert num_blocks[stages.index((result.weights, result.block_bytes))] == min(num_blocks)
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "cross-encoder"])
-def test_an_encoder_has_weights_and_no_cache(tmp_path: Path, kind: str):
+def test_encoder_has_weights_and_no_cache(tmp_path: Path, kind: str):
     folder = encoder(tmp_path, kind)
-    made = estimate(read_folder(folder, kind), settings(), find_device("cpu"))
+    result = estimate(read_folder(folder, kind), settings(), find_device("cpu"))
     info = run(folder, settings())
-    assert (made.num_parameters, made.max_model_len) == (info.num_parameters, info.max_model_len)
-    assert made.weights <= info.weight_bytes < PADDED * made.weights
-    assert made.fits
-    assert not made.has_cache
+    assert (result.num_parameters, result.max_model_len) == (
+        info.num_parameters,
+        info.max_model_len,
+    )
+    assert result.weights <= info.weight_bytes < PADDED * result.weights
+    assert result.fits
+    assert not result.has_cache
 
 
 def encoder(folder: Path, kind: str) -> Path:
-    """A small one, written by Transformers."""
+    """Write a small encoder with Transformers."""
     size = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -192,12 +193,12 @@ def encoder(folder: Path, kind: str) -> Path:
     return folder
 
 
-def test_the_architectures_are_those_of_the_registry():
-    assert set(RUNS) == set(SUPPORTED)
+def test_architectures_match_the_registry():
+    assert set(ARCHITECTURES) == set(SUPPORTED)
 
 
 def shape_of(name: str, folder: Path) -> Checkpoint:
-    """A checkpoint of a well-known model's shape, as Transformers has it: headers alone, in a file of the right size."""
+    """Write a checkpoint of a well-known model's shape: headers, in a sparse file of full size."""
     raw = CONFIGS[name]
     config = transformers.AutoConfig.for_model(**raw)
     with torch.device("meta"):
@@ -217,12 +218,12 @@ def shape_of(name: str, folder: Path) -> Checkpoint:
     written = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(written)) + written)
-        file.truncate(8 + len(written) + end)  # takes no room on the disk
+        file.truncate(8 + len(written) + end)
     return read_folder(folder, name)
 
 
 class TestWellKnownModels:
-    """Parameters as their authors publish them; bytes of cache by hand: 2 x layers x heads x size x bytes."""
+    """Parameters as published; cache bytes by hand: 2 x layers x KV heads x head size x bytes."""
 
     @pytest.mark.parametrize(
         ("name", "parameters", "token_bytes", "context"),
@@ -232,38 +233,38 @@ class TestWellKnownModels:
             ("llama-3.1-8b", 8_030_261_248, 2 * 32 * 8 * 128 * 2, 131072),
         ],
     )
-    def test_on_a_gpu(self, tmp_path, name, parameters, token_bytes, context):
-        made = estimate(shape_of(name, tmp_path / name), EngineConfig(), H200)
-        assert made.num_parameters == parameters
-        assert (made.dtype, made.weights) == ("bfloat16", 2 * parameters)
-        assert made.block_bytes == 16 * token_bytes
-        assert made.max_model_len == made.largest_context == context
-        room = 0.9 * 140 * GIB - 2 * parameters
-        assert 0.9 * room < made.cache < room - CUDA_RUNTIME
+    def test_parameters_and_cache_on_a_gpu(self, tmp_path, name, parameters, token_bytes, context):
+        result = estimate(shape_of(name, tmp_path / name), EngineConfig(), H200)
+        assert result.num_parameters == parameters
+        assert (result.dtype, result.weights) == ("bfloat16", 2 * parameters)
+        assert result.block_bytes == 16 * token_bytes
+        assert result.max_model_len == result.largest_context == context
+        left = 0.9 * 140 * GIB - 2 * parameters
+        assert 0.9 * left < result.cache < left - CUDA_RUNTIME
 
-    def test_fp8_is_half_of_the_linear_layers(self, tmp_path):
+    def test_fp8_halves_the_linear_layers(self, tmp_path):
         model = shape_of("llama-3.1-8b", tmp_path / "llama")
-        made = estimate(model, EngineConfig.from_settings({"quantization": "fp8"}), H200)
-        tables = 2 * 128256 * 4096  # the embedding and the head
+        result = estimate(model, EngineConfig.from_settings({"quantization": "fp8"}), H200)
+        tables = 2 * 128256 * 4096  # embedding and head
         norms = (2 * 32 + 1) * 4096
-        assert made.weights == (8_030_261_248 - tables - norms) + 2 * (tables + norms)
+        assert result.weights == (8_030_261_248 - tables - norms) + 2 * (tables + norms)
 
-    def test_what_others_use_of_a_gpu_is_not_ours(self, tmp_path):
+    def test_gpu_memory_of_other_programs_is_subtracted(self, tmp_path):
         model = shape_of("qwen3-0.6b", tmp_path / "qwen")
         alone = estimate(model, EngineConfig(), H200)
         shared = estimate(model, EngineConfig(), Device("cuda", "", 140 * GIB, 100 * GIB))
         assert alone.cache - shared.cache == pytest.approx(40 * GIB, rel=1e-3)
 
     @pytest.mark.parametrize(("kernels", "dtype"), [(True, "bfloat16"), (False, "float32")])
-    def test_a_checkpoint_in_bfloat16_runs_in_it_on_a_cpu_that_has_the_kernels(
+    def test_bfloat16_checkpoint_stays_bfloat16_with_cpu_kernels(
         self, tmp_path, monkeypatch, kernels, dtype
     ):
         monkeypatch.setattr(cpu, "available", lambda: kernels)
         model = shape_of("qwen3-0.6b", tmp_path / "qwen")
-        made = estimate(model, settings(), CPU)
-        assert (made.dtype, made.weights) == (dtype, (2 if kernels else 4) * 596_049_920)
+        result = estimate(model, settings(), CPU)
+        assert (result.dtype, result.weights) == (dtype, (2 if kernels else 4) * 596_049_920)
 
-    def test_too_large_a_model_is_told_with_what_would_help(self, tmp_path):
+    def test_model_too_large_gets_advice(self, tmp_path):
         model = shape_of("llama-3.1-8b", tmp_path / "llama")
         on_cpu = estimate(model, settings(dtype="float32"), CPU)
         assert not on_cpu.fits
@@ -284,17 +285,17 @@ class TestDevices:
         for number, free in enumerate((79, 40, 60))
     )
 
-    def test_the_fullest_of_those_that_are_used_counts(self, monkeypatch):
-        monkeypatch.setattr(device, "find_gpus", lambda: list(self.GPUS))
+    def test_fullest_of_the_used_gpus_is_chosen(self, monkeypatch):
+        monkeypatch.setattr(devices, "find_gpus", lambda: list(self.GPUS))
         assert find_device().name == "GPU 0"
         assert find_device("cuda", 3).name == "GPU 1"
         assert find_device("cpu").kind == "cpu"
 
-    def test_more_than_there_are_is_a_mistake(self, monkeypatch):
-        monkeypatch.setattr(device, "find_gpus", lambda: list(self.GPUS))
-        with pytest.raises(ConfigError, match=r"4 GPUs are asked for .*, and there are 3"):
+    def test_more_gpus_than_present_is_an_error(self, monkeypatch):
+        monkeypatch.setattr(devices, "find_gpus", lambda: list(self.GPUS))
+        with pytest.raises(ConfigError, match=r"need 4 GPUs, and this machine has 3\. Lower"):
             find_device("auto", 4)
-        monkeypatch.setattr(device, "find_gpus", list)
+        monkeypatch.setattr(devices, "find_gpus", list)
         with pytest.raises(ConfigError, match="--device cuda"):
             find_device("cuda")
 
@@ -310,7 +311,7 @@ class TestDevices:
             ("UUID-of-2", "2"),
         ],
     )
-    def test_the_variable_of_cuda_chooses_among_them(self, monkeypatch, visible, names):
+    def test_cuda_visible_devices_selects_gpus(self, monkeypatch, visible, names):
         """https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables"""
         nvml = SimpleNamespace(
             nvmlDeviceGetCount=lambda: 3,
@@ -320,12 +321,12 @@ class TestDevices:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert "".join(device._visible(nvml)) == names
+        assert "".join(devices._visible(nvml)) == names
 
     @pytest.mark.parametrize(
         ("reserved", "total"), [(2 * GIB, 78 * GIB), (None, 80 * GIB)], ids=["new", "old driver"]
     )
-    def test_the_drivers_own_share_is_not_the_devices(self, monkeypatch, reserved, total):
+    def test_memory_reserved_by_the_driver_is_excluded(self, monkeypatch, reserved, total):
         def memory(handle, version=None):
             if version is not None and reserved is None:
                 raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
@@ -337,26 +338,26 @@ class TestDevices:
         monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", memory)
         monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda handle: "NVIDIA X")
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        assert device.find_gpus() == [Device("cuda", "NVIDIA X", total, 70 * GIB)]
+        assert devices.find_gpus() == [Device("cuda", "NVIDIA X", total, 70 * GIB)]
 
 
-class TestMistakes:
-    def test_a_longer_context_than_the_models_own(self):
+class TestErrors:
+    def test_context_longer_than_the_models_is_refused(self):
         model = read_folder(Path(MODEL_DIR), "demo")
         with pytest.raises(
-            ConfigError, match="--max-model-len is 513, and the model was made for at most 512"
+            ConfigError, match="--max-model-len is 513, but the model supports at most 512"
         ):
             estimate(model, settings(max_model_len=513), CPU)
 
     @pytest.mark.parametrize(
         ("change", "says"),
         [
-            ({"architectures": ["MysteryForCausalLM"]}, "does not run MysteryForCausalLM"),
+            ({"architectures": ["MysteryForCausalLM"]}, "does not support MysteryForCausalLM"),
             ({"quantization_config": {"quant_method": "gptq"}}, r"quantized \(gptq\)"),
             ({"n_embd": "wide"}, "n_embd"),
         ],
     )
-    def test_a_model_that_tk_does_not_run(self, tmp_path, change, says):
+    def test_unsupported_model_is_refused(self, tmp_path, change, says):
         raw = json.loads((Path(MODEL_DIR) / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(raw | change))
         (tmp_path / "model.safetensors").write_bytes(
@@ -365,13 +366,13 @@ class TestMistakes:
         with pytest.raises(CheckpointError, match=says):
             estimate(read_folder(tmp_path, "changed"), settings(), CPU)
 
-    def test_a_file_that_is_cut_short_and_one_that_is_missing(self, tmp_path):
+    def test_truncated_and_missing_files_are_refused(self, tmp_path):
         for name in ("config.json", "model.safetensors"):
             (tmp_path / name).write_bytes((Path(MODEL_DIR) / name).read_bytes())
-        whole = (tmp_path / "model.safetensors").read_bytes()
-        (tmp_path / "model.safetensors").write_bytes(whole[:-1])
+        content = (tmp_path / "model.safetensors").read_bytes()
+        (tmp_path / "model.safetensors").write_bytes(content[:-1])
         with pytest.raises(
-            CheckpointError, match=f"cut short: it has {len(whole) - 1} bytes of {len(whole)}"
+            CheckpointError, match=f"cut short: it has {len(content) - 1} bytes of {len(content)}"
         ):
             read_folder(tmp_path, "cut")
         index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
@@ -380,7 +381,7 @@ class TestMistakes:
             read_folder(tmp_path, "missing")
 
 
-def test_nothing_of_it_imports_torch():
+def test_dry_run_does_not_import_torch():
     code = (
         "import sys; sys.argv = ['tk', 'serve', '--dry-run']\n"
         "from toolkit.cli import main\n"

@@ -1,4 +1,4 @@
-"""tk models, pull, show and rm as a user runs them, with a hub on this machine."""
+"""tk models, pull, show and rm as a user runs them, with a local hub."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def hub() -> Iterator[Hub]:
 def pulled(
     hub: Hub, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """(HF_HOME with org/tiny in it, how it was pulled)."""
+    """Return (HF_HOME with org/tiny, the finished tk pull)."""
     home = tmp_path_factory.mktemp("hf")
     done = run(
         "pull", "org/tiny", cwd=home, environment={"HF_ENDPOINT": hub.url, "HF_HOME": str(home)}
@@ -66,7 +66,7 @@ def environment(hub: Hub, tmp_path: Path) -> dict[str, str]:
 def tk(
     environment: dict[str, str], tmp_path: Path
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """With an empty cache."""
+    """Run tk with an empty cache."""
     (tmp_path / "here").mkdir()
 
     def call(*arguments: str, stdin: str = "", **more: str) -> subprocess.CompletedProcess[str]:
@@ -77,7 +77,7 @@ def tk(
 
 @pytest.fixture
 def folder(pulled: tuple[Path, object], tmp_path: Path) -> Path:
-    """The folder of org/tiny in the cache, which has it."""
+    """Fill the cache with org/tiny and return its folder."""
     shutil.copytree(pulled[0] / "hub", tmp_path / "hf" / "hub", symlinks=True)
     return (
         tmp_path / "hf" / "hub" / "models--org--tiny" / "snapshots" / commit_of("org/tiny", "main")
@@ -85,7 +85,7 @@ def folder(pulled: tuple[Path, object], tmp_path: Path) -> Path:
 
 
 class TestPull:
-    def test_what_is_pulled_is_what_was_served_and_stdout_has_its_folder_alone(self, pulled):
+    def test_pull_downloads_all_files_and_prints_only_the_folder(self, pulled):
         home, done = pulled
         folder = Path(done.stdout.rstrip("\n"))
         assert folder == home / "hub/models--org--tiny/snapshots" / commit_of("org/tiny", "main")
@@ -93,23 +93,22 @@ class TestPull:
             assert (folder / path.name).read_bytes() == path.read_bytes()
         assert (folder / "README.md").read_bytes() == CARD
         size = sum(path.stat().st_size for path in Path(MODEL_DIR).iterdir())
-        assert (
-            done.stderr == f"org/tiny: {size / 2**20:.1f} MiB to fetch.\n"
-        )  # no bar through a pipe
+        # No progress bar in a pipe.
+        assert done.stderr == f"org/tiny: downloading {size / 2**20:.1f} MiB.\n"
 
-    def test_it_runs_without_the_hub(self, tk, folder):
+    def test_pulled_model_runs_offline(self, tk, folder):
         ran = tk("run", "org/tiny", "who are you?", HF_HUB_OFFLINE="1")
         assert ran.returncode == 0, ran.stderr
         assert "demo model" in ran.stdout
 
-    def test_a_second_time_nothing_is_fetched(self, hub, tk, folder):
+    def test_second_pull_downloads_nothing(self, hub, tk, folder):
         again = tk("pull", "org/tiny")
         assert (again.stdout, again.stderr) == (f"{folder}\n", "")
         assert not [
             request for request in hub.requests if request[0] == "GET" and "/resolve/" in request[1]
         ]
 
-    def test_a_connection_that_breaks_is_gone_on_with(self, hub, tk, tmp_path):
+    def test_broken_connection_is_resumed(self, hub, tk, tmp_path):
         large = os.urandom(24 * 2**20)
         (tmp_path / "large").mkdir()
         (tmp_path / "large" / "config.json").write_bytes(
@@ -124,29 +123,30 @@ class TestPull:
         [asked] = [part for path, part in hub.ranges if path.endswith("model.safetensors")]
         assert int(asked.removeprefix("bytes=").split("-")[0]) >= 10 * 2**20
 
-    def test_files_that_were_whole_when_it_failed_are_not_fetched_again(self, hub, tk, tmp_path):
+    def test_complete_files_of_a_failed_pull_are_kept(self, hub, tk, tmp_path):
         hub.failing = {"model.safetensors"}
         broken = tk("pull", "org/tiny")
         assert (broken.returncode, broken.stdout) == (2, "")
-        assert "files that were complete are kept" in broken.stderr
+        assert "Complete files are kept" in broken.stderr
         assert "Traceback" not in broken.stderr
         assert hub.asked_for("tokenizer.json")
-        # Files come side by side: what is still on its way when one fails is not kept.
+        # Files are downloaded in parallel: those unfinished when one fails are not kept.
         snapshot = tmp_path / "hf/hub/models--org--tiny/snapshots" / commit_of("org/tiny", "main")
-        whole = {path.name for path in snapshot.iterdir()}
+        complete = {path.name for path in snapshot.iterdir()}
         hub.failing = set()
         hub.requests.clear()
         assert tk("pull", "org/tiny").returncode == 0
         fetched = [path for kind, path, _ in hub.requests if kind == "GET" and "/resolve/" in path]
         everything = {path.name for path in Path(MODEL_DIR).iterdir()} | {"README.md"}
-        assert {Path(path).name for path in fetched} == everything - whole
-        assert "model.safetensors" not in whole
+        assert {Path(path).name for path in fetched} == everything - complete
+        assert "model.safetensors" not in complete
 
-    def test_ctrl_c_ends_it_at_once_and_leaves_no_pieces(self, hub, environment, tmp_path):
-        """The hub holds the weights back until the process is gone."""
+    def test_ctrl_c_stops_at_once_and_leaves_no_partial_files(self, hub, environment, tmp_path):
+        """The hub holds the weights back until the process has ended."""
         hub.held = threading.Event()
         process = subprocess.Popen(
-            [sys.executable, "-m", "toolkit", "pull", "org/tiny"], env=os.environ | environment | {"HF_HUB_OFFLINE": "0"},
+            [sys.executable, "-m", "toolkit", "pull", "org/tiny"],
+            env=os.environ | environment | {"HF_HUB_OFFLINE": "0"},
             cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         blobs = tmp_path / "hf/hub/models--org--tiny/blobs"
@@ -159,50 +159,48 @@ class TestPull:
                 ]
             )
             process.send_signal(signal.SIGINT)
-            out, talk = process.communicate(timeout=90)
+            stdout, stderr = process.communicate(timeout=90)
         finally:
             hub.held.set()
             hub.held = None
-        assert (process.returncode, out) == (130, "")
-        assert talk.endswith("Stopped. Files that were complete are kept.\n")
-        assert "Traceback" not in talk
+        assert (process.returncode, stdout) == (130, "")
+        assert stderr.endswith("Stopped. Complete files are kept.\n")
+        assert "Traceback" not in stderr
         assert not list(blobs.glob("*.incomplete"))
 
     @pytest.mark.parametrize(
         ("name", "says"),
         [
             ("org/tny", "There is no model org/tny"),
-            ("./folder", "takes the name of a model of the hub"),
-            ("/etc", "takes the name of a model of the hub"),
+            ("./folder", "takes the name of a model on the hub"),
+            ("/etc", "takes the name of a model on the hub"),
         ],
     )
-    def test_what_cannot_be_pulled_is_one_line(self, tk, name, says):
+    def test_invalid_name_is_an_error_of_one_line(self, tk, name, says):
         done = tk("pull", name)
         assert (done.returncode, done.stdout) == (2, "")
         assert says in done.stderr
         assert done.stderr.count("\n") == 1
 
-    def test_a_gated_model_and_an_unknown_revision(self, hub, tk):
+    def test_gated_model_and_unknown_revision(self, hub, tk):
         hub.add("org/locked", Path(MODEL_DIR))
         hub.gated.add("org/locked")
         assert "accept its terms" in tk("pull", "org/locked").stderr
         assert "no revision 'v9'" in tk("pull", "org/tiny", "--revision", "v9").stderr
 
-    def test_without_a_network_it_says_so_and_where_an_earlier_download_is(self, tk, folder):
+    def test_offline_error_names_the_hub_and_an_earlier_download(self, tk, folder):
         down = {"HF_ENDPOINT": "http://127.0.0.1:9"}
         never = tk("pull", "org/never", **down)
         assert (never.returncode, never.stdout) == (2, "")
         assert "the hub did not answer" in never.stderr
         assert "http://127.0.0.1:9 (HF_ENDPOINT)" in never.stderr
         unseen = tk("show", "org/never", **down).stderr
-        assert "no folder of that name here" in unseen
+        assert "no folder of that name in" in unseen
         assert "and the hub did not answer" in unseen
         assert f"is in {folder}" in tk("pull", "org/tiny", **down).stderr
         assert "HF_HUB_OFFLINE is set" in tk("pull", "org/tiny", HF_HUB_OFFLINE="1").stderr
 
-    def test_a_disk_without_room_is_told_before_anything_is_fetched(
-        self, hub, environment, tmp_path
-    ):
+    def test_full_disk_is_reported_before_the_download(self, hub, environment, tmp_path):
         code = (
             "import shutil, sys; sys.argv = ['tk', 'pull', 'org/tiny']\n"
             "shutil.disk_usage = lambda path: type('Usage', (), {'free': 1000})\n"
@@ -213,12 +211,12 @@ class TestPull:
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 2
-        assert "org/tiny takes 7.4 MiB more, and 1000 B are free" in done.stderr.replace("\n", " ")
+        assert "org/tiny needs 7.4 MiB more, and 1000 B are free" in done.stderr.replace("\n", " ")
         assert not hub.asked_for("model.safetensors")
 
 
 class TestShow:
-    def test_a_model_on_the_hub_is_described_without_its_weights(self, hub, tk):
+    def test_model_on_the_hub_is_described_without_downloading_it(self, hub, tk):
         done = tk("show", "org/tiny", "--json")
         assert done.returncode == 0, done.stderr
         shown = json.loads(done.stdout)
@@ -238,7 +236,7 @@ class TestShow:
             if kind == "GET" and path.endswith("tokenizer.json")
         ]
 
-    def test_pulled_it_is_described_the_same_and_without_the_hub(self, tk, folder, tmp_path):
+    def test_pulled_model_is_described_the_same_offline(self, tk, folder, tmp_path):
         on_hub = json.loads(
             tk("show", "org/tiny", "--json", HF_HOME=str(tmp_path / "other")).stdout
         )
@@ -255,7 +253,7 @@ class TestShow:
         ):
             assert here[name] == on_hub[name], name
 
-    def test_for_people_it_has_what_they_ask_about(self, tk):
+    def test_text_output_has_the_main_facts(self, tk):
         done = tk("show")
         assert (done.returncode, done.stderr) == (0, "")
         facts = dict(
@@ -265,9 +263,9 @@ class TestShow:
         )
         assert facts["parameters"] == "3.81M, stored in float16"
         assert facts["context"] == "512 tokens"
-        assert facts["where"] == str(MODEL_DIR)
+        assert facts["location"] == str(MODEL_DIR)
 
-    def test_one_that_tk_does_not_run_is_shown_all_the_same(self, tk, tmp_path):
+    def test_unsupported_model_is_described_too(self, tk, tmp_path):
         folder = tmp_path / "here" / "strange"
         folder.mkdir()
         (folder / "config.json").write_text(
@@ -275,10 +273,10 @@ class TestShow:
         )
         done = tk("show", "./strange")
         assert done.returncode == 0, done.stderr
-        assert "StrangeModel - tk does not run StrangeModel" in done.stdout
+        assert "StrangeModel - tk does not support StrangeModel" in done.stdout
         assert "77 tokens" in done.stdout
 
-    def test_what_a_models_files_say_does_not_steer_the_terminal(self, tk, tmp_path):
+    def test_control_characters_in_model_files_are_escaped(self, tk, tmp_path):
         folder = tmp_path / "here" / "evil"
         folder.mkdir()
         evil = "\x1b]0;owned\x07\x9b31m"
@@ -299,15 +297,13 @@ class TestShow:
             done = tk(*line.split())
             assert not [sign for sign in "\x1b\x07\x9b" if sign in done.stdout + done.stderr], line
 
-    def test_a_name_that_nobody_has(self, tk):
+    def test_unknown_name_is_an_error(self, tk):
         done = tk("show", "org/nothing")
         assert (done.returncode, done.stdout) == (2, "")
         assert "There is no model org/nothing" in done.stderr
 
 
-def test_a_dry_run_of_a_model_on_the_hub_fetches_no_weights_and_says_the_same_as_of_one_here(
-    hub, tk
-):
+def test_dry_run_of_a_hub_model_equals_that_of_a_local_one(hub, tk):
     settings = ("--max-num-seqs", "2", "--device", "cpu", "--json")
     on_hub = tk("serve", "org/tiny", "--dry-run", *settings)
     assert on_hub.returncode == 0, on_hub.stderr
@@ -316,15 +312,15 @@ def test_a_dry_run_of_a_model_on_the_hub_fetches_no_weights_and_says_the_same_as
     ]
     here = tk("serve", str(MODEL_DIR), "--dry-run", *settings)
     drop = {"model", "memory_free_bytes"}
-    said = [
+    estimates = [
         {key: value for key, value in json.loads(one.stdout).items() if key not in drop}
         for one in (on_hub, here)
     ]
-    assert said[0] == said[1]
+    assert estimates[0] == estimates[1]
 
 
 class TestModels:
-    def test_the_list_has_the_demo_folders_and_downloads(self, tk, tmp_path, folder):
+    def test_list_has_the_demo_model_folders_and_downloads(self, tk, tmp_path, folder):
         (tmp_path / "here" / "mine").symlink_to(MODEL_DIR)
         (tmp_path / "here" / "broken").mkdir()
         (tmp_path / "here" / "broken" / "config.json").write_text("{")
@@ -336,12 +332,12 @@ class TestModels:
         assert rows["broken"]["fits"] == "not run"
         assert "cannot be read" in rows["broken"]["problem"]
 
-    def test_a_model_that_was_only_described_is_not_at_hand(self, hub, tk):
+    def test_model_that_was_only_described_is_not_listed(self, hub, tk):
         assert tk("show", "org/tiny").returncode == 0
         assert hub.asked_for("config.json")
         assert [row["name"] for row in json.loads(tk("models", "--json").stdout)] == ["tk-demo"]
 
-    def test_the_table_goes_to_stdout_whole_and_the_rest_to_stderr(self, tk):
+    def test_table_is_on_stdout_and_notes_are_on_stderr(self, tk):
         done = tk("models")
         head, row = done.stdout.splitlines()
         assert head.split() == ["MODEL", "KIND", "PARAMS", "DTYPE", "SIZE", "CONTEXT", "FITS"]
@@ -349,15 +345,13 @@ class TestModels:
         assert "\x1b" not in done.stdout + done.stderr
         assert done.stderr.startswith("1 model, 7.4 MiB.")
 
-    def test_a_folder_that_is_not_there_is_a_mistake(self, tk):
+    def test_missing_folder_is_an_error(self, tk):
         done = tk("models", "nowhere")
         assert (done.returncode, done.stderr) == (2, "tk: There is no folder nowhere.\n")
 
 
 class TestRemove:
-    def test_with_yes_it_is_gone_and_a_copy_of_it_with_the_same_commits_is_not(
-        self, tk, tmp_path, folder
-    ):
+    def test_yes_removes_the_model_but_no_copy_with_the_same_commits(self, tk, tmp_path, folder):
         shutil.copytree(
             tmp_path / "hf/hub/models--org--tiny",
             tmp_path / "hf/hub/models--org--other",
@@ -369,41 +363,41 @@ class TestRemove:
         assert not folder.exists()
         assert set(tmp_path.rglob("*")) >= before
 
-    def test_it_asks_and_a_no_keeps_the_model(self, environment, tmp_path, folder):
+    def test_question_answered_with_no_keeps_the_model(self, environment, tmp_path, folder):
         for answer, code in (("n", 1), ("", 1), ("y", 0)):
             assert folder.exists()
             ours, theirs = pty.openpty()
             process = subprocess.Popen(
-                [sys.executable, "-m", "toolkit", "rm", "org/tiny"], env=os.environ | environment, cwd=tmp_path,
-                stdin=theirs, stderr=subprocess.PIPE, text=True,
+                [sys.executable, "-m", "toolkit", "rm", "org/tiny"], env=os.environ | environment,
+                cwd=tmp_path, stdin=theirs, stderr=subprocess.PIPE, text=True,
             )  # fmt: skip
             os.write(ours, f"{answer}\n".encode())
-            _, talk = process.communicate(timeout=200)
+            _, stderr = process.communicate(timeout=200)
             os.close(ours)
             os.close(theirs)
-            assert "Remove 7.4 MiB? [y/N]" in talk
+            assert "Remove 7.4 MiB? [y/N]" in stderr
             assert process.returncode == code
         assert not folder.exists()
 
-    def test_where_nobody_can_be_asked_it_does_nothing(self, tk, folder):
+    def test_without_a_terminal_nothing_is_removed(self, tk, folder):
         done = tk("rm", "org/tiny", stdin="y\n")
         assert done.returncode == 2
         assert "--yes" in done.stderr
         assert folder.exists()
 
     @pytest.mark.parametrize("name", ["..", "/", "org/../../here", "org/nothing", "mine"])
-    def test_nothing_outside_of_the_cache_is_removed(self, tk, tmp_path, folder, name):
+    def test_nothing_outside_the_cache_is_removed(self, tk, tmp_path, folder, name):
         (tmp_path / "here" / "mine").mkdir()
         before = set(tmp_path.rglob("*"))
         done = tk("rm", name, "--yes")
         assert (done.returncode, done.stdout) == (2, "")
         assert set(tmp_path.rglob("*")) >= before
 
-    def test_an_entry_of_the_cache_that_leads_elsewhere_is_left_alone(self, tk, tmp_path, folder):
+    def test_link_out_of_the_cache_is_not_followed(self, tk, tmp_path, folder):
         entry = tmp_path / "hf" / "hub" / "models--org--tiny"
         entry.rename(tmp_path / "elsewhere")
         entry.symlink_to(tmp_path / "elsewhere")
         done = tk("rm", "org/tiny", "--yes")
         assert done.returncode == 2
-        assert "leads out of the cache" in done.stderr or "has no model" in done.stderr
+        assert "is a link out of the cache" in done.stderr or "has no model" in done.stderr
         assert list((tmp_path / "elsewhere" / "snapshots").iterdir())

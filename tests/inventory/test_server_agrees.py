@@ -1,4 +1,4 @@
-"""`tk serve --dry-run` says what the server then tells of itself, in its log and on /server_info."""
+"""The numbers of `tk serve --dry-run` match the server's log and /server_info."""
 
 from __future__ import annotations
 
@@ -42,23 +42,22 @@ def dry_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_its_numbers_are_the_servers(server: Server, checkpoint: Callable[[str], Path]):
+def test_dry_run_json_matches_server_info(server: Server, checkpoint: Callable[[str], Path]):
     done = dry_run(checkpoint("llama3-gqa"), *SETTINGS, "--json")
     assert (done.returncode, done.stderr) == (0, "")
-    said = json.loads(done.stdout)
-    told = server.http.get("/server_info").json()["device"]
+    estimate = json.loads(done.stdout)
+    actual = server.http.get("/server_info").json()["device"]
     names = (
         "dtype", "num_parameters", "block_size", "num_blocks", "cache_bytes", "max_model_len",
     )  # fmt: skip
-    assert {name: said[name] for name in names} == {name: told[name] for name in names}
-    assert (
-        said["weight_bytes"] <= told["weight_bytes"] < 1.25 * said["weight_bytes"]
-    )  # packing pads small ones
-    assert (said["fits"], said["problem"]) == (True, None)
-    assert said["num_sequences"] == told["num_blocks"] * 8 / 128
+    assert {name: estimate[name] for name in names} == {name: actual[name] for name in names}
+    weight_bytes = estimate["weight_bytes"]
+    assert weight_bytes <= actual["weight_bytes"] < 1.25 * weight_bytes  # packing pads small ones
+    assert (estimate["fits"], estimate["problem"]) == (True, None)
+    assert estimate["num_sequences"] == actual["num_blocks"] * 8 / 128
 
 
-def test_for_people_it_has_the_numbers_of_the_ready_card(
+def test_dry_run_text_matches_the_servers_startup_log(
     server: Server, checkpoint: Callable[[str], Path]
 ):
     done = dry_run(checkpoint("llama3-gqa"), *SETTINGS)
@@ -69,20 +68,20 @@ def test_for_people_it_has_the_numbers_of_the_ready_card(
     assert "5.0 sequences of that length" in done.stdout
 
 
-def test_what_does_not_fit_ends_with_1_and_the_largest_context(checkpoint: Callable[[str], Path]):
+def test_dry_run_exits_with_1_and_the_largest_context_that_fits(checkpoint: Callable[[str], Path]):
     tight = (*SETTINGS, "--kv-cache-memory", "0.00001")  # ten blocks of 2 x 2 x 8 x 2 x 8 x 2 bytes
     done = dry_run(checkpoint("llama3-gqa"), *tight, "--json")
     assert done.returncode == 1
-    said = json.loads(done.stdout)
-    assert not said["fits"]
-    assert said["largest_max_model_len"] == 10 * 8
+    estimate = json.loads(done.stdout)
+    assert not estimate["fits"]
+    assert estimate["largest_max_model_len"] == 10 * 8
     fitting = dry_run(
-        checkpoint("llama3-gqa"), *tight, "--max-model-len", str(said["largest_max_model_len"])
+        checkpoint("llama3-gqa"), *tight, "--max-model-len", str(estimate["largest_max_model_len"])
     )
     assert fitting.returncode == 0, fitting.stderr
 
 
-def test_json_without_it_is_a_mistake():
+def test_json_without_dry_run_is_an_error():
     done = subprocess.run(
         [sys.executable, "-m", "toolkit", "serve", "--json"],
         capture_output=True,
@@ -90,4 +89,4 @@ def test_json_without_it_is_a_mistake():
         timeout=200,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (2, "tk: --json is for the answer of --dry-run.\n")
+    assert (done.returncode, done.stderr) == (2, "tk: --json needs --dry-run.\n")

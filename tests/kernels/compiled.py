@@ -1,6 +1,7 @@
-"""Compiles kernels for a Hopper GPU, without one: the interpreter takes programs that the compiler does not.
+"""Compile kernels for a Hopper GPU on a machine without one.
 
-A script, since Triton compiles nothing in a process that interprets.
+The interpreter accepts programs that the compiler refuses. This is a script because Triton does not
+compile in a process that interprets.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from toolkit.kernels.triton.attention_kernels import decode_kernel, merge_kernel
 from toolkit.kernels.triton.matmul import _tile_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
-MOST_SHARED = 227 << 10
+MAX_SHARED_BYTES = 227 << 10
 
 
-def check(
+def compile_kernel(
     name: str,
     kernel,
     types: dict[str, str],
@@ -45,7 +46,7 @@ def check(
     source = source_type(kernel, signature, values, aligned)
     options = {"num_warps": warps, "num_stages": stages, "launch_pdl": source_type is ASTSource}
     compiled = compile(source, target=TARGET, options=options)
-    assert compiled.metadata.shared <= MOST_SHARED, (name, compiled.metadata.shared)
+    assert compiled.metadata.shared <= MAX_SHARED_BYTES, (name, compiled.metadata.shared)
     print(name, compiled.metadata.shared, "bytes shared")
 
 
@@ -94,12 +95,12 @@ TILE = {
 }
 
 
-def tile(
+def compile_tile(
     name: str, tokens: int, rows: int, stages: int, parts: int, splits: int, **changes: object
 ) -> None:
     shape = {"TOKENS": tokens, "ROWS": rows, "STAGES": stages, "PARTS": parts, "SPLITS": splits}
     plain = {"KIND": "", "GATED": False, "UNSCALED": False, "NORMED": False, "LATE": False}
-    check(
+    compile_kernel(
         name,
         _tile_kernel,
         TILE_TYPES,
@@ -109,27 +110,27 @@ def tile(
     )
 
 
-def hopper(name: str, block_size: int, group: int, dtype: str) -> None:
+def compile_hopper(name: str, block_size: int, group: int, dtype: str) -> None:
     page = f"tensordesc<{dtype}[{min(64, block_size)}, 64],{SWIZZLED.value!r}>"
     same = {f"{x}_ptr": f"*{dtype}" for x in ("q", "v", "out")}
     types = DECODE_TYPES | same | {"counter_ptr": "*i32", "k_cache": page, "v_cache": page}
     shape = {"BLOCK_SIZE": block_size, "GROUP": group, "KV_HEADS": 8, "HEAD_SIZE": 128}
     constants = shape | {"INDIRECT": True, "TOKENS": 128 // group}
-    check(name, hopper_prefill_kernel, types, constants, 4, 3, GluonASTSource)
+    compile_kernel(name, hopper_prefill_kernel, types, constants, 4, 3, GluonASTSource)
 
 
 def main() -> None:
-    own = {"OWN": True, "SPLIT": False, "HALF": 64, "NORMED": True, "ORDERED": True}
-    check("decode, heads of its own", decode_kernel, DECODE_TYPES, DECODE | own, 2, 3)
+    fused = {"OWN": True, "SPLIT": False, "HALF": 64, "NORMED": True, "ORDERED": True}
+    compile_kernel("decode, fused", decode_kernel, DECODE_TYPES, DECODE | fused, 2, 3)
     split = {"OWN": False, "SPLIT": True, "HALF": 0, "NORMED": False, "ORDERED": False}
-    check("decode, split", decode_kernel, DECODE_TYPES, DECODE | split, 2, 3)
+    compile_kernel("decode, split", decode_kernel, DECODE_TYPES, DECODE | split, 2, 3)
     merge = {"HEAD_SIZE": 128, "HEAD_PAD": 128, "SPLITS_PAD": 16, "PDL": True}
-    check("merge", merge_kernel, DECODE_TYPES, merge, 4, 3)
-    hopper("prefill on Hopper", 16, 4, "bf16")
-    hopper("prefill on Hopper, large blocks", 128, 7, "fp16")
-    tile("product, norm before", 64, 64, 6, 1, 1, UNSCALED=True)
-    tile(
-        "product, norm before, gated",
+    compile_kernel("merge", merge_kernel, DECODE_TYPES, merge, 4, 3)
+    compile_hopper("prefill on Hopper", 16, 4, "bf16")
+    compile_hopper("prefill on Hopper, large blocks", 128, 7, "fp16")
+    compile_tile("product after a norm", 64, 64, 6, 1, 1, UNSCALED=True)
+    compile_tile(
+        "product after a norm, gated",
         64,
         128,
         4,
@@ -140,8 +141,8 @@ def main() -> None:
         GATED=True,
         LATE=True,
     )
-    tile("product, norm behind, warps", 8, 16, 5, 2, 1, NORMED=True, LATE=True)
-    tile("product, norm behind, programs", 64, 64, 5, 1, 2, NORMED=True, LATE=True)
+    compile_tile("product before a norm, warps", 8, 16, 5, 2, 1, NORMED=True, LATE=True)
+    compile_tile("product before a norm, programs", 64, 64, 5, 1, 2, NORMED=True, LATE=True)
 
 
 if __name__ == "__main__":

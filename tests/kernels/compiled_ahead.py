@@ -1,6 +1,6 @@
-"""Compiles what functions launch without launching it, for a GPU that is not here: its driver is played.
+"""Compile the kernels that functions launch, without launching them, for a fake GPU.
 
-A script, since Triton compiles nothing in a process that interprets.
+This is a script because Triton does not compile in a process that interprets.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from triton.backends.compiler import GPUTarget
 from toolkit.kernels.triton import norm
 from toolkit.kernels.triton.ahead import compiled_side_by_side
 
-compilers: list[int] = []
-"""The thread of each compilation."""
+compilers: list[int] = []  # the thread of each compilation
 loaded: list[str] = []
-launched: list[int] = []
-"""The numbers of programs."""
+launched: list[int] = []  # the number of programs of each launch
 here = threading.local()
 launching = threading.get_ident()
 
 
-class PlayedGPU:
-    """As much of a driver as Triton asks for."""
+class FakeGPU:
+    """The part of a driver that Triton uses."""
 
     def get_current_device(self) -> int:
         return getattr(here, "device", 0)
@@ -44,14 +42,14 @@ class PlayedGPU:
         return torch.device("cpu")
 
     @property
-    def utils(self) -> PlayedGPU:
+    def utils(self) -> FakeGPU:
         return self
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": 227 << 10}
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, ...]:
-        assert device == 3, "loaded onto another device than the launching thread's"
+        assert device == 3, "loaded onto a device that is not the launching thread's"
         if name == "unloadable_kernel" and threading.get_ident() != launching:
             raise MemoryError
         loaded.append(name)
@@ -72,34 +70,34 @@ def unloadable_kernel(out_ptr):
     tl.store(out_ptr, 1.0)
 
 
-def norms(*num_tokens: int) -> None:
+def launch_norms(*num_tokens: int) -> None:
     for n in num_tokens:
         norm.add_rms_norm(torch.ones(n, 256), torch.ones(n, 256), torch.ones(256), 1e-5)
         norm.add_layer_norm(torch.ones(n, 512), None, torch.ones(512), torch.ones(512), 1e-5)
 
 
-triton.runtime.driver.set_active(PlayedGPU())
+triton.runtime.driver.set_active(FakeGPU())
 triton.knobs.compilation.listener = lambda **_: compilers.append(threading.get_ident())
 here.device = 3
 
 with compiled_side_by_side(2):
-    norms(2, 5, 2)
+    launch_norms(2, 5, 2)
     other = threading.Thread(
         target=lambda: setattr(here, "device", 3) or broken_kernel[(7,)](torch.zeros(8), WIDTH=4)
     )
     other.start()
     other.join()
-    assert launched == [7], "only what this thread launches is compiled instead"
+    assert launched == [7], "other threads launch as usual"
     launched.clear()
     broken_kernel[(1,)](torch.zeros(8), WIDTH=8)
 assert len(compilers) == 3, "each kernel is compiled once"
 assert threading.get_ident() not in compilers
 assert len(loaded) == 3
-assert not launched, "nothing runs"
+assert not launched, "no kernel runs"
 
-norms(2, 5)
+launch_norms(2, 5)
 assert launched == [2, 2, 5, 5]
-assert len(compilers) == len(loaded) == 3, "what was compiled is not compiled again"
+assert len(compilers) == len(loaded) == 3, "compiled kernels are not compiled again"
 
 with pytest.raises(triton.CompilationError, match="too wide"):
     broken_kernel[(1,)](torch.zeros(8), WIDTH=8)
@@ -107,7 +105,7 @@ with pytest.raises(triton.CompilationError, match="too wide"):
 with compiled_side_by_side(2):
     unloadable_kernel[(1,)](torch.zeros(1))
 unloadable_kernel[(9,)](torch.zeros(1))
-assert launched[-1] == 9, "what did not compile is tried again"
+assert launched[-1] == 9, "a kernel that could not be loaded is tried again"
 
 
 def interrupted(futures: object) -> None:
@@ -122,9 +120,9 @@ with pytest.MonkeyPatch.context() as patch:
     with pytest.raises(KeyboardInterrupt):
         compiling.__exit__(None, None, None)
 norm.add_rms_norm(torch.ones(4, 512), torch.ones(4, 512), torch.ones(512), 1e-5)
-assert launched[-1] == 4, "whoever interrupts it can go on"
+assert launched[-1] == 4, "kernels can be launched after an interruption"
 
 num_compiled = len(compilers)
 with compiled_side_by_side(2):
-    norms(2)
+    launch_norms(2)
 assert len(compilers) == num_compiled

@@ -1,4 +1,4 @@
-"""Where the kernels' tests run."""
+"""Fixtures of the kernels' tests, and the mark of those that use a GPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="session")
-def triton_attention(triton_runs: bool) -> ModuleType:
+def triton(triton_runs: bool) -> None:
+    """Skip the test if Triton cannot run in this process."""
     if not triton_runs:
         pytest.skip(
-            "Triton was imported without its interpreter: these tests run in a process of their own"
+            "Triton was imported without its interpreter: these tests run in another process"
         )
+
+
+@pytest.fixture(scope="session")
+def triton_attention(triton: None) -> ModuleType:
     from toolkit.kernels.triton import attention
 
     return attention
@@ -29,7 +34,7 @@ def triton_attention(triton_runs: bool) -> ModuleType:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where there is a GPU, what runs on `device` is a test of it, and `-m gpu` chooses that, too: marked before it chooses."""
+    """If there is a GPU, mark tests that use `device`, before `-m gpu` selects tests."""
     if torch.cuda.is_available():
         for item in items:
             if item.path.is_relative_to(HERE) and "device" in getattr(item, "fixturenames", ()):

@@ -1,9 +1,11 @@
-"""Small work through every kernel, for compute-sanitizer to watch:
+"""Run every kernel on small inputs under compute-sanitizer:
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.kernels.sanitize gpt2 eager
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \\
+        python -m tests.kernels.sanitize gpt2 eager
 
-Names of architectures (`tests.checkpoints`) choose the models; `eager` runs without graphs, `fp8` with weights and cache in
-FP8. Without PyTorch's cache every tensor is an allocation of its own, past whose end nothing may be read.
+Arguments are names of architectures (`tests.checkpoints`), `eager` to run without graphs, and `fp8`
+for weights and cache in FP8. Without PyTorch's cache each tensor has its own allocation, so a read
+past its end is an error.
 """
 
 from __future__ import annotations

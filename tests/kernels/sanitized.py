@@ -1,4 +1,4 @@
-"""A plugin of pytest: the CPU kernels come from the library that SANITIZED_KERNELS names."""
+"""Pytest plugin that loads the CPU kernels from the library at SANITIZED_KERNELS."""
 
 from __future__ import annotations
 
@@ -17,4 +17,5 @@ def _sanitized(name: Any, *args: Any, **kwargs: Any) -> ctypes.CDLL:
     )
 
 
-ctypes.CDLL = _sanitized  # type: ignore[misc,assignment]  # nothing else decides where `library` loads from
+# `library` always loads from its own folder, so this replaces the loader.
+ctypes.CDLL = _sanitized  # type: ignore[misc,assignment]  # a function for a class

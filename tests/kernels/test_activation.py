@@ -1,4 +1,4 @@
-"""Activations: the reference against PyTorch, Triton against the reference."""
+"""Activations: the reference against the formulas, Triton against the reference."""
 
 from __future__ import annotations
 
@@ -23,18 +23,14 @@ FORMULAS = {
 
 
 @pytest.fixture(scope="session")
-def activations(triton_runs: bool):
-    if not triton_runs:
-        pytest.skip(
-            "Triton was imported without its interpreter: these tests run in a process of their own"
-        )
+def activations(triton):
     from toolkit.kernels.triton import activation
 
     return activation
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reference_agrees_with_the_written_formula(kind):
+def test_reference_equals_the_formula(kind):
     x = torch.linspace(-6, 6, 101)
     expected = torch.tensor([FORMULAS[kind](value) for value in x.tolist()])
     torch.testing.assert_close(reference.activation(x, kind), expected, rtol=1e-5, atol=1e-6)
@@ -48,7 +44,7 @@ def test_reference_agrees_with_the_written_formula(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 100), (2, 1024), (5, 2500)])
-def test_shapes_and_dtypes(activations, device, shape, dtype, kind):
+def test_triton_equals_reference(activations, device, shape, dtype, kind):
     torch.manual_seed(0)
     tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     x = (3 * torch.randn(shape, device=device)).to(dtype)
@@ -64,7 +60,7 @@ def test_shapes_and_dtypes(activations, device, shape, dtype, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_extreme_values_stay_finite_and_nan_passes(activations, device, kind):
+def test_extreme_values_stay_finite_and_nan_stays_nan(activations, device, kind):
     x = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4, float("nan")], device=device)
     y = activations.activation(x, kind)
     torch.testing.assert_close(
@@ -73,7 +69,7 @@ def test_extreme_values_stay_finite_and_nan_passes(activations, device, kind):
     assert y[5].isnan()
 
 
-def test_what_the_kernel_cannot_do_is_an_error(activations):
+def test_unsupported_inputs_are_errors(activations):
     with pytest.raises(ValueError, match="'tanh' is not one of silu"):
         activations.activation(torch.ones(2, 4), "tanh")
     with pytest.raises(ValueError, match="contiguous"):

@@ -28,7 +28,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 
 @dataclass(frozen=True)
 class Case:
-    """A step to attend: one entry of `lens` per request, (queries, context including them)."""
+    """A step. `lens` has (queries, context including them) of each request."""
 
     lens: tuple[tuple[int, int], ...]
     heads: int = 4
@@ -78,9 +78,11 @@ class Inputs:
 
 
 def make(case: Case) -> Inputs:
-    """Random inputs in shuffled blocks. What no query may see is NaN, and unused table entries lead there.
+    """Return random inputs in shuffled blocks.
 
-    q is a view of a fused QKV projection, and K and V of a block are neighbours: no stride is obvious.
+    Keys and values that no query may read are NaN. Unused table entries point to a block of NaN.
+    q is a view of a fused QKV projection, and K and V of a block are adjacent, so that no tensor is
+    contiguous.
     """
     torch.manual_seed(case.seed)
     blocks_of = [math.ceil(context / case.block_size) for _, context in case.lens]
@@ -89,7 +91,7 @@ def make(case: Case) -> Inputs:
     cache = torch.full(
         (num_blocks, 2, case.block_size, case.kv_heads, case.head_size), NAN, dtype=cached
     )
-    numbers = (1 + torch.randperm(num_blocks - 1)).split(blocks_of)  # block 0 belongs to nobody
+    numbers = (1 + torch.randperm(num_blocks - 1)).split(blocks_of)  # block 0 is unused
     table = torch.zeros(len(case.lens), max(blocks_of) + 1, dtype=torch.int32)
     keys, values = [], []
     for request, (queries, context) in enumerate(case.lens):
@@ -134,7 +136,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("cached", [None, FP8], ids=str)
 @pytest.mark.parametrize("window", [0, 1, 4, 100])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
-def test_reference_agrees_with_pytorch_on_unpaged_data(
+def test_reference_equals_pytorch_on_unpaged_data(
     heads: int, kv_heads: int, window: int, cached: torch.dtype | None
 ):
     case = Case(
@@ -166,7 +168,7 @@ def test_reference_agrees_with_pytorch_on_unpaged_data(
     assert_close(reference.paged_attention(*inputs.arguments, **case.options), torch.cat(expected))
 
 
-def test_reference_caps_logits_like_the_written_formula():
+def test_reference_caps_logits_by_the_formula():
     case = Case(((1, 5),), heads=1, kv_heads=1, cap=0.3)
     inputs = make(case)
     q, keys, values = inputs.q[0, 0].tolist(), inputs.keys[0][:, 0].tolist(), inputs.values[0][:, 0]
@@ -178,7 +180,7 @@ def test_reference_caps_logits_like_the_written_formula():
     assert_close(reference.paged_attention(*inputs.arguments, **case.options)[0, 0], expected)
 
 
-# Triton: the same kernels compiled where there is a GPU, interpreted elsewhere
+# Triton: compiled if there is a GPU, else interpreted
 
 
 def check(triton_attention, case: Case, device: torch.device) -> None:
@@ -194,12 +196,8 @@ def check(triton_attention, case: Case, device: torch.device) -> None:
 
 
 DECODE = ((1, 9), (1, 1), (1, 33))
-MIXED = (
-    (1, 20),
-    (5, 37),
-    (6, 6),
-    (1, 1),
-)  # a decode, a chunk after a prefix, a whole prompt, a first token
+MIXED = ((1, 20), (5, 37), (6, 6), (1, 1))
+"""A decode, a chunk after a prefix, a complete prompt, and a first token."""
 
 
 @pytest.mark.parametrize(
@@ -223,7 +221,7 @@ def test_caches_in_fp8(triton_attention, device, dtype, head_size, lens):
     )
 
 
-def test_fp8_caches_take_queries_that_fp16_cannot_hold(triton_attention, device):
+def test_fp8_caches_accept_queries_beyond_fp16(triton_attention, device):
     case = replace(Case(DECODE, dtype=torch.bfloat16, cached=FP8), device=device)
     inputs = make(case)
     inputs.q[0, 0, 0] = 1e30
@@ -241,16 +239,14 @@ def test_every_block_size(triton_attention, device, block_size, lens):
 @pytest.mark.parametrize(
     ("heads", "kv_heads"), [(3, 3), (8, 2), (16, 2), (14, 2), (8, 1), (71, 1), (130, 1)]
 )
-def test_every_way_of_grouping_heads(triton_attention, device, heads, kv_heads, lens):
+def test_every_head_grouping(triton_attention, device, heads, kv_heads, lens):
     check(triton_attention, Case(lens, heads=heads, kv_heads=kv_heads), device)
 
 
 @pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize("block_size", [7, 16])
 @pytest.mark.parametrize("window", [1, 4, 17, 100])
-def test_sliding_windows_shorter_and_longer_than_the_context(
-    triton_attention, device, window, block_size, lens
-):
+def test_sliding_windows(triton_attention, device, window, block_size, lens):
     check(triton_attention, Case(lens, window=window, block_size=block_size), device)
 
 
@@ -262,12 +258,12 @@ def test_soft_caps(triton_attention, device, cap, window, lens):
 
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("query_len", [63, 64, 65, 130])
-def test_prompts_around_the_edges_of_tiles(triton_attention, device, query_len, window):
+def test_prompts_around_tile_sizes(triton_attention, device, query_len, window):
     lens = ((query_len, query_len), (1, 70), (query_len, query_len + 71))
     check(triton_attention, Case(lens, heads=2, kv_heads=1, window=window), device)
 
 
-def test_a_lone_request_of_one_query_in_a_step_shaped_for_more(triton_attention, device):
+def test_bounds_may_exceed_the_lengths(triton_attention, device):
     case = replace(Case(((1, 40),)), device=device)
     inputs = make(case)
     actual = triton_attention.paged_attention(
@@ -298,7 +294,7 @@ def test_random_ragged_batches(triton_attention, device, seed):
 
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("splits", [1, 2, 3, 8])
-def test_splitting_the_keys_changes_nothing(triton_attention, device, splits, window):
+def test_key_splits_change_no_result(triton_attention, device, splits, window):
     case = replace(Case(((1, 150), (1, 1), (1, 64), (1, 129)), window=window), device=device)
     inputs = make(case)
     out = torch.full(inputs.q.shape, NAN, device=device)
@@ -310,9 +306,7 @@ def test_splitting_the_keys_changes_nothing(triton_attention, device, splits, wi
 
 
 @pytest.mark.parametrize("window", [0, 30])
-def test_a_step_shaped_for_long_contexts_splits_its_single_queries(
-    triton_attention, device, monkeypatch, window
-):
+def test_long_context_bounds_split_single_queries(triton_attention, device, monkeypatch, window):
     monkeypatch.setattr(triton_attention, "_num_multiprocessors", lambda device: 16)
     case = replace(Case(((1, 150), (5, 80), (1, 1), (70, 70)), window=window), device=device)
     inputs = make(case)
@@ -323,7 +317,7 @@ def test_a_step_shaped_for_long_contexts_splits_its_single_queries(
 
 
 @pytest.mark.parametrize("lens", [((1, 40), (1, 17), (1, 3)), ((5, 33), (1, 50), (20, 20))])
-def test_requests_find_their_rows_in_a_larger_table(triton_attention, device, lens):
+def test_rows_index_a_larger_block_table(triton_attention, device, lens):
     inputs = make(Case(lens, device=device))
     rows = torch.tensor([6, 0, 3], dtype=torch.int32, device=device)
     table = torch.full((8, inputs.block_table.shape[1]), -1, dtype=torch.int32, device=device)
@@ -336,8 +330,8 @@ def test_requests_find_their_rows_in_a_larger_table(triton_attention, device, le
 
 
 @pytest.mark.parametrize("max_query_len", [1, 4])
-def test_padding_requests_touch_nothing(triton_attention, device, max_query_len):
-    """A graph is captured for more requests than a step may have: the rest have no queries and no blocks."""
+def test_padding_requests_write_nothing(triton_attention, device, max_query_len):
+    """In a captured graph, requests beyond the step's have no queries and no blocks."""
     case = replace(Case(((1, 20), (max_query_len, 30))), device=device)
     inputs = make(case)
     expected = reference.paged_attention(*inputs.arguments, **case.options)
@@ -358,7 +352,7 @@ def test_padding_requests_touch_nothing(triton_attention, device, max_query_len)
     assert (out[tokens:] == 7.0).all()
 
 
-def test_a_padding_request_with_a_query_but_no_context_gives_zeros(triton_attention, device):
+def test_queries_without_context_yield_zeros(triton_attention, device):
     inputs = make(replace(Case(((1, 5),)), device=device))
     inputs.seq_lens.zero_()
     inputs.block_table.fill_(-(10**6))
@@ -369,8 +363,8 @@ def test_a_padding_request_with_a_query_but_no_context_gives_zeros(triton_attent
 
 
 @pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
-def test_heads_before_slots_and_strided_outputs(triton_attention, device, lens):
-    """The cache may be laid out [blocks, heads, slots, size], q and out as slices along heads."""
+def test_other_cache_layouts_and_strided_outputs(triton_attention, device, lens):
+    """The cache may be [blocks, heads, slots, size], and q and out slices along heads."""
     case = replace(Case(lens), device=device)
     inputs = make(case)
     expected = reference.paged_attention(*inputs.arguments, **case.options)
@@ -389,7 +383,7 @@ def test_heads_before_slots_and_strided_outputs(triton_attention, device, lens):
     assert wide[:, 2 + case.heads :].isnan().all()
 
 
-def test_what_the_kernels_cannot_do_is_an_error(triton_attention):
+def test_unsupported_inputs_are_errors(triton_attention):
     inputs = make(Case(DECODE))
     call = {"max_query_len": 1, "max_seq_len": 64, "scale": 1.0}
     with pytest.raises(ValueError, match="share one dtype"):
@@ -403,12 +397,12 @@ def test_what_the_kernels_cannot_do_is_an_error(triton_attention):
         triton_attention.paged_attention(
             *replace(inputs, q=inputs.q.mT.contiguous().mT).arguments, **call
         )
-    apart = replace(inputs, v_cache=inputs.v_cache.contiguous())
+    separate = replace(inputs, v_cache=inputs.v_cache.contiguous())
     with pytest.raises(ValueError, match="same strides"):
-        triton_attention.paged_attention(*apart.arguments, **call)
+        triton_attention.paged_attention(*separate.arguments, **call)
 
 
-def test_splits_fill_the_gpu_and_no_more(triton_attention, monkeypatch):
+def test_splits_are_as_many_as_fill_the_gpu(triton_attention, monkeypatch):
     monkeypatch.setattr(triton_attention, "_num_multiprocessors", lambda device: 132)
 
     def splits(num_reqs: int, max_seq_len: int) -> int:
@@ -433,7 +427,7 @@ def test_splits_fill_the_gpu_and_no_more(triton_attention, monkeypatch):
     ("block_size", "kv_heads", "head_size"), [(16, 2, 32), (7, 3, 80), (1, 1, 256), (4, 8, 160)]
 )
 @pytest.mark.parametrize("layout", ["slots first", "heads first"])
-def test_write_kv_fills_the_named_slots_alone(
+def test_write_kv_fills_only_the_given_slots(
     device, layout, block_size, kv_heads, head_size, dtype, cached
 ):
     torch.manual_seed(0)
@@ -461,7 +455,8 @@ def test_write_kv_fills_the_named_slots_alone(
     )
 
 
-def test_triton_tests_run_in_a_process_of_their_own_when_they_cannot_here(triton_runs):
+def test_triton_tests_pass_in_a_new_process(triton_runs):
+    """Only if they cannot run in this one."""
     if triton_runs:
         return
     environment = os.environ | {"TRITON_INTERPRET": "1"}
@@ -501,7 +496,7 @@ def test_real_sizes(triton_attention, device, case, dtype, cached):
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("queries", [1, 8])
-def test_a_captured_graph_follows_the_lengths_and_never_waits(triton_attention, device, queries):
+def test_captured_graphs_follow_the_lengths_without_waiting(triton_attention, device, queries):
     long = replace(Case(((queries, 900), (1, 500), (1, 64))), device=device)
     short = make(replace(long, lens=((queries, 40), (1, 300), (1, 1)), seed=1))
     inputs = make(long)

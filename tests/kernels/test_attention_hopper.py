@@ -1,4 +1,4 @@
-"""Prefill attention written for Hopper: against the reference, on one."""
+"""Prefill attention for Hopper GPUs, compared with the reference. Most tests need such a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDE = Case(
 
 @pytest.fixture
 def calls(triton_attention, monkeypatch):
-    """What the Hopper kernel was called for."""
+    """Return the `singles` argument of each call of the Hopper kernel."""
     calls = []
     original = triton_attention._prefill_on_hopper
 
@@ -41,7 +41,7 @@ def calls(triton_attention, monkeypatch):
 
 
 def assert_rows_close(actual: Tensor, expected: Tensor) -> None:
-    """Every head of every token, so that one row at the edge of a tile shows."""
+    """Compare each head of each token, so that one wrong row at the edge of a tile fails."""
     difference = (actual.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
     assert (
         difference.max() < {torch.float16: 4e-3, torch.bfloat16: 2e-2}[actual.dtype]
@@ -75,7 +75,7 @@ def check(triton_attention, case: Case, times: int = 1) -> None:
     ],
     ids=str,
 )
-def test_what_it_takes(triton_attention, monkeypatch, changes, suits):
+def test_supported_shapes_and_dtypes(triton_attention, monkeypatch, changes, suits):
     monkeypatch.setattr(triton_attention, "_is_hopper", lambda device: True)
     case = replace(WIDE, lens=((3, 5),), **changes)
     inputs = make(case)
@@ -91,14 +91,14 @@ def suits(triton_attention, q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: 
 
 
 def padded(x: Tensor, dim: int, by: int) -> Tensor:
-    """The same with numbers of nobody between its slices of `dim`."""
+    """Return x with `by` unused numbers after its slices of `dim`."""
     shape = list(x.shape)
     shape[dim] += by
     return x.new_zeros(shape).narrow(dim, 0, x.shape[dim]).copy_(x)
 
 
-def test_which_layouts_it_takes(triton_attention, monkeypatch):
-    """Its copies want pages whose slots follow each other evenly, and addresses and strides in sixteens."""
+def test_supported_layouts(triton_attention, monkeypatch):
+    """Copies need evenly spaced slots, and addresses and strides divisible by 16 bytes."""
     monkeypatch.setattr(triton_attention, "_is_hopper", lambda device: True)
     q, k, v, *rest = make(replace(WIDE, lens=((3, 5),))).arguments
 
@@ -125,7 +125,7 @@ def test_which_layouts_it_takes(triton_attention, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "generation", "known"),
+    ("version", "generation", "supported"),
     [
         ("3.6.0", 9, True),
         ("3.7.1", 9, True),
@@ -134,10 +134,12 @@ def test_which_layouts_it_takes(triton_attention, monkeypatch):
         ("3.6.0", 10, False),
     ],
 )
-def test_which_machines_it_runs_on(triton_attention, monkeypatch, version, generation, known):
+def test_supported_gpus_and_triton_versions(
+    triton_attention, monkeypatch, version, generation, supported
+):
     monkeypatch.setattr(triton_attention.triton, "__version__", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
-    assert triton_attention._is_hopper.__wrapped__(torch.device("cuda", 0)) == known
+    assert triton_attention._is_hopper.__wrapped__(torch.device("cuda", 0)) == supported
     assert not triton_attention._is_hopper.__wrapped__(torch.device("cpu"))
 
 
@@ -151,7 +153,7 @@ def test_which_machines_it_runs_on(triton_attention, monkeypatch, version, gener
         [(3, 3), (8, 2), (16, 2), (14, 2), (8, 1), (71, 1), (128, 1)],
     ),
 )
-def test_every_shape_that_it_takes(triton_attention, calls, block_size, dtype, heads):
+def test_every_supported_shape(triton_attention, calls, block_size, dtype, heads):
     case = replace(WIDE, block_size=block_size, dtype=dtype, heads=heads[0], kv_heads=heads[1])
     check(triton_attention, case, times=3)
     assert calls == [True] * 3
@@ -161,15 +163,15 @@ def test_every_shape_that_it_takes(triton_attention, calls, block_size, dtype, h
 @needs_hopper
 @pytest.mark.parametrize("query_len", [15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 300])
 @pytest.mark.parametrize("before", [0, 1, 63, 64, 65, 500])
-def test_prompts_around_the_edges_of_tiles(triton_attention, calls, query_len, before):
+def test_prompts_around_tile_sizes(triton_attention, calls, query_len, before):
     check(triton_attention, replace(WIDE, lens=((query_len, before + query_len), (2, 2))))
     assert calls
 
 
 @gpu
 @needs_hopper
-def test_one_job_and_then_others(triton_attention, calls):
-    """Whatever the number of programs, the next call begins with the first job again."""
+def test_calls_with_different_numbers_of_jobs(triton_attention, calls):
+    """Each call starts at its first job, whatever the number of programs in the call before."""
     for queries in (3, 300, 1, 2):
         check(
             triton_attention,
@@ -180,7 +182,7 @@ def test_one_job_and_then_others(triton_attention, calls):
 
 @gpu
 @needs_hopper
-def test_requests_find_their_rows_in_a_larger_table(triton_attention, calls):
+def test_rows_index_a_larger_block_table(triton_attention, calls):
     case = replace(WIDE, device=torch.device("cuda", 0))
     inputs = make(case)
     q, k, v, starts, lens, table = inputs.arguments
@@ -196,7 +198,7 @@ def test_requests_find_their_rows_in_a_larger_table(triton_attention, calls):
 
 @gpu
 @needs_hopper
-def test_no_context_at_all_gives_zeros_for_any_number_of_queries(triton_attention, calls):
+def test_many_queries_without_context_yield_zeros(triton_attention, calls):
     case = replace(WIDE, lens=((100, 100), (200, 200)), device=torch.device("cuda", 0))
     inputs = make(case)
     expected = reference.paged_attention(*inputs.arguments, **case.options)
@@ -210,7 +212,7 @@ def test_no_context_at_all_gives_zeros_for_any_number_of_queries(triton_attentio
 
 @gpu
 @needs_hopper
-def test_calls_on_two_streams_do_not_meet(triton_attention, calls):
+def test_calls_on_two_streams_are_independent(triton_attention, calls):
     case = replace(
         WIDE, lens=((900, 900), (700, 1500)), heads=16, kv_heads=8, device=torch.device("cuda", 0)
     )
@@ -233,7 +235,7 @@ def test_calls_on_two_streams_do_not_meet(triton_attention, calls):
 
 @gpu
 @needs_hopper
-def test_more_requests_than_are_searched_at_a_time(triton_attention, calls):
+def test_more_requests_than_one_search_covers(triton_attention, calls):
     lens = tuple((1 + 7 * i % 40, 1 + 7 * i % 40 + 11 * i % 90) for i in range(600))
     check(triton_attention, replace(WIDE, lens=lens), times=2)
     assert calls
@@ -241,7 +243,7 @@ def test_more_requests_than_are_searched_at_a_time(triton_attention, calls):
 
 @gpu
 @needs_hopper
-def test_more_jobs_than_programs_of_very_different_lengths(triton_attention, calls):
+def test_more_jobs_than_programs_with_very_different_lengths(triton_attention, calls):
     lens = ((900, 900), (1, 3000), (40, 2500), (700, 1500), (3, 3), (256, 4000))
     check(triton_attention, replace(WIDE, lens=lens, heads=16, kv_heads=8), times=3)
     assert calls
@@ -249,7 +251,7 @@ def test_more_jobs_than_programs_of_very_different_lengths(triton_attention, cal
 
 @gpu
 @needs_hopper
-def test_single_queries_of_long_contexts_are_left_to_decode(triton_attention, calls):
+def test_single_queries_of_long_contexts_use_the_decode_kernel(triton_attention, calls):
     device = torch.device("cuda", 0)
     case = replace(WIDE, lens=((1, 900), (30, 700)), device=device)
     inputs = make(case)
@@ -262,7 +264,7 @@ def test_single_queries_of_long_contexts_are_left_to_decode(triton_attention, ca
 
 @gpu
 @needs_hopper
-def test_padding_touches_nothing_and_no_context_gives_zeros(triton_attention, calls):
+def test_padding_writes_nothing_and_no_context_yields_zeros(triton_attention, calls):
     case = replace(WIDE, lens=((4, 20), (3, 9), (1, 5)), device=torch.device("cuda", 0))
     inputs = make(case)
     expected = reference.paged_attention(*inputs.arguments, **case.options)
@@ -286,7 +288,7 @@ def test_padding_touches_nothing_and_no_context_gives_zeros(triton_attention, ca
 
 @gpu
 @needs_hopper
-def test_a_captured_graph_follows_the_lengths(triton_attention, calls):
+def test_captured_graphs_follow_the_lengths(triton_attention, calls):
     long = replace(WIDE, lens=((200, 900), (1, 500), (9, 64)), device=torch.device("cuda", 0))
     short = make(replace(long, lens=((200, 240), (1, 300), (9, 9)), seed=1))
     inputs = make(long)

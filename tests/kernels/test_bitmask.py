@@ -1,4 +1,4 @@
-"""Masks of grammars on logits: the sampler's and Triton's against the reference, which goes token by token."""
+"""Grammar masks on logits: the sampler's and Triton's against the reference."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ SHAPES = [(1, 1, 31), (3, 2, 64), (5, 5, 100), (4, 1, 4099), (6, 3, 9000)]
 
 
 @pytest.fixture(scope="session")
-def mask_logits(triton_runs: bool):
-    if not triton_runs:
-        pytest.skip(
-            "Triton was imported without its interpreter: these tests run in a process of their own"
-        )
+def mask_logits(triton):
     from toolkit.kernels.triton.bitmask import mask_logits
 
     return mask_logits
@@ -41,9 +37,9 @@ def masked(function, logits: Tensor, index: Tensor, masks: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("missing_words", [0, 1])
-def test_the_samplers_masks_are_the_references(shape, missing_words):
+def test_sampler_equals_reference(shape, missing_words):
     if missing_words == -(-shape[2] // 32):
-        pytest.skip("no word would be left")
+        pytest.skip("no word is left")
     example_ = example(*shape, missing_words)
     assert torch.equal(
         masked(sampler.mask_logits, *example_), masked(reference.mask_logits, *example_)
@@ -52,16 +48,16 @@ def test_the_samplers_masks_are_the_references(shape, missing_words):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("missing_words", [0, 1])
-def test_tritons_masks_are_the_references(mask_logits, device, shape, missing_words):
+def test_triton_equals_reference(mask_logits, device, shape, missing_words):
     if missing_words == -(-shape[2] // 32):
-        pytest.skip("no word would be left")
+        pytest.skip("no word is left")
     logits, index, masks = example(*shape, missing_words)
     expected = masked(reference.mask_logits, logits, index, masks)
     found = masked(mask_logits, logits.to(device), index.to(device), masks.to(device))
     assert torch.equal(found.cpu(), expected)
 
 
-def test_tritons_masks_are_for_rows_that_lie_apart(mask_logits, device):
+def test_strided_rows_are_masked_without_their_padding(mask_logits, device):
     logits, index, masks = example(4, 2, 70)
     wide = torch.zeros(4, 96, device=device)
     wide[:, :70] = logits.to(device)
@@ -70,7 +66,7 @@ def test_tritons_masks_are_for_rows_that_lie_apart(mask_logits, device):
     assert not wide[:, 70:].any()
 
 
-def test_no_masks_change_nothing_and_other_types_are_refused(mask_logits, device):
+def test_no_masks_change_nothing_and_other_types_are_errors(mask_logits, device):
     index = torch.empty(0, dtype=torch.int64, device=device)
     masks = torch.empty(0, 1, dtype=torch.int32, device=device)
     logits = torch.randn(2, 20, device=device)

@@ -1,4 +1,4 @@
-"""Kernels compile for a GPU that is not here."""
+"""Kernels compile for a GPU on machines without one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run(name: str, cache: Path) -> str:
-    """What a script of this folder prints, with an empty cache of compiled kernels."""
+    """Run a script of this folder with an empty cache of compiled kernels. Return its output."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
     script = Path(__file__).with_name(name)
@@ -26,10 +26,13 @@ def run(name: str, cache: Path) -> str:
 
 
 def test_kernels_compile_for_hopper(tmp_path):
-    """What the interpreter runs the compiler may refuse, as a variable that changes its shape."""
+    """The compiler refuses some programs that the interpreter runs.
+
+    An example is a variable that changes its shape.
+    """
     assert len(run("compiled.py", tmp_path).splitlines()) == 9
 
 
-def test_compiled_side_by_side(tmp_path):
-    """Launches become compilations, once for each kernel and on other threads; what does not compile raises where it is launched."""
+def test_parallel_compilation(tmp_path):
+    """Each kernel is compiled once, on other threads. Errors are raised at the launch."""
     run("compiled_ahead.py", tmp_path)

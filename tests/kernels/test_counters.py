@@ -1,4 +1,4 @@
-"""Counters that a kernel's programs share."""
+"""Counters shared by the programs of a kernel."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from toolkit.kernels.triton import matmul
 from toolkit.kernels.triton.counters import counters
 
 
-def test_one_set_for_each_number_of_them():
+def test_each_count_has_its_own_counters():
     cpu = torch.device("cpu")
     assert counters(cpu, 3) is counters(cpu, 3)
     assert counters(cpu, 3).tolist() == [0, 0, 0]
@@ -15,7 +15,7 @@ def test_one_set_for_each_number_of_them():
 
 
 @pytest.mark.gpu
-def test_products_that_share_tiles_overlap_on_two_streams():
+def test_products_with_split_tiles_may_overlap_on_two_streams():
     torch.manual_seed(0)
     tile, device = matmul.Tile(32, stages=4, splits=4), torch.device("cuda")
     weight = torch.randn(1024, 4096, dtype=torch.bfloat16, device=device)
@@ -34,5 +34,5 @@ def test_products_that_share_tiles_overlap_on_two_streams():
             with torch.cuda.stream(stream):
                 out.append(product(x))
     torch.cuda.synchronize()
-    for all_alike, one in zip(outs, expected, strict=True):
-        assert all(torch.equal(out, one) for out in all_alike)
+    for found, one in zip(outs, expected, strict=True):
+        assert all(torch.equal(out, one) for out in found)

@@ -1,4 +1,4 @@
-"""Attention on CPUs, and what is done to queries, keys and values before it, against the reference."""
+"""CPU attention, and the norms, rotation and cache writes before it, against the reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from toolkit.kernels import cpu, reference
-from toolkit.kernels.cpu.attention import Layer, Step
+from toolkit.kernels.cpu.attention import AttentionStep, Layer
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.problem()))
 
@@ -21,14 +21,7 @@ LENS: dict[str, list[tuple[int, int]]] = {
     "one long request": [(1, 1000)],
     "next tokens": [(1, 5), (1, 300), (1, 1), (1, 64), (1, 33)],
     "prompts": [(40, 40), (7, 7), (1, 1), (129, 129)],
-    "prompts that go on, and next tokens": [
-        (33, 170),
-        (1, 100),
-        (2, 50),
-        (16, 16),
-        (1, 9),
-        (5, 400),
-    ],
+    "continued prompts and next tokens": [(33, 170), (1, 100), (2, 50), (16, 16), (1, 9), (5, 400)],
 }
 HEADS = {
     "own keys": (4, 4, 64),
@@ -41,7 +34,7 @@ ODD_SIZES = (8, 12, 24, 40, 80, 96, 100)
 
 @dataclass
 class Case:
-    """A step over a cache of random numbers. Blocks lie in disorder; those of no request are NaN."""
+    """A step over a cache of random numbers, in shuffled blocks. Unused blocks are NaN."""
 
     q: Tensor
     k_cache: Tensor
@@ -52,14 +45,19 @@ class Case:
     block_table: Tensor
 
     @property
-    def step(self) -> Step:
+    def step(self) -> AttentionStep:
         unused = torch.zeros(len(self.q), dtype=torch.int64)
-        return Step(
+        return AttentionStep(
             unused, unused, self.query_start_loc, self.seq_lens, self.rows, self.block_table
         )
 
     def ours(self, **options: float) -> Tensor:
-        layer = Layer(self.k_cache, self.v_cache, self.q.shape[1], **options)  # type: ignore[arg-type]  # ints and floats
+        layer = Layer(
+            self.k_cache,
+            self.v_cache,
+            self.q.shape[1],
+            **options,  # type: ignore[arg-type]  # ints and floats
+        )
         return layer.attend(self.q, self.step)
 
     def reference(self, **options: float) -> Tensor:
@@ -97,7 +95,7 @@ def make_case(
             2, context, num_kv_heads, head_size, dtype=torch.float32
         ).to(dtype)
     starts = torch.tensor([0] + [queries for queries, _ in lens]).cumsum(0).int()
-    # The queries lie among keys and values, as the backend has them.
+    # The backend passes queries as a view of q | k | v.
     qkv = torch.randn(int(starts[-1]), (num_heads + 2 * num_kv_heads) * head_size).to(dtype)
     q = qkv[:, : num_heads * head_size].unflatten(1, (num_heads, head_size))
     seq_lens = torch.tensor([context for _, context in lens]).int()
@@ -123,7 +121,7 @@ def assert_same(case: Case, **options: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
-def test_attention_is_the_references(
+def test_attention_equals_reference(
     lens: list[tuple[int, int]], heads: tuple[int, int, int], dtype: torch.dtype, variant: str
 ) -> None:
     torch.manual_seed(0)
@@ -133,28 +131,28 @@ def test_attention_is_the_references(
 
 @pytest.mark.parametrize("variant", cpu.variants())
 @pytest.mark.parametrize("size", ODD_SIZES)
-def test_heads_may_be_of_any_size(size: int, variant: str) -> None:
+def test_heads_of_any_size(size: int, variant: str) -> None:
     torch.manual_seed(0)
     with cpu.using(variant):
         for dtype in DTYPES:
-            assert_same(make_case(LENS["prompts that go on, and next tokens"], (6, 3, size), dtype))
+            assert_same(make_case(LENS["continued prompts and next tokens"], (6, 3, size), dtype))
 
 
 @pytest.mark.parametrize("variant", cpu.variants())
 @pytest.mark.parametrize("block_size", [1, 7, 32, 128])
-def test_blocks_may_be_of_any_size(block_size: int, variant: str) -> None:
+def test_blocks_of_any_size(block_size: int, variant: str) -> None:
     torch.manual_seed(0)
     with cpu.using(variant):
         assert_same(
             make_case(
-                LENS["prompts that go on, and next tokens"], (4, 2, 32), torch.float32, block_size
+                LENS["continued prompts and next tokens"], (4, 2, 32), torch.float32, block_size
             )
         )
 
 
 @pytest.mark.parametrize("variant", cpu.variants())
 @pytest.mark.parametrize("window", [1, 20, 33, 5000])
-def test_a_window_hides_what_lies_before_it(window: int, variant: str) -> None:
+def test_sliding_windows_hide_earlier_keys(window: int, variant: str) -> None:
     torch.manual_seed(0)
     with cpu.using(variant):
         for lens in LENS.values():
@@ -162,11 +160,11 @@ def test_a_window_hides_what_lies_before_it(window: int, variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", cpu.variants())
-def test_a_soft_cap_bounds_the_logits(variant: str) -> None:
+def test_soft_caps_bound_the_logits(variant: str) -> None:
     torch.manual_seed(0)
     with cpu.using(variant):
         for soft_cap in (0.5, 30.0):
-            case = make_case(LENS["prompts that go on, and next tokens"], (4, 2, 64), torch.float32)
+            case = make_case(LENS["continued prompts and next tokens"], (4, 2, 64), torch.float32)
             assert_same(case, soft_cap=soft_cap, scale=1.0)
             assert_same(case, soft_cap=soft_cap, sliding_window=40)
 
@@ -186,8 +184,8 @@ def test_large_logits_neither_overflow_nor_vanish() -> None:
 
 
 @pytest.mark.parametrize("variant", cpu.variants())
-def test_nan_is_not_hidden(variant: str) -> None:
-    """The sampler ends a request whose logits are not finite; attention must not make them so."""
+def test_nan_in_queries_reaches_the_output(variant: str) -> None:
+    """The sampler ends requests whose logits are not finite. Attention must not hide them."""
     torch.manual_seed(0)
     with cpu.using(variant):
         for lens in ([(1, 100)], [(20, 20)]):
@@ -198,27 +196,27 @@ def test_nan_is_not_hidden(variant: str) -> None:
             assert found[:-1].isfinite().all()
 
 
-def test_what_the_kernels_cannot_take_is_refused() -> None:
+def test_unsupported_inputs_are_errors() -> None:
     case = make_case([(1, 4)], (2, 2, 32), torch.float32)
-    with pytest.raises(ValueError, match="all fp32 or all bfloat16"):
+    with pytest.raises(ValueError, match="all in fp32 or all in bfloat16"):
         Layer(case.k_cache, case.v_cache.bfloat16(), 2, scale=1.0)
-    with pytest.raises(ValueError, match="divide"):
+    with pytest.raises(ValueError, match="must divide"):
         Layer(case.k_cache, case.v_cache, 3, scale=1.0)
     big = torch.zeros(1, 16, 1, 264)
-    with pytest.raises(ValueError, match="256 at most"):
+    with pytest.raises(ValueError, match="at most 256"):
         Layer(big, big, 1, scale=1.0)
-    with pytest.raises(ValueError, match="no 17 pairs"):
+    with pytest.raises(ValueError, match="cannot rotate 17 pairs"):
         Layer(case.k_cache, case.v_cache, 2, scale=1.0, cos_sin=torch.zeros(4, 2, 17))
     layer = Layer(case.k_cache, case.v_cache, 2, scale=1.0)
-    with pytest.raises(ValueError, match="tokens of whole heads"):
+    with pytest.raises(ValueError, match="each of contiguous heads"):
         layer.attend(case.q.bfloat16(), case.step)
     with pytest.raises(ValueError, match="contiguous, not"):
         layer.write(torch.zeros(1, 64), case.step)
     with pytest.raises(ValueError, match="int64"):
-        Step(*[torch.zeros(1)] * 5, torch.zeros(1, 1))
-    whole = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+        AttentionStep(*[torch.zeros(1)] * 5, torch.zeros(1, 1))
+    long, int_ = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="lengths"):
-        Step(whole[0], whole[0], whole[1], whole[1], whole[1], whole[1][None])
+        AttentionStep(long, long, int_, int_, int_, int_[None])
 
 
 @pytest.mark.parametrize("variant", cpu.variants())
@@ -229,7 +227,7 @@ def test_what_the_kernels_cannot_take_is_refused() -> None:
     [(0, False), (0, True), (12, False), (20, True)],
     ids=["plain", "normed", "rotated", "both"],
 )
-def test_keys_and_values_reach_their_slots_and_queries_come_back(
+def test_write_stores_keys_and_values_and_returns_queries(
     half: int, normed: bool, num_tokens: int, dtype: torch.dtype, variant: str
 ) -> None:
     torch.manual_seed(0)
@@ -256,10 +254,17 @@ def test_keys_and_values_reach_their_slots_and_queries_come_back(
         num_kv_heads=num_kv_heads,
         **options,  # type: ignore[arg-type]  # tensors and a float
     )
-    few = torch.zeros(1, dtype=torch.int32)
-    step = Step(positions, slots, torch.zeros(2, dtype=torch.int32), few, few, few[None])
+    zero = torch.zeros(1, dtype=torch.int32)
+    starts = torch.zeros(2, dtype=torch.int32)
+    step = AttentionStep(positions, slots, starts, zero, zero, zero[None])
     with cpu.using(variant):
-        found = Layer(caches[0], caches[1], num_heads, scale=1.0, **options).write(qkv, step)  # type: ignore[arg-type]
+        layer = Layer(
+            *caches,
+            num_heads,
+            scale=1.0,
+            **options,  # type: ignore[arg-type]  # tensors and a float
+        )
+        found = layer.write(qkv, step)
     tolerance = {"atol": TOLERANCE[dtype], "rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5}
     torch.testing.assert_close(found, expected, **tolerance)
     torch.testing.assert_close(caches, expected_caches, **tolerance)

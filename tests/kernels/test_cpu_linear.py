@@ -1,4 +1,4 @@
-"""Products with packed weights, in every variant that this machine can run, against plain PyTorch."""
+"""Products with packed weights, in all variants that run on this machine, against PyTorch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = [
     (130, 66, 65),
     (130, 66, 64),
 ]
-"""(rows, out, in): single rows, whole and broken tiles, panels and words; more rows than one block has."""
+"""(rows, out, in): single rows; complete and partial tiles, panels and words; several blocks."""
 ACTIVATIONS = [None, "silu", "relu", "gelu", "gelu_tanh"]
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
@@ -44,7 +44,7 @@ def num_threads(request):
 
 
 def make(rows: int, out: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """(x, weight, bias), of values whose products are near 1."""
+    """Return (x, weight, bias) with products near 1."""
     torch.manual_seed(rows + out + size)
     return (
         torch.randn(rows, size, dtype=dtype),
@@ -64,7 +64,7 @@ def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_products_equal_the_reference(kind, gated):
+def test_products_equal_reference(kind, gated):
     for shape, activation in zip(SHAPES, itertools.cycle(ACTIVATIONS), strict=False):
         x, weight, bias = make(*shape, KINDS[kind])
         weight = weight.to(KINDS[kind])
@@ -76,7 +76,7 @@ def test_products_equal_the_reference(kind, gated):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gated", [False, True])
-def test_int8_rounds_weights_and_tokens_as_the_reference_does(dtype, gated):
+def test_int8_products_equal_reference(dtype, gated):
     for shape, activation in zip(SHAPES, itertools.cycle(ACTIVATIONS), strict=False):
         x, weight, bias = make(*shape, dtype)
         rows, scale = quantized(weight)
@@ -86,7 +86,7 @@ def test_int8_rounds_weights_and_tokens_as_the_reference_does(dtype, gated):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_are_right_far_from_zero(activation):
+def test_activations_far_from_zero(activation):
     x = torch.cat((torch.linspace(-120, 120, 999), torch.tensor([0.0, 1e-8, -1e-8])))[:, None]
     y = PackedLinear(torch.ones(1, 1), activation=activation)(x)
     torch.testing.assert_close(
@@ -94,14 +94,14 @@ def test_activations_are_right_far_from_zero(activation):
     )
 
 
-def test_results_in_bf16_are_rounded_to_the_nearest():
+def test_bf16_results_are_rounded_to_nearest():
     x, weight, bias = make(5, 40, 64, torch.bfloat16)
     linear = PackedLinear(weight.bfloat16(), bias)
     assert torch.equal(linear(x), linear(x, torch.float32).bfloat16())
 
 
-def test_a_row_does_not_depend_on_the_others():
-    """What a request gets must not change with the batch that it is in."""
+def test_rows_are_independent():
+    """A request's results must not depend on its batch."""
     x, weight, bias = make(33, 96, 200, torch.float32)
     for linear in (
         PackedLinear(weight, bias),
@@ -116,7 +116,7 @@ def test_a_row_does_not_depend_on_the_others():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_value_that_is_no_number_spoils_its_own_row_only(kind, bad):
+def test_values_that_are_not_finite_affect_only_their_row(kind, bad):
     x, weight, bias = make(3, 40, 64, torch.float32)
     x[1, 5] = bad
     scale = None
@@ -127,13 +127,13 @@ def test_a_value_that_is_no_number_spoils_its_own_row_only(kind, bad):
     assert y[[0, 2]].isfinite().all()
 
 
-def test_rows_of_zeros_stay_zeros_in_int8():
+def test_int8_keeps_rows_of_zeros():
     weight, scale = quantized(torch.zeros(40, 64))
     assert torch.equal(PackedLinear(weight, None, scale)(torch.zeros(2, 64)), torch.zeros(2, 40))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_the_weight_come_back(kind):
+def test_rows_returns_rows_of_the_weight(kind):
     _, weight, _ = make(1, 70, 131, torch.float32)
     stored, scale = quantized(weight) if kind == "int8" else (weight.to(KINDS[kind]), None)
     rows = PackedLinear(stored, None, scale).rows(
@@ -144,19 +144,19 @@ def test_rows_of_the_weight_come_back(kind):
     assert torch.equal(rows[3:], torch.zeros(2, 131))
 
 
-def test_no_rows_give_no_rows():
+def test_empty_inputs_have_empty_results():
     assert PackedLinear(torch.ones(40, 8))(torch.empty(0, 8)).shape == (0, 40)
 
 
-def test_what_does_not_fit_is_refused_in_words():
+def test_unsupported_inputs_are_errors():
     linear = PackedLinear(torch.ones(40, 8))
-    with pytest.raises(ValueError, match=r"x is \[rows, 8\]"):
+    with pytest.raises(ValueError, match=r"x must be \[rows, 8\]"):
         linear(torch.ones(1, 9))
-    with pytest.raises(ValueError, match="x is"):
+    with pytest.raises(ValueError, match="x must be"):
         linear(torch.ones(1, 8, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="a weight is"):
+    with pytest.raises(ValueError, match="a weight must be"):
         PackedLinear(torch.ones(4, 4, dtype=torch.float16))
-    with pytest.raises(ValueError, match="has scales"):
+    with pytest.raises(ValueError, match="must have scales"):
         PackedLinear(torch.ones(4, 4, dtype=torch.int8))
     with pytest.raises(ValueError, match="odd"):
         PackedLinear(torch.ones(5, 4), gated=True)
@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused_in_words():
 
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_int8_sums_of_the_largest_values_are_exact(rows):
-    """Sums of two products take 16 bits, and of more than two do not fit."""
+    """Sums of two products fit into 16 bits; sums of more do not."""
     signs = torch.randint(0, 2, (40, 64)) * 2 - 1
     weight = (127 * signs).to(torch.int8)
     x = (127.0 * signs[:rows]).contiguous()

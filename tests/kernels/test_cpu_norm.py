@@ -16,11 +16,11 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.problem()))
 @pytest.mark.parametrize(
     "shape", [(1, 768), (3, 1), (5, 7), (16, 100), (2, 4099), (300, 768)], ids=str
 )
-def test_norms_are_the_references(shape: tuple[int, int], dtype: torch.dtype, variant: str) -> None:
+def test_norms_equal_reference(shape: tuple[int, int], dtype: torch.dtype, variant: str) -> None:
     torch.manual_seed(0)
     size = shape[1]
     weight, bias = torch.randn(2, size).to(dtype)
-    for offset in (0.0, 30.0):  # far from 0 a variance from sums of squares alone would be lost
+    for offset in (0.0, 30.0):  # far from 0, sums of squares would lose the variance
         x = (torch.randn(shape) + offset).to(dtype)
         for residual in (None, torch.randn(shape).to(dtype)):
             for name, parameters in (
@@ -40,12 +40,12 @@ def test_norms_are_the_references(shape: tuple[int, int], dtype: torch.dtype, va
                 assert own is None or total is own
 
 
-def test_rows_of_another_length_or_type_are_refused() -> None:
+def test_unsupported_inputs_are_errors() -> None:
     norm, x = Norm(torch.zeros(8), None, 1e-5), torch.zeros(2, 8)
     for other in (torch.zeros(2, 9), torch.zeros(8, 2).T, torch.zeros(8), x.bfloat16()):
-        with pytest.raises(ValueError, match="x is"):
+        with pytest.raises(ValueError, match="x must be"):
             norm(other, None)
-    with pytest.raises(ValueError, match="the residual is like x"):
+    with pytest.raises(ValueError, match="the residual must be like x"):
         norm(x, x.bfloat16())
     with pytest.raises(ValueError, match="of one size"):
         Norm(torch.zeros(8), torch.zeros(7), 1e-5)

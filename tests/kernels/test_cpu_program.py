@@ -1,4 +1,4 @@
-"""Kernels' calls, recorded and run again."""
+"""Calls of kernels are recorded and replayed."""
 
 from __future__ import annotations
 
@@ -57,16 +57,14 @@ def layers() -> Layers:
 def recorded(
     recorder: Recorder, layers: Layers, rows: int
 ) -> tuple[Program, torch.Tensor, torch.Tensor]:
-    """(the program, what it reads, what it writes)"""
+    """Return (program, output, input)."""
     x = torch.randn(rows, HIDDEN)
     program, out = recorder.record(lambda: layers(x))
     return program, out, x
 
 
 @pytest.mark.parametrize("variant", cpu.variants())
-def test_a_program_computes_from_what_its_tensors_hold_when_it_runs(
-    layers: Layers, variant: str
-) -> None:
+def test_programs_read_their_inputs_when_they_run(layers: Layers, variant: str) -> None:
     with cpu.using(variant):
         program, out, x = recorded(Recorder(), layers, 3)
         torch.testing.assert_close(out, layers.expected(x), atol=1e-4, rtol=1e-4)
@@ -87,30 +85,30 @@ def test_programs_of_one_recorder_run_in_any_order(layers: Layers) -> None:
         torch.testing.assert_close(out, layers.expected(x), atol=1e-4, rtol=1e-4)
 
 
-def test_memory_serves_again_within_a_program_and_for_the_next_one(layers: Layers) -> None:
-    """Twelve tensors of two sizes are made on the way; as few as live at once need memory."""
+def test_memory_is_reused_within_and_between_programs(layers: Layers) -> None:
+    """Twelve temporary tensors in two sizes need the memory of the two that are alive at once."""
     recorder = Recorder()
-    places = set()
+    addresses = set()
 
-    def watched(x: torch.Tensor) -> torch.Tensor:
+    def chain(x: torch.Tensor) -> torch.Tensor:
         for _ in range(6):
             x = layers.packed_down(layers.packed_up(x))
-            places.add(x.data_ptr())
+            addresses.add(x.data_ptr())
         return x
 
     x = torch.randn(2, HIDDEN)
-    first = recorder.record(lambda: watched(x))
-    assert len(places) == 2
+    first = recorder.record(lambda: chain(x))
+    assert len(addresses) == 2
     del first
-    recorder.record(lambda: watched(x))
-    assert len(places) == 2
+    recorder.record(lambda: chain(x))
+    assert len(addresses) == 2
 
 
-def test_a_view_keeps_its_memory(layers: Layers) -> None:
+def test_views_keep_their_memory(layers: Layers) -> None:
     x = torch.randn(2, HIDDEN)
 
     def with_view() -> tuple[torch.Tensor, torch.Tensor]:
-        part = layers.packed_up(x)[1:]  # the whole tensor is gone
+        part = layers.packed_up(x)[1:]  # the complete tensor is freed
         return part, layers.packed_up(torch.empty(2, HIDDEN))
 
     _, (part, _) = Recorder().record(with_view)
@@ -128,21 +126,21 @@ def test_a_view_keeps_its_memory(layers: Layers) -> None:
         lambda x: torch.zeros_like(x),
     ],
 )
-def test_what_no_kernel_computes_is_refused(compute, layers: Layers) -> None:
+def test_operations_without_a_kernel_are_errors(compute, layers: Layers) -> None:
     x = torch.randn(2, HIDDEN)
     with pytest.raises(UnrecordableError):
         Recorder().record(lambda: layers(compute(x)))
-    assert torch.equal(layers.packed_up(x), layers.packed_up(x.clone())), "kernels run as before"
+    assert torch.equal(layers.packed_up(x), layers.packed_up(x.clone())), "kernels are restored"
 
 
-def test_a_kernel_of_more_arguments_than_a_call_has_is_refused() -> None:
+def test_kernels_with_too_many_arguments_are_errors() -> None:
     logits, index = torch.randn(1, 9), torch.zeros(1, dtype=torch.int32)
     floats, ints = torch.zeros(1, 6), torch.zeros(1, 3, dtype=torch.int64)
     with pytest.raises(UnrecordableError, match="tk_sample"):
         Recorder().record(lambda: sample(logits, index, index, floats, ints))
 
 
-def test_what_other_threads_call_is_not_recorded(layers: Layers) -> None:
+def test_calls_of_other_threads_are_not_recorded(layers: Layers) -> None:
     x, others = torch.randn(2, HIDDEN), []
 
     def with_another() -> torch.Tensor:
@@ -159,7 +157,7 @@ def test_what_other_threads_call_is_not_recorded(layers: Layers) -> None:
 
 
 def test_recording_does_not_load_pytorchs_compiler() -> None:
-    """It would take seconds of the first answer's time."""
+    """It would delay the first answer by seconds."""
     code = """
 import sys, torch
 from toolkit.kernels.cpu.linear import PackedLinear

@@ -1,4 +1,4 @@
-"""Choosing tokens on CPUs, against the reference and against the sampler in PyTorch."""
+"""Sampling on CPUs, against the reference and against the sampler in PyTorch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FILTERS = [
 
 
 def make_state(params: list[SamplingParams]) -> SamplingState:
-    """Row i has the i-th parameters and a seed of its own."""
+    """Return a state whose row i has the i-th parameters and its own seed."""
     state = SamplingState(len(params), torch.device("cpu"))
     for row, one in enumerate(params):
         state.set(row, spec_of(one), (row + 1) * 0x1234567887654321 % 2**63)
@@ -44,7 +44,7 @@ def positions_of(count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("variant", cpu.variants())
 @pytest.mark.parametrize("vocab", [1, 5, 61, 256, 1000, 50_257])
-def test_tokens_are_the_references(vocab: int, variant: str) -> None:
+def test_tokens_equal_reference(vocab: int, variant: str) -> None:
     torch.manual_seed(vocab)
     params = [SamplingParams(temperature=t) for t in (0.0, 0.6, 1.0, 0.01, 0.0, 2.0)] * 4
     state = make_state(params)
@@ -63,10 +63,11 @@ def test_tokens_are_the_references(vocab: int, variant: str) -> None:
 
 @pytest.mark.parametrize("variant", cpu.variants())
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_filtered_tokens_are_those_of_pytorch(filters: dict[str, float], variant: str) -> None:
+def test_filtered_tokens_equal_pytorch(filters: dict[str, float], variant: str) -> None:
     torch.manual_seed(0)
     for vocab in (40, 3000):
-        state = make_state([SamplingParams(temperature=0.8, **filters)] * 200)  # type: ignore[arg-type]
+        params = SamplingParams(temperature=0.8, **filters)  # type: ignore[arg-type]
+        state = make_state([params] * 200)
         rows, positions = np.arange(200, dtype=np.int32), positions_of(200)
         logits = torch.randn(200, vocab) * 3
         logits[:, ::7] = -torch.inf
@@ -78,10 +79,11 @@ def test_filtered_tokens_are_those_of_pytorch(filters: dict[str, float], variant
 
 @pytest.mark.parametrize("variant", cpu.variants())
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_equals_are_kept_together(filters: dict[str, float], variant: str) -> None:
-    """Of four values, each many times: what is kept does not depend on how equals are sorted."""
+def test_equal_logits_are_kept_or_dropped_together(filters: dict[str, float], variant: str) -> None:
+    """Filters do not depend on the order in which equal logits are sorted."""
     torch.manual_seed(0)
-    state = make_state([SamplingParams(temperature=1.0, **filters)] * 300)  # type: ignore[arg-type]
+    params = SamplingParams(temperature=1.0, **filters)  # type: ignore[arg-type]
+    state = make_state([params] * 300)
     rows, positions = np.arange(300, dtype=np.int32), positions_of(300)
     logits = torch.randint(0, 4, (1, 90)).float().log2().expand(300, -1).contiguous()
     expected = choose(logits, state, rows, positions.numpy())
@@ -111,7 +113,7 @@ def test_draws_follow_the_probabilities(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", cpu.variants())
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_give_no_token(temperature: float, variant: str) -> None:
+def test_logits_that_are_not_finite_yield_no_token(temperature: float, variant: str) -> None:
     vocab = 1000
     rows = [torch.zeros(vocab) for _ in range(6)]
     rows[0][3] = torch.nan
@@ -133,7 +135,7 @@ def test_logits_that_are_not_finite_give_no_token(temperature: float, variant: s
     assert found.tolist() == [-1, -1, -1, -1, 777, vocab - 1]
 
 
-def test_the_first_of_equally_likely_tokens_is_taken() -> None:
+def test_greedy_takes_the_first_of_equal_logits() -> None:
     logits = torch.zeros(1, 5000)
     logits[0, [1234, 4321]] = 2.0
     state = make_state([SamplingParams(temperature=0.0)])
@@ -141,12 +143,12 @@ def test_the_first_of_equally_likely_tokens_is_taken() -> None:
     assert sample(logits, one, one, state.floats, state.ints).tolist() == [1234]
 
 
-def test_other_types_and_shapes_are_refused() -> None:
+def test_unsupported_inputs_are_errors() -> None:
     state = make_state([SamplingParams()])
     one = torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="types"):
+    with pytest.raises(ValueError, match="must be in float32"):
         sample(torch.zeros(1, 4).bfloat16(), one, one, state.floats, state.ints)
-    with pytest.raises(ValueError, match="shapes"):
+    with pytest.raises(ValueError, match="one entry per row"):
         sample(torch.zeros(2, 4), one, one, state.floats, state.ints)
     with pytest.raises(ValueError, match="contiguous"):
         sample(torch.zeros(1, 8)[:, ::2], one, one, state.floats, state.ints)

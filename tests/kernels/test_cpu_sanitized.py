@@ -1,6 +1,6 @@
-"""The CPU kernels' own tests, once more with a library that AddressSanitizer and UndefinedBehaviorSanitizer watch.
+"""The CPU kernels' tests, with AddressSanitizer and UndefinedBehaviorSanitizer.
 
-PyTorch's tensors are allocations of their own, so that a read or a write beyond one is seen.
+Each of PyTorch's tensors has its own allocation, so reads and writes beyond one are detected.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ ROOT = Path(__file__).parents[2]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O1", "-g1"]
 
 if not cpu.available() or shutil.which("g++") is None or not sys.platform.startswith("linux"):
-    pytest.skip(
-        "needs g++ on Linux, and a machine that the kernels run on", allow_module_level=True
-    )
+    pytest.skip("needs Linux, g++ and the CPU kernels", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a Python whose kernels are watched: of the one variant that is best here."""
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the environment of a Python with sanitized kernels, in this machine's best variant."""
     spec = importlib.util.spec_from_file_location("build", ROOT / "setup.py")
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
@@ -61,23 +59,23 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return os.environ | {
         "SANITIZED_KERNELS": str(library),
         "LD_PRELOAD": " ".join(runtimes),
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python itself leaks
         "OMP_NUM_THREADS": "1",
     }
 
 
-def python(watched: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
+def python(sanitized: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *args], cwd=ROOT, env=watched, capture_output=True, text=True
+        [sys.executable, *args], cwd=ROOT, env=sanitized, capture_output=True, text=True
     )
 
 
-def test_the_kernels_stay_within_their_arrays(watched):
+def test_kernels_stay_within_their_arrays(sanitized):
     tests = sorted(
         str(path) for path in Path(__file__).parent.glob("test_cpu_*.py") if path != Path(__file__)
     )
     done = python(
-        watched,
+        sanitized,
         "-m",
         "pytest",
         "-x",
@@ -90,7 +88,7 @@ def test_the_kernels_stay_within_their_arrays(watched):
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
 
-def test_a_write_past_the_end_would_be_seen(watched):
+def test_writes_past_the_end_are_detected(sanitized):
     code = """
 import tests.kernels.sanitized, torch
 from toolkit.kernels.cpu import linear
@@ -98,6 +96,6 @@ packed = linear.PackedLinear(torch.ones(40, 8))
 indices, too_short = torch.zeros(9, dtype=torch.int64), torch.empty(8, 8)
 linear._rows.run(packed._address, indices.data_ptr(), 9, too_short.data_ptr(), 0)
 """
-    done = python(watched, "-c", code)
+    done = python(sanitized, "-c", code)
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr

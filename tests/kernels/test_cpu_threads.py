@@ -1,4 +1,4 @@
-"""The threads that the CPU kernels share."""
+"""The CPU kernels' thread pool."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def three_threads():
 
 
 def layer() -> tuple[PackedLinear, torch.Tensor, torch.Tensor]:
-    """(a layer of many tasks, x, what it gives)"""
+    """Return (a layer of many tasks, x, expected result)."""
     weight, x = torch.randn(2000, 64), torch.randn(3, 64)
     return PackedLinear(weight), x, x @ weight.T
 
 
-def test_callers_on_several_threads_take_turns():
+def test_concurrent_callers_take_turns():
     linear, x, expected = layer()
     right: list[bool] = []
 
@@ -48,7 +48,7 @@ def test_callers_on_several_threads_take_turns():
     assert right == [True] * 4
 
 
-def test_the_number_of_threads_may_change_between_kernels():
+def test_the_number_of_threads_may_change_between_calls():
     linear, x, expected = layer()
     for count in (1, 4, 2, 1, 3):
         cpu.set_num_threads(count)
@@ -58,7 +58,7 @@ def test_the_number_of_threads_may_change_between_kernels():
 
 @pytest.mark.parametrize("rows", [1, 20, 300])
 @pytest.mark.parametrize("columns", [20, 100, 500])
-def test_more_threads_than_tasks_or_fewer_compute_all_of_a_product(rows, columns):
+def test_products_are_complete_for_any_number_of_threads(rows, columns):
     weight, x = torch.randn(columns, 64), torch.randn(rows, 64)
     linear = PackedLinear(weight)
     for count in (1, 2, 3, 7):
@@ -67,17 +67,17 @@ def test_more_threads_than_tasks_or_fewer_compute_all_of_a_product(rows, columns
             torch.testing.assert_close(linear(x), x @ weight.T, atol=1e-4, rtol=1e-4)
 
 
-def test_idle_threads_take_no_time():
+def test_idle_threads_use_no_cpu_time():
     linear, x, _ = layer()
     linear(x)
-    time.sleep(0.05)  # far longer than they stay awake
+    time.sleep(0.05)  # far longer than they spin
     before = time.process_time()
     time.sleep(0.5)
     assert time.process_time() - before < 0.05
 
 
-def test_a_forked_process_computes_on():
-    """In a process of its own: PyTorch's threads, which tests may have started, do not outlive a fork."""
+def test_kernels_run_in_a_forked_process():
+    """Forked from a new process, because PyTorch's threads of other tests do not survive a fork."""
     code = """
 import os, torch
 from toolkit.kernels import cpu

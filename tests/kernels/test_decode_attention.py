@@ -1,4 +1,4 @@
-"""A step of single tokens: their heads' norms and rotation, their keys and values, and attention, in one kernel or two."""
+"""Decode steps: head norms, rotation, cache writes and attention in one kernel or two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolkit.kernels import reference
 
 @dataclass(frozen=True)
 class Fused:
-    """What `decode_attention` does beyond `Case`. rotary_size 0: no rotation."""
+    """Options of `decode_attention` in addition to `Case`. rotary_size 0: no rotation."""
 
     rotary_size: int = 0
     normed: bool = False
@@ -25,7 +25,7 @@ class Fused:
 
 
 def check_fused(triton_attention, case: Case, fused: Fused, device: torch.device) -> None:
-    """Against writing and attending by themselves; the caches must hold the same."""
+    """Compare results and caches with those of separate writes and attention."""
     case = replace(case, device=device)
     inputs = make(case)
     torch.manual_seed(case.seed + 1)
@@ -101,7 +101,7 @@ def check_fused(triton_attention, case: Case, fused: Fused, device: torch.device
         found, wanted = found.float(), wanted.float()
         assert (found.isnan() == wanted.isnan()).all()
         close = torch.isclose(found, wanted, rtol=TOLERANCE[case.dtype], atol=1e-5, equal_nan=True)
-        # Two ways to the same number may end on two sides of the middle of two e4m3 numbers.
+        # Rounding errors near the middle of two e4m3 numbers can change the rounded result.
         assert (~close).float().mean() < (0.002 if case.cached else 1e-9)
 
 
@@ -118,7 +118,7 @@ SINGLES = ((1, 9), (1, 1), (1, 70), (1, 16), (1, 17))
     ),
     ids=str,
 )
-def test_single_tokens_in_one_kernel(triton_attention, device, dtype, sizes, normed, cached):
+def test_sizes_dtypes_and_norms(triton_attention, device, dtype, sizes, normed, cached):
     head_size, rotary_size = sizes
     case = Case(SINGLES, dtype=dtype, cached=cached, head_size=head_size)
     check_fused(triton_attention, case, Fused(rotary_size, normed), device)
@@ -129,7 +129,7 @@ def test_single_tokens_in_one_kernel(triton_attention, device, dtype, sizes, nor
     pairwise([(3, 3), (8, 2), (14, 2), (16, 1), (71, 1)], [0, 1, 5, 40], [0.0, 2.0], [1, 2, 5]),
     ids=str,
 )
-def test_single_tokens_in_one_kernel_over_groups_windows_caps_and_splits(
+def test_groups_windows_caps_and_splits(
     triton_attention, device, monkeypatch, heads, window, cap, splits
 ):
     monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: splits)
@@ -138,16 +138,16 @@ def test_single_tokens_in_one_kernel_over_groups_windows_caps_and_splits(
     check_fused(triton_attention, case, Fused(32, normed=True, unstored=unstored), device)
 
 
-def test_requests_start_in_any_order(triton_attention, device, monkeypatch):
+def test_requests_may_start_in_any_order(triton_attention, device, monkeypatch):
     monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: 1)
-    monkeypatch.setattr(triton_attention, "AT_ONCE", 0)
+    monkeypatch.setattr(triton_attention, "MAX_RESIDENT", 0)
     check_fused(triton_attention, Case(SINGLES), Fused(32, ordered=True), device)
 
 
-def test_programs_take_the_requests_that_the_order_names(triton_attention, device, monkeypatch):
-    """In one that names a single request, no other's key is written."""
+def test_programs_process_the_requests_in_the_order(triton_attention, device, monkeypatch):
+    """With an order that names only one request, no other request's key is written."""
     monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: 1)
-    monkeypatch.setattr(triton_attention, "AT_ONCE", 0)
+    monkeypatch.setattr(triton_attention, "MAX_RESIDENT", 0)
     case = Case(((1, 20), (1, 30), (1, 4)), device=device)
     inputs = make(case)
     inputs.k_cache.fill_(NAN)
@@ -172,7 +172,7 @@ def test_programs_take_the_requests_that_the_order_names(triton_attention, devic
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_reqs", [60, 125, 190, 230, 300])
 def test_many_requests_of_many_lengths(triton_attention, device, monkeypatch, num_reqs):
-    """From about one program on each multiprocessor to more than run at once."""
+    """From about one program per multiprocessor to more than run at once."""
     monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: 1)
     rng = random.Random(num_reqs)
     lens = tuple((1, rng.randint(1, 300)) for _ in range(num_reqs))
@@ -181,9 +181,7 @@ def test_many_requests_of_many_lengths(triton_attention, device, monkeypatch, nu
 
 
 @pytest.mark.parametrize("splits", [1, 2])
-def test_single_tokens_of_padding_requests_touch_nothing(
-    triton_attention, device, monkeypatch, splits
-):
+def test_padding_requests_write_nothing(triton_attention, device, monkeypatch, splits):
     monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: splits)
     case = Case(((1, 20), (1, 30)), device=device)
     inputs = make(case)

@@ -21,26 +21,22 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 
 
 @pytest.fixture(scope="session")
-def fp8(triton_runs: bool):
-    if not triton_runs:
-        pytest.skip(
-            "Triton was imported without its interpreter: these tests run in a process of their own"
-        )
+def fp8(triton):
     from toolkit.kernels.triton import fp8
 
     return fp8
 
 
 def numbers() -> Tensor:
-    """All finite e4m3 numbers in order, by the format's definition: 4 bits of exponent with bias 7, 3 of mantissa."""
-    below = [m / 8 * 2.0**-6 for m in range(8)]
+    """Return all finite e4m3 numbers in order: 4 exponent bits with bias 7, and 3 mantissa bits."""
+    subnormal = [m / 8 * 2.0**-6 for m in range(8)]
     normal = [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)]
-    positive = (below + normal)[:-1]  # the last one is NaN
+    positive = (subnormal + normal)[:-1]  # the last one is NaN
     return torch.tensor([-x for x in reversed(positive[1:])] + positive, dtype=torch.float64)
 
 
 def nearest(x: Tensor) -> Tensor:
-    """The nearest e4m3 number, of two as near the one whose last bit is 0; beyond all of them the last."""
+    """Return the nearest e4m3 numbers. Ties go to even, and values out of range to the last one."""
     table = numbers()
     distance = (x.double()[:, None] - table).abs()
     near = distance == distance.min(1, keepdim=True).values
@@ -49,7 +45,7 @@ def nearest(x: Tensor) -> Tensor:
 
 
 def values(device: torch.device | str = "cpu") -> Tensor:
-    """Every e4m3 number, every middle of two, and numbers of all sizes within and beyond the range."""
+    """Return all e4m3 numbers, their midpoints, and numbers inside and outside the range."""
     torch.manual_seed(0)
     table = numbers()
     middles = (table[1:] + table[:-1]) / 2
@@ -57,7 +53,7 @@ def values(device: torch.device | str = "cpu") -> Tensor:
     return torch.cat((table, middles, spread)).float().to(device)
 
 
-def test_the_reference_rounds_to_the_nearest_number_and_saturates():
+def test_reference_rounds_to_nearest_and_saturates():
     x = values()
     torch.testing.assert_close(
         reference.rounded(x, reference.FP8).double(), nearest(x), rtol=0, atol=0
@@ -66,7 +62,7 @@ def test_the_reference_rounds_to_the_nearest_number_and_saturates():
     torch.testing.assert_close(ends, torch.tensor([448.0, -448.0, NAN]), equal_nan=True)
 
 
-def test_the_reference_scales_each_rows_greatest_to_the_greatest_number():
+def test_reference_scales_the_greatest_of_each_row_to_448():
     x = torch.tensor([[1.0, -7.0, 3.5], [0.0, 0.0, 0.0], [1e-6, 0.0, 2e-6]])
     rows, scale = reference.quantize_fp8(x)
     assert rows[0].tolist() == [64.0, -448.0, 224.0]
@@ -75,7 +71,7 @@ def test_the_reference_scales_each_rows_greatest_to_the_greatest_number():
     torch.testing.assert_close(rows.float() * scale, x)
 
 
-def test_the_reference_product_is_pytorchs_with_the_scaled_weight():
+def test_reference_product_equals_pytorch_with_the_scaled_weight():
     torch.manual_seed(0)
     weight, scale = reference.quantize_fp8(torch.randn(6, 20))
     x, bias = torch.randn(3, 20), torch.randn(6)
@@ -89,11 +85,11 @@ def test_the_reference_product_is_pytorchs_with_the_scaled_weight():
     )
 
 
-# Triton: the same kernels compiled where there is a GPU, interpreted elsewhere
+# Triton: compiled if there is a GPU, else interpreted
 
 
-def test_the_kernel_rounds_to_the_nearest_number(fp8, device):
-    """The first column makes the scale 1, so that the others are rounded as they are."""
+def test_quantize_rounds_to_nearest(fp8, device):
+    """The first column makes each row's scale 1, so the other columns are rounded unscaled."""
     x = values(device).clamp(-448, 448)
     x = F.pad(x, (0, -len(x) % 63)).view(-1, 63)
     rows, scale = fp8.quantize(torch.cat((torch.full_like(x[:, :1], 448), x), dim=1))
@@ -104,7 +100,7 @@ def test_the_kernel_rounds_to_the_nearest_number(fp8, device):
 
 @pytest.mark.parametrize("size", [1, 100, 768, 4096])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_quantized_rows(fp8, device, dtype, size):
+def test_quantize_equals_reference(fp8, device, dtype, size):
     torch.manual_seed(0)
     x = (torch.randn(9, size) * torch.exp2(torch.arange(9) - 6.0)[:, None]).to(dtype).to(device)
     x[4] = 0
@@ -117,16 +113,16 @@ def test_quantized_rows(fp8, device, dtype, size):
     assert (error <= x.float().abs() / 16 + scale / 1024 * 1.001).all()
 
 
-def test_rows_that_are_not_finite_stay_so(fp8, device):
+def test_quantize_keeps_nan_and_infinity(fp8, device):
     x = torch.ones(3, 64, device=device)
     x[0, 5], x[1, 6] = NAN, INFINITY
     rows, scale = fp8.quantize(x)
-    if device.type == "cuda":  # the interpreter knows no NaN of this type
+    if device.type == "cuda":  # the interpreter's e4m3 has no NaN
         assert (rows.float() * scale).isfinite().all(1).tolist() == [False, False, True]
     assert scale.isfinite().flatten().tolist()[1:] == [False, True]
 
 
-def test_no_rows_are_no_work(fp8, device):
+def test_empty_inputs_have_empty_results(fp8, device):
     rows, scale = fp8.quantize(torch.empty(0, 64, device=device))
     assert (rows.shape, scale.shape) == ((0, 64), (0, 1))
     weight, scale = reference.quantize_fp8(torch.ones(8, 64, device=device))
@@ -147,9 +143,7 @@ class Case:
 def make(case: Case, device: torch.device) -> dict[str, object]:
     torch.manual_seed(0)
     rows = case.size * (2 if case.gated else 1)
-    spread = torch.exp2(torch.linspace(-3, 3, rows))[
-        :, None
-    ]  # rows of all sizes: their scales matter
+    spread = torch.exp2(torch.linspace(-3, 3, rows))[:, None]  # so that rows have different scales
     weight, scale = reference.quantize_fp8(torch.randn(rows, case.in_features) * spread)
     return {
         "x": (torch.randn(case.tokens, case.in_features) / case.in_features**0.5)
@@ -186,7 +180,7 @@ def check(fp8, case: Case, device: torch.device) -> None:
 )
 def test_products_of_any_size_and_dtype(fp8, device, dtype, sizes, tokens):
     if device.type == "cuda" and dtype == torch.float32:
-        pytest.skip("on a GPU, weights in FP8 are for activations in 16 bits (toolkit.weights.fp8)")
+        pytest.skip("on a GPU, FP8 weights need 16-bit activations (toolkit.weights.fp8)")
     check(fp8, Case(tokens, *sizes, dtype=dtype), device)
 
 
@@ -203,8 +197,8 @@ def test_bias_activation_and_gate(fp8, device, activation, gated, biased, in_fea
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tokens", [2, 12, 20])
 @pytest.mark.parametrize("num_rows", [768, 6000, 40_000])
-def test_every_tile_that_a_size_leads_to_covers_it(fp8, device, num_rows, tokens, gated):
-    """Few rows keep the interpreter fast."""
+def test_best_tiles_cover_every_size(fp8, device, num_rows, tokens, gated):
+    """The product has few outputs, to keep the interpreter fast."""
     from toolkit.kernels.triton import matmul
 
     for in_features in (512, 1040):
@@ -215,7 +209,7 @@ def test_every_tile_that_a_size_leads_to_covers_it(fp8, device, num_rows, tokens
         assert_close(out, reference.linear_fp8(**call))
 
 
-def test_what_the_kernels_cannot_do_is_an_error(fp8):
+def test_unsupported_inputs_are_errors(fp8):
     call = make(Case(2, 16, 32), torch.device("cpu"))
     with pytest.raises(ValueError, match="must be torch"):
         fp8.linear(**call | {"weight": call["weight"].float()})

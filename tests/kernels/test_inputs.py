@@ -1,4 +1,4 @@
-"""The kernels that expand a step's few numbers: the reference against a case worked by hand, Triton against the reference."""
+"""Kernels that expand a step's inputs: the reference against examples, Triton against it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ from toolkit.kernels import reference
 
 
 @pytest.fixture(scope="session")
-def inputs(triton_runs: bool) -> ModuleType:
-    if not triton_runs:
-        pytest.skip("Triton was imported without its interpreter: see test_attention")
+def inputs(triton) -> ModuleType:
     from toolkit.kernels.triton import inputs
 
     return inputs
 
 
 def unfilled(num_tokens: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
-    """What is to be written all over: ids, positions and slots."""
+    """Return outputs with arbitrary contents: token ids, positions and slots."""
     ids, positions = torch.full((2, num_tokens), 77, dtype=torch.int32, device=device)
     return ids, positions, torch.full((num_tokens,), 77, dtype=torch.int64, device=device)
 
 
-def test_the_reference_expands_a_step_as_by_hand():
-    """The last three of the five tokens in row 2, a request without tokens, the only token in row 0, and two of padding."""
+def test_reference_expands_a_step():
+    """Three of five tokens in row 2, a request without tokens, one token in row 0, and padding."""
     token_ids = torch.tensor([[7, 0, 0, 0, 0], [1, 1, 1, 1, 1], [10, 11, 12, 13, 14]])
     block_table = torch.tensor([[8, 0, 0], [1, 1, 1], [5, 3, 9]])
     rows, starts, lengths = (
@@ -45,7 +43,7 @@ def test_the_reference_expands_a_step_as_by_hand():
     ]
 
 
-def test_the_reference_copies_runs_as_by_hand():
+def test_reference_copies_runs():
     target = torch.zeros(3, 4, dtype=torch.int32)
     runs = torch.tensor([(2, 1, 3, 2), (0, 0, 0, 3), (1, 2, 1, 0)])
     reference.copy_runs(target, runs, torch.tensor([1, 2, 3, 4, 5], dtype=torch.int32))
@@ -54,7 +52,7 @@ def test_the_reference_copies_runs_as_by_hand():
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("padding", [(0, 0), (3, 17), (130, 70)])
-def test_tokens_positions_and_slots_are_those_of_the_requests(inputs, device, seed, padding):
+def test_expand_inputs_equals_reference(inputs, device, seed, padding):
     rng = random.Random(seed)
     torch.manual_seed(seed)
     block_size, width, num_rows = rng.choice([1, 5, 16]), 200, 9
@@ -78,7 +76,7 @@ def test_tokens_positions_and_slots_are_those_of_the_requests(inputs, device, se
     assert [x.tolist() for x in found] == [x.tolist() for x in expected]
 
 
-def test_runs_are_copied_to_their_rows_and_nowhere_else(inputs, device):
+def test_copy_runs_equals_reference(inputs, device):
     target = torch.full((4, 3000), -1, dtype=torch.int32, device=device)
     values = torch.arange(2502, dtype=torch.int32, device=device)
     runs = [(2, 5, 0, 2500), (0, 0, 2500, 1), (3, 2999, 2501, 1), (1, 7, 40, 0)]

@@ -1,4 +1,4 @@
-"""What `tools.bench.kernels` times can be called as it is called there; what comes out is judged by the kernels' own tests."""
+"""The kernel calls that `tools.bench.kernels` times run. Other tests check their results."""
 
 from __future__ import annotations
 
@@ -9,24 +9,20 @@ pytest.importorskip("triton")
 
 
 @pytest.fixture(scope="module")
-def calls(triton_runs):
-    if not triton_runs:
-        pytest.skip(
-            "Triton was imported without its interpreter: these tests run in a process of their own"
-        )
-    from tools.bench import kernel_calls as bench_calls
+def calls(triton):
+    from tools.bench import kernel_calls
 
-    return bench_calls
+    return kernel_calls
 
 
 @pytest.fixture
 def make(calls, device):
-    return calls.Maker(device)
+    return calls.TensorFactory(device)
 
 
-def test_every_row_runs_and_counts_its_bytes(calls, make, monkeypatch):
+def test_rows_run_and_count_their_bytes(calls, make, monkeypatch):
     monkeypatch.setattr(calls, "COLD_BYTES", 0)
-    shape = calls.Shape(hidden=32, inner=48, heads=4, kv_heads=2, head_size=16)
+    shape = calls.LayerShape(hidden=32, inner=48, heads=4, kv_heads=2, head_size=16)
     rows = [
         *calls.layer_rows(5, make, shape),
         *calls.logits_rows(3, 320, 40, make),
@@ -40,17 +36,17 @@ def test_every_row_runs_and_counts_its_bytes(calls, make, monkeypatch):
     assert len({row.name for row in rows}) == len(rows) == 14
 
 
-def test_a_layer_norm_moves_four_rows_a_token(calls, make, monkeypatch):
-    """x and residual are read, the sum and the norm are written."""
+def test_layer_norms_move_four_rows_per_token(calls, make, monkeypatch):
+    """They read x and residual, and write the sum and the norm."""
     monkeypatch.setattr(calls, "COLD_BYTES", 0)
-    shape = calls.Shape(hidden=32, inner=48, heads=4, kv_heads=2, head_size=16)
+    shape = calls.LayerShape(hidden=32, inner=48, heads=4, kv_heads=2, head_size=16)
     rows = {row.name: row.num_bytes for row in calls.layer_rows(5, make, shape)}
     assert rows["add and layer norm"] == 4 * 5 * 32 * 2
     assert rows["GELU"] == 2 * 5 * 48 * 2
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_products_with_fp8_weights_run(calls, make, monkeypatch, gated):
+def test_fp8_products_run(calls, make, monkeypatch, gated):
     monkeypatch.setattr(calls, "COLD_BYTES", 0)
     for call in calls.fp8_products(3, 32, 128, gated, make):
         call()
@@ -59,10 +55,10 @@ def test_products_with_fp8_weights_run(calls, make, monkeypatch, gated):
 
 @pytest.mark.parametrize("window", [0, 1, 4, 9, 30])
 @pytest.mark.parametrize("lens", [((1, 9), (1, 1)), ((9, 9),), ((3, 10), (1, 5), (2, 2))])
-def test_attention_counts_the_pairs_and_keys_that_a_window_leaves(calls, window, lens):
-    from tools.bench.kernels import Case
+def test_attention_counts_pairs_and_keys_inside_the_window(calls, window, lens):
+    from tools.bench.kernels import AttentionCase
 
-    case = Case("", lens, heads=6, kv_heads=2, head_size=16, sliding_window=window)
+    case = AttentionCase("", lens, heads=6, kv_heads=2, head_size=16, sliding_window=window)
     pairs = [
         (request, query, key)
         for request, (queries, context) in enumerate(lens)

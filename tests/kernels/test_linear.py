@@ -31,11 +31,7 @@ class Case:
 
 
 @pytest.fixture(scope="session")
-def linears(triton_runs: bool):
-    if not triton_runs:
-        pytest.skip(
-            "Triton was imported without its interpreter: these tests run in a process of their own"
-        )
+def linears(triton):
     from toolkit.kernels.triton import linear
 
     return linear
@@ -70,7 +66,7 @@ def check(linears, case: Case, device: torch.device) -> None:
     assert_close(out, reference.linear(**call))
 
 
-def test_reference_agrees_with_pytorch():
+def test_reference_equals_pytorch():
     call = make(Case(3, 8, 32, "silu", gated=True, biased=True), torch.device("cpu"))
     gate, up = F.linear(call["x"], call["weight"], call["bias"]).chunk(2, dim=1)
     assert_close(reference.linear(**call), F.silu(gate) * up)
@@ -99,8 +95,8 @@ def test_more_rows(linears, device, dtype, size, in_features, tokens):
 @pytest.mark.parametrize(("splits", "in_features"), [(1, 600), (2, 640), (3, 600), (4, 640)])
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("gated", [True, False])
-def test_programs_that_share_a_tile_add_up(linears, device, gated, rows, splits, in_features):
-    """Twice, since the programs of a tile count themselves and must leave the count as they found it."""
+def test_tiles_split_over_programs(linears, device, gated, rows, splits, in_features):
+    """The second run finds the counters as the first run left them."""
     call = make(Case(20, 70, in_features, "silu", gated=gated, biased=True), device)
     for _ in range(2):
         out = torch.full((20, 70), NAN, device=device)
@@ -112,9 +108,7 @@ def test_programs_that_share_a_tile_add_up(linears, device, gated, rows, splits,
 @pytest.mark.parametrize(("tokens", "in_features"), [(2, 1024), (7, 600), (13, 640), (30, 80)])
 @pytest.mark.parametrize(("rows", "parts"), [(8, 4), (16, 2), (16, 4), (32, 2)])
 @pytest.mark.parametrize("gated", [True, False])
-def test_warps_that_share_the_columns_add_up(
-    linears, device, gated, rows, parts, tokens, in_features
-):
+def test_tiles_split_over_warps(linears, device, gated, rows, parts, tokens, in_features):
     call = make(Case(tokens, 37, in_features, "silu", gated=gated, biased=True), device)
     out = torch.full((tokens, 37), NAN, device=device)
     tile = linears.matmul.Tile(rows, stages=2, parts=parts)
@@ -143,8 +137,8 @@ def test_bias_activation_and_gate(linears, device, activation, gated, biased, in
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tokens", [2, 12, 20, 40])
 @pytest.mark.parametrize("num_rows", [1000, 2304, 3072, 6000, 40_000])
-def test_every_tile_that_a_size_leads_to_covers_it(linears, device, num_rows, tokens, gated):
-    """Few columns keep the interpreter fast; the rows decide the tile."""
+def test_best_tiles_cover_every_size(linears, device, num_rows, tokens, gated):
+    """The product has few outputs, to keep the interpreter fast. `num_rows` selects the tile."""
     for in_features in (512, 1040, 2048):
         tile = linears.matmul.best_tile(tokens, num_rows, in_features)
         call = make(Case(tokens, tile.rows + 3, in_features, gated=gated), device)
@@ -157,7 +151,7 @@ def test_every_tile_that_a_size_leads_to_covers_it(linears, device, num_rows, to
 
 
 def check_norm(linears, device, dtype, tokens, hidden, in_features, tile=None) -> None:
-    """A product, its residual sum, a norm, and two products of that, against one after the other."""
+    """Compare fused (product, residual sum, norm, gated product) with separate steps."""
     call = make(Case(tokens, hidden, in_features, biased=True, dtype=dtype), device)
     x, weight, bias = call["x"], call["weight"], call["bias"]
     residual = (3 * torch.randn(tokens, hidden, device=device)).to(dtype)
@@ -166,11 +160,11 @@ def check_norm(linears, device, dtype, tokens, hidden, in_features, tile=None) -
     del following["x"]
     y = reference.linear(x, weight, bias)
     expected, total = reference.add_rms_norm(y, residual, norm_weight, 1e-5)
-    squares = torch.zeros(tokens, dtype=torch.float64, device=device)
+    square_sums = torch.zeros(tokens, dtype=torch.float64, device=device)
     if tile is None:
-        unscaled = linears.add_norm(x, weight, residual, norm_weight, 1e-5, squares, bias)
+        unscaled = linears.add_norm(x, weight, residual, norm_weight, 1e-5, square_sums, bias)
     else:
-        norm = linears.matmul.Norm(residual, norm_weight, 1e-5, squares)
+        norm = linears.matmul.Norm(residual, norm_weight, 1e-5, square_sums)
         unscaled = linears.matmul.add_norm(x, weight, bias, norm, tile)
     assert len(unscaled) == tokens
     assert_close(residual, total)
@@ -190,18 +184,18 @@ def test_norms_between_products(linears, device, dtype, hidden, in_features, tok
     [(16, 2, 1, 1), (64, 2, 1, 2), (32, 2, 1, 3), (8, 2, 4, 1), (16, 2, 2, 1), (16, 2, 2, 2)],
     ids=str,
 )
-def test_norms_behind_every_kind_of_tile(linears, device, tile, tokens):
-    for _ in range(2):  # the programs of a tile count themselves
+def test_norms_after_every_kind_of_tile(linears, device, tile, tokens):
+    for _ in range(2):  # the second run finds the counters as the first run left them
         check_norm(linears, device, torch.float32, tokens, 100, 640, linears.matmul.Tile(*tile))
 
 
-def test_what_norms_between_products_cannot_do_is_an_error(linears, device):
+def test_unsupported_norms_between_products_are_errors(linears, device):
     def add_norm(
-        tokens: int, dtype: torch.dtype, residual: tuple[int, int] = (4, 8), squares: int = 0
+        tokens: int, dtype: torch.dtype, residual: tuple[int, int] = (4, 8), square_sums: int = 0
     ) -> None:
         x, weight = torch.zeros(tokens, 16, dtype=dtype), torch.zeros(8, 16, dtype=dtype)
-        room = torch.zeros(squares or tokens, dtype=torch.float64)
-        linears.add_norm(x, weight, torch.zeros(residual, dtype=dtype), weight[0, :8], 1e-5, room)
+        sums = torch.zeros(square_sums or tokens, dtype=torch.float64)
+        linears.add_norm(x, weight, torch.zeros(residual, dtype=dtype), weight[0, :8], 1e-5, sums)
 
     for tokens in (1, 65):
         with pytest.raises(ValueError, match=f"{tokens} rows"):
@@ -210,13 +204,13 @@ def test_what_norms_between_products_cannot_do_is_an_error(linears, device):
         add_norm(4, torch.float16)
     with pytest.raises(ValueError, match="residual"):
         add_norm(4, torch.bfloat16, (4, 9))
-    with pytest.raises(ValueError, match="squares must be 4"):
-        add_norm(4, torch.bfloat16, (4, 8), squares=3)
+    with pytest.raises(ValueError, match=r"square_sums must be \[4\]"):
+        add_norm(4, torch.bfloat16, (4, 8), square_sums=3)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 20])
-def test_nothing_beyond_the_tensors_is_read_into_the_result(linears, device, tokens):
-    """Neighbours of x and of the weight are NaN."""
+def test_memory_around_the_inputs_does_not_affect_results(linears, device, tokens):
+    """The rows before and after x and the weight are NaN."""
     call = make(Case(tokens, 21, 300, "silu", gated=True), device)
     expected = reference.linear(**call)
     for name in ("x", "weight"):
@@ -227,7 +221,7 @@ def test_nothing_beyond_the_tensors_is_read_into_the_result(linears, device, tok
     assert_close(linears.linear(**call), expected)
 
 
-def test_rows_do_not_see_each_other(linears, device):
+def test_rows_are_independent(linears, device):
     call = make(Case(8, 40, 256), device)
     together = linears.linear(**call)
     call["x"] = call["x"].clone()
@@ -235,11 +229,11 @@ def test_rows_do_not_see_each_other(linears, device):
     assert torch.equal(linears.linear(**call)[:3], together[:3])
 
 
-def test_no_rows_are_no_work(linears, device):
+def test_empty_inputs_have_empty_results(linears, device):
     assert linears.linear(**make(Case(0, 8, 64), device)).shape == (0, 8)
 
 
-def test_fits_knows_what_the_kernel_is_made_for(linears):
+def test_fits_accepts_only_supported_inputs(linears):
     weight = torch.empty(64, 128, dtype=torch.bfloat16)
     assert linears.fits(1, weight)
     assert linears.fits(linears.MAX_TOKENS, weight)
@@ -251,7 +245,7 @@ def test_fits_knows_what_the_kernel_is_made_for(linears):
     assert not linears.fits(1, weight[:, :64])
 
 
-def test_what_the_kernel_cannot_do_is_an_error(linears):
+def test_unsupported_inputs_are_errors(linears):
     call = make(Case(2, 8, 64), torch.device("cpu"))
     with pytest.raises(ValueError, match="more than 64"):
         linears.linear(torch.ones(65, 64), call["weight"])
@@ -292,8 +286,8 @@ def test_real_sizes(linears, device, case, tokens):
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("tokens", [1, 8, 64])
-def test_a_captured_chain_waits_for_what_it_reads(linears, device, tokens):
-    """Norms and products one after another in a graph: each starts before the one ahead has ended."""
+def test_kernels_of_a_captured_chain_wait_for_their_inputs(linears, device, tokens):
+    """In a graph, each kernel starts before the one ahead of it has ended."""
     from toolkit.kernels.triton.norm import add_rms_norm
 
     torch.manual_seed(0)

@@ -11,20 +11,13 @@ from toolkit.kernels import reference
 
 EPS = 1e-5
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-TOLERANCE = {
-    torch.float32: 1e-5,
-    torch.float16: 1e-3,
-    torch.bfloat16: 2e-2,
-}  # an ulp or two, relative
+# Relative: one or two units in the last place.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 2e-2}
 NAN = float("nan")
 
 
 @pytest.fixture(scope="session")
-def norm(triton_runs: bool):
-    if not triton_runs:
-        pytest.skip(
-            "Triton was imported without its interpreter: these tests run in a process of their own"
-        )
+def norm(triton):
     from toolkit.kernels.triton import norm
 
     return norm
@@ -33,7 +26,7 @@ def norm(triton_runs: bool):
 def rows(
     num_tokens: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """x, residual, weight, bias; far from zero mean and unit variance."""
+    """Return x, residual, weight, bias. Mean and variance of x are far from 0 and 1."""
     torch.manual_seed(num_tokens * size)
     x, residual = (3 * torch.randn(2, num_tokens, size) + 1).to(dtype).to(device)
     weight, bias = torch.randn(2, size).to(dtype).to(device)
@@ -49,7 +42,7 @@ def apply(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_reference_agrees_with_pytorch(dtype):
+def test_reference_equals_pytorch(dtype):
     x, residual, weight, bias = rows(5, 48, dtype, torch.device("cpu"))
     normed, total = reference.add_rms_norm(x, residual, weight, EPS)
     torch.testing.assert_close(total, x + residual, rtol=0, atol=0)
@@ -67,7 +60,7 @@ def test_reference_agrees_with_pytorch(dtype):
     ("num_tokens", "size"), [(1, 1), (3, 7), (1, 768), (2, 1000), (1, 4096), (2, 16384)]
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_any_size(norm, device, dtype, num_tokens, size, with_residual, kind):
+def test_triton_equals_reference(norm, device, dtype, num_tokens, size, with_residual, kind):
     x, residual, weight, bias = rows(num_tokens, size, dtype, device)
     given = residual if with_residual else None
     expected, expected_total = apply(reference, kind, x, given, weight, bias)
@@ -81,7 +74,7 @@ def test_rows_of_any_size(norm, device, dtype, num_tokens, size, with_residual, 
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_an_output_that_is_given_is_filled(norm, device, kind):
+def test_a_given_output_is_filled(norm, device, kind):
     x, residual, weight, bias = rows(4, 100, torch.bfloat16, device)
     expected, _ = apply(reference, kind, x, residual, weight, bias)
     out = torch.full_like(x, NAN)
@@ -90,7 +83,7 @@ def test_an_output_that_is_given_is_filled(norm, device, kind):
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_a_large_mean_does_not_drown_the_variance(norm, device):
+def test_variance_is_exact_with_a_large_mean(norm, device):
     x = torch.randn(2, 512, device=device) + 1000
     weight, bias = torch.ones(512, device=device), torch.zeros(512, device=device)
     normed, _ = norm.add_layer_norm(x, None, weight, bias, EPS)
@@ -98,7 +91,7 @@ def test_a_large_mean_does_not_drown_the_variance(norm, device):
     torch.testing.assert_close(normed, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_what_the_kernel_cannot_do_is_an_error(norm):
+def test_unsupported_inputs_are_errors(norm):
     weight = torch.ones(8)
     with pytest.raises(ValueError, match="contiguous"):
         norm.add_rms_norm(torch.ones(2, 16)[:, :8], None, weight, EPS)

@@ -1,4 +1,4 @@
-"""Head norms, rotation and the cache in one kernel: the reference against Transformers, Triton against it."""
+"""Head norms, rotation and cache writes: the reference against Transformers, Triton against it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Inputs:
     options: dict[str, object]
 
     def run(self, module) -> tuple[Tensor, Tensor]:
-        """Queries, and what the cache then holds."""
+        """Return queries and the cache."""
         cache = self.cache.clone(memory_format=torch.preserve_format)
         q = module.qk_norm_rope_write(
             self.qkv, self.positions, self.cos_sin, self.slots, cache[0], cache[1], **self.options
@@ -53,7 +53,7 @@ class Inputs:
 
 
 def make(case: Case, device: torch.device) -> Inputs:
-    """Random inputs; slots are shuffled, two tokens have none, and what nobody writes is NaN."""
+    """Return random inputs. Slots are shuffled, some tokens have none, and unused slots are NaN."""
     torch.manual_seed(0)
     width = (case.heads + 2 * case.kv_heads) * case.head_size
     positions = torch.randint(0, 50, (case.tokens,), dtype=case.position_dtype)
@@ -86,11 +86,7 @@ def make(case: Case, device: torch.device) -> Inputs:
 
 
 @pytest.fixture(scope="session")
-def rotary(triton_runs: bool):
-    if not triton_runs:
-        pytest.skip(
-            "Triton was imported without its interpreter: these tests run in a process of their own"
-        )
+def rotary(triton):
     from toolkit.kernels.triton import rotary
 
     return rotary
@@ -107,7 +103,7 @@ def check(rotary, case: Case, device: torch.device) -> None:
     assert cache.dtype == (case.cached or case.dtype)
     cache, expected_cache = cache.float(), expected_cache.float()
     if case.cached == FP8:
-        # Two ways to the same number may end on two sides of the middle of two e4m3 numbers.
+        # Rounding errors near the middle of two e4m3 numbers can change the rounded result.
         assert ((cache != expected_cache) & ~cache.isnan()).float().mean() < 0.02
         tolerance = {"rtol": 1 / 8, "atol": 2.0**-9}
     torch.testing.assert_close(cache, expected_cache, equal_nan=True, **tolerance)
@@ -117,7 +113,7 @@ def check(rotary, case: Case, device: torch.device) -> None:
 
 @pytest.mark.parametrize("rotary_size", [32, 16, 0])
 @pytest.mark.parametrize("normed", [True, False])
-def test_reference_agrees_with_transformers(rotary_size, normed):
+def test_reference_equals_transformers(rotary_size, normed):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     case = Case(rotary_size=rotary_size, normed=normed)
@@ -130,10 +126,10 @@ def test_reference_agrees_with_transformers(rotary_size, normed):
         k = F.rms_norm(k, (32,), inputs.options["k_weight"], EPS)
     if rotary_size:
         cos, sin = (x.repeat(1, 2) for x in inputs.cos_sin[inputs.positions].unbind(1))
-        turned = apply_rotary_pos_emb(
+        rotated = apply_rotary_pos_emb(
             expected_q[..., :rotary_size], k[..., :rotary_size], cos, sin, unsqueeze_dim=1
         )
-        expected_q[..., :rotary_size], k[..., :rotary_size] = turned
+        expected_q[..., :rotary_size], k[..., :rotary_size] = rotated
     torch.testing.assert_close(q, expected_q)
     expected = inputs.cache.clone()
     reference.write_kv(k, v, expected[0], expected[1], inputs.slots)
@@ -149,7 +145,7 @@ def test_reference_agrees_with_transformers(rotary_size, normed):
     ),
     ids=str,
 )
-def test_heads_of_any_size_rotated_in_whole_or_part(rotary, device, dtype, sizes, normed):
+def test_heads_of_any_size_rotated_fully_or_partly(rotary, device, dtype, sizes, normed):
     head_size, rotary_size = sizes
     check(
         rotary,
@@ -163,7 +159,7 @@ def test_heads_of_any_size_rotated_in_whole_or_part(rotary, device, dtype, sizes
     pairwise([1, 9], [(1, 1), (3, 3), (14, 2), (71, 1)], [32, 0]),
     ids=str,
 )
-def test_every_way_of_grouping_heads(rotary, device, tokens, heads, rotary_size):
+def test_every_head_grouping(rotary, device, tokens, heads, rotary_size):
     num_heads, num_kv_heads = heads
     check(
         rotary,
@@ -174,7 +170,7 @@ def test_every_way_of_grouping_heads(rotary, device, tokens, heads, rotary_size)
 
 @pytest.mark.parametrize("heads_first", [True, False])
 @pytest.mark.parametrize("block_size", [1, 7, 16])
-def test_every_layout_of_the_cache(rotary, device, block_size, heads_first):
+def test_every_cache_layout(rotary, device, block_size, heads_first):
     check(rotary, Case(block_size=block_size, heads_first=heads_first, normed=True), device)
 
 
@@ -192,7 +188,7 @@ def test_caches_in_fp8(rotary, device, dtype, sizes, normed):
     )
 
 
-def test_what_is_beyond_fp8_becomes_its_greatest_number(rotary, device):
+def test_fp8_caches_saturate(rotary, device):
     inputs = make(Case(dtype=torch.bfloat16, cached=FP8), device)
     inputs.qkv.mul_(1e4)
     q, cache = inputs.run(rotary)
@@ -207,13 +203,13 @@ def test_positions_may_be_int32(rotary, device):
     check(rotary, Case(position_dtype=torch.int32), device)
 
 
-def test_many_tokens_share_a_program(rotary, device, monkeypatch):
+def test_programs_may_process_several_tokens(rotary, device, monkeypatch):
     monkeypatch.setattr(rotary, "PROGRAMS", 4)
     check(rotary, Case(tokens=37, normed=True), device)
     check(rotary, Case(tokens=37, heads=5, kv_heads=5, rotary_size=0), device)
 
 
-def test_no_tokens_are_no_work(rotary, device):
+def test_empty_inputs_write_nothing(rotary, device):
     inputs = make(Case(), device)
     empty = replace(
         inputs, qkv=inputs.qkv[:0], positions=inputs.positions[:0], slots=inputs.slots[:0]
@@ -223,17 +219,17 @@ def test_no_tokens_are_no_work(rotary, device):
     assert cache.isnan().all()
 
 
-def test_queries_that_need_no_work_are_a_view(rotary, device):
+def test_unchanged_queries_are_a_view(rotary, device):
     inputs = make(Case(rotary_size=0), device)
     q, _ = inputs.run(rotary)
     assert q.data_ptr() == inputs.qkv.data_ptr()
 
 
-def test_what_the_kernel_cannot_do_is_an_error(rotary):
+def test_unsupported_inputs_are_errors(rotary):
     inputs = make(Case(), torch.device("cpu"))
     with pytest.raises(ValueError, match="not 3"):
         replace(inputs, options=inputs.options | {"num_heads": 3}).run(rotary)
-    with pytest.raises(ValueError, match="must be of"):
+    with pytest.raises(ValueError, match="must be in"):
         replace(inputs, cache=inputs.cache.half()).run(rotary)
     with pytest.raises(ValueError, match="contiguous"):
         replace(inputs, qkv=inputs.qkv.T.contiguous().T).run(rotary)

@@ -1,4 +1,4 @@
-"""Sampling: the reference against the CPU's sampler and statistics, Triton against the reference."""
+"""Sampling: the reference against the CPU's sampler and statistics, Triton against it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoints import spec_of
 from toolkit.kernels import reference
+from toolkit.kernels.table import Kernels
 from toolkit.sampling import sampler
 from toolkit.sampling.logprobs import gather_logprobs
 from toolkit.sampling.params import SamplingParams
+from toolkit.sampling.sampling_state import SamplingState
 
 INF = float("inf")
 NAN = float("nan")
@@ -40,11 +44,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 
 
 @pytest.fixture(scope="session")
-def sampling(triton_runs: bool):
-    if not triton_runs:
-        pytest.skip(
-            "Triton was imported without its interpreter: these tests run in a process of their own"
-        )
+def sampling(triton):
     from toolkit.kernels.triton.logprobs import logprobs
     from toolkit.kernels.triton.penalties import penalize
     from toolkit.kernels.triton.sampling import sample
@@ -54,7 +54,7 @@ def sampling(triton_runs: bool):
 
 @dataclass
 class Step:
-    """A step's sampling: entry i is for row `rows[i]` of the state, at `positions[i]`."""
+    """The sampling of a step. Entry i is for row `rows[i]` of the state, at `positions[i]`."""
 
     logits: Tensor
     rows: Tensor
@@ -72,7 +72,7 @@ class Step:
 
 
 def step(logits: Tensor, parameters: list[dict], seed: int = 0) -> Step:
-    """One entry for each row of logits, in shuffled rows of the state, at positions from 0 to 40."""
+    """Return one entry per row of logits, in shuffled rows of the state, at positions up to 40."""
     n, device = len(logits), logits.device
     torch.manual_seed(seed)
     rows = torch.randperm(n + 3)[:n]
@@ -100,7 +100,7 @@ def random_logits(
 
 
 def check(sampling, case: Step) -> Tensor:
-    """The kernel's tokens, which are the reference's, as are those in the state; nothing else changes."""
+    """Return the kernel's tokens, after comparing them, the state and the logits."""
     before, state = case.logits.clone(), case.token_ids.clone()
     expected = case.run(reference)
     expected_state = case.token_ids.clone()
@@ -113,7 +113,7 @@ def check(sampling, case: Step) -> Tensor:
 
 
 def assert_drawn_from(probabilities: Tensor, tokens: Tensor) -> None:
-    """Pearson's chi-square test, at about five standard deviations."""
+    """Apply Pearson's chi-square test, at about five standard deviations."""
     counts = torch.bincount(tokens.cpu(), minlength=len(probabilities)).double()
     possible = probabilities > 0
     assert counts[~possible].sum() == 0
@@ -124,7 +124,7 @@ def assert_drawn_from(probabilities: Tensor, tokens: Tensor) -> None:
 
 
 def probabilities_by_sorting(logits: Tensor, **parameters) -> Tensor:
-    """What each token of one row should be drawn with: sorted and cut, token by token, in the order of the rules."""
+    """Return each token's probability: sort all, and apply the filters in order, one by one."""
     p = SamplingParams(**parameters)
     weights = (logits.double() / float(torch.tensor(p.temperature))).softmax(-1).tolist()
     counted = sorted(weights, reverse=True)[: p.top_k or None]
@@ -141,7 +141,7 @@ def probabilities_by_sorting(logits: Tensor, **parameters) -> Tensor:
 # The reference
 
 
-def test_the_reference_draws_the_numbers_of_the_cpus_sampler():
+def test_reference_numbers_equal_the_cpu_samplers():
     torch.manual_seed(0)
     seeds = torch.randint(-(2**63), 2**63 - 1, (100,))
     positions = torch.randint(0, 10**6, (100,))
@@ -153,29 +153,29 @@ def test_the_reference_draws_the_numbers_of_the_cpus_sampler():
 
 
 @pytest.mark.parametrize(
-    "neighbour",
+    "offset",
     [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, -1)],
     ids=[
         "seeds",
         "positions",
         "draws",
         "seeds and positions",
-        "a position's draw and the next position",
+        "draw and next position",
     ],
 )
-def test_numbers_of_neighbours_are_independent(neighbour):
-    """All 64 pairs of eighths are as frequent."""
+def test_numbers_of_adjacent_keys_are_independent(offset):
+    """All 64 pairs of eighths are equally frequent."""
     pairs = []
     for i in range(6000):
         here = (1000 + i % 60, i // 60, 1)
-        there = tuple(a + b for a, b in zip(here, neighbour, strict=True))
+        there = tuple(a + b for a, b in zip(here, offset, strict=True))
         pairs.append(int(reference.uniform(*here) * 8) * 8 + int(reference.uniform(*there) * 8))
     assert_drawn_from(torch.full((64,), 1 / 64), torch.tensor(pairs))
 
 
 @pytest.mark.parametrize("parameters", [{}, {"temperature": 0.5}, *FILTERS], ids=str)
 @pytest.mark.parametrize("ties", [False, True])
-def test_the_reference_draws_what_sorting_keeps(parameters, ties):
+def test_reference_draws_with_the_probabilities_by_sorting(parameters, ties):
     logits = torch.randn(12, generator=torch.Generator().manual_seed(1)) * 1.5
     if ties:
         logits = (logits * 1.5).round() / 1.5
@@ -189,19 +189,19 @@ def test_the_reference_draws_what_sorting_keeps(parameters, ties):
     assert_drawn_from(probabilities_by_sorting(logits, **parameters), torch.tensor(drawn))
 
 
-# Triton: the same kernels compiled where there is a GPU, interpreted elsewhere
+# Triton: compiled if there is a GPU, else interpreted
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 255, 257, 1000, 4096, 9000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_plain_draws_from_vocabularies_of_any_size(sampling, device, dtype, vocab):
+def test_vocabularies_of_any_size(sampling, device, dtype, vocab):
     parameters = [{"temperature": t} for t in (1.0, 0.3, 2.5, 0.0, 1e-9, 100.0)]
     check(sampling, step(random_logits(len(parameters), vocab, dtype, device), parameters))
 
 
 @pytest.mark.parametrize("vocab", [7, 4500])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_filter_beside_rows_without_one(sampling, device, dtype, vocab):
+def test_rows_with_and_without_filters(sampling, device, dtype, vocab):
     parameters = [
         *FILTERS,
         {},
@@ -212,7 +212,7 @@ def test_every_filter_beside_rows_without_one(sampling, device, dtype, vocab):
 
 
 @pytest.mark.parametrize("parameters", FILTERS, ids=str)
-def test_filters_where_many_logits_are_equal(sampling, device, parameters):
+def test_filters_with_many_equal_logits(sampling, device, parameters):
     logits = random_logits(6, 700, torch.bfloat16, device, scale=2.0).round()
     check(sampling, step(logits, [parameters] * len(logits)))
 
@@ -220,14 +220,14 @@ def test_filters_where_many_logits_are_equal(sampling, device, parameters):
 @pytest.mark.parametrize(
     "parameters", [{"top_p": 0.9}, {"top_k": 50}, {"top_k": 2000, "top_p": 0.9}, {"min_p": 0.9}]
 )
-def test_filters_where_all_logits_are_alike(sampling, device, parameters):
-    """Nearly equal, then exactly equal: the filters' hardest case."""
+def test_filters_with_nearly_equal_and_equal_logits(sampling, device, parameters):
+    """Such logits are the filters' hardest case."""
     near = random_logits(3, 3000, torch.float32, device, scale=0.01)
     same = torch.full((2, 3000), -1.5, device=device)
     check(sampling, step(torch.cat((near, same)), [parameters] * 5))
 
 
-def test_temperature_0_takes_the_first_of_the_greatest(sampling, device):
+def test_greedy_takes_the_first_of_equal_logits(sampling, device):
     logits = torch.full((4, 6000), -3.0, device=device)
     logits[0, [5999, 4096, 130]] = 2.0
     logits[1, [1, 0]] = 2.0
@@ -239,7 +239,7 @@ def test_temperature_0_takes_the_first_of_the_greatest(sampling, device):
 @pytest.mark.parametrize(
     "parameters", [{}, {"top_k": 20}, {"top_p": 0.99}, {"min_p": 0.001}], ids=str
 )
-def test_a_forbidden_token_is_never_drawn(sampling, device, parameters):
+def test_tokens_with_minus_infinity_are_never_drawn(sampling, device, parameters):
     logits = torch.full((6, 900), -INF, device=device)
     logits[:, [3, 127, 500, 899]] = 1.0
     tokens = check(sampling, step(logits, [parameters] * 6))
@@ -251,7 +251,7 @@ def test_a_forbidden_token_is_never_drawn(sampling, device, parameters):
     "parameters", [{}, {"temperature": 0.0}, {"top_k": 4, "top_p": 0.5}], ids=str
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_logits_that_are_not_finite_give_no_token(sampling, device, dtype, parameters):
+def test_logits_that_are_not_finite_yield_no_token(sampling, device, dtype, parameters):
     logits = random_logits(7, 5000, dtype, device)
     logits[0, 4999] = NAN
     logits[1, 0] = INF
@@ -266,25 +266,25 @@ def test_logits_that_are_not_finite_give_no_token(sampling, device, dtype, param
     assert stored == [max(t, 0) for t in tokens]
 
 
-def test_an_entry_without_a_position_is_skipped(sampling, device):
+def test_entries_without_a_position_are_skipped(sampling, device):
     case = step(
         random_logits(5, 300, torch.float32, device),
         [{}, {"top_k": 2}, {}, {}, {"temperature": 0.0}],
     )
     case.positions[[0, 1, 4]] = -1
-    case.rows[[0, 1]] = 10**6  # a padding entry belongs to nobody
+    case.rows[[0, 1]] = 10**6  # padding has no valid row
     case.logits[0] = NAN
     tokens = check(sampling, case)
     assert [token == -2 for token in tokens.tolist()] == [True, True, False, False, True]
     assert (case.token_ids[:, -1] == -7).all()
 
 
-def test_a_step_of_no_entries(sampling, device):
+def test_empty_steps(sampling, device):
     case = step(torch.empty(0, 10, device=device), [])
     assert case.run(sampling).shape == (0,)
 
 
-def test_a_token_depends_on_its_own_row_alone(sampling, device):
+def test_rows_are_independent(sampling, device):
     parameters = [{}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.8}, {"min_p": 0.1}]
     together = step(random_logits(4, 4500, torch.bfloat16, device), parameters)
     tokens = together.run(sampling).tolist()
@@ -299,7 +299,7 @@ def test_a_token_depends_on_its_own_row_alone(sampling, device):
 @pytest.mark.parametrize(
     ("vocab", "width"), [(1003, 1008), (1003, 1005), (1008, 1024), (5000, 5008)]
 )
-def test_padded_rows(sampling, device, vocab, width):
+def test_padding_of_rows_is_not_read(sampling, device, vocab, width):
     buffer = torch.full((6, width), NAN, dtype=torch.bfloat16, device=device)
     logits = buffer[:, :vocab]
     logits.copy_(random_logits(6, vocab, torch.bfloat16, device))
@@ -307,13 +307,13 @@ def test_padded_rows(sampling, device, vocab, width):
     assert buffer[:, vocab:].isnan().all()
 
 
-def test_one_row_for_many_entries(sampling, device):
+def test_many_entries_may_share_a_row_of_logits(sampling, device):
     logits = random_logits(1, 40, torch.float32, device).expand(30, 40)
     tokens = check(sampling, step(logits, [{}] * 30))
     assert len(set(tokens.tolist())) > 3
 
 
-def test_strided_vocabularies_are_an_error(sampling):
+def test_strided_vocabularies_are_errors(sampling):
     case = step(torch.zeros(8, 4).T, [{}] * 4)
     with pytest.raises(ValueError, match="contiguous"):
         case.run(sampling)
@@ -325,7 +325,7 @@ def test_strided_vocabularies_are_an_error(sampling):
 @pytest.mark.parametrize("k", [0, 1, 20])
 @pytest.mark.parametrize(("n", "vocab"), [(1, 1), (3, 7), (2, 5000), (5, 1003)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_logprobs(sampling, device, dtype, n, vocab, k):
+def test_logprobs_equal_reference(sampling, device, dtype, n, vocab, k):
     logits = random_logits(n, vocab, dtype, device)
     logits[0, : vocab // 2] = -INF
     wanted = torch.randint(0, vocab, (n,), device=device)
@@ -342,7 +342,7 @@ def test_logprobs(sampling, device, dtype, n, vocab, k):
     )
 
 
-def test_a_chosen_tokens_logprob_is_its_entry_among_the_likeliest_to_the_last_bit(sampling, device):
+def test_a_top_tokens_logprobs_are_bitwise_equal(sampling, device):
     logits = random_logits(8, 3000, torch.bfloat16, device)
     best = logits.argmax(-1)
     _, values, rank = sampling.logprobs(logits, best, 5)
@@ -371,7 +371,7 @@ PENALTIES = [
 
 @dataclass
 class Histories:
-    """Entry i is row `rows[i]` of the state, with `lengths[i]` tokens."""
+    """Histories to penalize. Entry i is row `rows[i]` of the state, with `lengths[i]` tokens."""
 
     logits: Tensor
     rows: Tensor
@@ -389,7 +389,7 @@ class Histories:
 def histories(
     logits: Tensor, lengths: list[int], num_prompt_tokens: int, num_tokens: int
 ) -> Histories:
-    """Random tokens below `num_tokens` for every row of logits; row r has the penalties of r."""
+    """Return random tokens below `num_tokens` for every row of logits. Row r has PENALTIES[r]."""
     n, device = len(logits), logits.device
     params = [SamplingParams(**PENALTIES[row % len(PENALTIES)]) for row in range(n)]
     penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
@@ -403,7 +403,7 @@ def histories(
     )
 
 
-def test_the_reference_penalizes_by_the_written_formulas():
+def test_reference_penalizes_by_the_formulas():
     logits = torch.tensor([[2.0, -2.0, 2.0, -2.0, 1.0, 1.0]])
     case = histories(logits, [5], num_prompt_tokens=2, num_tokens=1)
     case.floats[0, 3:] = torch.tensor([2.0, 0.5, 0.1])
@@ -413,7 +413,7 @@ def test_the_reference_penalizes_by_the_written_formulas():
 
 
 @pytest.mark.parametrize("vocab", [9, 3000])
-def test_penalties(sampling, device, vocab):
+def test_penalties_equal_reference(sampling, device, vocab):
     logits = random_logits(5, vocab, torch.float32, device)
     case = histories(logits, [1500, 1400, 701, 1030, 700], num_prompt_tokens=700, num_tokens=vocab)
     case.token_ids[2, 500:] = case.token_ids[2, 0]
@@ -424,14 +424,14 @@ def test_penalties(sampling, device, vocab):
     torch.testing.assert_close(case.penalized(sampling), expected)
 
 
-def test_penalties_pass_over_unknown_tokens_and_empty_rows(sampling, device):
+def test_penalties_skip_unknown_tokens_and_empty_rows(sampling, device):
     case = histories(torch.zeros(2, 9, device=device), [3, -1], num_prompt_tokens=0, num_tokens=9)
     case.floats[:, 3:] = torch.tensor([1.0, 1.0, 0.0])
     case.token_ids[1] = torch.tensor([-1, 5, 50, 2])
     assert case.penalized(sampling).nonzero().tolist() == [[0, 5]]
 
 
-def test_penalties_of_16_bit_logits_are_an_error(sampling):
+def test_penalties_of_16_bit_logits_are_errors(sampling):
     empty = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="fp32"):
         sampling.penalize(torch.zeros(1, 4, dtype=torch.float16), empty, empty, empty, empty, empty)
@@ -448,8 +448,9 @@ REAL = [{}, {"temperature": 0.0}, {"temperature": 0.6, "top_k": 20, "top_p": 0.9
 @pytest.mark.parametrize(("n", "vocab"), [(64, 151_936), (37, 50_257), (5, 256_000)])
 @pytest.mark.parametrize("scale", [0.1, 2.0, 5.0])
 def test_real_sizes(sampling, device, scale, n, vocab, dtype):
-    """Rounding may move the end of a token's share of the running sum past the drawn number: rarely, and to a
-    token beside it. So all but a few are the reference's.
+    """All but a few tokens equal the reference's.
+
+    In rare cases, rounding of the running sum moves the drawn number to an adjacent token.
     """
     logits = random_logits(n, vocab, dtype, device, scale)
     case = step(logits, [REAL[i % len(REAL)] for i in range(n)])
@@ -462,7 +463,7 @@ def test_real_sizes(sampling, device, scale, n, vocab, dtype):
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("parameters", [{}, *FILTERS], ids=str)
-def test_frequencies(sampling, device, parameters):
+def test_tokens_are_drawn_with_their_probabilities(sampling, device, parameters):
     logits = random_logits(1, 300, torch.float32, device, scale=1.0)
     n = 50_000
     p = SamplingParams(**parameters)
@@ -483,7 +484,7 @@ def test_frequencies(sampling, device, parameters):
 
 @gpu
 @needs_gpu
-def test_a_captured_graph_follows_its_inputs_and_never_waits(sampling, device):
+def test_captured_graphs_follow_their_inputs_without_waiting(sampling, device):
     case = step(random_logits(16, 50_257, torch.float16, device), [{}, *FILTERS])
     out = torch.empty_like(case.rows)
 
@@ -523,3 +524,37 @@ def test_penalties_of_real_sizes(sampling, device):
     case = histories(logits, lengths, num_prompt_tokens=3000, num_tokens=2000)
     host = Histories(*(x.cpu() for x in vars(case).values()))
     torch.testing.assert_close(case.penalized(sampling).cpu(), host.penalized(reference))
+
+
+@pytest.mark.usefixtures("sampling")
+def test_kernels_equal_the_plain_sampler(device):
+    """Biases, penalties, grammars and the choice are applied in the same order."""
+    given = [
+        {"logit_bias": {5: 40.0}, "repetition_penalty": 1.9},
+        {"allowed_token_ids": [1, 2, 3], "presence_penalty": 2.0, "temperature": 0.0},
+        {"logit_bias": {7: 30.0}, "frequency_penalty": 1.5, "top_k": 4},
+        {"bad_words_token_ids": [[4, 4], [9]], "temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.8},
+        {"temperature": 0.0},
+    ]
+    params, vocab, length = [SamplingParams(**one) for one in given], 64, 20
+    state = SamplingState(len(params), device)
+    for row, one in enumerate(params):
+        state.set(row, spec_of(one, 8, [0]), 100 + row)
+    state.load(list(range(len(params))))
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(len(params), vocab, device=device)
+    tokens = torch.randint(0, 9, (len(params), length + 1), dtype=torch.int32, device=device)
+    masks = np.random.default_rng(0).integers(-(2**31), 2**31, (3, vocab // 32)).astype(np.int32)
+    rows = np.arange(len(params), dtype=np.int32)
+    masked = np.array([0, 2, 5]), masks
+    found, changed = [], []
+    for kernels in (None, Kernels()):
+        changed.append(logits.clone())
+        lengths = np.full(len(params), length, np.int32)
+        found.append(
+            sampler.sample(changed[-1], state, tokens.clone(), rows, lengths, masked, kernels)
+        )
+    assert found[0].tolist() == found[1].tolist()
+    torch.testing.assert_close(changed[0], changed[1])
+    assert (changed[0].isinf().sum(1) > 0).tolist() == [True, True, True, True, False, True]

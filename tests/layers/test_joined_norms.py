@@ -1,4 +1,4 @@
-"""Norms that two products of few rows share out between them: when, and that nothing is forgotten on the way."""
+"""RMS norms fused into the products before and after them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ HIDDEN, INNER, WIDTH = 32, 48, 24
 
 @dataclass
 class Unscaled:
-    """As the kernels' own, on a CPU."""
+    """Stand-in for the kernels' own, on a CPU."""
 
     x: torch.Tensor
-    squares: torch.Tensor
+    square_sums: torch.Tensor
     eps: float
 
     def __len__(self):
@@ -35,16 +35,16 @@ class Unscaled:
 def linear(x, weight, bias=None, activation=None, gated=False):
     scale = 1.0
     if isinstance(x, Unscaled):
-        scale = torch.rsqrt(x.squares[:, None] / HIDDEN + x.eps).float()
+        scale = torch.rsqrt(x.square_sums[:, None] / HIDDEN + x.eps).float()
         x = x.x
     y = F.linear(x.float(), weight.float()) * scale + (0 if bias is None else bias)
     return (gated_activation(y, activation) if gated else y).to(x.dtype)
 
 
-def add_norm(x, weight, residual, norm_weight, eps, squares, bias=None):
+def add_norm(x, weight, residual, norm_weight, eps, square_sums, bias=None):
     residual += linear(x, weight, bias)
-    squares += residual.double().square().sum(1)
-    return Unscaled(residual * norm_weight, squares, eps)
+    square_sums += residual.double().square().sum(1)
+    return Unscaled(residual * norm_weight, square_sums, eps)
 
 
 def gated_activation(y, kind):
@@ -57,11 +57,11 @@ def kernels(monkeypatch):
     kernels = SimpleNamespace(
         linear=linear,
         large_linear=F.linear,
-        add_norm=add_norm,
+        linear_add_norm=add_norm,
         gated_activation=gated_activation,
-        fits=lambda tokens, weight: tokens <= 64,
+        fits_linear=lambda tokens, weight: tokens <= 64,
     )
-    monkeypatch.setattr(layers, "fused", lambda device: kernels)
+    monkeypatch.setattr(layers, "kernels_for", lambda device: kernels)
     return kernels
 
 
@@ -80,14 +80,14 @@ def make(dtype=torch.bfloat16):
     return out, norm, up
 
 
-def both(tokens, dtype=torch.bfloat16, squares=True, **changes):
-    """(what `up` makes and the residual, as `after` has it; the same step by step; whether the norm was joined)."""
+def both(tokens, dtype=torch.bfloat16, square_sums=True, **changes):
+    """Return ((output, residual) of `after`, the same step by step, whether the norm was fused)."""
     out, norm, up = make(dtype)
-    out.group = SimpleNamespace(size=1, rank=0, symmetric=None, **changes.pop("group", {}))
+    out.group = SimpleNamespace(size=1, rank=0, peer_memory=None, **changes.pop("group", {}))
     x, residual = torch.randn(tokens, WIDTH).to(dtype), torch.randn(tokens, HIDDEN).to(dtype)
     expected, total = norm(linear(x, out.weight, out.bias), residual.clone())
-    room = torch.zeros(tokens + tokens % 2, dtype=torch.float64) if squares else None
-    normed, found = norm.after(out, x, residual, up, room)
+    sums = torch.zeros(tokens + tokens % 2, dtype=torch.float64) if square_sums else None
+    normed, found = norm.after(out, x, residual, up, sums)
     return (
         (up(normed), found),
         (linear(expected, up.weight, gated=True), total),
@@ -96,9 +96,9 @@ def both(tokens, dtype=torch.bfloat16, squares=True, **changes):
 
 
 @pytest.mark.parametrize("tokens", [2, 7, 64])
-def test_joined_norms_are_the_norms(kernels, tokens):
-    (y, found), (expected, total), joined = both(tokens)
-    assert joined
+def test_fused_norms_equal_separate_norms(kernels, tokens):
+    (y, found), (expected, total), is_fused = both(tokens)
+    assert is_fused
     torch.testing.assert_close(found, total, rtol=2e-2, atol=2e-2)
     assert (y.float() - expected.float()).norm() < 2e-2 * expected.float().norm()
 
@@ -111,28 +111,28 @@ def test_joined_norms_are_the_norms(kernels, tokens):
         (65, {}),
         (8, {"dtype": torch.float16}),
         (8, {"dtype": torch.float32}),
-        (8, {"squares": False}),
+        (8, {"square_sums": False}),
     ],
 )
-def test_what_does_not_fit_is_done_one_after_the_other(kernels, tokens, options):
-    (y, found), (expected, total), joined = both(tokens, **options)
-    assert not joined
+def test_unsuited_rows_are_not_fused(kernels, tokens, options):
+    (y, found), (expected, total), is_fused = both(tokens, **options)
+    assert not is_fused
     torch.testing.assert_close(found, total, rtol=2e-2, atol=2e-2)
     assert (y.float() - expected.float()).norm() <= 2e-2 * expected.float().norm()
 
 
-def test_both_products_have_to_fit(kernels):
+def test_both_products_must_be_suited(kernels):
     out, norm, up = make()
     x, residual = torch.randn(8, WIDTH).bfloat16(), torch.randn(8, HIDDEN).bfloat16()
-    room = torch.zeros(8, dtype=torch.float64)
+    sums = torch.zeros(8, dtype=torch.float64)
     for odd in (out, up):
-        kernels.fits = lambda tokens, weight, odd=odd: weight is not odd.weight
-        assert isinstance(norm.after(out, x, residual.clone(), up, room)[0], torch.Tensor) is True
-    kernels.fits = lambda tokens, weight: True
-    assert isinstance(norm.after(out, x, residual.clone(), up, room)[0], Unscaled)
+        kernels.fits_linear = lambda tokens, weight, odd=odd: weight is not odd.weight
+        assert isinstance(norm.after(out, x, residual.clone(), up, sums)[0], torch.Tensor)
+    kernels.fits_linear = lambda tokens, weight: True
+    assert isinstance(norm.after(out, x, residual.clone(), up, sums)[0], Unscaled)
 
 
-def test_a_part_of_a_sum_over_ranks_is_not_normed(kernels):
+def test_products_summed_over_ranks_fuse_no_norms(kernels):
     out, _, _ = make()
     out.group = SimpleNamespace(size=2, rank=0)
-    assert not out.joins_norms(torch.zeros(8, WIDTH, dtype=torch.bfloat16))
+    assert not out.can_fuse_norms(torch.zeros(8, WIDTH, dtype=torch.bfloat16))

@@ -1,5 +1,6 @@
-"""Steps that are replayed give what they give when Python calls every kernel (`tests/models/test_parity.py` holds both against
-Transformers).
+"""Replayed steps compute what Python's calls compute.
+
+`tests/models/test_parity.py` compares both with Transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LENGTHS = [9, 3, 14, 6]
 
 
 class Steps:
-    """What an engine computes on the way to its answers."""
+    """The logits and the replays of an engine's steps."""
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.llm, self.num_runs = llm, 0
@@ -41,7 +42,7 @@ class Steps:
         monkeypatch.setattr(Program, "run", counted)
 
     def answers(self) -> tuple[list[list[int]], list[torch.Tensor], int]:
-        """(tokens, logits of each step, how many steps were replayed)"""
+        """Return (tokens, logits of each step, number of replayed steps)."""
         self.logits, self.num_runs = [], 0
         params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in LENGTHS]
         results = self.llm.generate(
@@ -55,16 +56,16 @@ class Steps:
     [("gpt2", {}), ("qwen3", {"dtype": "bfloat16"}), ("llama3-gqa", {"quantization": "int8"})],
     ids=["gpt2", "qwen3 in bf16", "llama in int8"],
 )
-def test_a_replayed_step_computes_the_same(name, settings, checkpoint, monkeypatch):
+def test_replayed_steps_compute_the_same(name, settings, checkpoint, monkeypatch):
     llm = LLM(str(checkpoint(name)), device="cpu", enable_prefix_caching=False, **settings)
     steps = Steps(llm, monkeypatch)
     with monkeypatch.context() as inside:
-        inside.setattr(replay, "MOST_TOKENS", 0)
+        inside.setattr(replay, "MAX_TOKENS", 0)
         expected, expected_logits, num_runs = steps.answers()
     assert num_runs == 0
     for _ in range(2):
         tokens, logits, num_runs = steps.answers()
-        # Four requests begin together; every step after the first is of next tokens alone.
+        # Four requests start together, and every step after the first is a decode step.
         assert num_runs == max(LENGTHS) - 1
         assert tokens == expected
         assert all(map(torch.equal, logits, expected_logits))
@@ -73,15 +74,15 @@ def test_a_replayed_step_computes_the_same(name, settings, checkpoint, monkeypat
 @pytest.mark.parametrize(
     "settings", [{"attention_backend": "torch"}, {"kv_cache_dtype": "fp8"}], ids=str
 )
-def test_what_pytorch_computes_in_part_is_not_replayed(settings, checkpoint, monkeypatch):
+def test_steps_partly_in_pytorch_are_not_replayed(settings, checkpoint, monkeypatch):
     steps = Steps(LLM(str(checkpoint("gpt2")), device="cpu", **settings), monkeypatch)
     tokens, _, num_runs = steps.answers()
     assert num_runs == 0
     assert [len(answer) for answer in tokens] == LENGTHS
 
 
-def test_no_more_requests_than_there_is_a_use_for(checkpoint, monkeypatch):
-    monkeypatch.setattr(replay, "MOST_TOKENS", 2)
+def test_steps_of_more_than_max_tokens_are_not_replayed(checkpoint, monkeypatch):
+    monkeypatch.setattr(replay, "MAX_TOKENS", 2)
     steps = Steps(LLM(str(checkpoint("gpt2")), device="cpu"), monkeypatch)
     _, _, num_runs = steps.answers()
     assert num_runs == sorted(LENGTHS)[-1] - sorted(LENGTHS)[-3], "steps of the last two requests"

@@ -1,4 +1,4 @@
-"""The parity suites' cases: every architecture, its prompts, and what Transformers makes of them."""
+"""Cases of the parity tests: every architecture, its prompts, and Transformers' greedy tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTHS = (1, 5, 16, 33, 50, 64)
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def case(request, checkpoint: Callable[[str], Path]):
-    """(name, folder, Transformers model in fp32 on the CPU, prompts, the greedy tokens it gives for each)."""
+    """Return (name, folder, Transformers model in fp32 on the CPU, prompts, greedy tokens)."""
     name = request.param
     model = checkpoints.make_reference(name)
     rng = random.Random(name)

@@ -1,4 +1,4 @@
-"""Models from a hub: a small one on this machine that speaks as the real one does, asked by a fresh process each time."""
+"""Models from a local hub with the real hub's API. Each query runs in a new process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def hub(checkpoint: Callable[[str], Path]) -> Iterator[Hub]:
 
 @pytest.fixture
 def ask(hub: Hub, tmp_path: Path) -> Callable[..., str]:
-    """Runs `expression` in a process whose hub is ours and whose cache is empty at first; the last line it prints."""
+    """Evaluate an expression in a process with our hub and an initially empty cache."""
 
     def run(expression: str, **environment: str) -> str:
         kept = {
@@ -38,7 +38,7 @@ def ask(hub: Hub, tmp_path: Path) -> Callable[..., str]:
         settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HOME": str(tmp_path)}
         code = (
             "import pathlib, sys, types, toolkit\n"
-            "if not sys.argv[1:]:  # without the package's own imports: torch takes seconds\n"
+            "if not sys.argv[1:]:  # avoids the package's imports: torch takes seconds\n"
             "    sys.modules['toolkit.models'] = package = types.ModuleType('toolkit.models')\n"
             "    package.__path__ = [str(pathlib.Path(toolkit.__file__).parent / 'models')]\n"
             "else:\n"
@@ -46,12 +46,13 @@ def ask(hub: Hub, tmp_path: Path) -> Callable[..., str]:
             "from toolkit.models.hub import locate, locate_tokenizer\n"
             "from toolkit.errors import ToolkitError\n"
             f"try:\n    print({expression})\n"
-            "except ToolkitError as error:\n    print(type(error).__name__ + ': ' + error.message)\n"
+            "except ToolkitError as error:\n"
+            "    print(type(error).__name__ + ': ' + error.message)\n"
         )
         arguments = ["heavy"] if "LLM" in expression else []
         done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], env=kept | settings | environment, capture_output=True, text=True,
-            cwd=tmp_path, timeout=300,
+            [sys.executable, "-c", code, *arguments], env=kept | settings | environment,
+            capture_output=True, text=True, cwd=tmp_path, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
@@ -67,7 +68,7 @@ RUN = (
 )
 
 
-def test_a_model_is_fetched_and_run_and_afterwards_needs_no_hub(hub, ask):
+def test_model_is_downloaded_once_and_then_runs_offline(hub, ask):
     expected = str(checkpoints.greedy(checkpoints.make_reference("gpt2"), [1, 2, 3], 8))
     assert ask(RUN) == expected
     assert hub.asked_for("model.safetensors")
@@ -76,7 +77,7 @@ def test_a_model_is_fetched_and_run_and_afterwards_needs_no_hub(hub, ask):
     assert len(hub.requests) == count
 
 
-def test_what_is_fetched_has_the_files_that_were_served(hub, ask, checkpoint):
+def test_downloaded_files_equal_the_served_ones(hub, ask, checkpoint):
     folder = Path(ask("locate('org/tiny')"))
     source = checkpoint("gpt2")
     assert (folder / "model.safetensors").read_bytes() == (
@@ -87,7 +88,7 @@ def test_what_is_fetched_has_the_files_that_were_served(hub, ask, checkpoint):
     assert folder.name == commit_of("org/tiny", "main")
 
 
-def test_a_second_time_no_file_is_fetched_again(hub, ask):
+def test_second_call_downloads_nothing(hub, ask):
     first = ask("locate('org/tiny')")
     hub.requests.clear()
     assert ask("locate('org/tiny')") == first
@@ -104,21 +105,21 @@ def test_another_revision(hub, ask, checkpoint):
     assert ask("locate('org/tiny', 'v2')", HF_HUB_OFFLINE="1") == str(folders[0])
 
 
-def test_a_revision_that_is_not_there(hub, ask):
+def test_unknown_revision_is_an_error(hub, ask):
     answer = ask("locate('org/tiny', 'v9')")
     assert answer == "ModelNotFoundError: org/tiny has no revision 'v9' on the hub."
 
 
-def test_a_name_that_is_not_there_gets_the_nearest_cached_ones(hub, ask):
+def test_unknown_name_gets_suggestions_from_the_cache(hub, ask):
     ask("locate('org/tiny')")
     answer = ask("locate('org/tny')")
     assert answer.startswith("ModelNotFoundError: There is no model org/tny")
-    assert "the hub does not have it" in answer
+    assert "none on the hub" in answer
     assert "HF_TOKEN" in answer
     assert answer.endswith("Did you mean org/tiny?")
 
 
-def test_offline_a_name_that_is_not_cached_tells_what_was_searched(hub, ask, tmp_path):
+def test_offline_error_names_the_searched_places(hub, ask, tmp_path):
     answer = ask("locate('org/tiny')", HF_HUB_OFFLINE="1")
     assert "ModelNotFoundError" in answer
     assert "HF_HUB_OFFLINE is set" in answer
@@ -126,7 +127,7 @@ def test_offline_a_name_that_is_not_cached_tells_what_was_searched(hub, ask, tmp
     assert not hub.requests
 
 
-def test_a_gated_model_asks_for_a_token(hub, ask, checkpoint):
+def test_gated_model_error_mentions_the_token(hub, ask, checkpoint):
     hub.add("org/locked", checkpoint("gpt2"))
     hub.gated.add("org/locked")
     answer = ask("locate('org/locked')")
@@ -134,7 +135,7 @@ def test_a_gated_model_asks_for_a_token(hub, ask, checkpoint):
     assert "HF_TOKEN" in answer
 
 
-def test_the_token_is_sent(hub, ask, checkpoint):
+def test_token_is_sent(hub, ask, checkpoint):
     hub.add("org/secret", checkpoint("gpt2"))
     hub.private["org/secret"] = "hf_of_mine"
     assert "ModelNotFoundError" in ask("locate('org/secret')")
@@ -142,18 +143,18 @@ def test_the_token_is_sent(hub, ask, checkpoint):
     assert (Path(folder) / "model.safetensors").is_file()
 
 
-def test_when_the_hub_is_down_the_cache_serves(hub, ask):
+def test_cache_is_used_when_the_hub_is_down(hub, ask):
     first = ask("locate('org/tiny')")
     hub.broken = True
     assert ask("locate('org/tiny')") == first
     answer = ask("locate('org/other')")
     assert answer.startswith("ModelNotFoundError: There is no model org/other")
     assert "the hub did not answer" in answer
-    hub.close()  # and now nobody listens
+    hub.close()  # now the connection is refused
     assert ask("locate('org/tiny')") == first
 
 
-def test_of_two_kinds_of_weights_only_safetensors_are_fetched(hub, ask, checkpoint):
+def test_only_safetensors_are_downloaded_if_there_are_both(hub, ask, checkpoint):
     hub.add(
         "org/both", checkpoint("gpt2"), **{"pytorch_model.bin": b"x" * 1000, "tf_model.h5": b"x"}
     )
@@ -164,9 +165,7 @@ def test_of_two_kinds_of_weights_only_safetensors_are_fetched(hub, ask, checkpoi
     assert ask("locate('org/both')", HF_HUB_OFFLINE="1") == str(folder)
 
 
-def test_weights_of_the_old_kind_are_fetched_when_there_are_no_others(
-    hub, ask, checkpoint, tmp_path
-):
+def test_bin_weights_are_downloaded_without_safetensors(hub, ask, checkpoint, tmp_path):
     folder = tmp_path / "old"
     checkpoints.save(checkpoints.make_reference("gpt2"), folder)
     (folder / "model.safetensors").unlink()
@@ -177,13 +176,13 @@ def test_weights_of_the_old_kind_are_fetched_when_there_are_no_others(
     assert ask("locate('org/old')", HF_HUB_OFFLINE="1") == fetched
 
 
-def test_a_download_that_was_interrupted_is_no_model(hub, ask, tmp_path):
+def test_interrupted_download_is_not_a_model(hub, ask, tmp_path):
     folder = Path(ask("locate('org/tiny')"))
     (folder / "model.safetensors").unlink()
     assert "it is not in the cache" in ask("locate('org/tiny')", HF_HUB_OFFLINE="1")
 
 
-def test_of_a_tokenizer_no_weights_are_fetched(hub, ask):
+def test_tokenizer_is_downloaded_without_weights(hub, ask):
     folder = Path(ask("locate_tokenizer('org/tiny')"))
     assert (folder / "tokenizer.json").is_file()
     assert not hub.asked_for("model.safetensors")
@@ -203,8 +202,8 @@ def test_of_a_tokenizer_no_weights_are_fetched(hub, ask):
     ],
     ids=str,
 )
-def test_the_cache_is_looked_for_where_the_hubs_library_has_it(settings, monkeypatch):
-    """Completions find it without importing that library."""
+def test_cache_folder_equals_the_hub_librarys(settings, monkeypatch):
+    """Completions find the cache without importing the hub's library."""
     for name in ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in settings.items():
@@ -213,7 +212,13 @@ def test_the_cache_is_looked_for_where_the_hubs_library_has_it(settings, monkeyp
     monkeypatch.setattr(Path, "glob", lambda self, pattern: asked.append(self) or [])
     cached_names()
     theirs = subprocess.run(
-        [sys.executable, "-c", "from huggingface_hub import constants; print(constants.HF_HUB_CACHE)"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            "from huggingface_hub import constants; print(constants.HF_HUB_CACHE)",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert [os.path.abspath(path) for path in asked] == [os.path.abspath(theirs.stdout.strip())]

@@ -1,4 +1,4 @@
-"""config.json as it is found in the world, old spellings and gaps included, read as Transformers reads it."""
+"""config.json in many variants, with old spellings and gaps, is parsed as by Transformers."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ HEADS = {
 ENCODERS = ("bert", "roberta", "xlm-roberta")
 READ = {
     "gpt2": (
-        "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function",
-        "layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention",
-        "tie_word_embeddings", "hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
+        "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner",
+        "activation_function", "layer_norm_epsilon", "scale_attn_weights",
+        "scale_attn_by_inverse_layer_idx", "add_cross_attention", "tie_word_embeddings",
+        "hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
     ),
     "llama": (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "hidden_act", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
-        "rope_parameters", "attention_bias", "mlp_bias",
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "hidden_act", "max_position_embeddings",
+        "rms_norm_eps", "tie_word_embeddings", "rope_parameters", "attention_bias", "mlp_bias",
     ),
 }  # fmt: skip
 READ["mistral"] = (*READ["llama"][:-2], "sliding_window")
@@ -45,10 +46,11 @@ READ["qwen2"] = (*READ["mistral"], "layer_types")
 READ["qwen3"] = (*READ["qwen2"], "attention_bias")
 for kind in ENCODERS:
     READ[kind] = (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
-        "max_position_embeddings", "type_vocab_size", "layer_norm_eps", "pad_token_id", "is_decoder", "num_labels",
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "hidden_act", "max_position_embeddings", "type_vocab_size",
+        "layer_norm_eps", "pad_token_id", "is_decoder", "num_labels",
     )  # fmt: skip
-"""By kind: what the models read, besides the size of a head, which need not be an attribute."""
+"""Attributes that each kind of model reads, except head_dim, which may be missing."""
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
@@ -78,7 +80,10 @@ GPT2: list[dict] = [
 ]
 DECODER: list[dict] = [
     {},
-    {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 3, "vocab_size": 300},
+    {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6,
+        "num_hidden_layers": 3, "vocab_size": 300,
+    },
     {"num_key_value_heads": 2, "intermediate_size": 99, "hidden_act": "gelu", "rms_norm_eps": 1e-5},
     {"head_dim": 64},
     {"tie_word_embeddings": True, "max_position_embeddings": 9999},
@@ -89,7 +94,11 @@ DECODER: list[dict] = [
     {"rope_parameters": None},
     {"rope_parameters": {"rope_theta": 5e5}},
     {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "rope_theta": 1e4},
-    {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.25, "rope_type": "proportional"}},
+    {
+        "rope_parameters": {
+            "rope_theta": 5e5, "partial_rotary_factor": 0.25, "rope_type": "proportional"
+        }
+    },
     {"partial_rotary_factor": 0.5},
     {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
     {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
@@ -135,8 +144,14 @@ WINDOWS: list[dict] = [
 ]
 ENCODER: list[dict] = [
     {},
-    {"hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 99, "num_hidden_layers": 3, "vocab_size": 300},
-    {"max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 3, "layer_norm_eps": 1e-5, "hidden_act": "relu"},
+    {
+        "hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 99,
+        "num_hidden_layers": 3, "vocab_size": 300,
+    },
+    {
+        "max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 3,
+        "layer_norm_eps": 1e-5, "hidden_act": "relu",
+    },
     {"is_decoder": True},
     {"id2label": {"0": "LABEL_0"}},
     {"id2label": {"0": "a", "1": "b", "2": "c"}},
@@ -151,9 +166,12 @@ LAYER_TYPES: list[dict] = [
     },
 ]
 DTYPES: list[dict] = [
-    {"dtype": "bfloat16"}, {"torch_dtype": "float16"}, {"torch_dtype": "float32", "dtype": "float16"},
-    {"torch_dtype": None}, {"dtype": None, "torch_dtype": "bfloat16"},
-]  # fmt: skip
+    {"dtype": "bfloat16"},
+    {"torch_dtype": "float16"},
+    {"torch_dtype": "float32", "dtype": "float16"},
+    {"torch_dtype": None},
+    {"dtype": None, "torch_dtype": "bfloat16"},
+]
 
 VARIANTS: list[tuple[str, dict]] = [
     *(("gpt2", keys) for keys in GPT2),
@@ -177,10 +195,10 @@ def write(folder: Path, kind: str, keys: dict) -> Path:
     return folder
 
 
-def same(folder: Path, kind: str) -> None:
+def assert_same(folder: Path, kind: str) -> None:
     ours, theirs = load_config(folder), AutoConfig.from_pretrained(folder)
     if kind not in ("gpt2", *ENCODERS):
-        theirs.standardize_rope_params()  # what its own scalings do before they read them
+        theirs.standardize_rope_params()  # as its rope scalings do
         size = theirs.hidden_size // theirs.num_attention_heads
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or size)
     for name in READ[kind]:
@@ -190,23 +208,23 @@ def same(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "keys"), VARIANTS, ids=lambda value: json.dumps(value)[:60])
-def test_everything_the_models_read_is_what_transformers_reads(tmp_path, kind, keys):
+def test_parsed_attributes_equal_transformers(tmp_path, kind, keys):
     if (
         kind == "qwen3"
         and keys.get("rope_scaling", {}) is not None
         and "longrope" in json.dumps(keys)
     ):
         keys = keys | {"head_dim": 128}
-    same(write(tmp_path, kind, keys), kind)
+    assert_same(write(tmp_path, kind, keys), kind)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_what_transformers_writes(checkpoint, name):
+def test_configs_written_by_transformers(checkpoint, name):
     folder = checkpoint(name)
-    same(folder, json.loads((folder / "config.json").read_text())["model_type"])
+    assert_same(folder, json.loads((folder / "config.json").read_text())["model_type"])
 
 
-def test_every_kind_is_tried():
+def test_all_kinds_are_tested():
     assert {kind for kind, _ in VARIANTS} == set(KINDS) == set(READ)
 
 
@@ -220,19 +238,31 @@ class TestUnusable:
         [
             ({"hidden_size": "many"}, ["`int`", "`str`", "hidden_size"]),
             ({"hidden_size": 0}, [">= 1", "hidden_size"]),
-            ({"hidden_size": 100, "num_attention_heads": 7, "num_key_value_heads": 7}, ["100", "no multiple", "7"]),
-            ({"model_type": "gpt2", "n_embd": 31, "n_head": 2}, ["31", "no multiple", "2"]),
-            ({"model_type": "bert", "hidden_size": 31, "num_attention_heads": 2}, ["31", "no multiple", "2"]),
-            ({"num_attention_heads": 8, "num_key_value_heads": 3}, ["8", "no multiple", "3"]),
+            (
+                {"hidden_size": 100, "num_attention_heads": 7, "num_key_value_heads": 7},
+                ["100", "not a multiple", "7"],
+            ),
+            ({"model_type": "gpt2", "n_embd": 31, "n_head": 2}, ["31", "not a multiple", "2"]),
+            (
+                {"model_type": "bert", "hidden_size": 31, "num_attention_heads": 2},
+                ["31", "not a multiple", "2"],
+            ),
+            ({"num_attention_heads": 8, "num_key_value_heads": 3}, ["8", "not a multiple", "3"]),
             ({"rope_scaling": "linear"}, ["`str`", "rope_scaling"]),
-            ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["rope_parameters", "layer to layer"]),
-            ({"num_hidden_layers": 2, "layer_types": ["full_attention"]}, ["1 entries for 2 layers"]),
+            (
+                {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+                ["rope_parameters", "layer to layer"],
+            ),
+            (
+                {"num_hidden_layers": 2, "layer_types": ["full_attention"]},
+                ["1 entries for 2 layers"],
+            ),
             ({"num_hidden_layers": 1, "layer_types": ["chunked_attention"]}, ["chunked_attention"]),
             ({"model_type": "lama"}, ["'lama'", "llama", "qwen3"]),
-            ({"model_type": None}, ["model_type is None"]),
+            ({"model_type": None}, ["unsupported model_type None"]),
         ],
     )  # fmt: skip
-    def test_what_cannot_be_used_is_named(self, folder, keys, words):
+    def test_unusable_config_is_named_with_the_reason(self, folder, keys, words):
         edit_json(folder / "config.json", **keys)
         with pytest.raises(CheckpointError) as caught:
             load_config(folder)
@@ -241,7 +271,7 @@ class TestUnusable:
         assert "\n" not in caught.value.message
 
 
-def test_the_core_starts_without_transformers_and_pytorchs_compiler(checkpoint):
+def test_core_imports_neither_transformers_nor_torch_dynamo(checkpoint):
     """Importing either takes seconds."""
     code = (
         "import sys\n"

@@ -1,7 +1,7 @@
-"""Our engine against Transformers, for every architecture, on the same random checkpoint: logits and greedy tokens.
+"""Logits and greedy tokens equal Transformers', for every architecture with random weights.
 
-The reference runs each prompt alone; ours runs it alone, in ragged batches, in chunks, from the prefix cache, preempted and
-resumed both ways, and several times at once.
+The reference runs each prompt alone. Ours runs it alone, in ragged batches, in chunks, from the
+prefix cache, preempted and resumed in both ways, and with several answers at once.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ def test_logits_equal_transformers(case, monkeypatch):
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
         expected = checkpoints.logits(model, prompt)
-        ours = torch.cat(
-            seen
-        )  # the prompt's positions in order; the last is the one that is sampled
+        ours = torch.cat(seen)  # the prompt's positions in order; the last is sampled
         assert ours.shape == expected.shape
         assert (ours - expected).norm() / expected.norm() < 1e-4
         torch.testing.assert_close(
@@ -52,7 +50,7 @@ def test_ragged_batch(case, backend):
     assert generate(LLM(str(folder), device="cpu", attention_backend=backend), prompts) == expected
 
 
-def test_single_prompts_and_then_prefix_cache_hits(case):
+def test_single_prompts_then_prefix_cache_hits(case):
     _, folder, _, prompts, expected = case
     llm = LLM(str(folder), device="cpu")
     assert [generate(llm, [p])[0] for p in prompts] == expected
@@ -69,7 +67,7 @@ def test_single_prompts_and_then_prefix_cache_hits(case):
 def test_chunked_prefill_with_a_tiny_budget(case, budget):
     name, folder, _, prompts, expected = case
     if budget == 1 and name not in ("gpt2", "mistral-window", "qwen3"):
-        pytest.skip("one token at a time is slow; three kinds of model are enough")
+        pytest.skip("one token at a time is slow; three models are enough")
     llm = LLM(str(folder), device="cpu", max_num_batched_tokens=budget, block_size=4)
     assert generate(llm, prompts) == expected
 
@@ -78,7 +76,7 @@ def test_chunked_prefill_with_a_tiny_budget(case, budget):
     ("swap_space", "overlap"), [(0.0, False), (0.001, False), (0.0, True), (0.001, True)]
 )
 def test_preemption(case, swap_space, overlap):
-    """A pool that holds one full-length request and little more: by recompute or by swap, overlapped or not."""
+    """A pool for little more than one full-length request: recompute or swap, overlapped or not."""
     _, folder, _, prompts, expected = case
     llm = LLM(
         str(folder),
@@ -104,7 +102,7 @@ def test_preemption(case, swap_space, overlap):
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_several_answers_share_the_prompt(case, caching):
+def test_parallel_answers_share_the_prompt(case, caching):
     _, folder, _, prompts, expected = case
     llm = LLM(str(folder), device="cpu", enable_prefix_caching=caching)
     hits: list[int] = []
@@ -120,19 +118,18 @@ def test_several_answers_share_the_prompt(case, caching):
     )
     for result, tokens in zip(results, expected, strict=True):
         assert [list(answer.token_ids) for answer in result.outputs] == [tokens] * 3
-    assert sum(hits) == sum(
-        2 * ((len(p) - 1) // 16 * 16) for p in prompts
-    )  # the second and the third answer's
+    # The second and the third answer reuse the blocks of the first.
+    assert sum(hits) == sum(2 * ((len(p) - 1) // 16 * 16) for p in prompts)
 
 
 def test_prompt_and_output_logprobs(case):
-    """In chunks, so that the positions are put together from several steps."""
+    """In chunks, so that the positions of a prompt come from several steps."""
     _, folder, model, prompts, expected = case
     llm = LLM(str(folder), device="cpu", max_num_batched_tokens=10)
     params = SamplingParams(
         temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=3, prompt_logprobs=2
     )
-    for _ in range(2):  # the second time the cache has the prompts, and must not be used for them
+    for _ in range(2):  # the second time the prompts are cached, but the cache must not be used
         for result, tokens in zip(
             llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False),
             expected,
@@ -156,7 +153,7 @@ def test_prompt_and_output_logprobs(case):
 def test_prompt_logprobs_survive_preemption(case):
     name, folder, model, _, _ = case
     if name not in ("gpt2", "llama3-gqa"):
-        pytest.skip("the scheduler does not know the model; two are enough")
+        pytest.skip("independent of the model; two are enough")
     rng = random.Random(1)
     prompts = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(4)]
     llm = LLM(

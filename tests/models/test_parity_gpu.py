@@ -1,9 +1,9 @@
-"""The parity suite on a GPU: `make test-gpu`.
+"""Parity with Transformers on a GPU: `make test-gpu`.
 
-In fp32 the tokens are Transformers' to the last one. In 16 bits two right engines may choose differently where two tokens
-are nearly as likely, and go on differently from there; so each token that ours chose is judged by an fp32 Transformers
-forward over our own sequence: it must be the likeliest there, or as good as. How much is "as good as" is measured, not
-chosen: from the error that Transformers itself makes in that type.
+In fp32 all tokens equal Transformers'. In 16 bits, correct engines may choose differently between
+two tokens that are almost equally likely, and then diverge. So each of our tokens is checked with
+an fp32 Transformers forward over our own sequence: it must be the likeliest token there, within a
+tolerance measured from Transformers' own error in that type.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from toolkit.errors import CheckpointError, OutOfMemoryError
 from toolkit.hardware import memory
 from toolkit.hardware.graph_capture import captured, empty_cache
 from toolkit.kernels import cublas
+from toolkit.kernels.table import kernels_for
 from toolkit.weights import loader
 from toolkit.worker.warm_up import WarmUp
 
 pytestmark = pytest.mark.gpu
 
 FEW = ("gpt2", "llama3-gqa", "llama31-rope", "mistral-window", "qwen2-tied-some-windows", "qwen3")
-"""Enough for what does not depend on the architecture."""
+"""Models for tests that do not depend on the architecture."""
 
 MODES: dict[str, dict] = {
     "ragged": {},
@@ -55,7 +56,7 @@ MODES: dict[str, dict] = {
 
 @pytest.fixture(scope="module")
 def noise(case):
-    """By type: the greatest error of Transformers' own log-probabilities in that type, over the prompts."""
+    """Return the largest error of Transformers' log-probabilities over the prompts, by type."""
     name, _, model, prompts, expected = case
     sequences = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
     exact = [checkpoints.logits(model, s).log_softmax(-1) for s in sequences]
@@ -79,7 +80,7 @@ def run(llm: LLM, prompts: list[list[int]], **params: object):
 
 
 def check(results, model, expected, dtype: str, noise: dict[str, float]) -> None:
-    """Every answer is as long as asked, and every token of it a right choice."""
+    """Check that every answer has the requested length, and that every token is a right choice."""
     for result, tokens in zip(results, expected, strict=True):
         for answer in result.outputs:
             ours = list(answer.token_ids)
@@ -90,16 +91,15 @@ def check(results, model, expected, dtype: str, noise: dict[str, float]) -> None
             reference = checkpoints.logits(model, result.prompt_token_ids + ours).log_softmax(-1)
             at = reference[len(result.prompt_token_ids) - 1 : -1]
             behind = at.max(-1).values - at.gather(-1, torch.tensor(ours)[:, None])[:, 0]
-            assert (
-                float(behind.max()) < 4 * noise[dtype]
-            )  # two tokens, each with twice Transformers' error
+            # Two tokens, each with twice Transformers' error.
+            assert float(behind.max()) < 4 * noise[dtype]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_greedy_tokens_in_fp32_equal_transformers(case, mode):
     name, folder, model, prompts, expected = case
     if mode != "ragged" and name not in FEW:
-        pytest.skip("another architecture shows it")
+        pytest.skip("covered by other architectures")
     llm = LLM(str(folder), dtype="float32", kv_cache_memory=0.05, max_num_seqs=16, **MODES[mode])
     check(run(llm, prompts), model, expected, "float32", {})
     assert llm._core.scheduler.pool.usage == 0
@@ -110,16 +110,16 @@ def test_greedy_tokens_in_fp32_equal_transformers(case, mode):
 def test_tokens_in_16_bits_are_right_choices(case, noise, mode, dtype):
     name, folder, model, prompts, expected = case
     if mode != "ragged" and name not in FEW:
-        pytest.skip("another architecture shows it")
+        pytest.skip("covered by other architectures")
     llm = LLM(str(folder), dtype=dtype, kv_cache_memory=0.05, max_num_seqs=16, **MODES[mode])
     check(run(llm, prompts), model, expected, dtype, noise)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_prefix_cache_hits_several_answers_and_prompt_logprobs(case, noise, dtype):
+def test_prefix_cache_hits_parallel_answers_and_prompt_logprobs(case, noise, dtype):
     name, folder, model, prompts, expected = case
     if name not in FEW:
-        pytest.skip("another architecture shows it")
+        pytest.skip("covered by other architectures")
     llm = LLM(
         str(folder), dtype=dtype, kv_cache_memory=0.05, max_num_seqs=32, max_num_batched_tokens=40
     )
@@ -137,8 +137,8 @@ def test_prefix_cache_hits_several_answers_and_prompt_logprobs(case, noise, dtyp
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_the_host_waits_for_nothing_where_it_starts_a_step(checkpoint, monkeypatch, eager):
-    """Whatever requests ask for; PyTorch raises where it would wait for the GPU."""
+def test_starting_a_step_never_waits_for_the_gpu(checkpoint, monkeypatch, eager):
+    """For all kinds of requests. PyTorch raises an error if it would wait for the GPU."""
     llm = LLM(str(checkpoint("qwen3")), kv_cache_memory=0.05, max_num_seqs=16, enforce_eager=eager)
     worker, steps = llm._core.executor._worker, []
     execute = worker.execute
@@ -176,28 +176,28 @@ def test_memory_is_profiled_and_one_full_request_is_required(checkpoint):
 
 
 @pytest.mark.alone
-def test_kernels_are_compiled_while_weights_are_read(checkpoint, monkeypatch):
+def test_kernels_compile_while_weights_are_read(checkpoint, monkeypatch):
     compiling, read, compile_all = threading.Event(), loader.read_into, WarmUp.compile
 
-    def when_compiling(found, stop):
+    def read_once_compiling(found, stop):
         assert compiling.wait(60)
         read(found, stop)
 
-    def said(self, *args, **kwargs):
+    def compile_and_signal(self, *args, **kwargs):
         compiling.set()
         compile_all(self, *args, **kwargs)
 
-    monkeypatch.setattr(loader, "read_into", when_compiling)
-    monkeypatch.setattr(WarmUp, "compile", said)
+    monkeypatch.setattr(loader, "read_into", read_once_compiling)
+    monkeypatch.setattr(WarmUp, "compile", compile_and_signal)
     folder, prompts = str(checkpoint("qwen3")), [[5, 6, 7]]
     llm = LLM(folder, dtype="float32", gpu_memory_utilization=0.2, max_num_seqs=8)
     monkeypatch.undo()
-    given = LLM(folder, dtype="float32", num_gpu_blocks_override=64, max_num_seqs=8)
-    assert run(llm, prompts)[0].outputs[0].token_ids == run(given, prompts)[0].outputs[0].token_ids
+    usual = LLM(folder, dtype="float32", num_gpu_blocks_override=64, max_num_seqs=8)
+    assert run(llm, prompts)[0].outputs[0].token_ids == run(usual, prompts)[0].outputs[0].token_ids
 
 
 @pytest.mark.alone
-def test_a_checkpoint_that_cannot_be_read_is_named_however_late(checkpoint, monkeypatch):
+def test_unreadable_checkpoint_is_named_even_late(checkpoint, monkeypatch):
     def broken(found, stop):
         raise CheckpointError("x.safetensors ends early.")
 
@@ -207,23 +207,22 @@ def test_a_checkpoint_that_cannot_be_read_is_named_however_late(checkpoint, monk
 
 
 @pytest.mark.alone
-def test_a_step_that_no_memory_is_left_for_is_named_with_what_to_do(checkpoint):
+def test_too_large_a_step_is_an_error_with_advice(checkpoint):
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**28) / total)
     try:
-        with pytest.raises(
-            OutOfMemoryError, match=r"the largest step beside all else.*--max-num-batched-tokens"
-        ):
+        message = r"the largest step, \d+ tokens.*--max-num-batched-tokens"
+        with pytest.raises(OutOfMemoryError, match=message):
             LLM(str(checkpoint("llama3-gqa")), max_num_batched_tokens=2**21, max_num_seqs=2**15)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.mark.alone
-def test_cuda_graphs_leave_nearly_all_memory_to_the_cache(checkpoint):
-    """Their memory is counted once, however many there are."""
+def test_cuda_graphs_leave_almost_all_memory_to_the_cache(checkpoint):
+    """Their memory is counted once, regardless of their number."""
     sizes = []
     for eager in (True, False):
         llm = LLM(
@@ -241,26 +240,27 @@ def test_cuda_graphs_leave_nearly_all_memory_to_the_cache(checkpoint):
 
 
 @pytest.mark.alone
-def test_what_cuda_graphs_take_is_taken_off_the_cache(checkpoint):
-    sizes, beside = [], []
-    for eager in (True, True, False):  # the first makes what stays with the process
+def test_memory_of_cuda_graphs_is_subtracted_from_the_cache(checkpoint):
+    sizes, totals = [], []
+    for eager in (True, True, False):  # the first allocates memory that stays with the process
         llm = LLM(str(checkpoint("gpt2")), gpu_memory_utilization=0.2, enforce_eager=eager)
         sizes.append(llm.info.cache_bytes)
-        beside.append(torch.cuda.mem_get_info()[0] + llm.info.cache_bytes)
+        totals.append(torch.cuda.mem_get_info()[0] + llm.info.cache_bytes)
         llm.shutdown()
         del llm
         gc.collect()
         torch.cuda.empty_cache()
-    assert sizes[1] - sizes[2] >= beside[1] - beside[2] > 0
+    assert sizes[1] - sizes[2] >= totals[1] - totals[2] > 0
 
 
 @pytest.mark.alone
-def test_the_memory_is_others_to_use_after_shutdown(checkpoint):
-    """Of another process, too, and of another engine in this one that looks at what is free."""
+def test_shutdown_frees_the_memory(checkpoint):
+    """Also for another process, and for another engine in this one."""
     settings = {"gpu_memory_utilization": 0.5, "max_num_seqs": 8, "dtype": "bfloat16"}
-    for name in ("gpt2", "gpt2", "llama3-gqa"):  # the first makes what stays with the process
+    # The first allocates memory that stays with the process.
+    for name in ("gpt2", "gpt2", "llama3-gqa"):
         before = torch.cuda.mem_get_info()[0]
-        gc.disable()  # an engine that was shut down is no garbage that has to be found
+        gc.disable()  # shutdown must not rely on the garbage collector
         try:
             llm = LLM(str(checkpoint(name)), **settings)
             run(llm, [[1, 2, 3]] * 9)
@@ -273,8 +273,8 @@ def test_the_memory_is_others_to_use_after_shutdown(checkpoint):
 
 
 @pytest.mark.alone
-def test_what_an_engine_that_is_gone_left_is_free_for_weights():
-    """PyTorch keeps it for tensors to come."""
+def test_memory_kept_by_the_allocator_counts_as_available():
+    """PyTorch's allocator keeps it for later tensors."""
     gc.collect()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
@@ -285,11 +285,11 @@ def test_what_an_engine_that_is_gone_left_is_free_for_weights():
 
 
 @pytest.mark.alone
-def test_memory_is_given_back_while_another_thread_captures():
-    """PyTorch refuses that, so it waits."""
+def test_empty_cache_waits_for_another_threads_capture():
+    """PyTorch does not allow it during a capture, so it waits."""
     stream, failed = torch.cuda.Stream(), []
 
-    def give_back() -> None:
+    def release() -> None:
         try:
             empty_cache()
         except RuntimeError as error:
@@ -302,7 +302,7 @@ def test_memory_is_given_back_while_another_thread_captures():
         stream.synchronize()
         with captured(graph):
             y = x + 1
-            thread = threading.Thread(target=give_back)
+            thread = threading.Thread(target=release)
             thread.start()
             thread.join(1)
             assert thread.is_alive()
@@ -314,7 +314,7 @@ def test_memory_is_given_back_while_another_thread_captures():
     assert y.tolist() == [1.0] * 8
 
 
-def test_products_of_the_largest_step_choose_their_algorithm(checkpoint, monkeypatch):
+def test_matrix_products_of_the_largest_step_are_tuned(checkpoint, monkeypatch):
     monkeypatch.setattr(cublas, "_chosen", {})
     folder, most = str(checkpoint("qwen3")), 5000 // POSITIONS + 1
     cases = (
@@ -333,14 +333,14 @@ def test_products_of_the_largest_step_choose_their_algorithm(checkpoint, monkeyp
         assert {key[2] for key in cublas._chosen} == chosen
 
 
-def test_an_engine_is_made_while_one_that_nobody_uses_is_garbage(checkpoint):
-    """Its graphs may not be destroyed while others are captured."""
+def test_engine_starts_while_another_is_garbage(checkpoint):
+    """Graphs must not be destroyed while others are captured."""
     before = gc.get_threshold()
     gc.collect()
-    gc.freeze()  # so that even what has survived for long is soon looked at again
+    gc.freeze()  # leaves the old generations empty, so that they are collected often
     try:
         llm = LLM(str(checkpoint("gpt2")), kv_cache_memory=0.05, max_num_seqs=8)
-        llm.me = llm
+        llm.cycle = llm
         del llm
         gc.set_threshold(10, 1, 1)
         llm = LLM(str(checkpoint("llama3-gqa")), kv_cache_memory=0.05, max_num_seqs=8)
@@ -351,7 +351,7 @@ def test_an_engine_is_made_while_one_that_nobody_uses_is_garbage(checkpoint):
 
 
 def greatest_error(model, rounded, prompts: list[list[int]]) -> float:
-    """Of Transformers' own log-probabilities by `rounded`, over prompts and what follows them."""
+    """Return the largest error of `rounded`'s log-probabilities, over prompts and greedy tokens."""
     errors = []
     for prompt in prompts:
         sequence = prompt + checkpoints.greedy(model, prompt, NEW_TOKENS)
@@ -371,8 +371,8 @@ def greatest_error(model, rounded, prompts: list[list[int]]) -> float:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("budget", [2048, 72])
-def test_heads_of_128(tmp_path, monkeypatch, budget, dtype):
-    """On Hopper their prompts go through a kernel of their own, at once or in chunks, and behind what is cached."""
+def test_head_size_128(tmp_path, monkeypatch, budget, dtype):
+    """On Hopper, prompts use a separate kernel: at once, in chunks, and after cached prefixes."""
     from toolkit.kernels.triton import attention
 
     steps = []
@@ -407,10 +407,8 @@ def test_heads_of_128(tmp_path, monkeypatch, budget, dtype):
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
-def test_steps_of_many_requests_share_norms_out_among_products(tmp_path, monkeypatch, family):
-    """Sizes that the products of few rows take at any number of tokens; the other checkpoints are smaller."""
-    from toolkit.layers.fused import fused
-
+def test_norms_are_joined_with_products_of_many_requests(tmp_path, monkeypatch, family):
+    """Sizes that the kernels for few rows support at any number of tokens."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 3}
     settings = checkpoints.ARCHITECTURES["llama3-gqa"][1] | sizes
     monkeypatch.setitem(checkpoints.ARCHITECTURES, "wide", (family, settings))
@@ -420,10 +418,10 @@ def test_steps_of_many_requests_share_norms_out_among_products(tmp_path, monkeyp
     prompts = [[rng.randrange(VOCAB) for _ in range(3 + i)] for i in range(40)]
     rounded = checkpoints.make_reference("wide").to("cuda", torch.bfloat16)
     error = greatest_error(model, rounded, prompts[::8])
-    kernels, rows = fused(torch.device("cuda", 0)), []
-    add_norm = kernels.add_norm
+    kernels, rows = kernels_for(torch.device("cuda", 0)), []
+    add_norm = kernels.linear_add_norm
     monkeypatch.setattr(
-        kernels, "add_norm", lambda x, *rest: rows.append(len(x)) or add_norm(x, *rest)
+        kernels, "linear_add_norm", lambda x, *rest: rows.append(len(x)) or add_norm(x, *rest)
     )
     for count in (40, 21, 7):
         llm = LLM(str(folder), dtype="bfloat16", kv_cache_memory=0.05, max_num_seqs=48)
@@ -433,8 +431,8 @@ def test_steps_of_many_requests_share_norms_out_among_products(tmp_path, monkeyp
     assert max(rows) > 32
 
 
-def test_a_step_that_runs_out_of_memory_is_done_in_smaller_ones(checkpoint, monkeypatch):
-    """The first steps fail as PyTorch's allocator would; every request is answered all the same, and rightly."""
+def test_step_out_of_memory_is_split(checkpoint, monkeypatch):
+    """Large steps fail with PyTorch's error; every request is still answered correctly."""
     model = checkpoints.make_reference("gpt2")
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCAB) for _ in range(20)] for _ in range(6)]

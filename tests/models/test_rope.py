@@ -1,4 +1,4 @@
-"""Every rope scaling, over many parameters, against Transformers' own formulas."""
+"""Every rope scaling, with many parameters, against Transformers' formulas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit.models.model_config import parse_config
 
 
 def every(**choices: list) -> list[dict]:
-    """Each combination; a choice of None leaves the key out."""
+    """Return all combinations. A choice of None leaves the key out."""
     combinations = (
         dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())
     )
@@ -26,16 +26,37 @@ def every(**choices: list) -> list[dict]:
 
 HALF = 32
 PARAMETERS: dict[str, list[dict]] = {
-    "linear": every(factor=[1.0, 2, 7.5], rope_theta=[1e4, 5e5], partial_rotary_factor=[None, 0.25]),
-    "dynamic": every(factor=[1.0, 2, 7.5], rope_theta=[1e4, 5e5], partial_rotary_factor=[None, 0.5]),
-    "proportional": every(factor=[None, 4.0], rope_theta=[1e4, 1e6], partial_rotary_factor=[None, 0.25, 0.3, 0.0]),
+    "linear": every(
+        factor=[1.0, 2, 7.5], rope_theta=[1e4, 5e5], partial_rotary_factor=[None, 0.25]
+    ),
+    "dynamic": every(
+        factor=[1.0, 2, 7.5], rope_theta=[1e4, 5e5], partial_rotary_factor=[None, 0.5]
+    ),
+    "proportional": every(
+        factor=[None, 4.0], rope_theta=[1e4, 1e6], partial_rotary_factor=[None, 0.25, 0.3, 0.0]
+    ),
     "yarn": [
         *every(factor=[1.0, 2.0, 40], rope_theta=[1e4, 1e6], partial_rotary_factor=[None, 0.5]),
         *every(
-            factor=[4.0], rope_theta=[1e4], beta_fast=[None, 16, 64.0], beta_slow=[None, 2], truncate=[None, True, False]
+            factor=[4.0],
+            rope_theta=[1e4],
+            beta_fast=[None, 16, 64.0],
+            beta_slow=[None, 2],
+            truncate=[None, True, False],
         ),
-        *every(factor=[4.0], rope_theta=[1e4], attention_factor=[None, 1.0, 1.7], mscale=[0, 0.7], mscale_all_dim=[1.2]),
-        *every(factor=[40.0], rope_theta=[1e4], mscale=[None, 0.7, 1.0], mscale_all_dim=[None, 1.2, 1.0]),
+        *every(
+            factor=[4.0],
+            rope_theta=[1e4],
+            attention_factor=[None, 1.0, 1.7],
+            mscale=[0, 0.7],
+            mscale_all_dim=[1.2],
+        ),
+        *every(
+            factor=[40.0],
+            rope_theta=[1e4],
+            mscale=[None, 0.7, 1.0],
+            mscale_all_dim=[None, 1.2, 1.0],
+        ),
         {"factor": None, "rope_theta": 1e4, "original_max_position_embeddings": 300},
         {"factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 8},
     ],
@@ -47,21 +68,27 @@ PARAMETERS: dict[str, list[dict]] = {
         long_factor=[[2.0 + i * i / 9 for i in range(HALF)]],
     ),
     "llama3": every(
-        factor=[2.0, 8, 32.0], low_freq_factor=[1.0, 2], high_freq_factor=[4.0, 8.0], rope_theta=[1e4, 5e5]
+        factor=[2.0, 8, 32.0],
+        low_freq_factor=[1.0, 2],
+        high_freq_factor=[4.0, 8.0],
+        rope_theta=[1e4, 5e5],
     ),
-}  # fmt: skip
+}
 CASES = [(kind, parameters) for kind, several in PARAMETERS.items() for parameters in several]
 
 
 @pytest.mark.parametrize(("kind", "parameters"), CASES, ids=lambda value: json.dumps(value)[:70])
 @pytest.mark.parametrize(("trained", "extended"), [(1024, 4096), (4096, 4096), (2048, 2048 * 3)])
-def test_the_frequencies_are_transformers(kind, parameters, trained, extended):
+def test_frequencies_equal_transformers(kind, parameters, trained, extended):
     if kind in ("yarn", "longrope", "llama3"):
         parameters = {"original_max_position_embeddings": trained} | parameters
     raw = {
-        "hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1, "max_position_embeddings": extended,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": extended,
         "rope_parameters": {"rope_type": kind, **parameters},
-    }  # fmt: skip
+    }
     ours = parse_config(raw | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
     theirs = LlamaConfig(**raw)
     for length in (64, trained, trained + 1, extended):
@@ -74,7 +101,7 @@ def test_the_frequencies_are_transformers(kind, parameters, trained, extended):
         assert factor == pytest.approx(expected_factor, rel=1e-12)
 
 
-def test_without_a_scaling_they_are_the_papers():
+def test_unscaled_frequencies_are_the_papers():
     inv_freq, factor = inverse_frequencies(
         SimpleNamespace(rope_parameters={"rope_theta": 1e4}), 8, 100
     )
@@ -82,7 +109,7 @@ def test_without_a_scaling_they_are_the_papers():
     assert factor == 1.0
 
 
-def test_every_scaling_is_tried():
+def test_all_scalings_are_tested():
     assert set(SCALINGS) == set(PARAMETERS) | {"default"} == set(ROPE_INIT_FUNCTIONS) | {"default"}
 
 
@@ -94,12 +121,20 @@ def test_every_scaling_is_tried():
         ({"rope_type": "linear", "factor": None}, "cannot be used"),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "lack 'high_freq_factor'"),
         ({"rope_type": "yarn", "factor": 8.0}, "lack 'original_max_position_embeddings'"),
-        ({"rope_type": "spiral"}, "'spiral' is not supported; these are: default, linear"),
-        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0, 2.0, 3.0], "factor": 1.0,
-          "original_max_position_embeddings": 10}, "cannot be used"),
+        ({"rope_type": "spiral"}, "Unsupported rope_type 'spiral'. Supported: default, linear"),
+        (
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0],
+                "long_factor": [1.0, 2.0, 3.0],
+                "factor": 1.0,
+                "original_max_position_embeddings": 10,
+            },
+            "cannot be used",
+        ),
     ],
-)  # fmt: skip
-def test_what_is_wrong_with_them_is_told(parameters, words):
+)
+def test_invalid_parameters_are_named(parameters, words):
     config = SimpleNamespace(
         rope_parameters={"rope_theta": 1e4} | parameters, max_position_embeddings=1000
     )
@@ -109,6 +144,6 @@ def test_what_is_wrong_with_them_is_told(parameters, words):
     assert "\n" not in caught.value.message
 
 
-def test_heads_of_odd_size_cannot_be_rotated():
-    with pytest.raises(CheckpointError, match="size 33"):
+def test_odd_head_size_is_refused():
+    with pytest.raises(CheckpointError, match="size is 33"):
         inverse_frequencies(SimpleNamespace(rope_parameters={"rope_theta": 1e4}), 33, 100)

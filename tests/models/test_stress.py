@@ -1,5 +1,5 @@
-"""Everything at once: requests come and go, share prefixes, are preempted and aborted, with every kind of sampling, and
-each gives what it gives when it runs alone, step by step, through the reference attention in fp32.
+"""Requests that come and go, share prefixes, and are preempted or aborted, with every kind of
+sampling, give the same tokens as alone, without overlap, with the reference attention in fp32.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def random_request(rng: random.Random, shared: list[int]) -> tuple[list[int], Sa
 
 
 def together(llm: LLM, requests: list, rng: random.Random) -> list[dict[int, list]]:
-    """Each request's (token, its place's log-probabilities, if they were asked for) by answer. They start at different times; every fifth
-    is left after a few tokens.
+    """Run requests together. Return each one's (token, log-probabilities or None) by answer.
+
+    They start at different times. Every fifth is aborted after a few tokens.
     """
     waiting, running = list(enumerate(requests)), {}
     found: list[dict[int, list]] = [{} for _ in requests]
@@ -58,8 +59,8 @@ def together(llm: LLM, requests: list, rng: random.Random) -> list[dict[int, lis
         if delta is None:
             del running[index]
             continue
-        places = delta.logprobs or [None] * len(delta.token_ids)
-        found[index].setdefault(delta.index, []).extend(zip(delta.token_ids, places, strict=True))
+        logprobs = delta.logprobs or [None] * len(delta.token_ids)
+        found[index].setdefault(delta.index, []).extend(zip(delta.token_ids, logprobs, strict=True))
         if index % 5 == 0 and len(found[index][delta.index]) > 3:
             running.pop(index).close()
     return found
@@ -68,7 +69,7 @@ def together(llm: LLM, requests: list, rng: random.Random) -> list[dict[int, lis
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
-def test_what_a_request_gives_does_not_depend_on_what_else_runs(checkpoint, name, setting, device):
+def test_answers_do_not_depend_on_other_requests(checkpoint, name, setting, device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     rng = random.Random(f"{name} {setting}")
@@ -105,8 +106,8 @@ def test_what_a_request_gives_does_not_depend_on_what_else_runs(checkpoint, name
 @pytest.mark.gpu
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
-def test_in_16_bits_log_probabilities_are_those_of_fp32(tmp_path, monkeypatch, name, setting):
-    """Of whatever was chosen. Sizes that the kernels for heads of 128 and the products that share norms out take."""
+def test_logprobs_in_16_bits_are_close_to_fp32(tmp_path, monkeypatch, name, setting):
+    """The model's sizes use the kernels for head size 128 and those that join norms."""
     sizes = {
         "hidden_size": 128,
         "intermediate_size": 256,

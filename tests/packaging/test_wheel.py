@@ -1,4 +1,4 @@
-"""What is built from this tree can be installed, and holds all of it that runs and nothing else."""
+"""The built wheel can be installed, and holds everything that runs and nothing else."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ import toolkit
 
 ROOT = Path(__file__).parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+INFO = f"tk_llm-{toolkit.__version__}.dist-info"
+DATA = f"tk_llm-{toolkit.__version__}.data"
+LIBRARY = "toolkit/kernels/cpu/_kernels.so"
+HAS_COMPILER = shutil.which("g++") is not None
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -32,9 +36,9 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what git would commit: builds leave files behind, and must not pick up old ones."""
+    """Copy the files that git would commit: a build must not pick up files of older builds."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
-        pytest.skip("needs a git checkout, to tell the project's files from others")
+        pytest.skip("needs a git checkout, to list the project's files")
     copy = tmp_path_factory.mktemp("tree")
     for name in run(
         "git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", cwd=ROOT
@@ -46,8 +50,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def in_haste(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The variables of a build whose compiler optimizes little: what it makes is packed here, and run elsewhere."""
+def fast_compiler(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return variables of a build with few optimizations: the library is not run here."""
     compiler = tmp_path_factory.mktemp("compiler") / "g++"
     compiler.write_text(f'#!/bin/sh\nexec {shutil.which("g++") or "no-compiler"} "$@" -O1\n')
     compiler.chmod(0o755)
@@ -56,14 +60,14 @@ def in_haste(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def without_compiler(tmp_path: Path) -> dict[str, str]:
-    """The variables of a build that finds none."""
+    """Return variables of a build without a compiler."""
     (tmp_path / "no").touch()
     return {"CC": str(tmp_path / "no"), "CXX": str(tmp_path / "no")}
 
 
 @pytest.fixture(scope="module")
-def built(tree: Path, in_haste: dict[str, str]) -> tuple[Path, Path]:
-    """(wheel, sdist); the wheel is built from the unpacked sdist, so that what the sdist lacks shows."""
+def built(tree: Path, fast_compiler: dict[str, str]) -> tuple[Path, Path]:
+    """Build (wheel, sdist), the wheel from the unpacked sdist to show missing files."""
     out = tree / "dist"
     run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", out, tree, cwd=tree)
     (sdist,) = out.glob("*.tar.gz")
@@ -71,22 +75,42 @@ def built(tree: Path, in_haste: dict[str, str]) -> tuple[Path, Path]:
         archive.extractall(tree / "unpacked", filter="data")
     (unpacked,) = (tree / "unpacked").iterdir()
     build = (sys.executable, "-m", "build", "--wheel", "--no-isolation")
-    run(*build, "--outdir", out, unpacked, cwd=tree, **in_haste)
+    run(*build, "--outdir", out, unpacked, cwd=tree, **fast_compiler)
     (wheel,) = out.glob("*.whl")
     return wheel, sdist
 
 
 @pytest.fixture(scope="module")
 def names(built: tuple[Path, Path]) -> set[str]:
+    """Return the names of the wheel's files."""
     with zipfile.ZipFile(built[0]) as archive:
         return set(archive.namelist())
+
+
+def install(wheel: Path, environment: Path) -> Path:
+    """Install the wheel alone into a new environment; return its Python."""
+    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=environment.parent)
+    python = environment / "bin" / "python"
+    options = ("--quiet", "--no-deps", "--no-index")
+    run(*PIP, "--python", python, "install", *options, wheel, cwd=environment.parent)
+    return python
 
 
 def python_files(folder: Path, root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in folder.rglob("*.py")}
 
 
-def test_the_wheel_has_every_module(tree: Path, names: set[str]):
+def shared_files(tree: Path) -> set[str]:
+    """Return the man pages and completions by their names in the wheel."""
+    pages = (tree / "man").iterdir()
+    return {f"{DATA}/data/share/man/man{page.suffix[1:]}/{page.name}" for page in pages} | {
+        f"{DATA}/data/share/bash-completion/completions/tk.bash",
+        f"{DATA}/data/share/zsh/site-functions/_tk",
+        f"{DATA}/data/share/fish/vendor_completions.d/tk.fish",
+    }
+
+
+def test_wheel_has_exactly_the_modules_of_toolkit_and_kernels(tree: Path, names: set[str]):
     ours = python_files(tree / "toolkit", tree)
     kernels = {f"toolkit/{name}" for name in python_files(tree / "kernels", tree)}
     assert "toolkit/kernels/triton/attention.py" in kernels
@@ -94,7 +118,7 @@ def test_the_wheel_has_every_module(tree: Path, names: set[str]):
     assert {name for name in names if name.endswith(".py")} == ours | kernels
 
 
-def test_the_wheel_has_every_file_that_the_package_reads(tree: Path, names: set[str]):
+def test_wheel_has_every_data_file_of_the_package(tree: Path, names: set[str]):
     data = {
         str(path.relative_to(tree))
         for path in (tree / "toolkit").rglob("*")
@@ -110,18 +134,33 @@ def test_the_wheel_has_every_file_that_the_package_reads(tree: Path, names: set[
     assert data <= names
 
 
-def test_the_wheel_has_the_cpu_kernels_built_for_any_python(
-    built: tuple[Path, Path], names: set[str]
-):
-    if shutil.which("g++") is None:
-        pytest.skip("there is no C++ compiler")
-    assert "toolkit/kernels/cpu/_kernels.so" in names
+def test_wheel_has_no_other_data_files(tree: Path, names: set[str]):
+    model = {f"toolkit/demo/model/{path.name}" for path in (tree / "toolkit/demo/model").iterdir()}
+    report = {"toolkit/bench/report/report.css", "toolkit/bench/report/report.js"}
+    library = {LIBRARY} if HAS_COMPILER else set()
+    assert "toolkit/demo/model/model.safetensors" in model
+    data = {name for name in names if not name.endswith(".py") and not name.startswith(INFO)}
+    assert data == model | report | library | shared_files(tree)
+
+
+def test_wheel_has_no_tools_tests_or_training_data(tree: Path, names: set[str]):
+    training = {path.name for path in (tree / "tools" / "demo").glob("*.txt")} | {"train.py"}
+    assert (tree / "tools" / "demo" / "train.py").is_file()
+    assert len(training) > 1
+    assert not [name for name in names if name.startswith(("tools/", "tests/"))]
+    assert not [name for name in names if name.rpartition("/")[2] in training]
+
+
+def test_wheel_has_the_cpu_library_for_any_python(built: tuple[Path, Path], names: set[str]):
+    if not HAS_COMPILER:
+        pytest.skip("no C++ compiler")
+    assert LIBRARY in names
     assert not [name for name in names if name.endswith((".cpp", ".h", ".o"))]
     assert built[0].name.startswith(f"tk_llm-{toolkit.__version__}-py3-none-")
     assert not built[0].name.endswith("-any.whl")
 
 
-def test_without_a_compiler_the_build_goes_on_without_the_cpu_kernels(
+def test_build_without_a_compiler_leaves_out_the_library(
     tree: Path, tmp_path: Path, without_compiler: dict[str, str]
 ):
     build = (sys.executable, "setup.py", "-q", "build", "-b", tmp_path / "build")
@@ -130,53 +169,32 @@ def test_without_a_compiler_the_build_goes_on_without_the_cpu_kernels(
     assert not list((tmp_path / "lib").rglob("*.so"))
 
 
-def test_the_wheel_has_man_pages_and_completions_where_systems_look(tree: Path, names: set[str]):
-    share = f"tk_llm-{toolkit.__version__}.data/data/share"
-    pages = {f"{share}/man/man{page.suffix[1:]}/{page.name}" for page in (tree / "man").iterdir()}
-    assert f"{share}/man/man1/tk-serve.1" in pages
-    assert {name for name in names if name.startswith(share)} == pages | {
-        f"{share}/bash-completion/completions/tk.bash",
-        f"{share}/zsh/site-functions/_tk",
-        f"{share}/fish/vendor_completions.d/tk.fish",
-    }
+def test_wheel_has_man_pages_and_completions_in_standard_places(tree: Path, names: set[str]):
+    expected = shared_files(tree)
+    assert f"{DATA}/data/share/man/man1/tk-serve.1" in expected
+    assert {name for name in names if name.startswith(f"{DATA}/data/share")} == expected
 
 
-def test_the_wheel_has_a_licence_and_the_command_and_nothing_foreign(names: set[str], built):
-    info = f"tk_llm-{toolkit.__version__}.dist-info"
-    assert f"{info}/licenses/LICENSE" in names
+def test_wheel_has_a_license_and_the_command(names: set[str], built: tuple[Path, Path]):
+    assert f"{INFO}/licenses/LICENSE" in names
     with zipfile.ZipFile(built[0]) as archive:
-        assert "tk = toolkit.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
-        metadata = archive.read(f"{info}/METADATA").decode()
+        assert "tk = toolkit.cli:main" in archive.read(f"{INFO}/entry_points.txt").decode()
+        metadata = archive.read(f"{INFO}/METADATA").decode()
     assert "License-Expression: Apache-2.0" in metadata
     assert "Requires-Python: <3.14,>=3.11" in metadata
-    assert {name.split("/")[0] for name in names} == {
-        "toolkit",
-        info,
-        info.replace(".dist-info", ".data"),
-    }
+    assert {name.split("/")[0] for name in names} == {"toolkit", INFO, DATA}
     assert not [name for name in names if "test" in name or "__pycache__" in name]
 
 
-def test_the_installed_package_finds_its_parts(built: tuple[Path, Path], tmp_path: Path):
-    """Without dependencies, so that only light modules can be imported; the others are found."""
-    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
-    python = tmp_path / "venv" / "bin" / "python"
-    run(
-        *PIP,
-        "--python",
-        python,
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        built[0],
-        cwd=tmp_path,
-    )
+def test_installed_package_finds_its_modules(built: tuple[Path, Path], tmp_path: Path):
+    """Installed without dependencies: only light modules are imported, the others are found."""
+    python = install(built[0], tmp_path / "venv")
     code = """
 import importlib.util, pathlib, sys, toolkit
 import toolkit.errors
 from toolkit.demo import MODEL_DIR
-for name in ("kernels.reference", "kernels.triton.attention", "scheduler.scheduler", "worker.worker", "cli.serve"):
+modules = "kernels.reference kernels.triton.attention scheduler.scheduler worker.worker cli.serve"
+for name in modules.split():
     place = pathlib.Path("toolkit", *name.split(".")).with_suffix(".py")
     assert (pathlib.Path(toolkit.__file__).parents[1] / place).is_file(), place
 reference = importlib.util.find_spec("toolkit.kernels.reference").origin
@@ -189,25 +207,16 @@ print(toolkit.__version__, toolkit.__file__, reference, MODEL_DIR, sep="\\n")
     assert (tmp_path / "venv" / "bin" / "tk").is_file()
 
 
-def test_an_editable_install_reads_the_checkout(
+def test_editable_install_uses_the_checkout(
     tree: Path, tmp_path: Path, without_compiler: dict[str, str]
 ):
     build = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
     run(sys.executable, "-c", build, cwd=tree, **without_compiler)
     (wheel,) = tmp_path.glob("*.whl")
-    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
-    python = tmp_path / "venv" / "bin" / "python"
-    run(
-        *PIP,
-        "--python",
-        python,
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        wheel,
-        cwd=tmp_path,
+    python = install(wheel, tmp_path / "venv")
+    code = (
+        "import toolkit, toolkit.kernels; "
+        "print(toolkit.__file__, toolkit.kernels.__file__, sep='\\n')"
     )
-    code = "import toolkit, toolkit.kernels; print(toolkit.__file__, toolkit.kernels.__file__, sep='\\n')"
     files = run(python, "-I", "-c", code, cwd=tmp_path).splitlines()
     assert files == [str(tree / "toolkit" / "__init__.py"), str(tree / "kernels" / "__init__.py")]

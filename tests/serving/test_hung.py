@@ -1,4 +1,4 @@
-"""Engines whose process lives and does nothing, and what else several engines behind several API workers have in common."""
+"""Engines that hang, and state that several engines share with several API workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.api.conftest import Reference
 from tests.server import WAIT, Server, command, gone, until
 from tests.serving.test_recovery import Answer, streamed
-from toolkit.serving.ready_card import _count
+from toolkit.units import count
 
 TOKENS = 96
 PROMPTS = [f"Story number {i}: " for i in range(12)]
@@ -26,7 +26,7 @@ ENDLESS = 6000
 
 @pytest.fixture(scope="module")
 def several(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two engines behind two API workers, which make embeddings, too."""
+    """Two engines behind two API workers. They also serve embeddings."""
     flags = ("--data-parallel-size", "2", "--api-workers", "2", "--pooling", "last", *TIMEOUT)
     served = Server(str(model), *flags, cwd=tmp_path_factory.mktemp("hung"))
     yield served
@@ -41,7 +41,7 @@ def has_all(answers: list[Answer], reference: Reference) -> bool:
 
 
 def outlive(server: Server, hung: psutil.Process) -> list[Answer]:
-    """Streams all answers while a process hangs; nothing else would end that."""
+    """Stream all answers while a process hangs. It hangs until the server replaces it."""
     return asyncio.run(asyncio.wait_for(streamed(server, BODIES, hung.suspend), WAIT))
 
 
@@ -49,7 +49,7 @@ def successes(server: Server, **labels: str) -> list[float]:
     return [server.metric("tk:request_success_total", engine=engine, **labels) for engine in "01"]
 
 
-def test_the_prompt_tokens_of_embeddings_are_those_of_the_engine_that_had_them(
+def test_prompt_tokens_of_embeddings_are_counted_per_engine(
     several: Server,
 ) -> None:
     texts = [f"{i} and more" for i in range(8)]
@@ -59,8 +59,8 @@ def test_the_prompt_tokens_of_embeddings_are_those_of_the_engine_that_had_them(
     assert min(each) > 0
 
 
-def test_whoever_has_prompts_forgotten_all_api_workers_forget_them(several: Server) -> None:
-    """Known to one engine, a prompt goes there, though that one has another request; unknown, it goes to the idle one."""
+def test_a_cleared_prefix_cache_is_known_to_all_api_workers(several: Server) -> None:
+    """A cached prompt goes to its engine, also if that is busy. Any other goes to the idle one."""
     prompt = [7] * 2000
     body = {"prompt": prompt, "max_tokens": 1}
 
@@ -73,32 +73,34 @@ def test_whoever_has_prompts_forgotten_all_api_workers_forget_them(several: Serv
     with (
         httpx.Client(base_url=several.url, timeout=WAIT) as one,
         httpx.Client(base_url=several.url, timeout=WAIT) as other,
-        httpx.Client(base_url=several.url, timeout=WAIT) as beside,
+        httpx.Client(base_url=several.url, timeout=WAIT) as third,
     ):
         homes = [place(http) for http in (one, other)]
-        assert homes[0] == homes[1], "the first block decides where nothing else does"
+        assert homes[0] == homes[1], "the first block decides if the loads are equal"
         endless = {"prompt": prompt, "max_tokens": ENDLESS, "ignore_eos": True, "stream": True}
-        with several.slowly(), beside.stream("POST", "/v1/completions", json=endless) as stream:
+        with several.slowly(), third.stream("POST", "/v1/completions", json=endless) as stream:
             lines = stream.raise_for_status().iter_lines()
             next(lines)
             assert place(other) == homes[0]
             one.post("/reset_prefix_cache").raise_for_status()
-            for http in (one, other):  # what answers this has been told of the other before
+            for http in (one, other):  # a worker that answers this has had the message before
                 http.get("/load").raise_for_status()
             assert place(other) != homes[0]
     until(several.is_idle)
 
 
-def test_an_engine_that_hangs_is_replaced_and_its_streams_go_on(
+def test_a_hung_engine_is_replaced_and_its_streams_continue(
     several: Server, reference: Reference
 ) -> None:
-    """By the other one of two."""
+    """The other engine continues them."""
     before = several.cores
     hung = before[1]
     answers = outlive(several, hung)
     assert has_all(answers, reference)
     until(lambda: "runs again" in several.stderr)
-    assert several.stderr.count("lives and has made no step for 4 s") == 1, "the cause is told once"
+    assert several.stderr.count("alive but has made no step for 4 s") == 1, (
+        "the cause is logged once"
+    )
     assert "Traceback" not in several.stderr
     assert gone(hung)
     assert before[0] in several.cores
@@ -114,21 +116,19 @@ def test_the_only_engine_is_replaced_with_its_ranks(
     server = start(
         "--tensor-parallel-size", "2", "--served-model-name", "tiny", *TIMEOUT, model=model
     )
-    assert f"({_count(reference.model.num_parameters())} parameters" in server.stderr, (
-        "of all ranks"
-    )
+    assert f"({count(reference.model.num_parameters())} parameters" in server.stderr, "of all ranks"
     [hung] = server.cores
     ranks = [child for child in hung.children() if "toolkit.executor.rank" in command(child)]
     assert len(ranks) == 1
     answers = outlive(server, hung)
     assert has_all(answers, reference)
-    assert server.stderr.count("lives and has made no step for 4 s") == 1
+    assert server.stderr.count("alive but has made no step for 4 s") == 1
     assert "Traceback" not in server.stderr
     until(lambda: all(map(gone, [hung, *ranks])))
     assert server.cores != [hung]
 
 
-def test_an_idle_engine_that_is_asked_now_and_then_makes_no_steps(several: Server) -> None:
+def test_pings_of_an_idle_engine_run_no_steps(several: Server) -> None:
     steps = several.metric("tk:iteration_tokens_total_count")
     asked = psutil.Process(several.cores[0].pid).num_ctx_switches().voluntary
     until(lambda: psutil.Process(several.cores[0].pid).num_ctx_switches().voluntary > asked)

@@ -1,4 +1,4 @@
-"""A model whose layers lie in a row of processes, served: the last one, which samples, dies, and nobody's answer is lost."""
+"""A served pipeline: its last stage, which samples, dies, and no answer is lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.server import Server, gone, until
 from tests.serving.test_ranks import PROMPTS, TOKENS, ask, ranks
 
 
-def test_streams_outlive_a_stage(
+def test_streams_survive_the_death_of_a_stage(
     start: Callable[..., Server], model: Any, reference: Reference
 ) -> None:
     server = start("--pipeline-parallel-size", "2", model=model)
@@ -19,7 +19,7 @@ def test_streams_outlive_a_stage(
     answers = ask(server, lambda: last.send_signal(signal.SIGKILL))
     assert [a.text for a in answers] == [reference.text(p, TOKENS) for p in PROMPTS]
     assert {a.error for a in answers} == {None}
-    assert server.stderr.count("rank 1 ended without a word (killed by signal 9)") == 1
+    assert server.stderr.count("rank 1 ended unexpectedly (killed by signal 9)") == 1
     assert "Traceback" not in server.stderr
     until(lambda: gone(last))
     assert server.http.get("/server_info").json()["device"]["world_size"] == 2

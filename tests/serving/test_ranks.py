@@ -1,4 +1,4 @@
-"""A model over several processes, served: one of them dies or hangs, and nobody's answer is lost."""
+"""A served model on several ranks: one dies or hangs, and no answer is lost."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ BODIES = [
 
 
 def ranks(server: Server) -> list[psutil.Process]:
-    """The processes of all ranks but the first."""
+    """Processes of all ranks but the first."""
     [core] = server.children("toolkit.engine.cores.core_process")
     return [child for child in core.children() if "toolkit.executor.rank" in command(child)]
 
 
 def ask(server: Server, harm: Callable[[], object]) -> list[Answer]:
-    """Streams all answers, and does harm when each has begun."""
+    """Stream all answers, and call `harm` when each has started."""
     return asyncio.run(streamed(server, BODIES, harm))
 
 
 @pytest.fixture(scope="module")
 def running(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Server]]:
-    """A server over two ranks: the one that runs, or another when a test has ended it."""
+    """Returns the running server with two ranks, or starts one if a test has ended it."""
     started: list[Server] = []
 
     def one() -> Server:
@@ -55,21 +55,21 @@ def server(running: Callable[[], Server]) -> Server:
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "cause"),
     [
-        (signal.SIGKILL, "rank 1 ended without a word (killed by signal 9)"),
+        (signal.SIGKILL, "rank 1 ended unexpectedly (killed by signal 9)"),
         (signal.SIGSTOP, "rank 1 has not finished step"),
     ],
     ids=["killed", "hung"],
 )
-def test_streams_outlive_a_rank(
-    server: Server, reference: Reference, harm: signal.Signals, told: str
+def test_streams_survive_the_loss_of_a_rank(
+    server: Server, reference: Reference, harm: signal.Signals, cause: str
 ) -> None:
     [rank] = ranks(server)
     answers = ask(server, lambda: rank.send_signal(harm))
     assert [a.text for a in answers] == [reference.text(p, TOKENS) for p in PROMPTS]
     assert {a.error for a in answers} == {None}
-    assert server.stderr.count(told) == 1, "the cause is told once"
+    assert server.stderr.count(cause) == 1, "the cause is logged once"
     assert "Traceback" not in server.stderr
     until(lambda: gone(rank))
     [other] = ranks(server)
@@ -77,7 +77,7 @@ def test_streams_outlive_a_rank(
     assert server.http.get("/server_info").json()["device"]["world_size"] == 2
 
 
-def test_nothing_is_left_of_a_server_that_is_killed(server: Server) -> None:
+def test_killing_the_server_ends_all_processes(server: Server) -> None:
     everything = [*psutil.Process(server.pid).children(recursive=True)]
     assert any("toolkit.executor.rank" in command(process) for process in everything)
     server.signal(signal.SIGKILL)
@@ -89,7 +89,7 @@ def test_nothing_is_left_of_a_server_that_is_killed(server: Server) -> None:
     sys.platform != "linux", reason="only Linux wakes a stopped process when its parent ends"
 )
 @pytest.mark.parametrize("module", ["toolkit.engine.cores.core_process", "toolkit.executor.rank"])
-def test_even_what_is_stopped_ends_with_the_server(server: Server, module: str) -> None:
+def test_stopped_processes_end_with_the_server(server: Server, module: str) -> None:
     everything = [*psutil.Process(server.pid).children(recursive=True)]
     for process in everything:
         if module in command(process):

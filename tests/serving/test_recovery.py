@@ -1,4 +1,4 @@
-"""The engine's process dies, and nobody's answer is lost."""
+"""The engine's process dies, and no answer is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ one_process_and_several = pytest.mark.parametrize("num_workers", [1, 2])
 
 
 class Answer:
-    """One stream's text, tokens and end, as its client puts them together."""
+    """Text, tokens and end of a stream, as its client receives them."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -51,14 +51,14 @@ async def read(server: Server, body: dict[str, Any], answer: Answer) -> None:
 
 
 async def ask(server: Server, bodies: list[dict[str, Any]], *, kill: bool) -> list[Answer]:
-    """Streams all answers; `kill`: the engine dies when each has begun."""
+    """Stream all answers. `kill`: kill the engine when each has started."""
     return await streamed(server, bodies, server.core.kill if kill else None)
 
 
 async def streamed(
     server: Server, bodies: list[dict[str, Any]], harm: Callable[[], object] | None
 ) -> list[Answer]:
-    """Streams all answers, and does harm when each has begun and none has ended."""
+    """Stream all answers, and call `harm` when each has started and none has ended."""
     answers = [Answer() for _ in bodies]
     with server.slowly() if harm else contextlib.nullcontext():
         tasks = [
@@ -68,14 +68,14 @@ async def streamed(
             async with asyncio.timeout(WAIT):
                 while not all(answer.text for answer in answers):
                     await asyncio.sleep(0.001)
-            assert not any(answer.finish_reason for answer in answers), "some had ended before"
+            assert not any(answer.finish_reason for answer in answers), "an answer ended too early"
             harm()
     await asyncio.gather(*tasks)
     return answers
 
 
 @one_process_and_several
-def test_fifty_streams_outlive_their_engine(
+def test_fifty_streams_survive_the_death_of_the_engine(
     start: Callable[..., Server], model: Any, reference: Reference, num_workers: int
 ) -> None:
     server = start("--api-workers", str(num_workers), model=model)
@@ -88,17 +88,17 @@ def test_fifty_streams_outlive_their_engine(
     assert {(a.finish_reason, a.usage["completion_tokens"], a.error) for a in answers} == {
         ("length", 96, None)
     }
-    assert server.stderr.count("SIGKILL") == 1, "the cause is told once"
+    assert server.stderr.count("SIGKILL") == 1, "the cause is logged once"
     assert "Traceback" not in server.stderr
     until(server.is_idle)
     assert server.metric("tk:request_success_total", finished_reason="length") == 50
     assert server.metric("tk:generation_tokens_total") == 50 * 96
 
 
-def test_what_a_request_asked_for_still_holds_after_the_engine_died(
+def test_request_options_hold_after_the_engine_s_death(
     start: Callable[..., Server], model: Any
 ) -> None:
-    """The same requests with a death and without."""
+    """The same requests give the same answers with a death and without."""
     server = start("--enable-prefix-caching", model=model)
     common = {"prompt": "Once more", "max_tokens": 120, "ignore_eos": True}
     bodies = [
@@ -123,14 +123,14 @@ def test_what_a_request_asked_for_still_holds_after_the_engine_died(
     assert without[4].finish_reason == "stop"
 
 
-def test_answers_that_are_not_streamed_outlive_the_engine_too(start: Callable[..., Server]) -> None:
+def test_unstreamed_answers_survive_the_death_of_the_engine(start: Callable[..., Server]) -> None:
     server = start()
     with server.slowly():
         clients = put_under_load(server, 600)
         with server.holding("toolkit.engine.cores.core_process"):
             server.core.kill()
             until(lambda: "SIGKILL" in server.stderr)
-            late = Client(server, 5)  # comes while no engine runs
+            late = Client(server, 5)  # arrives while no engine runs
             until(lambda: late.status == 200)
     for client in clients:
         client.finish()
@@ -142,7 +142,7 @@ def test_answers_that_are_not_streamed_outlive_the_engine_too(start: Callable[..
 def test_an_engine_that_keeps_dying_ends_the_server_with_the_cause(
     start: Callable[..., Server],
 ) -> None:
-    """Each open request goes on twice, and the fourth death in a row is the last."""
+    """An open request survives two deaths. The fourth death in a row ends the server."""
     server = start("--api-workers", "2")
     with server.slowly():
         clients = put_under_load(server, ENDLESS)

@@ -35,7 +35,7 @@ def of_engines(server: Server, name: str, **labels: str) -> list[float]:
     return [server.metric(f"tk:{name}", engine=engine, **labels) for engine in ENGINES]
 
 
-def test_both_engines_work_and_their_numbers_add_up(server: Server, reference: Reference) -> None:
+def test_both_engines_work_and_their_metrics_add_up(server: Server, reference: Reference) -> None:
     async def run() -> list[Answer]:
         answers = [Answer() for _ in BODIES]
         await asyncio.gather(*(read(server, b, a) for b, a in zip(BODIES, answers, strict=True)))
@@ -43,7 +43,7 @@ def test_both_engines_work_and_their_numbers_add_up(server: Server, reference: R
 
     answers = asyncio.run(run())
     assert [a.text for a in answers] == [reference.text(p, TOKENS) for p in PROMPTS]
-    assert "2, each with the whole model" in server.stderr
+    assert "2, each with the complete model" in server.stderr
     for name, total in (("request_success_total", 20), ("generation_tokens_total", 20 * TOKENS)):
         each = of_engines(server, name)
         assert sum(each) == total
@@ -51,9 +51,9 @@ def test_both_engines_work_and_their_numbers_add_up(server: Server, reference: R
     until(server.is_idle)
 
 
-def test_prompts_that_begin_alike_go_to_the_same_engine(server: Server) -> None:
+def test_prompts_with_a_common_prefix_go_to_the_same_engine(server: Server) -> None:
     if server.workers:
-        pytest.skip("API workers hear of each other's requests a moment later")
+        pytest.skip("API workers learn of each other's requests later")
     for number in range(4):
         before = of_engines(server, "request_success_total")
         hits = server.metric("tk:prefix_cache_hits_total")
@@ -74,7 +74,7 @@ def test_requests_of_both_engines_are_listed_and_ended(server: Server) -> None:
             for i in range(2)
         ]
         until(lambda: all(client.events for client in clients))
-        if server.workers:  # they may not have heard of each other's yet
+        if server.workers:  # they may not know each other's requests yet
             until(lambda: sum(of_engines(server, "num_requests_running")) == 2.0)
         else:
             until(lambda: of_engines(server, "num_requests_running") == [1.0, 1.0])
@@ -89,10 +89,10 @@ def test_requests_of_both_engines_are_listed_and_ended(server: Server) -> None:
     until(server.is_idle)
 
 
-def test_streams_of_an_engine_that_is_killed_go_on_at_once_with_the_other(
+def test_streams_of_a_dead_engine_continue_on_the_other(
     server: Server, reference: Reference
 ) -> None:
-    """They do not wait for the one that takes its place, which does not begin meanwhile."""
+    """They do not wait for its successor, whose start is held back."""
     _, killed = server.cores
     with server.holding("toolkit.engine.cores.core_process"):
         answers = asyncio.run(streamed(server, BODIES, killed.kill))
@@ -100,10 +100,10 @@ def test_streams_of_an_engine_that_is_killed_go_on_at_once_with_the_other(
         assert {(a.finish_reason, a.usage["completion_tokens"], a.error) for a in answers} == {
             ("length", TOKENS, None)
         }
-        assert server.http.get("/health").status_code == 200, "the other one is well"
+        assert server.http.get("/health").status_code == 200, "the other one is healthy"
         assert "runs again" not in server.stderr
     until(lambda: "runs again" in server.stderr)
-    assert server.stderr.count("SIGKILL") == 1, "the cause is told once"
+    assert server.stderr.count("SIGKILL") == 1, "the cause is logged once"
     assert "Traceback" not in server.stderr
     assert server.metric("tk:engine_restarts_total") == 1
     assert server.http.get("/health").status_code == 200

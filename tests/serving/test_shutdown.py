@@ -1,4 +1,4 @@
-"""How a server ends: in order, at once, and when its processes are killed."""
+"""Shutdown: in order, at once, and after its processes are killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ import httpx
 import psutil
 import pytest
 
-from tests.server import WAIT, Client, Process, Server, gone, in_hand, put_under_load, until
+from tests.server import (
+    WAIT,
+    Client,
+    Process,
+    Server,
+    gone,
+    hook_environment,
+    put_under_load,
+    until,
+)
 
 LONG = 300
 """Tokens of an answer that takes half a minute as long as the server runs slowly."""
@@ -25,7 +34,7 @@ def post(server: Server) -> httpx.Response:
 
 
 @one_process_and_several
-def test_a_signal_lets_running_requests_finish_and_refuses_new_ones(
+def test_a_signal_finishes_open_requests_and_refuses_new_ones(
     start: Callable[..., Server], num_workers: int
 ) -> None:
     server = start("--api-workers", str(num_workers))
@@ -37,7 +46,7 @@ def test_a_signal_lets_running_requests_finish_and_refuses_new_ones(
         assert refused.headers["retry-after"]
         assert server.http.get("/health").status_code == 200
         assert not any(c.num_tokens for c in clients), (
-            "one had finished before the new request was refused"
+            "a request finished before the new one was refused"
         )
     for client in clients:
         client.finish()
@@ -61,7 +70,7 @@ def check_cut_off(server: Server, clients: list[Client]) -> None:
 
 
 @one_process_and_several
-def test_a_second_ctrl_c_ends_what_runs_with_an_error(
+def test_a_second_ctrl_c_ends_requests_with_an_error(
     start: Callable[..., Server], num_workers: int
 ) -> None:
     server = start("--api-workers", str(num_workers))
@@ -75,10 +84,10 @@ def test_a_second_ctrl_c_ends_what_runs_with_an_error(
 
 
 @one_process_and_several
-def test_after_the_time_for_it_what_runs_ends_with_an_error(
+def test_after_the_timeout_requests_end_with_an_error(
     start: Callable[..., Server], num_workers: int
 ) -> None:
-    """One client has stopped reading: it does not hold up the end."""
+    """A client that has stopped reading does not delay the shutdown."""
     server = start("--shutdown-timeout", "0.3", "--api-workers", str(num_workers))
     body = {
         "prompt": [5],
@@ -92,8 +101,8 @@ def test_after_the_time_for_it_what_runs_ends_with_an_error(
         httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=WAIT) as answer,
     ):
         chunks = answer.iter_raw()
-        next(chunks)  # and no more
-        clients = put_under_load(server, ENDLESS, beside=1)
+        next(chunks)  # then reads no more
+        clients = put_under_load(server, ENDLESS, num_others=1)
         server.signal(signal.SIGTERM)
         check_cut_off(server, clients)
 
@@ -103,11 +112,10 @@ def test_a_signal_during_start_up_ends_all_processes(
     bare_model: Path, tmp_path: Path, num_workers: int, num_children: int
 ) -> None:
     (held := tmp_path / "held").mkdir()
-    (
-        held / "toolkit.engine.cores.core_process"
-    ).touch()  # so that it still starts when the signal comes
+    # The core is still starting when the signal comes.
+    (held / "toolkit.engine.cores.core_process").touch()
     flags = ("--port", "0", "--api-workers", str(num_workers))
-    process = Process("serve", str(bare_model), *flags, cwd=tmp_path, **in_hand(held))
+    process = Process("serve", str(bare_model), *flags, cwd=tmp_path, **hook_environment(held))
     try:
         find = psutil.Process(process.popen.pid).children
         until(lambda: len(find()) == num_children)
@@ -123,7 +131,7 @@ def test_a_signal_during_start_up_ends_all_processes(
 
 
 @one_process_and_several
-def test_when_the_server_is_killed_all_its_processes_end(
+def test_killing_the_server_ends_its_processes(
     start: Callable[..., Server], num_workers: int
 ) -> None:
     server = start("--api-workers", str(num_workers))

@@ -1,4 +1,4 @@
-"""How a server starts, and what it says when it cannot."""
+"""Start-up, and its error messages."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from toolkit.serving import lifecycle
 KEY = "k e'y"
 
 
-# ---- it starts
+# ---- success
 
 
-def test_the_card_says_what_is_served_where_and_how_much_fits(server: Server) -> None:
-    """4096 blocks of 16 tokens are eight requests of the full length."""
+def test_the_ready_card_has_model_device_cache_and_url(server: Server) -> None:
+    """4096 blocks of 16 tokens hold eight requests of the full length."""
     assert re.search(r"model +tiny \(.*parameters, float32\)", server.stderr)
     assert re.search(r"device +cpu", server.stderr)
     assert re.search(r"65,536 tokens: 8\.0 requests of the full 8,192", server.stderr)
@@ -42,20 +42,23 @@ def test_the_card_says_what_is_served_where_and_how_much_fits(server: Server) ->
     assert re.search(r"ready in \d+\.\d s", server.stderr)
 
 
-def test_the_parts_of_start_up_are_timed(server: Server) -> None:
+def test_the_phases_of_start_up_are_timed(server: Server) -> None:
     before_the_card = server.stderr.split("ready in")[0]
     timed = re.findall(r"^ +(\S.*?) +\d+\.\d\d s$", before_the_card, re.MULTILINE)
     assert timed == ["config", "weights", "KV cache"]
 
 
-def test_the_web_part_is_not_imported_before_the_core_is_started() -> None:
-    """The core takes longest."""
-    code = "import sys, toolkit.serving.lifecycle; sys.exit(bool({'fastapi', 'uvicorn', 'pydantic', 'torch'} & set(sys.modules)))"
+def test_the_web_server_is_imported_after_the_core_is_started() -> None:
+    """The core takes longest to start."""
+    code = (
+        "import sys, toolkit.serving.lifecycle; "
+        "sys.exit(bool({'fastapi', 'uvicorn', 'pydantic', 'torch'} & set(sys.modules)))"
+    )
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_the_curl_line_works_as_it_stands(server: Server) -> None:
+def test_the_curl_line_works(server: Server) -> None:
     ran = subprocess.run(
         ["bash", "-c", server.curl], capture_output=True, text=True, timeout=60, check=True
     )
@@ -66,7 +69,7 @@ def test_the_curl_line_works_as_it_stands(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def configured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that is told by the file, by variables, and by a flag."""
+    """A server with settings from the file, variables and a flag."""
     cwd = tmp_path_factory.mktemp("configured")
     (cwd / "tk.toml").write_text(
         'served-model-name = "from-the-file"\nmax-model-len = 64\nblock_size = 8\nport = 1\n'
@@ -78,7 +81,7 @@ def configured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     server.stop()
 
 
-def test_flags_beat_variables_and_variables_beat_the_file(configured: Server) -> None:
+def test_flags_override_variables_and_variables_the_file(configured: Server) -> None:
     assert configured.url == f"http://127.0.0.1:{configured.variables['TK_PORT']}"
     with configured.openai(KEY) as client:
         [card] = client.models.list().data
@@ -86,7 +89,7 @@ def test_flags_beat_variables_and_variables_beat_the_file(configured: Server) ->
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_the_curl_line_takes_the_key_from_its_variable(configured: Server) -> None:
+def test_the_curl_line_reads_the_key_from_its_variable(configured: Server) -> None:
     assert KEY not in configured.stderr
     environment = os.environ | {"TK_API_KEY": KEY}
     ran = subprocess.run(
@@ -95,7 +98,7 @@ def test_the_curl_line_takes_the_key_from_its_variable(configured: Server) -> No
     assert json.loads(ran.stdout)["object"] == "chat.completion"
 
 
-def test_without_a_name_the_model_is_called_as_it_was_given(base: Server) -> None:
+def test_the_default_model_name_is_the_model_as_given(base: Server) -> None:
     with base.openai() as client:
         [name] = [m.id for m in client.models.list().data]
         assert Path(name).is_dir()
@@ -103,31 +106,31 @@ def test_without_a_name_the_model_is_called_as_it_was_given(base: Server) -> Non
         assert client.completions.create(model=name, prompt="a", max_tokens=1).model == name
 
 
-def test_an_idle_server_takes_next_to_no_cpu(server: Server) -> None:
+def test_an_idle_server_uses_almost_no_cpu(server: Server) -> None:
     until(server.is_idle)
 
     def share() -> float:
-        before, begun = server.seconds_spent(), time.monotonic()
+        before, start = server.cpu_seconds(), time.monotonic()
         time.sleep(3.0)
-        return (server.seconds_spent() - before) / (time.monotonic() - begun)
+        return (server.cpu_seconds() - before) / (time.monotonic() - start)
 
-    assert any(share() < 0.05 for _ in range(3))  # what was begun before may go on in the first
+    assert any(share() < 0.05 for _ in range(3))  # earlier work may still run in the first
     assert server.popen.poll() is None
 
 
-# ---- it cannot
+# ---- failure
 
 
 @dataclass
 class Failure:
-    """A way to start it wrongly: arguments, and what the message has to say."""
+    """A wrong start: its arguments, and words of the error message."""
 
     says: list[str]
     arguments: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     tokenizer: bool = False
     prepare: Callable[[Path], object] = lambda folder: None
-    """Spoils the folder `model`, a copy of a model with two shards, in the working directory."""
+    """Damages the folder `model` in the working directory, a copy of a model with two shards."""
 
 
 def edit(**changes: object) -> Callable[[Path], None]:
@@ -148,12 +151,21 @@ FAILURES = {
     "unknown model": Failure(["modle", "Did you mean model"], ["modle"]),
     "unknown folder": Failure(["./modl", "no folder", "Did you mean model"], ["./modl"]),
     "not a model folder": Failure(["config.json"], ["."]),
-    "corrupt config": Failure(["config.json"], tokenizer=True, prepare=lambda f: (f / "config.json").write_text('{"model_type": ')),
-    "unsupported architecture": Failure(["BertForMaskedLM"], prepare=edit(architectures=["BertForMaskedLM"], model_type="bert")),
+    "corrupt config": Failure(
+        ["config.json"], tokenizer=True,
+        prepare=lambda f: (f / "config.json").write_text('{"model_type": '),
+    ),
+    "unsupported architecture": Failure(
+        ["BertForMaskedLM"], prepare=edit(architectures=["BertForMaskedLM"], model_type="bert")
+    ),
     "truncated weights": Failure(["model-00001"], prepare=lambda f: cut(shards(f)[0], 2000)),
     "missing shard": Failure(["model-00002"], prepare=lambda f: shards(f)[1].unlink()),
-    "corrupt tokenizer": Failure(["tokenizer"], tokenizer=True, prepare=lambda f: (f / "tokenizer.json").write_text("{")),
-    "too long": Failure(["--max-model-len", "9000", str(CONTEXT)], ["model", "--max-model-len", "9000"]),
+    "corrupt tokenizer": Failure(
+        ["tokenizer"], tokenizer=True, prepare=lambda f: (f / "tokenizer.json").write_text("{")
+    ),
+    "too long": Failure(
+        ["--max-model-len", "9000", str(CONTEXT)], ["model", "--max-model-len", "9000"]
+    ),
     "little memory": Failure(
         [f"--max-model-len {SMALL_TOKENS} ", "--kv-cache-memory", str(CONTEXT)],
         ["model", "--kv-cache-memory", str(SMALL)],
@@ -168,7 +180,7 @@ FAILURES = {
 def failed(
     reference: Reference, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Process]:
-    """The processes of FAILURES, after their end; they run side by side."""
+    """Returns the ended process of one of FAILURES. They run in parallel."""
 
     def run(name: str) -> Process:
         failure = FAILURES[name]
@@ -193,7 +205,7 @@ def failed(
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_mistake_at_start_is_one_message_and_exit_code_2(
+def test_a_start_up_error_is_one_message_and_exit_code_2(
     failed: Callable[[str], Process], name: str
 ) -> None:
     process = failed(name)
@@ -202,24 +214,22 @@ def test_a_mistake_at_start_is_one_message_and_exit_code_2(
     assert message.startswith("tk: ")
     for part in FAILURES[name].says:
         assert part in message
-    told = [
+    others = [
         line
         for line in process.lines
         if not re.match(r' +(config|weights|KV cache) +[\d.]+ s$|{"time"', line)
     ]
-    assert told == [message], "nothing but the phases before it, and no traceback"
+    assert others == [message], "only the phases before it, and no traceback"
 
 
-def test_the_length_that_the_message_of_little_memory_names_does_fit(base: Server) -> None:
-    """The server started with it, in the same memory."""
+def test_the_length_named_by_the_little_memory_message_fits(base: Server) -> None:
+    """This server has that length and the same memory."""
     body = {"prompt": "x" * 100, "max_tokens": SMALL_TOKENS - 100, "ignore_eos": True}
     answer = base.http.post("/v1/completions", json=body)
     assert answer.json()["usage"]["total_tokens"] == SMALL_TOKENS
 
 
-def test_a_port_that_is_taken_names_who_has_it(
-    server: Server, bare_model: Path, tmp_path: Path
-) -> None:
+def test_a_port_in_use_names_its_process(server: Server, bare_model: Path, tmp_path: Path) -> None:
     port = server.url.rpartition(":")[2]
     process = Process("serve", str(bare_model), "--port", port, cwd=tmp_path)
     assert process.wait(START_TIMEOUT) == 2
@@ -230,8 +240,8 @@ def test_a_port_that_is_taken_names_who_has_it(
     process.stop()
 
 
-def test_a_port_is_taken_from_the_moment_that_a_server_begins_to_load() -> None:
-    """The second of two servers started at once learns it at once, and not when its model is loaded."""
+def test_a_port_is_bound_before_the_model_is_loaded() -> None:
+    """The second of two servers fails at once, not after it has loaded its model."""
     port = free_port()
     with (
         bind("127.0.0.1", port),
@@ -241,10 +251,8 @@ def test_a_port_is_taken_from_the_moment_that_a_server_begins_to_load() -> None:
         pass
 
 
-def test_an_idle_server_ends_at_ctrl_c_and_leaves_the_port_free(configured: Server) -> None:
-    """An open connection that asks for nothing holds nothing up. The server closes it, so that it lingers on its
-    side.
-    """
+def test_ctrl_c_ends_an_idle_server_and_frees_the_port(configured: Server) -> None:
+    """An idle connection does not delay it. The server closes it and has the TIME_WAIT state."""
     assert configured.http.get("/health").status_code == 200
     configured.signal(signal.SIGINT)
     assert configured.wait() == 0
@@ -259,7 +267,7 @@ def test_an_idle_server_ends_at_ctrl_c_and_leaves_the_port_free(configured: Serv
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_a_signal_while_it_starts_ends_it_at_once(
+def test_a_signal_during_start_up_ends_the_server_at_once(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
 ) -> None:
     class Starting:
@@ -270,7 +278,7 @@ def test_a_signal_while_it_starts_ends_it_at_once(
         async def close(self) -> None:
             pass
 
-    monkeypatch.setattr(lifecycle, "_make_front", lambda *_: Starting())
+    monkeypatch.setattr(lifecycle, "_make_front_end", lambda *_: Starting())
     config = ServerConfig(host="127.0.0.1", port=free_port())
     ended = lifecycle.serve(EngineConfig(), config, 0.0)
     assert asyncio.run(ended) == code

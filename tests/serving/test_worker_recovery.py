@@ -1,4 +1,4 @@
-"""API workers that cannot go on, or begin while the engine is gone."""
+"""API workers that fail, or that start while the engine restarts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tests.server import WAIT, Client, Server, until
 ENDLESS = 8000
 
 
-def test_a_worker_that_cannot_take_in_what_the_engine_sends_is_replaced(
+def test_a_worker_that_cannot_read_the_engine_is_replaced(
     start: Callable[..., Server],
 ) -> None:
     server = start("--api-workers", "2")
     before = server.workers
     with server.slowly():
-        break_off(server, before)
+        send_nonsense(server, before)
     until(lambda: all_answer(server))
 
 
-def break_off(server: Server, before: list[psutil.Process]) -> None:
+def send_nonsense(server: Server, before: list[psutil.Process]) -> None:
     clients = [Client(server, ENDLESS) for _ in range(2)]
     until(lambda: all(client.events for client in clients))
     with zmq.Context() as context, context.socket(zmq.PUSH) as nonsense:
@@ -36,33 +36,33 @@ def break_off(server: Server, before: list[psutil.Process]) -> None:
     until(lambda: "Traceback" in server.stderr and "exit code 1" in server.stderr)
 
 
-def test_a_worker_that_comes_while_the_engine_is_started_again_begins_with_the_new_one(
+def test_a_worker_that_starts_during_an_engine_restart_serves(
     start: Callable[..., Server],
 ) -> None:
     server = start("--api-workers", "2")
     with server.holding("toolkit.serving.api_worker"):
-        another = replaced(server)
+        another = replace_worker(server)
         server.core.kill()
         until(lambda: "runs again" in server.stderr)
     until(lambda: all_answer(server))
     assert another in server.workers
 
     with server.holding("toolkit.serving.api_worker"):
-        replaced(server)
+        replace_worker(server)
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
     assert "Traceback" not in server.stderr
 
 
-def replaced(server: Server) -> psutil.Process:
-    """Ends a worker; the one that takes its place, as soon as it is there."""
+def replace_worker(server: Server) -> psutil.Process:
+    """Kill a worker. Returns its replacement as soon as that has started."""
     before = server.workers
     before[0].kill()
     return until(lambda: next((worker for worker in server.workers if worker not in before), None))
 
 
 def all_answer(server: Server) -> bool:
-    """Whether each of its workers has answered one of some new connections."""
+    """Return True if every worker has answered one of some new connections."""
     port = int(server.url.rsplit(":", 1)[1])
     connections = [httpx.Client(base_url=server.url, timeout=WAIT) for _ in range(4)]
     try:

@@ -1,4 +1,4 @@
-"""Several processes that answer requests, on one port and with one engine core."""
+"""Several API workers on one port, with one engine core."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import psutil
 import pytest
 
 from tests.api.conftest import Reference
-from tests.server import LASTING, START_TIMEOUT, WAIT, Client, Process, Server, gone, until
+from tests.server import KEEP_ALIVE, START_TIMEOUT, WAIT, Client, Process, Server, gone, until
 
-KEY = "a key that nobody guesses"
+KEY = "a secret key"
 ENDLESS = 8000
 NUM_WORKERS = 3
 
 
 @pytest.fixture(scope="module")
 def several(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with NUM_WORKERS workers: tests leave it idle and healthy."""
+    """A server with NUM_WORKERS workers. Tests leave it idle and healthy."""
     cwd = tmp_path_factory.mktemp("several")
     served = Server(
         str(model),
@@ -42,12 +42,12 @@ def several(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture
 def connections(several: Server) -> Iterator[list[httpx.Client]]:
-    """Two connections to each worker, in an order that nobody knows."""
+    """Two connections to each worker, in any order."""
     key = {"Authorization": f"Bearer {KEY}"}
     with ExitStack() as stack:
         clients = [
             stack.enter_context(
-                httpx.Client(base_url=several.url, timeout=WAIT, headers=key, limits=LASTING)
+                httpx.Client(base_url=several.url, timeout=WAIT, headers=key, limits=KEEP_ALIVE)
             )
             for _ in range(2 * NUM_WORKERS)
         ]
@@ -57,7 +57,7 @@ def connections(several: Server) -> Iterator[list[httpx.Client]]:
 
 
 def num_connections(server: Server) -> list[int]:
-    """How many connections each worker has open."""
+    """Open connections of each worker."""
     port = urlsplit(server.url).port
     return [
         sum(
@@ -68,13 +68,15 @@ def num_connections(server: Server) -> list[int]:
     ]
 
 
-def test_connections_are_dealt_out_evenly(several: Server, connections: list[httpx.Client]) -> None:
+def test_connections_are_distributed_evenly(
+    several: Server, connections: list[httpx.Client]
+) -> None:
     several.http.close()
-    several.http = httpx.Client(base_url=several.url, timeout=WAIT, limits=LASTING)
+    several.http = httpx.Client(base_url=several.url, timeout=WAIT, limits=KEEP_ALIVE)
     until(lambda: num_connections(several) == [2] * NUM_WORKERS)
 
 
-def test_every_worker_answers_as_the_model_does(
+def test_every_worker_answers_as_the_reference(
     connections: list[httpx.Client], reference: Reference
 ) -> None:
     for client, prompt in zip(connections, "abcdef", strict=True):
@@ -83,12 +85,12 @@ def test_every_worker_answers_as_the_model_does(
         assert answer["choices"][0]["text"] == reference.text(prompt, 12)
 
 
-def test_workers_agree_on_what_is_served(connections: list[httpx.Client]) -> None:
+def test_workers_return_the_same_model_card(connections: list[httpx.Client]) -> None:
     cards = [client.get("/v1/models").content for client in connections]
     assert cards == cards[:1] * len(connections)
 
 
-def test_every_worker_wants_the_key_and_no_command_line_shows_it(
+def test_every_worker_needs_the_key_and_hides_it(
     several: Server, connections: list[httpx.Client]
 ) -> None:
     for client in connections:
@@ -104,7 +106,7 @@ def counted(text: str, name: str) -> float:
     )
 
 
-def test_metrics_are_the_whole_server_s_whichever_worker_tells_them(
+def test_every_worker_exposes_the_metrics_of_all(
     connections: list[httpx.Client],
 ) -> None:
     names = {
@@ -117,35 +119,36 @@ def test_metrics_are_the_whole_server_s_whichever_worker_tells_them(
         r'http_requests_total{.*"/v1/completions".*"2xx".*}': 1.0,
     }
 
-    def told(client: httpx.Client) -> dict[str, float]:
+    def read(client: httpx.Client) -> dict[str, float]:
         text = client.get("/metrics").text
         assert text.count("# TYPE tk:generation_tokens_total ") == 1
         return {name: counted(text, name) for name in (*names, "tk:generation_tokens_created")}
 
-    before = until(lambda: (now := told(connections[0])) == told(connections[1]) and now)
+    before = until(lambda: (now := read(connections[0])) == read(connections[1]) and now)
     grown = {name: each * len(connections) for name, each in names.items()}
     after = {name: value + grown.get(name, 0.0) for name, value in before.items()}
     for client in connections:
         body = {"prompt": [5, 6, 7], "max_tokens": 7, "ignore_eos": True}
         assert client.post("/v1/completions", json=body).status_code == 200
     for client in connections:
-        until(
-            lambda client=client: told(client) == after
-        )  # a worker that is late is told of by its last counts
+        # If a worker is late, its last metrics are used.
+        until(lambda client=client: read(client) == after)
 
 
-def test_gauges_are_not_added_up(several: Server, connections: list[httpx.Client]) -> None:
+def test_gauges_are_not_summed_over_workers(
+    several: Server, connections: list[httpx.Client]
+) -> None:
     body = {"prompt": [3] * 64, "max_tokens": ENDLESS, "ignore_eos": True, "stream": True}
     with several.slowly(), connections[0].stream("POST", "/v1/completions", json=body) as answer:
         chunks = answer.iter_raw()
-        next(chunks)  # and keeps the connection
+        next(chunks)  # keeps the connection open
         until(lambda: several.metric("tk:num_requests_running") > 0)
         for client in connections[1:]:
             assert counted(client.get("/metrics").text, "tk:num_requests_running") == 1
     until(several.is_idle)
 
 
-def test_the_requests_of_a_worker_that_dies_end_and_another_takes_its_place(
+def test_a_dead_worker_is_replaced_and_its_requests_end(
     start: Callable[..., Server],
 ) -> None:
     server = start("--api-workers", "2")
@@ -185,7 +188,7 @@ def lose_a_worker(server: Server) -> None:
 
 
 def answering(server: Server) -> list[int]:
-    """The processes at the other end of some new connections."""
+    """Process ids of the workers of some new connections."""
     port = urlsplit(server.url).port
     with ExitStack() as stack:
         for _ in range(4):
@@ -195,7 +198,7 @@ def answering(server: Server) -> list[int]:
         return [w.pid for w in server.workers for c in w.net_connections() if c.laddr.port == port]
 
 
-def test_when_workers_keep_dying_the_server_ends_and_says_why(start: Callable[..., Server]) -> None:
+def test_if_workers_keep_dying_the_server_ends_with_a_message(start: Callable[..., Server]) -> None:
     server = start("--api-workers", "2")
     for _ in range(3):
         first = server.workers[0]
@@ -209,10 +212,10 @@ def test_when_workers_keep_dying_the_server_ends_and_says_why(start: Callable[..
     assert gone(server.core)
 
 
-def test_a_stopped_worker_does_not_keep_metrics_from_the_others(
+def test_a_stopped_worker_does_not_block_the_metrics(
     start: Callable[..., Server],
 ) -> None:
-    """What it last told stands for it."""
+    """Its last metrics are used."""
     server = start("--api-workers", "2")
     for _ in range(4):
         with httpx.Client(base_url=server.url, timeout=WAIT) as client:
@@ -228,7 +231,7 @@ def test_a_stopped_worker_does_not_keep_metrics_from_the_others(
     assert server.wait() == 0
 
 
-def test_what_keeps_workers_from_starting_is_one_message(model: Path, tmp_path: Path) -> None:
+def test_a_start_up_error_of_all_workers_is_one_message(model: Path, tmp_path: Path) -> None:
     process = Process(
         "serve",
         str(model),

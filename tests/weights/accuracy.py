@@ -1,4 +1,4 @@
-"""How far a model's log-probabilities move when something is rounded, on text that the demo model knows."""
+"""Change of a model's log-probabilities through rounding, on text that the demo model knows."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ LIKELIEST = 20
 
 @dataclass(frozen=True)
 class Comparison:
+    """Ratios are relative to the model without rounding."""
+
     error: float
-    """Root mean square of the differences of the likeliest tokens' log-probabilities, over their own spread."""
+    """RMS change of the likeliest tokens' log-probabilities, over their standard deviation."""
     agreement: float
-    """Share of the positions at which the likeliest token is the same."""
-    perplexity: float
-    """Of the text, over what it is without rounding."""
-    weight_bytes: float
-    """Of the weights, as a share of what they take unrounded."""
-    blocks: float
-    """KV cache blocks in the same memory, over those without rounding."""
+    """Fraction of positions with the same likeliest token."""
+    perplexity: float  # ratio
+    weight_bytes: float  # ratio
+    blocks: float  # ratio of KV cache blocks in the same memory
 
 
 def compare(settings: dict, change: dict) -> Comparison:
-    """The demo model with `settings` and with `change` besides, on prompts of 70 to 180 tokens."""
+    """Compare the demo model with and without `change`, on prompts of 70 to 180 tokens."""
     before, after = LLM(**_SIZES | settings), LLM(**_SIZES | settings | change)
     pairs = list(zip(_likeliest(before), _likeliest(after), strict=True))
     differences, values, losses = [], [], []
@@ -58,7 +57,7 @@ _SIZES = {"max_num_seqs": 8, "kv_cache_memory": 0.05}
 
 
 def _likeliest(llm: LLM) -> list[tuple[int, dict]]:
-    """For each position of the prompts the token there, and the likeliest tokens."""
+    """Return (token, likeliest tokens) of each position in the prompts."""
     lines = [line for line in FACTS.read_text().splitlines() if line]
     prompts = [llm.tokenizer.encode("\n".join(lines[at : at + 6])) for at in range(0, 48, 12)]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=LIKELIEST)

@@ -1,4 +1,4 @@
-"""The KV cache in FP8: what fits into it, that every backend reads it alike, and what a model loses by it."""
+"""FP8 KV cache: capacity, agreement of the backends, and loss of accuracy."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def greedy(folder, **settings) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_cpu_backend_agrees_with_the_reference(checkpoint, name):
+def test_cpu_backend_agrees_with_the_reference(checkpoint, name):
     settings = {"device": "cpu", "dtype": "float32"}
     expected = greedy(checkpoint(name), attention_backend="torch", **settings)
     assert greedy(checkpoint(name), attention_backend="cpu", **settings) == expected
 
 
-def test_swapped_blocks_come_back_as_they_were(checkpoint):
+def test_swapped_blocks_are_restored(checkpoint):
     settings = {"device": "cpu", "dtype": "float32"}
     folder = checkpoint("llama3-gqa")
     expected = greedy(folder, **settings)
     assert greedy(folder, swap_space=0.01, **TIGHT, **settings) == expected
 
 
-def test_the_demo_model_loses_little_and_its_cache_holds_more():
-    """Measured: errors of 2.5 % of the log-probabilities' spread; 98.2 % of the likeliest tokens are the same."""
+def test_fp8_cache_loses_little_and_holds_more():
+    """Measured: error 2.5 % of the standard deviation, 98.2 % of the likeliest tokens unchanged."""
     found = compare({"device": "cpu", "dtype": "float32"}, {"kv_cache_dtype": "fp8"})
     assert 0 < found.error < 0.05
     assert found.agreement > 0.95
@@ -61,7 +61,7 @@ def test_the_demo_model_loses_little_and_its_cache_holds_more():
 
 
 def with_sizes(name: str, folder: Path, keys: float, values: float) -> Path:
-    """The same model, in which keys and values are so many times as large, and what meets them is as much smaller."""
+    """Save the model with scaled keys and values, and queries and output scaled inversely."""
     model = checkpoints.make_reference(name)
     with torch.no_grad():
         for part, tensor in model.named_parameters():
@@ -90,10 +90,10 @@ SIZES = [(2.0**9, 2.0**-5), (2.0**-5, 2.0**9)]
     ("device", "dtype"),
     [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)],
 )
-def test_it_does_not_matter_how_large_keys_and_values_are(
+def test_tokens_do_not_depend_on_the_size_of_keys_and_values(
     checkpoint, tmp_path, name, keys, values, device, dtype
 ):
-    """Powers of two change no rounding, unless e4m3 ends there."""
+    """Powers of two change no rounding, except at the ends of e4m3's range."""
     settings = {"device": device, "dtype": dtype}
     assert greedy(with_sizes(name, tmp_path, keys, values), **settings) == greedy(
         checkpoint(name), **settings
@@ -102,8 +102,8 @@ def test_it_does_not_matter_how_large_keys_and_values_are(
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3-gqa", "llama-biases-head-dim", "qwen2"])
 @torch.inference_mode()
-def test_sizes_are_those_that_the_layer_gives_what_is_random(checkpoint, name):
-    """Biases of the projection and of the norm before it count; so does that norm's weight."""
+def test_predicted_rms_equals_that_of_random_inputs(checkpoint, name):
+    """Includes the biases of the projection and of the norm, and the norm's weight."""
     folder, random_ = checkpoint(name), torch.Generator().manual_seed(0)
     config = load_config(folder)
     model = build_model(
@@ -115,16 +115,16 @@ def test_sizes_are_those_that_the_layer_gives_what_is_random(checkpoint, name):
             if part is not None:
                 part.add_(torch.randn(part.shape, generator=random_))
         hidden = torch.randn(20_000, len(layer.attn_norm.weight), generator=random_)
-        given = layer.qkv(layer.attn_norm(hidden, None)[0]).square().mean(0).sqrt()
+        measured = layer.qkv(layer.attn_norm(hidden, None)[0]).square().mean(0).sqrt()
         torch.testing.assert_close(
-            cache_scale._sizes(layer, slice(None)), given, rtol=0.1, atol=0.0
+            cache_scale._output_rms(layer, slice(None)), measured, rtol=0.1, atol=0.0
         )
 
 
 @pytest.mark.parametrize("name", [*NAMES, "qwen2"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_scales_change_no_answer_but_by_the_cache(checkpoint, monkeypatch, name, quantization):
-    """With a cache in float32, log-probabilities are the very same."""
+def test_scales_alone_change_no_answer(checkpoint, monkeypatch, name, quantization):
+    """With a cache in float32, log-probabilities are identical."""
 
     def answers(cache: str) -> list:
         llm = LLM(
@@ -148,7 +148,7 @@ def test_scales_change_no_answer_but_by_the_cache(checkpoint, monkeypatch, name,
     monkeypatch.setattr(
         cache_scale,
         "_factor",
-        lambda size, factor=cache_scale._factor: scaled.append(factor(size)) or scaled[-1],
+        lambda rms, factor=cache_scale._factor: scaled.append(factor(rms)) or scaled[-1],
     )
     assert answers("fp8") == expected
     assert len(scaled) > 1
@@ -156,19 +156,19 @@ def test_scales_change_no_answer_but_by_the_cache(checkpoint, monkeypatch, name,
 
 
 @pytest.mark.parametrize(
-    ("size", "factor"),
+    ("rms", "factor"),
     [(16.0, 1.0), (30.0, 0.5), (1e-9, 256.0), (1e9, 2.0**-8), (0.0, 1.0), (math.nan, 1.0)],
 )
-def test_scales_are_powers_of_two_that_weights_can_take(size, factor):
-    assert cache_scale._factor(torch.tensor(size)) == factor
+def test_scales_are_limited_powers_of_two(rms, factor):
+    assert cache_scale._factor(torch.tensor(rms)) == factor
 
 
-def test_old_gpus_and_flash_attn_do_not_take_it(monkeypatch):
+def test_old_gpus_and_flash_attn_do_not_support_fp8(monkeypatch):
     monkeypatch.setattr(fp8, "has_arithmetic", lambda device: False)
     assert choose_cache_dtype("auto", torch.float16, torch.device("cuda")) == torch.float16
     with pytest.raises(ConfigError, match="needs a GPU of compute capability"):
         choose_cache_dtype("fp8", torch.float16, torch.device("cuda"))
-    with pytest.raises(ConfigError, match="takes no --kv-cache-dtype fp8"):
+    with pytest.raises(ConfigError, match="does not support --kv-cache-dtype fp8"):
         choose_backend("flash", torch.device("cpu"), torch.float16, 64, 16, fp8_cache=True)
 
 
@@ -178,8 +178,8 @@ def test_old_gpus_and_flash_attn_do_not_take_it(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("eager", [True, False])
-def test_the_gpu_in_fp32_agrees_with_the_reference(checkpoint, name, eager):
-    """Keys that two ways of computing leave at two sides of a middle are rare; tokens that differ by them rarer."""
+def test_gpu_in_fp32_agrees_with_the_reference(checkpoint, name, eager):
+    """Different rounding of a key is rare, and a different token as its result even rarer."""
     settings = {"device": "cuda", "dtype": "float32"}
     expected = greedy(checkpoint(name), attention_backend="torch", **settings)
     tokens = greedy(checkpoint(name), enforce_eager=eager, **settings)
@@ -187,7 +187,7 @@ def test_the_gpu_in_fp32_agrees_with_the_reference(checkpoint, name, eager):
 
 
 @pytest.mark.gpu
-def test_swapped_blocks_come_back_as_they_were_on_a_gpu(checkpoint):
+def test_swapped_blocks_are_restored_on_a_gpu(checkpoint):
     settings = {"device": "cuda", "dtype": "float32", "enforce_eager": True}
     folder = checkpoint("llama3-gqa")
     expected = greedy(folder, **settings)
@@ -198,7 +198,7 @@ def test_swapped_blocks_come_back_as_they_were_on_a_gpu(checkpoint):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_the_demo_model_loses_little_on_a_gpu(dtype, quantization):
+def test_fp8_cache_loses_little_on_a_gpu(dtype, quantization):
     change = {"kv_cache_dtype": "fp8"} | ({"quantization": quantization} if quantization else {})
     found = compare({"device": "cuda", "dtype": dtype}, change)
     assert 0 < found.error < (0.1 if quantization else 0.06)

@@ -1,4 +1,4 @@
-"""Linear layers with FP8 weights: how they are loaded, what they compute, and what a model loses by them."""
+"""Linear layers with FP8 weights: loading, matrix products, and loss of accuracy."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.weights.accuracy import compare
 from toolkit import LLM, SamplingParams
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.kernels import reference
+from toolkit.kernels.table import Kernels
 from toolkit.layers import Linear, OutputHead
 from toolkit.models.build import build_model, load_config
 from toolkit.weights import fp8, safetensors
@@ -41,7 +42,7 @@ def linears(model) -> dict[str, Linear]:
 
 
 def assert_rounded(quantized: Linear, exact: Linear) -> None:
-    """Each number is the nearest multiple of its row's scale that e4m3 has, and a row's greatest one is exact."""
+    """Check that numbers are rounded to e4m3 times the row's scale, and row maxima are exact."""
     assert quantized.weight.dtype == torch.float8_e4m3fn
     weight, scale = quantized.weight.float(), quantized.scale[:, None]
     error = (weight * scale - exact.weight).abs()
@@ -50,7 +51,7 @@ def assert_rounded(quantized: Linear, exact: Linear) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_linear_layers_are_rounded_row_by_row_and_nothing_else_is(checkpoint, name):
+def test_only_linear_layers_are_quantized_row_by_row(checkpoint, name):
     folder = checkpoint(name)
     quantized, exact = load(folder, "fp8"), load(folder, None)
     layers = linears(exact)
@@ -65,10 +66,10 @@ def test_linear_layers_are_rounded_row_by_row_and_nothing_else_is(checkpoint, na
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_pieces_of_any_size_make_the_same_weights(checkpoint, name, monkeypatch):
+def test_chunk_size_does_not_change_the_weights(checkpoint, name, monkeypatch):
     folder = checkpoint(name)
     expected = linears(load(folder, "fp8"))
-    monkeypatch.setattr(safetensors, "PIECE", 300)
+    monkeypatch.setattr(safetensors, "CHUNK", 300)
     monkeypatch.setattr(
         safetensors,
         "read_into",
@@ -80,19 +81,19 @@ def test_pieces_of_any_size_make_the_same_weights(checkpoint, name, monkeypatch)
         assert torch.equal(layer.scale, expected[layer_name].scale)
 
 
-def test_dummy_weights_are_quantized_too(checkpoint):
+def test_dummy_weights_are_quantized(checkpoint):
     for layer in linears(load(checkpoint("llama3-gqa"), "fp8", load_format="dummy")).values():
         weight = layer.weight.float() * layer.scale[:, None]
         assert 0.015 < weight.std() < 0.025
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_without_a_gpu_that_computes_in_fp8_it_is_an_error(checkpoint, dtype):
+def test_fp8_needs_a_gpu_with_fp8_arithmetic(checkpoint, dtype):
     with pytest.raises(ConfigError, match="needs an NVIDIA GPU of compute capability"):
         LLM(str(checkpoint("gpt2")), device="cpu", dtype=dtype, quantization="fp8")
 
 
-def test_checkpoints_that_are_quantized_already_are_refused(checkpoint, tmp_path):
+def test_quantized_checkpoints_are_refused(checkpoint, tmp_path):
     config = json.loads((checkpoint("llama3-gqa") / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
@@ -105,9 +106,9 @@ def test_checkpoints_that_are_quantized_already_are_refused(checkpoint, tmp_path
         load_config(tmp_path)
 
 
-def test_activations_must_have_16_bits(monkeypatch):
+def test_fp8_needs_16_bit_activations(monkeypatch):
     monkeypatch.setattr(fp8, "has_arithmetic", lambda device: True)
-    monkeypatch.setattr(fp8, "_kernels", lambda device: SimpleNamespace())
+    monkeypatch.setattr(fp8, "kernels_for", lambda device: SimpleNamespace())
     fp8.require(CPU, torch.bfloat16)
     with pytest.raises(ConfigError, match="--dtype bfloat16 or float16"):
         fp8.require(CPU, torch.float32)
@@ -118,21 +119,12 @@ def test_activations_must_have_16_bits(monkeypatch):
 
 @pytest.fixture
 def interpreted(triton_runs: bool, monkeypatch) -> None:
-    """On a CPU, the GPU's code: Triton's kernels in its interpreter, PyTorch's product of FP8 numbers as it is."""
+    """Run the GPU's code on a CPU: Triton's kernels in its interpreter, PyTorch's FP8 product."""
     if not triton_runs:
         pytest.skip("Triton was imported without its interpreter")
-    from toolkit.kernels.triton import activation
-    from toolkit.kernels.triton import fp8 as kernels
-
-    namespace = SimpleNamespace(
-        TOKENS=kernels.TOKENS,
-        activation=activation.activation,
-        gated_activation=activation.gated_activation,
-        linear=kernels.linear,
-        quantize=kernels.quantize,
-    )
     if not torch.cuda.is_available():
-        monkeypatch.setattr(fp8, "_kernels", lambda device: namespace)
+        kernels = Kernels()
+        monkeypatch.setattr(fp8, "kernels_for", lambda device: kernels)
 
 
 @pytest.fixture(scope="session")
@@ -145,7 +137,7 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def exact_and_quantized(tokens, size, in_features, device, dtype, activation, gated):
-    """(x, bias, unquantized result in fp32, weight, scale)"""
+    """Return (x, bias, unquantized result in fp32, weight, scale)."""
     torch.manual_seed(0)
     rows = 2 * size if gated else size
     wide = torch.randn(rows, in_features, device=device) / in_features**0.5
@@ -162,10 +154,10 @@ def exact_and_quantized(tokens, size, in_features, device, dtype, activation, ga
     ("activation", "gated"), [(None, False), ("gelu_tanh", False), ("silu", True)]
 )
 @pytest.mark.usefixtures("interpreted")
-def test_products_are_near_those_of_the_unrounded_weight(
+def test_products_are_close_to_those_of_exact_weights(
     device, activation, gated, size, in_features, dtype, tokens
 ):
-    """Rounding to e4m3 is an error of 2.6 % in norm; with x rounded too 3.7 %. Gates add theirs up."""
+    """Rounding to e4m3 is an error of 2.6 % in norm, with x rounded too 3.7 %, with a gate more."""
     x, bias, exact, weight, scale = exact_and_quantized(
         tokens, size, in_features, device, dtype, activation, gated
     )
@@ -178,7 +170,7 @@ def test_products_are_near_those_of_the_unrounded_weight(
 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_products_of_fp8_numbers_scale_rows_of_both(device, dtype, biased):
+def test_fp8_products_scale_the_rows_of_both_operands(device, dtype, biased):
     x, bias, _, weight, scale = exact_and_quantized(40, 64, 96, device, dtype, None, False)
     rows, x_scale = reference.quantize_fp8(x * torch.linspace(0.1, 10, 40, device=device)[:, None])
     bias = bias if biased else None
@@ -211,8 +203,8 @@ def test_products_of_real_sizes(device, size, in_features, activation, gated, dt
 # Whole models
 
 
-def test_the_demo_model_loses_little_by_fp8_weights(monkeypatch):
-    """Measured: errors of 5.1 % of the log-probabilities' spread; 95 % of the likeliest tokens are the same."""
+def test_fp8_weights_lose_little(monkeypatch):
+    """Measured: error 5.1 % of the standard deviation, 95 % of the likeliest tokens unchanged."""
     monkeypatch.setattr(fp8, "require", lambda device, dtype: None)
     found = compare({"device": "cpu", "dtype": "float32"}, {"quantization": "fp8"})
     assert 0 < found.error < 0.08
@@ -223,7 +215,7 @@ def test_the_demo_model_loses_little_by_fp8_weights(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("eager", [True, False])
-def test_the_demo_model_loses_little_by_fp8_weights_on_a_gpu(eager, dtype):
+def test_fp8_weights_lose_little_on_a_gpu(eager, dtype):
     settings = {"device": "cuda", "dtype": dtype, "enforce_eager": eager}
     found = compare(settings, {"quantization": "fp8"})
     assert 0 < found.error < 0.1
@@ -233,7 +225,7 @@ def test_the_demo_model_loses_little_by_fp8_weights_on_a_gpu(eager, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LAYERS)
-def test_sizes_that_pytorchs_product_does_not_take_run_on_a_gpu(checkpoint, name):
+def test_sizes_unsupported_by_pytorchs_product_run_on_a_gpu(checkpoint, name):
     llm = LLM(
         str(checkpoint(name)),
         dtype="bfloat16",

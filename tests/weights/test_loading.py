@@ -1,4 +1,4 @@
-"""Checkpoints as they are found in the world, whole and broken. The reference is Transformers reading its own files."""
+"""Valid and broken checkpoints in many variants. The reference is Transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def answer(folder: Path, **settings: object) -> list[int]:
 
 @pytest.fixture
 def llama(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A copy to change."""
+    """Return a copy of a checkpoint, to be changed."""
     return Path(shutil.copytree(checkpoint("llama3-gqa"), tmp_path / "llama"))
 
 
@@ -55,14 +55,14 @@ def weights(folder: Path) -> Path:
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Changes the tensors of a checkpoint of one file."""
+    """Change the tensors of a checkpoint with one file."""
     tensors = load_file(weights(folder))
     change(tensors)
     save_file(tensors, weights(folder))
 
 
-class TestWhole:
-    def test_sharded_as_in_one_file(self, tmp_path, llama_answer):
+class TestValid:
+    def test_shards_equal_one_file(self, tmp_path, llama_answer):
         model = checkpoints.make_reference("llama3-gqa")
         folder = checkpoints.save(model, tmp_path / "shards", max_shard_size="20KB")
         assert len(list(folder.glob("model-*-of-*.safetensors"))) > 4
@@ -71,24 +71,24 @@ class TestWhole:
 
     def test_hundreds_of_shards(self, llama, llama_answer):
         tensors = load_file(weights(llama))
-        pieces = {name: f"model-{i:05}.safetensors" for i, name in enumerate(tensors)}
-        for name, file in pieces.items():
+        shards = {name: f"model-{i:05}.safetensors" for i, name in enumerate(tensors)}
+        for name, file in shards.items():
             save_file({name: tensors[name]}, llama / file)
-        for i in range(300):  # an index may name files whose tensors are buffers of old
+        for i in range(300):  # an index may list files with only old buffers
             file = f"model-x{i:05}.safetensors"
             name = f"model.layers.{i}.self_attn.rotary_emb.inv_freq"
             save_file({name: torch.zeros(2)}, llama / file)
-            pieces[name] = file
+            shards[name] = file
         weights(llama).unlink()
-        (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": pieces}))
+        (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
         assert answer(llama) == llama_answer
 
     @pytest.mark.parametrize("prefix", [True, False])
     @pytest.mark.parametrize("head", [True, False])
-    def test_gpt2_names_with_and_without_prefix_and_tied_head(
+    def test_gpt2_with_and_without_prefix_and_head(
         self, checkpoint, tmp_path, prefix, head, gpt2_answer
     ):
-        """The original files have neither the prefix nor the head, and carry masks along."""
+        """The original files have neither prefix nor head, but include mask buffers."""
         folder = Path(shutil.copytree(checkpoint("gpt2"), tmp_path / "gpt2"))
         tensors = {
             (
@@ -105,8 +105,8 @@ class TestWhole:
         assert answer(folder) == gpt2_answer
 
     @pytest.mark.parametrize("zipped", [True, False])
-    def test_pytorch_files_of_both_kinds(self, checkpoint, tmp_path, zipped, gpt2_answer):
-        """Those from before PyTorch 1.6 are no zip archives."""
+    def test_pytorch_files_of_both_formats(self, checkpoint, tmp_path, zipped, gpt2_answer):
+        """Files from before PyTorch 1.6 are not zip archives."""
         folder = Path(shutil.copytree(checkpoint("gpt2"), tmp_path / "gpt2"))
         weights(folder).unlink()
         torch.save(
@@ -128,18 +128,18 @@ class TestWhole:
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
         assert answer(folder) == gpt2_answer
 
-    def test_safetensors_are_read_when_both_are_there(self, checkpoint, tmp_path, gpt2_answer):
+    def test_safetensors_are_preferred(self, checkpoint, tmp_path, gpt2_answer):
         folder = Path(shutil.copytree(checkpoint("gpt2"), tmp_path / "gpt2"))
         (folder / "pytorch_model.bin").write_bytes(b"garbage")
         assert answer(folder) == gpt2_answer
 
-    def test_other_safetensors_beside_the_models_are_left_alone(self, llama, llama_answer):
-        """Mistral's folders carry the weights twice, once under the makers' own names."""
+    def test_other_safetensors_files_are_ignored(self, llama, llama_answer):
+        """Mistral's folders have the weights twice, once under Mistral's own names."""
         save_file({"tok_embeddings.weight": torch.zeros(3)}, llama / "consolidated.safetensors")
         assert answer(llama) == llama_answer
 
     @pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16])
-    def test_sixteen_bit_checkpoints_are_run_in_float32_on_a_cpu(self, tmp_path, saved):
+    def test_16_bit_checkpoints_run_in_float32_on_a_cpu(self, tmp_path, saved):
         model = checkpoints.make_reference("llama3-gqa").to(saved)
         folder = checkpoints.save(model, tmp_path / "half")
         assert json.loads((folder / "config.json").read_text())["dtype"] == str(saved).removeprefix(
@@ -148,7 +148,7 @@ class TestWhole:
         assert answer(folder) == checkpoints.greedy(model.float(), PROMPT, 16)
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-    def test_dtype_is_what_is_asked_for(self, llama, dtype):
+    def test_dtype_setting_is_used(self, llama, dtype):
         llm = LLM(str(llama), device="cpu", dtype=dtype, max_num_seqs=2)
         assert llm.info.dtype == dtype
         assert llm.info.weight_bytes == llm.info.num_parameters * (4 if dtype == "float32" else 2)
@@ -163,11 +163,11 @@ class TestWhole:
             float(expected[token]), abs=1e-3 if dtype == "float32" else 0.5
         )
 
-    def test_number_of_parameters_is_transformers(self, llama):
+    def test_number_of_parameters_equals_transformers(self, llama):
         llm = LLM(str(llama), device="cpu", max_num_seqs=2)
         assert llm.info.num_parameters == checkpoints.make_reference("llama3-gqa").num_parameters()
 
-    def test_dummy_weights_need_no_files_and_are_the_same_for_the_same_seed(self, llama):
+    def test_dummy_weights_need_no_files_and_depend_on_the_seed(self, llama):
         weights(llama).unlink()
         first, again = answer(llama, load_format="dummy"), answer(llama, load_format="dummy")
         assert first == again
@@ -175,7 +175,7 @@ class TestWhole:
 
 
 class TestBroken:
-    """Each error names the file and says what is wrong with it."""
+    """Each error names the file and the problem."""
 
     def fails(
         self, folder: Path, *words: str, kind: type = CheckpointError, **settings: object
@@ -188,7 +188,7 @@ class TestBroken:
         assert "\n" not in message
         return message
 
-    def test_a_missing_shard(self, tmp_path):
+    def test_missing_shard(self, tmp_path):
         folder = checkpoints.save(
             checkpoints.make_reference("llama3-gqa"), tmp_path / "m", max_shard_size="20KB"
         )
@@ -196,13 +196,13 @@ class TestBroken:
         shard.unlink()
         self.fails(folder, str(folder), shard.name, "lacks 1 of the")
 
-    def test_a_file_cut_short(self, llama):
+    def test_truncated_file(self, llama):
         size = weights(llama).stat().st_size
         with weights(llama).open("r+b") as file:
             file.truncate(size - 1000)
         self.fails(llama, str(weights(llama)), "cut short", f"{size - 1000} bytes of {size}")
 
-    def test_a_file_cut_short_within_its_header(self, llama):
+    def test_truncated_header(self, llama):
         with weights(llama).open("r+b") as file:
             file.truncate(100)
         self.fails(llama, str(weights(llama)), "cut short", "100 bytes")
@@ -215,28 +215,30 @@ class TestBroken:
         weights(llama).write_bytes(content)
         self.fails(llama, str(weights(llama)), "safetensors")
 
-    def test_a_page_saved_in_place_of_the_file(self, llama):
-        """What a failed download often leaves: a pointer of git's large file storage."""
+    def test_git_lfs_pointer(self, llama):
+        """A failed download often leaves a Git LFS pointer."""
         weights(llama).write_text(
             "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123456\n"
         )
         self.fails(llama, str(weights(llama)))
 
-    def test_a_wrong_shape(self, llama):
+    def test_wrong_shape(self, llama):
         rewrite(llama, lambda t: t.update({"model.norm.weight": torch.ones(31)}))
         self.fails(llama, str(weights(llama)), "model.norm.weight", "[31]", "[32]")
 
-    def test_a_missing_tensor(self, llama):
+    def test_missing_tensor(self, llama):
         rewrite(llama, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
         self.fails(llama, str(llama), "model.layers.1.mlp.up_proj.weight", "lacks 1 of")
 
-    def test_a_missing_head_of_an_untied_model(self, llama):
+    def test_missing_head_of_an_untied_model(self, llama):
         rewrite(llama, lambda t: t.pop("lm_head.weight"))
         self.fails(llama, "lm_head.weight")
 
-    def test_a_tensor_without_a_place(self, llama):
+    def test_unknown_tensor(self, llama):
         rewrite(llama, lambda t: t.update({"model.layers.0.self_attn.q_proj.scale": torch.ones(3)}))
-        self.fails(llama, str(weights(llama)), "model.layers.0.self_attn.q_proj.scale", "no place")
+        self.fails(
+            llama, str(weights(llama)), "model.layers.0.self_attn.q_proj.scale", "does not have"
+        )
 
     @pytest.mark.parametrize(
         "index",
@@ -249,23 +251,23 @@ class TestBroken:
             '{"weight_map": {"a": ["x"]}}',
         ],
     )
-    def test_a_broken_index(self, llama, index):
+    def test_broken_index(self, llama, index):
         (llama / "model.safetensors.index.json").write_text(index)
         self.fails(llama, "model.safetensors.index.json", "cannot be read")
 
     @pytest.mark.parametrize(
         "name", ["../outside.safetensors", "/etc/passwd", "sub/dir.safetensors"]
     )
-    def test_an_index_that_points_outside(self, llama, name):
+    def test_index_that_points_outside(self, llama, name):
         shutil.copy(weights(llama), llama.parent / "outside.safetensors")
         (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-        self.fails(llama, "model.safetensors.index.json", name, "not in its own folder")
+        self.fails(llama, "model.safetensors.index.json", name, "outside its folder")
 
-    def test_no_weights_at_all(self, llama):
+    def test_no_weights(self, llama):
         weights(llama).unlink()
         self.fails(llama, str(llama), "no weights")
 
-    def test_a_pickle_with_code_is_refused_and_the_code_not_run(self, checkpoint, tmp_path):
+    def test_pickle_with_code_is_refused_and_not_run(self, checkpoint, tmp_path):
         folder = Path(shutil.copytree(checkpoint("gpt2"), tmp_path / "gpt2"))
         weights(folder).unlink()
         trace = tmp_path / "the code ran"
@@ -280,14 +282,14 @@ class TestBroken:
             assert not trace.exists()
 
     @pytest.mark.parametrize("content", [[1, 2], {"epoch": 3}, {"model": {"a": torch.ones(2)}}])
-    def test_a_pickle_of_other_things(self, checkpoint, tmp_path, content):
+    def test_pickle_without_tensors(self, checkpoint, tmp_path, content):
         folder = Path(shutil.copytree(checkpoint("gpt2"), tmp_path / "gpt2"))
         weights(folder).unlink()
         torch.save(content, folder / "pytorch_model.bin")
-        self.fails(folder, "pytorch_model.bin", "something else than tensors")
+        self.fails(folder, "pytorch_model.bin", "not a dictionary of tensors")
 
     @pytest.mark.parametrize("size", [0, 10, 5000])
-    def test_a_pickle_cut_short(self, checkpoint, tmp_path, size):
+    def test_truncated_pickle(self, checkpoint, tmp_path, size):
         folder = Path(shutil.copytree(checkpoint("gpt2"), tmp_path / "gpt2"))
         weights(folder).unlink()
         file = folder / "pytorch_model.bin"
@@ -296,37 +298,37 @@ class TestBroken:
             stream.truncate(size)
         self.fails(folder, "pytorch_model.bin", "cut short")
 
-    def test_an_unsupported_architecture_lists_the_supported(self, llama):
+    def test_unsupported_architecture_lists_the_supported(self, llama):
         edit_json(llama / "config.json", architectures=["T5ForConditionalGeneration"])
         self.fails(
             llama, str(llama), "T5ForConditionalGeneration", "GPT2LMHeadModel", "Qwen3ForCausalLM"
         )
 
-    def test_no_architecture_tells_the_model_type(self, llama):
+    def test_missing_architecture_names_the_model_type(self, llama):
         edit_json(llama / "config.json", architectures=None)
         self.fails(llama, "'llama'", "GPT2LMHeadModel")
 
     @pytest.mark.parametrize("content", ["", "{", "[]", "null", "\x00\xff"])
-    def test_a_config_that_cannot_be_read(self, llama, content):
+    def test_unreadable_config(self, llama, content):
         (llama / "config.json").write_bytes(content.encode("latin-1"))
         self.fails(llama, str(llama / "config.json"), "cannot be read")
 
-    def test_a_config_of_the_wrong_types(self, llama):
+    def test_config_with_wrong_types(self, llama):
         edit_json(llama / "config.json", hidden_size="many")
         self.fails(llama, str(llama / "config.json"), "cannot be used")
 
-    def test_an_unsupported_rope(self, llama):
+    def test_unsupported_rope(self, llama):
         edit_json(llama / "config.json", rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
         self.fails(llama, "spiral")
 
-    def test_an_unsupported_activation(self, llama):
+    def test_unsupported_activation(self, llama):
         edit_json(llama / "config.json", hidden_act="snake")
         self.fails(llama, "snake", "silu", "gelu_new")
 
-    def test_a_length_beyond_the_models(self, llama):
+    def test_context_longer_than_the_models(self, llama):
         self.fails(llama, "--max-model-len is 161", "160", kind=ConfigError, max_model_len=161)
 
-    def test_a_cache_too_small_for_one_request(self, llama):
+    def test_cache_too_small_for_one_request(self, llama):
         message = self.fails(
             llama,
             "--max-model-len 64",
@@ -336,15 +338,15 @@ class TestBroken:
         )
         assert "64 tokens" in message
 
-    def test_a_folder_that_is_no_model(self, tmp_path):
+    def test_folder_without_a_model(self, tmp_path):
         (tmp_path / "photos").mkdir()
         (tmp_path / "photos" / "cat.jpg").touch()
         self.fails(tmp_path / "photos", str(tmp_path / "photos"), "no config.json", "cat.jpg")
 
-    def test_a_file_in_place_of_a_folder(self, llama):
+    def test_file_instead_of_a_folder(self, llama):
         self.fails(weights(llama), "is a file")
 
-    def test_a_path_that_is_not_there_names_its_neighbours(self, llama):
+    def test_missing_path_suggests_its_neighbours(self, llama):
         self.fails(
             llama.parent / "lama",
             "There is no folder",
@@ -352,7 +354,7 @@ class TestBroken:
             kind=ModelNotFoundError,
         )
 
-    def test_an_unknown_name_offline_tells_what_was_searched(self, llama, monkeypatch):
+    def test_offline_error_names_the_searched_places(self, llama, monkeypatch):
         monkeypatch.chdir(llama.parent)
         with pytest.raises(ModelNotFoundError) as caught:
             LLM("lama", device="cpu")
@@ -365,6 +367,6 @@ class TestBroken:
         ):
             assert word in message, message
 
-    def test_a_tokenizer_that_cannot_be_read(self, llama):
+    def test_unreadable_tokenizer(self, llama):
         (llama / "tokenizer.json").write_text("{")
         self.fails(llama, "tokenizer", str(llama))

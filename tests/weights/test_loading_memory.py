@@ -1,4 +1,4 @@
-"""Loading holds the weights once, not twice."""
+"""Loading needs memory for one copy of the weights, not two."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def resident(kind):
 def load(folder):
     return LLM(folder, device="cpu", max_num_seqs=2, max_model_len=16, num_gpu_blocks_override=1)
 
-load(sys.argv[1])                                # whatever is imported on the way is imported now
-Path("/proc/self/clear_refs").write_text("5")    # the peak counts from here
+load(sys.argv[1])                                # import everything now
+Path("/proc/self/clear_refs").write_text("5")    # reset the peak
 before = resident("VmRSS")
 llm = load(sys.argv[2])
 print((resident("VmHWM") - before) / llm.info.weight_bytes, llm.info.weight_bytes)
@@ -34,7 +34,7 @@ print((resident("VmHWM") - before) / llm.info.weight_bytes, llm.info.weight_byte
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """(small, of 200 MB, the same in shards); one architecture."""
+    """Return folders of one architecture: (small, 200 MB, the same in shards)."""
     root = tmp_path_factory.mktemp("memory")
     shape = {
         "num_attention_heads": 8,
@@ -60,11 +60,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]
     return root / "small", root / "large", root / "shards"
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="reads the peak from Linux's /proc"
-)
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("which", [1, 2], ids=["one file", "shards"])
-def test_the_peak_is_little_more_than_the_weights(folders, which):
+def test_peak_memory_is_close_to_the_weights(folders, which):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, folders[0], folders[which]], capture_output=True, text=True
     )
@@ -74,8 +72,8 @@ def test_the_peak_is_little_more_than_the_weights(folders, which):
     assert 0.9 < share < 1.35
 
 
-def test_weights_that_cannot_fit_are_refused_before_any_is_read(folders, tmp_path):
-    """A model of 200 TB: the sketch of it costs nothing."""
+def test_weights_that_do_not_fit_are_refused_before_reading(folders, tmp_path):
+    """A model of 200 TB; building it on the meta device takes no memory."""
     (tmp_path / "huge").mkdir()
     (tmp_path / "huge" / "config.json").write_text((folders[0] / "config.json").read_text())
     edit_json(tmp_path / "huge" / "config.json", hidden_size=2**20, intermediate_size=2**23)

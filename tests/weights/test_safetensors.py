@@ -1,4 +1,4 @@
-"""Our reader of safetensors files against the library that writes them."""
+"""Our reader of safetensors files, against the library that writes them."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def read(request: pytest.FixtureRequest) -> Read:
     return request.param
 
 
-@pytest.fixture(params=[200, 3000, None], ids=lambda size: f"pieces of {size or 'the usual size'}")
-def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes below a row's, below a tensor's, and as they are."""
+@pytest.fixture(params=[200, 3000, None], ids=lambda size: f"chunks of {size or 'default size'}")
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks smaller than a row, smaller than a tensor, and of the default size."""
     if request.param:
-        monkeypatch.setattr(safetensors, "PIECE", request.param)
-        monkeypatch.setattr(safetensors, "MAPPED_PIECE", request.param)
+        monkeypatch.setattr(safetensors, "CHUNK", request.param)
+        monkeypatch.setattr(safetensors, "MAPPED_CHUNK", request.param)
 
 
 def write(file: Path, dtype: torch.dtype, **options: dict) -> dict[str, torch.Tensor]:
@@ -55,21 +55,21 @@ def write(file: Path, dtype: torch.dtype, **options: dict) -> dict[str, torch.Te
 
 @pytest.mark.parametrize("target", TYPES, ids=str)
 @pytest.mark.parametrize("saved", TYPES, ids=str)
-def test_tensors_are_read_and_converted(tmp_path, read, piece, saved, target):
+def test_tensors_are_read_and_converted(tmp_path, read, chunk, saved, target):
     files = [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
     expected = [write(files[0], saved), write(files[1], saved, metadata={"format": "pt"})]
     stored = [read_header(file) for file in files]
-    places = [
+    targets = [
         {t.name: torch.full(t.shape, 9.0, dtype=target) for t in tensors} for tensors in stored
     ]
-    read([(t, Slot(places[i][t.name])) for i in range(2) for t in stored[i]])
+    read([(t, Slot(targets[i][t.name])) for i in range(2) for t in stored[i]])
     for i in range(2):
-        assert set(places[i]) == set(SHAPES)
+        assert set(targets[i]) == set(SHAPES)
         for name, tensor in expected[i].items():
-            torch.testing.assert_close(places[i][name], tensor.to(target), rtol=0, atol=0)
+            torch.testing.assert_close(targets[i][name], tensor.to(target), rtol=0, atol=0)
 
 
-def test_a_slot_may_be_part_of_a_parameter_or_turned(tmp_path, read, piece):
+def test_slot_can_be_a_view_or_transposed(tmp_path, read, chunk):
     expected = write(tmp_path / "x.safetensors", torch.bfloat16)
     stored = {t.name: t for t in read_header(tmp_path / "x.safetensors")}
     merged, turned = torch.zeros(700, 5), torch.zeros(5, 300)
@@ -83,30 +83,28 @@ def test_a_slot_may_be_part_of_a_parameter_or_turned(tmp_path, read, piece):
     assert not merged[400:].any()
 
 
-def test_types_that_hold_no_plain_weights_are_only_an_error_when_they_are_wanted(tmp_path, read):
+def test_unsupported_types_are_an_error_only_if_read(tmp_path, read):
     save_file(
         {"q": torch.ones(3, dtype=torch.int8), "w": torch.ones(3)}, tmp_path / "x.safetensors"
     )
     stored = {t.name: t for t in read_header(tmp_path / "x.safetensors")}
     read([(stored["w"], Slot(torch.zeros(3)))])
-    with pytest.raises(
-        CheckpointError, match=r"x\.safetensors: q is of type I8, which is not supported"
-    ):
+    with pytest.raises(CheckpointError, match=r"x\.safetensors: q has the unsupported type I8"):
         read([(stored["q"], Slot(torch.zeros(3)))])
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path):
+def test_file_truncated_while_reading_is_an_error(tmp_path):
     file = tmp_path / "x.safetensors"
     save_file({"w": torch.ones(1000)}, file)
     stored = read_header(file)
     with file.open("r+b") as stream:
         stream.truncate(2000)
-    with pytest.raises(CheckpointError, match="became shorter"):
+    with pytest.raises(CheckpointError, match="was truncated while"):
         read_buffered([(stored[0], Slot(torch.zeros(1000)))], pinned=False)
 
 
 @pytest.mark.parametrize("padding", range(4))
-def test_the_tensors_may_begin_at_any_byte(tmp_path, read, padding):
+def test_tensors_can_start_at_any_byte(tmp_path, read, padding):
     file = tmp_path / "x.safetensors"
     text = json.dumps({"w": ENTRY}).encode() + b" " * padding
     file.write_bytes(struct.pack("<Q", len(text)) + text + struct.pack("<ff", 1.5, -2.25))
@@ -115,7 +113,7 @@ def test_the_tensors_may_begin_at_any_byte(tmp_path, read, padding):
     assert target.tolist() == [1.5, -2.25]
 
 
-def test_no_tensors_are_no_work(read):
+def test_reading_no_tensors(read):
     read([])
 
 
@@ -132,18 +130,20 @@ def test_no_tensors_are_no_work(read):
         {"w": ENTRY | {"data_offsets": ["0", "8"]}},
     ],
 )  # fmt: skip
-def test_headers_that_make_no_sense(tmp_path, header):
+def test_invalid_headers(tmp_path, header):
     file = tmp_path / "x.safetensors"
     text = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
-    with pytest.raises(CheckpointError, match=r"x\.safetensors is no valid safetensors file"):
+    with pytest.raises(CheckpointError, match=r"x\.safetensors is not a valid safetensors file"):
         read_header(file)
 
 
-def test_a_header_that_ends_past_the_file_or_names_more_than_it_has(tmp_path):
+def test_header_beyond_the_file_is_an_error(tmp_path):
     file = tmp_path / "x.safetensors"
     file.write_bytes(struct.pack("<Q", 2**62) + b"{}")
-    with pytest.raises(CheckpointError, match="cut short or no safetensors file: it has 10 bytes"):
+    with pytest.raises(
+        CheckpointError, match="cut short or not a safetensors file: it has 10 bytes"
+    ):
         read_header(file)
     text = json.dumps({"w": ENTRY | {"shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))

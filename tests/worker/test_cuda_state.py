@@ -104,7 +104,7 @@ def test_inputs_equal_those_of_the_cpu_state(cuda_state, seed):
         n, total = len(step.rows), step.total_tokens
         padded = StepShape(total + rng.randint(0, 9), min(n + 2, ROWS), total, LENGTH)
         cuda_state.send(step)
-        inputs = cuda_state.expanded(padded)
+        inputs = cuda_state.expand(padded)
         actual = inputs.batch
         assert torch.equal(inputs.token_ids[:total], token_ids)
         assert torch.equal(actual.positions[:total], batch.positions.int())

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server."""
+"""HTTP server with OpenAI's and Anthropic's interfaces."""

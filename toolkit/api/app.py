@@ -11,8 +11,9 @@ from starlette.responses import Response
 from toolkit.api.admin import health, metrics, operation
 from toolkit.api.anthropic import messages
 from toolkit.api.http.error_bodies import error_response, unreadable, validation_error
-from toolkit.api.http.gate import Gate
+from toolkit.api.http.gate import CLIENT_CLOSED_REQUEST, Gate
 from toolkit.api.http.openapi import DOCS_FILES, describe
+from toolkit.api.http.routes import RouteTable
 from toolkit.api.http.service import Service
 from toolkit.api.http.streaming import ClientDisconnectedError
 from toolkit.api.http.tracing import Tracer
@@ -21,32 +22,41 @@ from toolkit.api.pooling import embeddings, score
 from toolkit.errors import ToolkitError
 from toolkit.version import __version__
 
+ROUTERS = [
+    module.router
+    for module in (
+        completions, chat, responses, messages, embeddings, score, tokenize, models, metrics,
+        health, operation,
+    )
+]  # fmt: skip
+OPEN_DOCS = ("/docs", "/redoc", "/openapi.json", DOCS_FILES)
+
 
 class RouteError(ToolkitError):
-    """No such route, or not with that method."""
+    """No route has this path, or none with this method."""
 
     type = "invalid_request_error"
 
 
 def make_app(service: Service, tracer: Tracer | None = None) -> Gate:
-    """The server's application: the routes behind the gate."""
+    """Return the server's application: the gate around the routes."""
     app = FastAPIOffline(
         title="tk",
         version=__version__,
-        summary="An OpenAI-compatible server over tk's own engine.",
-        static_url=DOCS_FILES.rstrip("/"),
+        summary="An OpenAI-compatible server with its own engine.",
+        static_url=DOCS_FILES,
         redirect_slashes=False,
     )
     app.state.service = service
-    for module in (
-        completions, chat, responses, messages, embeddings, score, tokenize, models, metrics, health,
-        operation,
-    ):  # fmt: skip
-        app.include_router(module.router)
+    routes = RouteTable()
+    routes.add(app.routes, open_paths=OPEN_DOCS)
+    for router in ROUTERS:
+        app.include_router(router)
+        routes.add(router.routes)
     describe(app)
 
     @app.exception_handler(ToolkitError)
-    async def mistake(request: Request, error: ToolkitError) -> Response:
+    async def toolkit_error(request: Request, error: ToolkitError) -> Response:
         return error_response(error, request.scope)
 
     @app.exception_handler(RequestValidationError)
@@ -54,28 +64,27 @@ def make_app(service: Service, tracer: Tracer | None = None) -> Gate:
         return error_response(validation_error(list(error.errors())), request.scope)
 
     @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
-        cause = error.__cause__  # what FastAPI met as it read the body
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        cause = error.__cause__  # FastAPI's error while it read the body
         if (known := cause if isinstance(cause, ToolkitError) else unreadable(cause)) is not None:
             return error_response(known, request.scope)
         headers = dict(error.headers or {})
         if headers.get("Allow") == "GET":
-            headers["Allow"] = "GET, HEAD"  # the gate's
-        told = RouteError(f"{error.detail}: {request.method} {request.url.path}")
-        told.status = error.status_code
-        response = error_response(told, request.scope)
+            headers["Allow"] = "GET, HEAD"  # the gate turns HEAD into GET
+        route_error = RouteError(f"{error.detail}: {request.method} {request.url.path}")
+        route_error.status = error.status_code
+        response = error_response(route_error, request.scope)
         response.headers.update(headers)
         return response
 
     @app.exception_handler(ClientDisconnectedError)
-    async def gone(request: Request, error: ClientDisconnectedError) -> Response:
-        return Response(status_code=499)
+    async def disconnected(request: Request, error: ClientDisconnectedError) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        return error_response(
-            error, request.scope
-        )  # and Starlette raises it again, for the gate to log
+        # Starlette raises the error again, and the gate logs it.
+        return error_response(error, request.scope)
 
-    gate = app.state.gate = Gate(app, service, tracer)
+    gate = app.state.gate = Gate(app, routes, service, tracer)
     return gate

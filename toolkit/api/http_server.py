@@ -1,4 +1,4 @@
-"""uvicorn around the application, in one process."""
+"""uvicorn with the application, in one process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from toolkit.api.http.listener import tls
 from toolkit.api.http.service import Service
 from toolkit.api.http.tracing import Tracer
 
-CLOSE_TIMEOUT = 10.0
-"""Seconds that open connections get to take in the end of their answers."""
-KEEP_ALIVE = 75
-"""Seconds after which an idle connection is closed."""
+CLOSE_TIMEOUT = 10.0  # seconds for clients to read the end of their responses
+KEEP_ALIVE = 75  # seconds until an idle connection is closed
 
 
 class HTTPServer:
-    """Serves connections: those of a listening socket, and those that it is given."""
+    """Serves the connections of a listening socket, and connections that it is given."""
 
     def __init__(self, service: Service) -> None:
         config = service.config
@@ -30,7 +28,7 @@ class HTTPServer:
         endpoint = config.otlp_traces_endpoint
         self._tracer = Tracer(endpoint, service.model_name) if endpoint else None
         self.gate = make_app(service, self._tracer)
-        # uvicorn waits for open connections without a limit of its own: whoever drains has one.
+        # uvicorn waits for open connections without a limit. The caller of `drain` sets one.
         self._config = uvicorn.Config(
             self.gate,
             http=Connection,
@@ -48,12 +46,13 @@ class HTTPServer:
         self._config.load()
         self._config.ssl = tls(config)
         self._server = _Server(self._config)
-        self._joining: set[asyncio.Task[object]] = set()
+        self._connecting: set[asyncio.Task[object]] = set()
 
     async def start(self, *listeners: socket.socket) -> None:
-        """Returns when it serves."""
+        """Start to serve. Returns when connections are accepted."""
         for listener in listeners:
-            # Its connections inherit this: those that linger must not keep the next server from the port.
+            # Connections inherit the option, so those in TIME_WAIT do not block the port for the
+            # next server.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._serving = asyncio.create_task(self._server.serve(sockets=list(listeners)))
         while not self._server.started and not self._serving.done():
@@ -63,45 +62,44 @@ class HTTPServer:
         self._expire()
 
     def serve(self, connection: socket.socket) -> None:
-        """Takes over a connection that somebody else has accepted."""
+        """Serve a connection that another process has accepted."""
         loop = asyncio.get_running_loop()
 
         def protocol() -> asyncio.Protocol:
-            made: asyncio.Protocol = self._config.http_protocol_class(  # type: ignore[call-arg]  # of one of several classes
+            return Connection(
                 config=self._config,
                 server_state=self._server.server_state,
                 app_state={},
                 _loop=loop,
             )
-            return made
 
-        joining = asyncio.ensure_future(
+        connecting = asyncio.ensure_future(
             loop.connect_accepted_socket(protocol, connection, ssl=self._config.ssl)
         )
-        self._joining.add(joining)
-        joining.add_done_callback(self._joined)
+        self._connecting.add(connecting)
+        connecting.add_done_callback(self._connected)
 
-    def _joined(self, joining: asyncio.Task[object]) -> None:
-        self._joining.discard(joining)
-        if not joining.cancelled():
-            joining.exception()  # a client that did not get through the TLS handshake: its affair
+    def _connected(self, connecting: asyncio.Task[object]) -> None:
+        self._connecting.discard(connecting)
+        if not connecting.cancelled():
+            connecting.exception()  # retrieve and ignore it: the TLS handshake failed
 
     def _expire(self) -> None:
-        """Ends requests that take too long, now and again."""
+        """End requests that exceed the time limit, periodically."""
         if self._request_timeout is not None:
             self._engine.expire(self._request_timeout)
             interval = min(1.0, self._request_timeout / 4)
             self._expiring = asyncio.get_running_loop().call_later(interval, self._expire)
 
-    async def drained(self) -> None:
-        """Refuses new work, and waits until all that was accepted is answered."""
-        self.gate.door.draining = True
+    async def drain(self) -> None:
+        """Refuse new work and wait until all accepted requests are answered."""
+        self.gate.access_control.is_draining = True
         while self.gate.num_active:
             await asyncio.sleep(0.02)
 
-    async def end(self) -> None:
-        """Closes all connections, at the end of the answers that they are in."""
-        self.gate.door.draining = True
+    async def shut_down(self) -> None:
+        """Close every connection at the end of its current response."""
+        self.gate.access_control.is_draining = True
         self._server.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._serving, CLOSE_TIMEOUT)
@@ -110,7 +108,7 @@ class HTTPServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: ours drain first."""
+    """uvicorn without its signal handlers. Ours drain first."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: one interface, several implementations, one chosen at start-up."""
+"""Attention over the paged KV cache: one interface, and a backend chosen at start-up."""
 
 from toolkit.attention.backend import (
     AttentionBackend,

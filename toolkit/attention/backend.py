@@ -17,81 +17,78 @@ from toolkit.errors import ConfigError
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """What a step's attention is over. Tokens of all requests are packed, request after request.
+    """A step's tokens and requests. Tokens are packed, request after request.
 
-    On the device: `positions` [num_tokens]; `slot_mapping` [num_tokens] int64, where each token's key and value go
-    (negative: nowhere); `query_start_loc` [num_reqs + 1], `seq_lens` [num_reqs] (this step's tokens included), `rows`
-    [num_reqs], each request's row in `block_table` [num_rows, max_blocks]; int32. The maxima bound the lengths from
-    above. On the host, unless the step is captured in a CUDA graph: `query_lens` and `context_lens` (the same as
-    seq_lens), int32.
+    Tensors are on the device and int32 unless noted.
     """
 
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    rows: torch.Tensor
-    block_table: torch.Tensor
-    max_query_len: int
+    positions: torch.Tensor  # [num_tokens]
+    slot_mapping: torch.Tensor  # [num_tokens] int64, cache slot of each token; negative: none
+    query_start_loc: torch.Tensor  # [num_reqs + 1]
+    seq_lens: torch.Tensor  # [num_reqs], with this step's tokens
+    rows: torch.Tensor  # [num_reqs], each request's row in `block_table`
+    block_table: torch.Tensor  # [num_rows, max_blocks]
+    max_query_len: int  # an upper bound, like `max_seq_len`
     max_seq_len: int
     wanted: torch.Tensor | None = None
-    """The tokens whose last hidden states are asked for, int64; None: all. The last layer spares the others what comes
-    after attention."""
-    order: torch.Tensor | None = None
-    """[num_reqs] int32: the requests, those with the longest contexts first."""
-    query_lens: npt.NDArray[np.int32] | None = None
-    context_lens: npt.NDArray[np.int32] | None = None
-    plan: dict[Hashable, Any] = field(default_factory=dict)
-    """What was prepared for this step and serves several layers."""
+    """Tokens whose last hidden states are needed, int64. None: all.
+
+    The last layer skips the others after attention.
+    """
+    order: torch.Tensor | None = None  # [num_reqs], requests by descending context length
+    query_lens: npt.NDArray[np.int32] | None = None  # on the host; None in a captured step
+    context_lens: npt.NDArray[np.int32] | None = (
+        None  # `seq_lens` on the host; None in a captured step
+    )
+    plan: dict[Hashable, Any] = field(default_factory=dict)  # computed once, for all layers
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """One attention layer's shape. `sliding_window` counts the token itself; 0: all before it. `soft_cap` 0:
-    none.
-    """
+    """Shape of an attention layer."""
 
     num_heads: int
     num_kv_heads: int
     head_size: int
     scale: float
-    sliding_window: int = 0
-    soft_cap: float = 0.0
+    sliding_window: int = 0  # tokens, with the query itself; 0: no window
+    soft_cap: float = 0.0  # 0: none
 
 
 @dataclass(frozen=True, slots=True)
 class HeadTransform:
-    """What is done to queries and keys before they meet: a root mean square norm of each head (Qwen3), then a rotation
-    by position. None: not done.
+    """Transform of queries and keys: an RMS norm of each head (Qwen3), then a rotation.
+
+    A step whose tensors are None is skipped.
     """
 
-    cos_sin: torch.Tensor | None = None
-    """[max_model_len, 2, rotary_size / 2]"""
-    q_weight: torch.Tensor | None = None
-    """[head_size]"""
-    k_weight: torch.Tensor | None = None
+    cos_sin: torch.Tensor | None = None  # [max_model_len, 2, rotary_size / 2]
+    q_weight: torch.Tensor | None = None  # [head_size]
+    k_weight: torch.Tensor | None = None  # [head_size]
     eps: float = 0.0
 
 
 class AttentionBackend(abc.ABC):
     """Writes keys and values into the cache and attends over it.
 
-    Caches: [num_blocks, block_size, num_kv_heads, head_size], of the queries' type or FP8 (e4m3): then keys and values
-    are the nearest that there are, the greatest for what is beyond, and products are of the queries' precision.
+    Caches: [num_blocks, block_size, num_kv_heads, head_size], of the queries' type or FP8 (e4m3).
+    FP8 keys and values are rounded to nearest and clamped; products keep the queries' precision.
     """
 
     name: ClassVar[str]
-    capturable: ClassVar[bool] = False
-    """Whether CUDA graphs of it serve other lengths than those it was captured with."""
-    takes_fp8: ClassVar[bool] = True
-    """Whether the caches may be in FP8."""
+    is_capturable: ClassVar[bool] = False
+    """True if its CUDA graphs can be replayed with other lengths."""
+    supports_fp8: ClassVar[bool] = True  # for the caches
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     @classmethod
     @abc.abstractmethod
-    def unfit(
+    def unsupported_reason(
         cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
     ) -> str | None:
-        """Why it cannot run there; None when it can."""
+        """Return why it cannot run there, or None if it can."""
 
     def forward(
         self,
@@ -102,7 +99,7 @@ class AttentionBackend(abc.ABC):
         shape: AttentionShape,
         transform: HeadTransform,
     ) -> torch.Tensor:
-        """`write`, then `attend`."""
+        """Call `write`, then `attend`."""
         query = self.write(qkv, k_cache, v_cache, batch, shape, transform)
         return self.attend(query, k_cache, v_cache, batch, shape)
 
@@ -116,8 +113,10 @@ class AttentionBackend(abc.ABC):
         shape: AttentionShape,
         transform: HeadTransform,
     ) -> torch.Tensor:
-        """Transforms the heads of qkv [num_tokens, (num_heads + 2 · num_kv_heads) · head_size], puts keys and values into
-        their slots and returns the queries [num_tokens, num_heads, head_size].
+        """Transform the heads and cache keys and values. Return the queries.
+
+        qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_size].
+        Returns [num_tokens, num_heads, head_size].
         """
 
     @abc.abstractmethod
@@ -129,8 +128,9 @@ class AttentionBackend(abc.ABC):
         batch: AttentionBatch,
         shape: AttentionShape,
     ) -> torch.Tensor:
-        """Causal attention of query [num_tokens, num_heads, head_size] over the requests' cached tokens; same
-        shape.
+        """Return causal attention over the requests' cached tokens.
+
+        query, and the result: [num_tokens, num_heads, head_size].
         """
 
 
@@ -140,11 +140,11 @@ BACKENDS = {
     "cpu": "toolkit.attention.cpu:CPUBackend",
     "torch": "toolkit.attention.torch:TorchBackend",
 }
-"""In order of preference."""
+"""Backends in order of preference."""
 
 
 def choose_backend(
-    wanted: str,
+    requested: str,
     device: torch.device,
     dtype: torch.dtype,
     head_size: int,
@@ -152,19 +152,19 @@ def choose_backend(
     *,
     fp8_cache: bool = False,
 ) -> tuple[AttentionBackend, str]:
-    """(the backend, why it was chosen). Raises ConfigError when the one asked for does not fit, saying why."""
+    """Return (backend, why it was chosen). Raises ConfigError if `requested` cannot run."""
     reasons: list[str] = []
-    for name in BACKENDS if wanted == "auto" else [wanted]:
+    for name in BACKENDS if requested == "auto" else [requested]:
         module, _, attribute = BACKENDS[name].partition(":")
         backend: type[AttentionBackend] = getattr(import_module(module), attribute)
-        problem = backend.unfit(device, dtype, head_size, block_size)
-        if fp8_cache and not backend.takes_fp8:
-            problem = "takes no --kv-cache-dtype fp8"
+        problem = backend.unsupported_reason(device, dtype, head_size, block_size)
+        if fp8_cache and not backend.supports_fp8:
+            problem = "does not support --kv-cache-dtype fp8"
         if problem is None:
-            why = "asked for" if wanted != "auto" else f"the first that fits {device.type}"
-            return backend(), "; ".join([why, *reasons])
+            why = "requested" if requested != "auto" else f"the first that fits {device.type}"
+            return backend(device), "; ".join([why, *reasons])
         reasons.append(f"{name}: {problem}")
     raise ConfigError(
-        f"The attention backend {wanted} cannot run here: {'; '.join(reasons)}.",
+        f"The attention backend {requested} cannot run here: {'; '.join(reasons)}.",
         param="attention_backend",
     )

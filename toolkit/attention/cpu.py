@@ -1,8 +1,8 @@
-"""The CPU backend: our C++ kernels, which read the cache where it lies.
+"""The CPU backend: C++ kernels that read the cache in place.
 
-Where they cannot run (they were not built, the cache is in FP8 or float16, heads are larger than 256) each
-request's keys and values are gathered, and PyTorch's fused attention runs on them: 2 to 6 times the time of a
-decode step's attention.
+Where they cannot run (not built, a cache in FP8 or float16, heads larger than 256) each request's
+keys and values are gathered for PyTorch's fused attention, which takes 2 to 6 times as long in a
+decode step.
 """
 
 from __future__ import annotations
@@ -21,39 +21,34 @@ from toolkit.attention.backend import (
 )
 from toolkit.attention.heads import split_heads
 from toolkit.kernels import cpu, reference
-from toolkit.kernels.cpu.attention import DTYPES, MOST_HEAD_SIZE, Layer, Step
+from toolkit.kernels.cpu.attention import DTYPES, MAX_HEAD_SIZE, AttentionStep, Layer
 
 
 @dataclass(slots=True)
 class _Part:
-    """One request's share of a step, for layers of one sliding window."""
+    """One request's queries and keys, for layers with one sliding window."""
 
-    queries: slice
-    """Among the step's tokens."""
-    keys: slice
-    """Among the gathered tokens."""
-    causal: bool
-    """The query tokens are the whole context, so that no mask needs to be made."""
-    mask: torch.Tensor | None
-    """[query_len, key_len], True where seen; None when all is seen or `causal` says it."""
+    queries: slice  # of the step's tokens
+    keys: slice  # of the gathered tokens
+    is_causal: bool  # True if the queries are the whole context
+    mask: torch.Tensor | None  # [query_len, key_len], True where visible; None: not needed
 
 
 @dataclass(slots=True)
 class _Plan:
-    slots: torch.Tensor
-    """Where in the cache the gathered tokens lie, int64."""
+    slots: torch.Tensor  # cache slots of the gathered tokens, int64
     parts: list[_Part]
 
 
 class CPUBackend(AttentionBackend):
     name = "cpu"
 
-    def __init__(self) -> None:
-        self._layers: dict[int, Layer] = {}
-        """By their keys' address."""
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._layers: dict[int, Layer] = {}  # by address of their keys
 
     @classmethod
-    def unfit(
+    def unsupported_reason(
         cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
     ) -> str | None:
         return None if device.type == "cpu" else "needs a CPU"
@@ -68,11 +63,10 @@ class CPUBackend(AttentionBackend):
         transform: HeadTransform,
     ) -> torch.Tensor:
         layer = self._layers.get(k_cache.data_ptr())
-        if layer is None and kernels_fit(k_cache):
+        if layer is None and kernels_support(k_cache):
             layer = self._layers[k_cache.data_ptr()] = _layer(k_cache, v_cache, shape, transform)
         if layer is not None:
-            transformed: torch.Tensor = layer.write(qkv, _step(batch))
-            return transformed
+            return layer.write(qkv, _step(batch))
         query, key, value = split_heads(qkv, batch, shape, transform)
         if k_cache.dtype == key.dtype:
             k_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, key)
@@ -97,9 +91,12 @@ class CPUBackend(AttentionBackend):
         )
 
 
-def kernels_fit(k_cache: torch.Tensor) -> bool:
-    """Whether attention over these keys `[num_blocks, block_size, num_kv_heads, head_size]` is our kernels'."""
-    return cpu.available() and k_cache.dtype in DTYPES and k_cache.shape[3] <= MOST_HEAD_SIZE
+def kernels_support(k_cache: torch.Tensor) -> bool:
+    """Return True if the kernels attend over these keys.
+
+    k_cache: [num_blocks, block_size, num_kv_heads, head_size].
+    """
+    return cpu.available() and k_cache.dtype in DTYPES and k_cache.shape[3] <= MAX_HEAD_SIZE
 
 
 def _layer(
@@ -119,11 +116,11 @@ def _layer(
     )
 
 
-def _step(batch: AttentionBatch) -> Step:
-    """What the kernels take of a step; made once for all layers."""
-    step: Step | None = batch.plan.get("step")
+def _step(batch: AttentionBatch) -> AttentionStep:
+    """Return the kernels' view of a step, the same for all layers."""
+    step: AttentionStep | None = batch.plan.get("step")
     if step is None:
-        step = batch.plan["step"] = Step(
+        step = batch.plan["step"] = AttentionStep(
             batch.positions,
             batch.slot_mapping,
             batch.query_start_loc,
@@ -159,7 +156,7 @@ def _gathered(
             values[part.keys].transpose(0, 1),
         )
         if len(q) == 1:
-            # One query token: the heads that share a key are its rows.
+            # One query token: the heads that share a KV head become rows of one matrix.
             rows = q.view(1, shape.num_kv_heads, group, shape.head_size)
             result = F.scaled_dot_product_attention(rows, k[None], v[None], scale=shape.scale)
             out[part.queries] = result.view_as(q)
@@ -169,7 +166,7 @@ def _gathered(
                 k[None],
                 v[None],
                 attn_mask=part.mask,
-                is_causal=part.causal,
+                is_causal=part.is_causal,
                 scale=shape.scale,
                 enable_gqa=group > 1,
             )
@@ -186,20 +183,20 @@ def _plan(batch: AttentionBatch, block_size: int, window: int) -> _Plan:
     for row, query_len, context_len in zip(
         rows, batch.query_lens.tolist(), batch.context_lens.tolist(), strict=True
     ):
-        first_seen = max(0, context_len - query_len - window + 1) if window else 0
-        positions = np.arange(first_seen, context_len)
+        first_key = max(0, context_len - query_len - window + 1) if window else 0
+        positions = np.arange(first_key, context_len)
         slots.append(
             table[row, positions // block_size].astype(np.int64) * block_size
             + positions % block_size
         )
-        key_len = context_len - first_seen
-        masked = query_len > 1 and (query_len < key_len or 0 < window < key_len)
+        key_len = context_len - first_key
+        is_masked = query_len > 1 and (query_len < key_len or 0 < window < key_len)
         parts.append(
             _Part(
                 queries=slice(query_start, query_start + query_len),
                 keys=slice(key_start, key_start + key_len),
-                causal=query_len > 1 and not masked,
-                mask=_mask(query_len, key_len, window) if masked else None,
+                is_causal=query_len > 1 and not is_masked,
+                mask=_mask(query_len, key_len, window) if is_masked else None,
             )
         )
         query_start += query_len
@@ -208,7 +205,7 @@ def _plan(batch: AttentionBatch, block_size: int, window: int) -> _Plan:
 
 
 def _mask(query_len: int, key_len: int, window: int) -> torch.Tensor:
-    """The last `query_len` of `key_len` positions see themselves and what is before them, within the window."""
-    behind = torch.arange(key_len - query_len, key_len)[:, None] - torch.arange(key_len)[None, :]
-    seen = behind >= 0
-    return seen & (behind < window) if window else seen
+    """Return the causal mask of the last `query_len` of `key_len` positions, within the window."""
+    distance = torch.arange(key_len - query_len, key_len)[:, None] - torch.arange(key_len)[None, :]
+    visible = distance >= 0
+    return visible & (distance < window) if window else visible

@@ -1,4 +1,4 @@
-"""Prompts through flash-attn, whichever is installed, on our paged cache; single tokens through our own kernel."""
+"""The flash-attn backend: prompts by the installed flash-attn, decode steps by our kernel."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from toolkit.attention.backend import AttentionBatch, AttentionShape
 from toolkit.attention.triton import TritonBackend
 
 FLASH_2_PAGE = 256
-"""flash-attn 2 takes blocks of a multiple of this many tokens."""
+"""flash-attn 2 needs a block size divisible by this."""
 
 
 class FlashBackend(TritonBackend):
-    """`flash_attn.cute` (FlashAttention-4) on Hopper and Blackwell, `flash_attn` 2.x on other GPUs from Ampere up.
+    """`flash_attn.cute` (FlashAttention-4) on Hopper and Blackwell, `flash_attn` 2.x since Ampere.
 
-    Both see a step's requests by their block tables. Where each request has a single token, steps stay with our kernel: it is nearer to the
-    bandwidth (BENCHMARKS.md, "Kernels"), and flash-attn 4 does not split the keys of one request on Hopper.
+    Both read the paged cache by block tables. Decode steps use our kernel: it comes closer to the
+    memory bandwidth, and flash-attn 4 does not split the keys of a request on Hopper.
     """
 
     name = "flash"
-    takes_fp8 = False
+    supports_fp8 = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._cute = _prefers_cute(torch.device("cuda", torch.cuda.current_device()))
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._cute = _prefers_cute(device)
         if self._cute:
             from flash_attn.cute import flash_attn_varlen_func
         else:
@@ -33,28 +33,27 @@ class FlashBackend(TritonBackend):
         self._flash = flash_attn_varlen_func
 
     @classmethod
-    def unfit(
+    def unsupported_reason(
         cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
     ) -> str | None:
-        problem = super().unfit(device, dtype, head_size, block_size)
+        problem = super().unsupported_reason(device, dtype, head_size, block_size)
         if problem is not None:
             return problem
         if find_spec("flash_attn") is None:
             return "flash-attn is not installed"
         if dtype not in (torch.float16, torch.bfloat16):
-            return (
-                f"takes float16 and bfloat16, and the model is {str(dtype).removeprefix('torch.')}"
-            )
+            name = str(dtype).removeprefix("torch.")
+            return f"supports float16 and bfloat16, and the model is {name}"
         if head_size % 8:
-            return f"takes head sizes that are multiples of 8, and the model's is {head_size}"
+            return f"supports head sizes divisible by 8, and the model's is {head_size}"
         if _prefers_cute(device):
             return None
         if torch.cuda.get_device_capability(device) < (8, 0):
-            return "needs a GPU from Ampere up"
+            return "needs Ampere or a later GPU"
         if find_spec("flash_attn.flash_attn_interface") is None:
             return "flash-attn 2 is not installed, and flash-attn-4 needs Hopper or Blackwell"
         if block_size % FLASH_2_PAGE:
-            return f"flash-attn 2 needs --block-size {FLASH_2_PAGE} or a multiple of it"
+            return f"flash-attn 2 needs --block-size {FLASH_2_PAGE} or a multiple"
         return None
 
     def attend(
@@ -96,7 +95,7 @@ class FlashBackend(TritonBackend):
         return (None, None) if self._cute else (-1, -1)
 
     def _table(self, batch: AttentionBatch, block_size: int) -> torch.Tensor:
-        """[num_reqs, max_blocks] int32, taken once for all layers."""
+        """Return block tables [num_reqs, max_blocks] int32, gathered once for all layers."""
         table: torch.Tensor | None = batch.plan.get("flash table")
         if table is None:
             table = batch.block_table[:, : -(-batch.max_seq_len // block_size)][batch.rows]
@@ -104,7 +103,7 @@ class FlashBackend(TritonBackend):
         return table
 
     def _ends(self, batch: AttentionBatch) -> torch.Tensor:
-        """Where each request's keys would end if they were packed, [num_reqs + 1] int32."""
+        """Return cumulative key counts [num_reqs + 1] int32, computed once for all layers."""
         ends: torch.Tensor | None = batch.plan.get("flash ends")
         if ends is None:
             ends = torch.nn.functional.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
@@ -113,7 +112,7 @@ class FlashBackend(TritonBackend):
 
 
 def _prefers_cute(device: torch.device) -> bool:
-    """Whether FlashAttention-4 is there and made for this GPU."""
-    return find_spec("flash_attn.cute") is not None and torch.cuda.get_device_capability(device)[
-        0
-    ] in (9, 10)
+    """Return True if FlashAttention-4 is installed and supports this GPU."""
+    if find_spec("flash_attn.cute") is None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)

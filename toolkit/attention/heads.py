@@ -1,4 +1,4 @@
-"""From the QKV projection to the queries, keys and values that attention takes, in plain PyTorch."""
+"""Queries, keys and values of the QKV projection, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from toolkit.attention.backend import AttentionBatch, AttentionShape, HeadTransf
 def split_heads(
     qkv: torch.Tensor, batch: AttentionBatch, shape: AttentionShape, transform: HeadTransform
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(queries [num_tokens, num_heads, head_size], keys and values [num_tokens, num_kv_heads, head_size]), queries and
-    keys normalized and rotated. qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_size].
+    """Split qkv into heads. Return (queries, keys, values), queries and keys transformed.
+
+    qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_size].
+    Returns [num_tokens, num_heads, head_size], and twice [num_tokens, num_kv_heads, head_size].
     """
     heads = qkv.view(len(qkv), -1, shape.head_size)
     q, k, v = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
@@ -26,7 +28,10 @@ def split_heads(
 
 
 def _angles(batch: AttentionBatch, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines at the step's positions, each [num_tokens, 1, rotary_size / 2]; taken once for all layers."""
+    """Return (cosines, sines) of the step's positions, gathered once for all layers.
+
+    Each is [num_tokens, 1, rotary_size / 2].
+    """
     found: tuple[torch.Tensor, torch.Tensor] | None = batch.plan.get(("angles", id(table)))
     if found is None:
         angles = table[batch.positions]
@@ -35,7 +40,7 @@ def _angles(batch: AttentionBatch, table: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates pairs (i, i + rotary_size / 2) of the first `rotary_size` dimensions (Su et al., 2021)."""
+    """Rotate pairs (i, i + rotary_size / 2) of the first dimensions (Su et al., 2021)."""
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
     parts = [first * cos - second * sin, second * cos + first * sin]

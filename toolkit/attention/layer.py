@@ -1,4 +1,4 @@
-"""The attention layer of a model: holds its part of the KV cache and calls the backend."""
+"""The attention layer of a model: it holds its part of the KV cache and calls the backend."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from toolkit.attention.backend import (
 
 
 class Attention(nn.Module):
-    """Causal attention over the cache. The runner gives it a backend and its cache before the first step."""
+    """Causal attention over the cache. The runner calls `bind` before the first step."""
 
     backend: AttentionBackend
     k_cache: torch.Tensor
     v_cache: torch.Tensor
 
-    def __init__(self, shape: AttentionShape, transform: HeadTransform = HeadTransform()) -> None:  # noqa: B008  # frozen
+    def __init__(
+        self,
+        shape: AttentionShape,
+        transform: HeadTransform = HeadTransform(),  # noqa: B008  # frozen
+    ) -> None:
         super().__init__()
         self.shape = shape
         self.transform = transform
@@ -30,9 +34,9 @@ class Attention(nn.Module):
         self.backend, self.k_cache, self.v_cache = backend, k_cache, v_cache
 
     def forward(self, qkv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_size], queries, keys and values of this step.
+        """Return attention [num_tokens, num_heads · head_size] of the step's tokens.
 
-        Returns [num_tokens, num_heads · head_size].
+        qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_size].
         """
         out = self.backend.forward(
             qkv, self.k_cache, self.v_cache, batch, self.shape, self.transform

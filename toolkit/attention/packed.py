@@ -1,4 +1,8 @@
-"""Attention in both directions over whole prompts, packed one after another, without a cache."""
+"""Bidirectional attention over packed prompts, without a cache.
+
+PyTorch computes it: in 16 bits on a GPU by its flash attention over the packed prompts, else over
+groups of prompts of similar lengths, each padded to its longest.
+"""
 
 from __future__ import annotations
 
@@ -9,42 +13,37 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-ALIKE = 0.75
-"""Prompts at least this share of the longest one's length are padded to it and computed together."""
+MIN_LENGTH_RATIO = 0.75
+"""Prompts of at least this fraction of the longest one's length are padded to it."""
 
 IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Prompts of similar lengths. `index` [n, longest]: where their tokens are among the packed ones; what pads a prompt
-    is its last token again, which `mask` [n, 1, 1, longest] leaves out (None: there is none). `real` [num_real]: the
-    places in the flattened index that are no padding, and `tokens` [num_real] which tokens those are.
-    """
+class LengthGroup:
+    """Prompts of similar lengths, padded to the longest."""
 
-    index: torch.Tensor
-    mask: torch.Tensor | None
-    real: torch.Tensor
-    tokens: torch.Tensor
+    index: torch.Tensor  # [n, longest], packed tokens; padding repeats the last one
+    mask: torch.Tensor | None  # [n, 1, 1, longest], False for padding; None: there is none
+    real: torch.Tensor  # [num_real], entries of the flattened index that are no padding
+    tokens: torch.Tensor  # [num_real], packed tokens of these entries
 
 
 @dataclass(slots=True)
 class PackedBatch:
-    """The prompts of a step. On the device: `positions` and `token_types` [num_tokens] int64, each token's place in its
-    prompt and which of the prompt's two texts it belongs to; `starts` [num_prompts + 1] int32. On the host: `lengths`.
-    """
+    """The packed prompts of a step. Tensors are on the device."""
 
-    positions: torch.Tensor
-    token_types: torch.Tensor
-    starts: torch.Tensor
-    lengths: IntArray
-    groups: list[Group]
+    positions: torch.Tensor  # [num_tokens] int64, position of each token in its prompt
+    token_types: torch.Tensor  # [num_tokens] int64, 1 in a prompt's second text, else 0
+    starts: torch.Tensor  # [num_prompts + 1] int32
+    lengths: IntArray  # [num_prompts], on the host
+    groups: list[LengthGroup]  # empty where PyTorch attends over packed prompts
 
     @classmethod
     def of(
         cls, lengths: IntArray, second_texts: IntArray, device: torch.device, dtype: torch.dtype
     ) -> PackedBatch:
-        """`second_texts`: where the second text begins in each prompt; 0: there is none."""
+        """`second_texts`: position of the second text in each prompt; 0: none."""
         starts = np.concatenate(([0], lengths.cumsum()))
         prompt = np.repeat(np.arange(len(lengths)), lengths)
         positions = np.arange(starts[-1]) - starts[prompt]
@@ -60,9 +59,9 @@ class PackedBatch:
 
 
 def attend(qkv: torch.Tensor, batch: PackedBatch, num_heads: int) -> torch.Tensor:
-    """Every token of a prompt attends to all of them, scaled by head_size ** -0.5.
+    """Attend from every token of a prompt to all of them, scaled by head_size ** -0.5.
 
-    qkv: [num_tokens, 3 · num_heads · head_size], queries, keys and values. Returns [num_tokens, num_heads · head_size].
+    qkv: [num_tokens, 3 · num_heads · head_size]. Returns [num_tokens, num_heads · head_size].
     """
     qkv = qkv.view(len(qkv), 3, num_heads, -1)
     if _has_varlen(qkv.device, qkv.dtype):
@@ -71,7 +70,7 @@ def attend(qkv: torch.Tensor, batch: PackedBatch, num_heads: int) -> torch.Tenso
         longest = int(batch.lengths.max())
         query, key, value = qkv.unbind(1)
         packed = varlen_attn(query, key, value, batch.starts, batch.starts, longest, longest)
-        assert isinstance(packed, torch.Tensor), "no auxiliary output was asked for"
+        assert isinstance(packed, torch.Tensor), "no auxiliary output was requested"
         return packed.flatten(1)
     out = torch.empty_like(qkv[:, 0])
     for group in batch.groups:
@@ -82,23 +81,23 @@ def attend(qkv: torch.Tensor, batch: PackedBatch, num_heads: int) -> torch.Tenso
 
 
 def _has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's flash attention takes packed prompts as they are."""
+    """Return True if PyTorch's flash attention supports packed prompts."""
     return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
-def _groups(lengths: IntArray, starts: IntArray, device: torch.device) -> list[Group]:
+def _groups(lengths: IntArray, starts: IntArray, device: torch.device) -> list[LengthGroup]:
     by_length = np.argsort(-lengths, kind="stable")
     groups = []
     while len(by_length):
         longest = lengths[by_length[0]]
-        count = int((lengths[by_length] >= ALIKE * longest).sum())
+        count = int((lengths[by_length] >= MIN_LENGTH_RATIO * longest).sum())
         which, by_length = by_length[:count], by_length[count:]
         place = np.arange(longest)
         is_real = place < lengths[which, None]
         index = starts[which, None] + np.minimum(place, lengths[which, None] - 1)
         mask = None if is_real.all() else _to(device, is_real[:, None, None, :])
         groups.append(
-            Group(
+            LengthGroup(
                 _to(device, index),
                 mask,
                 _to(device, np.flatnonzero(is_real)),
@@ -109,6 +108,6 @@ def _groups(lengths: IntArray, starts: IntArray, device: torch.device) -> list[G
 
 
 def _to(device: torch.device, array: npt.NDArray[np.generic]) -> torch.Tensor:
-    """A copy on the device, without waiting for the device's work."""
+    """Return a copy on the device, without waiting for the device."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

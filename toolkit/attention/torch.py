@@ -1,4 +1,4 @@
-"""The reference backend: plain PyTorch, any device, no speed."""
+"""The reference backend: plain PyTorch, on any device, slow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TorchBackend(AttentionBackend):
     name = "torch"
 
     @classmethod
-    def unfit(
+    def unsupported_reason(
         cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
     ) -> str | None:
         return None
@@ -44,7 +44,7 @@ class TorchBackend(AttentionBackend):
         batch: AttentionBatch,
         shape: AttentionShape,
     ) -> torch.Tensor:
-        out: torch.Tensor = reference.paged_attention(
+        return reference.paged_attention(
             query,
             k_cache,
             v_cache,
@@ -55,4 +55,3 @@ class TorchBackend(AttentionBackend):
             sliding_window=shape.sliding_window,
             soft_cap=shape.soft_cap,
         )
-        return out

@@ -1,4 +1,4 @@
-"""The GPU backend: our Triton kernels."""
+"""The GPU backend: Triton kernels."""
 
 from __future__ import annotations
 
@@ -10,34 +10,31 @@ from toolkit.attention.backend import (
     AttentionShape,
     HeadTransform,
 )
+from toolkit.kernels.table import kernels_for
 
 
 class TritonBackend(AttentionBackend):
     name = "triton"
-    capturable = True
+    is_capturable = True
 
-    def __init__(self) -> None:
-        from toolkit.kernels.triton.attention import decode_attention, paged_attention
-        from toolkit.kernels.triton.rotary import qk_norm_rope_write
-
-        self._write, self._attend, self._decode = (
-            qk_norm_rope_write,
-            paged_attention,
-            decode_attention,
-        )
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        kernels = kernels_for(device)
+        assert kernels is not None
+        self._write = kernels.qk_norm_rope_write
+        self._attend = kernels.paged_attention
+        self._decode = kernels.decode_attention
 
     @classmethod
-    def unfit(
+    def unsupported_reason(
         cls, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
     ) -> str | None:
         if device.type != "cuda":
             return "needs an NVIDIA GPU"
-        try:
-            import triton  # noqa: F401
-        except ImportError:
+        if kernels_for(device) is None:
             return "the package triton is not installed"
         if head_size > 256:
-            return f"takes head sizes up to 256, and the model's is {head_size}"
+            return f"supports head sizes up to 256, and the model's is {head_size}"
         return None
 
     def forward(
@@ -49,10 +46,10 @@ class TritonBackend(AttentionBackend):
         shape: AttentionShape,
         transform: HeadTransform,
     ) -> torch.Tensor:
-        """In one kernel for many requests of a single token each."""
+        """Run decode steps in one kernel."""
         if batch.max_query_len > 1:
             return super().forward(qkv, k_cache, v_cache, batch, shape, transform)
-        out: torch.Tensor = self._decode(
+        return self._decode(
             qkv,
             k_cache,
             v_cache,
@@ -73,7 +70,6 @@ class TritonBackend(AttentionBackend):
             k_weight=transform.k_weight,
             eps=transform.eps,
         )
-        return out
 
     def write(
         self,
@@ -84,7 +80,7 @@ class TritonBackend(AttentionBackend):
         shape: AttentionShape,
         transform: HeadTransform,
     ) -> torch.Tensor:
-        query: torch.Tensor = self._write(
+        return self._write(
             qkv,
             batch.positions,
             transform.cos_sin,
@@ -97,7 +93,6 @@ class TritonBackend(AttentionBackend):
             k_weight=transform.k_weight,
             eps=transform.eps,
         )
-        return query
 
     def attend(
         self,
@@ -107,7 +102,7 @@ class TritonBackend(AttentionBackend):
         batch: AttentionBatch,
         shape: AttentionShape,
     ) -> torch.Tensor:
-        out: torch.Tensor = self._attend(
+        return self._attend(
             query,
             k_cache,
             v_cache,
@@ -121,4 +116,3 @@ class TritonBackend(AttentionBackend):
             sliding_window=shape.sliding_window,
             soft_cap=shape.soft_cap,
         )
-        return out

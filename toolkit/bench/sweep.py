@@ -38,7 +38,7 @@ def sweep_points(config: SweepConfig) -> list[Point]:
         flag = flag.lstrip("-").replace("_", "-")
         if flag not in rows or not values:
             raise ConfigError(
-                f"--vary takes a flag and values, such as {DEFAULT}; it got {text!r}."
+                f"--vary takes a flag and values, such as {DEFAULT}; got {text!r}."
                 f"{did_you_mean(flag, rows)}",
                 param="vary",
             )

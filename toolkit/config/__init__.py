@@ -1,4 +1,4 @@
-"""Every setting, in one table. See `fields.option`."""
+"""All settings, in one table. See `fields.option`."""
 
 from toolkit.config.engine import (
     CacheConfig,

@@ -1,4 +1,4 @@
-"""What can be set of `tk bench offline`, `latency` and `prefill`, which measure the engine without a server."""
+"""Settings of `tk bench offline`, `latency` and `prefill`, which need no server."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from toolkit.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchCacheConfig(CacheConfig):
-    """The KV cache of a benchmark: a repeated prompt is computed anew."""
+    """KV cache settings. Repeated prompts are computed again by default."""
 
-    enable_prefix_caching: bool = option(False, "Reuse the KV cache of prompts that begin alike.")
+    enable_prefix_caching: bool = option(False, "Reuse the KV cache of shared prefixes.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBenchConfig:
-    """What the three have in common."""
+    """Settings common to the three commands."""
 
     temperature: float = option(
         0.6,
-        "Of all requests; 0 always takes the likeliest token.",
+        "Sampling temperature of all requests; 0 is greedy.",
         minimum=0.0,
         subject="Measurement",
     )
     repeats: int = option(
-        3, "Measured runs after a warm-up; the best counts.", minimum=1, common=True
+        3, "Measured runs after a warm-up; the best is reported.", minimum=1, common=True
     )
     profile: str | None = option(
         None,
-        "Run once more, write a Chrome trace of a third of a second of it to this file, and say for what "
-        "share of that time the GPU was busy.",
+        "Run once more, write a Chrome trace of a third of a second of it to this file, and report "
+        "the fraction of that time the GPU was busy.",
         metavar="FILE",
     )
-    json: bool = option(False, "Print one JSON object for each row instead of a table.")
+    json: bool = option(False, "Print one JSON object per row instead of a table.")
 
     def __post_init__(self) -> None:
         check_all(self)
@@ -43,18 +43,18 @@ class EngineBenchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineConfig(EngineBenchConfig):
-    """Many requests of mixed lengths at once."""
+    """Settings of `tk bench offline`: many requests of mixed lengths at once."""
 
-    num_prompts: int = option(256, "Requests, all given at once.", minimum=1, common=True)
+    num_prompts: int = option(256, "Requests, all submitted at once.", minimum=1, common=True)
     min_len: int | None = option(
         None,
-        "Shortest prompt and answer, in tokens. Default: 100; 16 in a context of 1024.",
+        "Shortest prompt and answer in tokens. Default: 100; 16 if the context is at most 1024.",
         minimum=1,
         common=True,
     )
     max_len: int | None = option(
         None,
-        "Longest prompt and answer, in tokens. Default: 1024; 512 in a context of 1024.",
+        "Longest prompt and answer in tokens. Default: 1024; 512 if the context is at most 1024.",
         minimum=1,
         common=True,
     )
@@ -62,25 +62,25 @@ class OfflineConfig(EngineBenchConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyConfig(EngineBenchConfig):
-    """A few requests of one length."""
+    """Settings of `tk bench latency`: a few requests of one length."""
 
     batch_sizes: str = option(
-        "1,8,64", "Requests at once, one row for each.", metavar="N,N,...", common=True
+        "1,8,64", "Batch sizes, one row for each.", metavar="N,N,...", common=True
     )
-    input_len: int = option(128, "Length of a prompt, in tokens.", minimum=1, common=True)
-    output_len: int = option(256, "Length of an answer, in tokens.", minimum=1, common=True)
+    input_len: int = option(128, "Prompt length in tokens.", minimum=1, common=True)
+    output_len: int = option(256, "Output length in tokens.", minimum=1, common=True)
 
     def __post_init__(self) -> None:
         check_all(self)
         if not self.sizes:
             raise ConfigError(
-                f"--batch-sizes is a list such as 1,8,64; it got {self.batch_sizes!r}.",
+                f"--batch-sizes takes a list such as 1,8,64; got {self.batch_sizes!r}.",
                 param="batch_sizes",
             )
 
     @property
     def sizes(self) -> list[int]:
-        """The batch sizes; empty when one of them is no positive number."""
+        """Batch sizes. Empty if one of them is not a positive integer."""
         parts = [part.strip() for part in self.batch_sizes.split(",")]
         sizes = [int(part) for part in parts if part.isdecimal()]
         return sizes if len(sizes) == len(parts) and min(sizes) > 0 else []
@@ -88,12 +88,12 @@ class LatencyConfig(EngineBenchConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig(EngineBenchConfig):
-    """Prompts alone: every answer is one token."""
+    """Settings of `tk bench prefill`: prompts only, each answered with one token."""
 
-    num_prompts: int = option(32, "Requests, all given at once.", minimum=1, common=True)
+    num_prompts: int = option(32, "Requests, all submitted at once.", minimum=1, common=True)
     input_len: int | None = option(
         None,
-        "Length of a prompt, in tokens. Default: 2048; 1000 in a context of 1024.",
+        "Prompt length in tokens. Default: 2048; 1000 if the context is at most 1024.",
         minimum=1,
         common=True,
     )

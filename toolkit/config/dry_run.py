@@ -1,4 +1,4 @@
-"""What can be asked of `tk serve` before it serves."""
+"""Settings of `tk serve --dry-run`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from toolkit.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunConfig:
-    """Whether to load anything at all."""
+    """Settings of a dry run."""
 
     dry_run: bool = option(
         False,
-        "Only say whether the model fits. With which context and how many sequences, too; nothing is loaded or fetched.",
+        "Report whether the model fits. Includes the context length and the number of sequences. "
+        "Nothing is loaded or downloaded.",
         subject="Before it starts",
         common=True,
     )
-    json: bool = option(False, "With --dry-run: print the answer as JSON.")
+    json: bool = option(False, "With --dry-run: print the report as JSON.")
 
     def __post_init__(self) -> None:
         check_all(self)
         if self.json and not self.dry_run:
-            raise ConfigError("--json is for the answer of --dry-run.", param="json")
+            raise ConfigError("--json needs --dry-run.", param="json")

@@ -1,5 +1,7 @@
-"""The table of settings. A field of a config class is a setting: its name, type, default, bounds and help
-text make the flag, the TK_* variable, the tk.toml key and the documentation.
+"""The table of settings. A field of a config class is a setting.
+
+Its name, type, default, bounds and help text define the flag, the TK_* variable, the tk.toml key
+and the documentation.
 """
 
 from __future__ import annotations
@@ -16,8 +18,7 @@ from toolkit.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 
-MASK = "***"
-"""What is shown of a secret."""
+MASK = "***"  # shown in place of a secret
 
 
 def option(
@@ -32,8 +33,10 @@ def option(
     subject: str | None = None,
     common: bool = False,
 ) -> Any:
-    """A dataclass field that is a setting. `argument`: it can also be given by position on the command line.
-    `subject`: the heading that it and the fields after it stand under. `common`: in the help that fits one screen.
+    """Declare a dataclass field that is a setting.
+
+    `argument`: also a positional argument on the command line. `subject`: heading of this field
+    and those after it. `common`: part of the short help.
     """
     meta = {
         "help": help,
@@ -76,80 +79,83 @@ class Option:
 
     @property
     def is_secret(self) -> bool:
-        """Whether its value is nobody else's business: keys, and headers, which may hold them."""
+        """True for keys, and for headers, which may hold keys."""
         return self.name in ("header", "headers") or self.name.endswith(
             ("_key", "_token", "password")
         )
 
-    def shown(self, value: Any) -> Any:
-        """The value as it may be seen by others: masked when it is secret, and without the password in a URL."""
+    def mask(self, value: Any) -> Any:
+        """Return the value with secrets masked, and without credentials in URLs."""
         if isinstance(value, list | tuple):
-            return tuple(self.shown(one) for one in value)
+            return tuple(self.mask(one) for one in value)
         if not isinstance(value, str) or not value:
             return value
         return MASK if self.is_secret else re.sub(r"(?<=://)[^/@\s]+@", f"{MASK}@", value)
 
     @property
     def summary(self) -> str:
-        """The first sentence of the help, which is all that one screen has room for."""
+        """First sentence of the help, for the short help."""
         return self.help.split(". ")[0].split("; ")[0].rstrip(".") + "."
 
     @property
-    def shown_default(self) -> str:
-        """The default as it follows the help: ' [8000]'. A None explains itself in the setting's own text."""
+    def default_suffix(self) -> str:
+        """The default, appended to the help: ' [8000]'. If it is None, the help explains it."""
         if self.default in (None, (), ""):
             return ""
         if self.type is tuple:
             return f" [{', '.join(self.default)}]"
-        shown = {True: "on", False: "off"}[self.default] if self.type is bool else self.default
-        return f" [{shown}]"
+        text = {True: "on", False: "off"}[self.default] if self.type is bool else self.default
+        return f" [{text}]"
 
     def check(self, value: Any, source: str | None = None) -> Any:
-        """The value, converted where that loses nothing. Raises ConfigError naming `source`, or else the flag, and what it
-        takes.
+        """Return the value, converted if nothing is lost by it.
+
+        Raises ConfigError that names `source` (default: the flag) and the accepted values.
         """
         source = source or self.flag
         if value is None and (self.optional or self.default is None):
             return None
         if self.type is tuple:
-            return self._check_several(value, source)
+            return self._check_list(value, source)
         if self.type is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, self.type) or (isinstance(value, bool) and self.type is not bool):
             raise ConfigError(
-                f"{source} takes {_article(self.type)}, and got {value!r}.", param=self.name
+                f"{source} must be {_type_name(self.type)}; got {value!r}.", param=self.name
             )
         if self.choices and value not in self.choices:
             listed = ", ".join(str(choice) for choice in self.choices)
-            raise ConfigError(f"{source} is one of {listed}; it got {value!r}.", param=self.name)
+            raise ConfigError(
+                f"{source} must be one of {listed}; got {value!r}.", param=self.name
+            )
         number: Any = value
         if number != number:
             raise ConfigError(
-                f"{source} takes {_article(self.type)}, and got {value!r}.", param=self.name
+                f"{source} must be {_type_name(self.type)}; got {value!r}.", param=self.name
             )
         if self.minimum is not None and number < self.minimum:
             raise ConfigError(
-                f"{source} is at least {self.minimum}; it got {value!r}.", param=self.name
+                f"{source} must be at least {self.minimum}; got {value!r}.", param=self.name
             )
         if self.maximum is not None and number > self.maximum:
             raise ConfigError(
-                f"{source} is at most {self.maximum}; it got {value!r}.", param=self.name
+                f"{source} must be at most {self.maximum}; got {value!r}.", param=self.name
             )
         return value
 
-    def _check_several(self, value: Any, source: str) -> tuple[str, ...]:
-        """One text, or a list of them."""
-        several = (value,) if isinstance(value, str) else value
-        if not isinstance(several, list | tuple) or not all(
-            isinstance(one, str) and one for one in several
+    def _check_list(self, value: Any, source: str) -> tuple[str, ...]:
+        values = (value,) if isinstance(value, str) else value
+        if not isinstance(values, list | tuple) or not all(
+            isinstance(one, str) and one for one in values
         ):
             raise ConfigError(
-                f"{source} takes text, or several; it got {value!r}.", param=self.name
+                f"{source} must be text or a list of texts, none empty; got {value!r}.",
+                param=self.name,
             )
-        return tuple(several)
+        return tuple(values)
 
     def parse(self, text: str, source: str) -> Any:
-        """The value that `text` (from a variable or a flag) stands for. Raises ConfigError naming `source`."""
+        """Parse the text of a variable or a flag. Raises ConfigError that names `source`."""
         if self.type is tuple:
             return self.check([part.strip() for part in text.split(",") if part.strip()], source)
         if self.type is bool:
@@ -158,19 +164,19 @@ class Option:
                 return True
             if lowered in ("0", "false", "no", "off"):
                 return False
-            raise ConfigError(f"{source} is true or false; it got {text!r}.", param=self.name)
+            raise ConfigError(f"{source} must be true or false; got {text!r}.", param=self.name)
         try:
             return self.check(self.type(text), source)
         except ValueError as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
-                f"{source} takes {_article(self.type)}, and got {text!r}.", param=self.name
+                f"{source} must be {_type_name(self.type)}; got {text!r}.", param=self.name
             ) from None
 
 
 def options(config: type) -> list[Option]:
-    """The rows of one config class, in the order of its fields."""
+    """Return the settings of a config class, in the order of its fields."""
     hints = typing.get_type_hints(config)
     rows = []
     subject = None
@@ -193,29 +199,27 @@ def options(config: type) -> list[Option]:
 
 
 def check_all(config: Any) -> None:
-    """For `__post_init__`: every setting of a frozen config is of its type and within its bounds."""
+    """Check type and bounds of every setting of a frozen config. For `__post_init__`."""
     for row in options(type(config)):
         object.__setattr__(config, row.name, row.check(getattr(config, row.name)))
 
 
 def build(config: type[T], settings: Mapping[str, Any]) -> T:
-    """A config from a mapping of its settings. Raises ConfigError for a name it does not have."""
+    """Build a config from a mapping of its settings. Raises ConfigError for an unknown name."""
     names = [row.name for row in options(config)]
     for name in settings:
         if name not in names:
-            raise ConfigError(
-                f"There is no setting {name!r}.{did_you_mean(name, names)}", param=name
-            )
+            raise ConfigError(f"Unknown setting {name!r}.{did_you_mean(name, names)}", param=name)
     return config(**settings)
 
 
 def _unwrap(hint: Any) -> tuple[type, bool, tuple[Any, ...]]:
-    """(base type, whether None is admitted, choices) of an annotation such as `Literal['a', 'b'] | None`."""
+    """Return (type, is optional, choices) of an annotation such as `Literal['a', 'b'] | None`."""
     optional = False
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         inner = [arg for arg in typing.get_args(hint) if arg is not type(None)]
         optional, hint = True, inner[0]
-    if typing.get_origin(hint) is tuple:  # of any number of texts
+    if typing.get_origin(hint) is tuple:  # tuple[str, ...]
         return tuple, optional, ()
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
@@ -223,5 +227,5 @@ def _unwrap(hint: Any) -> tuple[type, bool, tuple[Any, ...]]:
     return hint, optional, ()
 
 
-def _article(kind: type) -> str:
+def _type_name(kind: type) -> str:
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]

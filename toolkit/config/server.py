@@ -1,4 +1,4 @@
-"""What can be set of the server."""
+"""Settings of the HTTP server."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from toolkit.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The OpenAI-compatible server."""
+    """Settings of the HTTP server."""
 
     host: str = option(
         "127.0.0.1",
-        "Address to listen on. 0.0.0.0 opens the server to the network.",
+        "Address to listen on. 0.0.0.0: all networks, not only this machine.",
         subject="Listening",
         common=True,
     )
     port: int = option(
-        8000, "Port to listen on; 0 takes a free one.", minimum=0, maximum=65535, common=True
+        8000, "Port to listen on. 0: any free port.", minimum=0, maximum=65535, common=True
     )
     uds: str | None = option(
         None,
-        "Path of a Unix socket to listen on, instead of an address and a port.",
+        "Unix socket to listen on, instead of an address and a port.",
         metavar="FILE",
     )
     root_path: str = option(
-        "", "Path under which a proxy offers the server, such as /llm, and which it strips."
+        "", "Path under which a proxy publishes the server, such as /llm. The proxy must strip it."
     )
     served_model_name: str | None = option(
         None, "Name of the model in the API. Default: MODEL as given."
@@ -38,127 +38,135 @@ class ServerConfig:
 
     api_key: tuple[str, ...] = option(
         (),
-        "Key that requests must carry as 'Authorization: Bearer KEY'; may be repeated. In TK_API_KEY, commas part "
-        "several. Probes, /metrics, /version and /docs need none.",
+        "Key that requests must send. The header is 'Authorization: Bearer KEY'. May be repeated; "
+        "TK_API_KEY separates several with commas. Probes, /metrics, /version and /docs need no "
+        "key.",
         subject="Keys, TLS and browsers",
         common=True,
     )
     api_key_file: str | None = option(
-        None, "File with more API keys, one on each line.", metavar="FILE"
+        None, "File with more API keys, one per line.", metavar="FILE"
     )
     admin_key: str | None = option(
         None,
-        "Key of the operator's endpoints, which API keys then do not open; it opens all others too.",
+        "Key for the operator's endpoints, which API keys then cannot use. It also works for all "
+        "other endpoints.",
     )
-    ssl_keyfile: str | None = option(None, "Private key for TLS, in PEM.", metavar="FILE")
+    ssl_keyfile: str | None = option(None, "Private key for TLS (PEM).", metavar="FILE")
     ssl_certfile: str | None = option(
-        None, "Certificate for TLS, and those between it and its root, in PEM.", metavar="FILE"
+        None, "Certificate for TLS, with its intermediate certificates (PEM).", metavar="FILE"
     )
     ssl_ca_certs: str | None = option(
-        None, "Certificates, in PEM, one of which must have signed a client's.", metavar="FILE"
+        None,
+        "CA certificates (PEM). Clients then need a certificate that one of them signed.",
+        metavar="FILE",
     )
     allowed_origins: tuple[str, ...] = option(
         (),
-        "Origin whose pages may use the server from a browser (CORS), * for all; may be repeated.",
+        "Origin whose pages may use the server from a browser (CORS); * for all. May be repeated.",
     )
-    allowed_methods: tuple[str, ...] = option(("*",), "HTTP methods that those pages may use.")
-    allowed_headers: tuple[str, ...] = option(("*",), "Headers that those pages may send.")
+    allowed_methods: tuple[str, ...] = option(("*",), "HTTP methods allowed for those origins.")
+    allowed_headers: tuple[str, ...] = option(("*",), "Headers allowed for those origins.")
     allow_credentials: bool = option(
-        False, "Whether those pages may send cookies and certificates."
+        False, "Allow cookies and client certificates from those origins."
     )
     forwarded_allow_ips: tuple[str, ...] = option(
         (),
-        "Address or network of a proxy that is believed about who its clients are, * for all; may be repeated.",
+        "Address or network of a proxy whose X-Forwarded-For header is trusted; * for all. May be "
+        "repeated.",
     )
 
     max_queue: int = option(
         16384,
-        "Most requests that wait to run; the next ones get 429 until some run.",
+        "Maximum number of waiting requests. Further requests get status 429.",
         minimum=1,
         subject="Limits",
     )
     max_queue_tokens: int | None = option(
         None,
-        "Most prompt tokens of requests that wait to run; one alone may have more. Default: no limit.",
+        "Maximum number of prompt tokens of waiting requests. A single request may have more. "
+        "Default: no limit.",
         minimum=1,
     )
     max_requests_per_key: int | None = option(
         None,
-        "Most requests of one API key that are open at once; without keys, of one address. Each API worker counts "
-        "for itself. Default: no limit.",
+        "Maximum number of open requests per API key, or per client address without keys. Each "
+        "API worker counts its own. Default: no limit.",
         minimum=1,
     )
     requests_per_minute: int | None = option(
         None,
-        "Most requests of one API key (or address) in a minute, counted likewise. Default: no limit.",
+        "Maximum number of requests per minute and API key (or address), counted in the same way. "
+        "Default: no limit.",
         minimum=1,
     )
     request_timeout: float | None = option(
         None,
-        "Seconds after which a request that is not finished ends with an error. Default: none.",
+        "Seconds after which an unfinished request ends with an error. Default: no limit.",
         minimum=0.001,
     )
     shutdown_timeout: float = option(
-        120.0, "Seconds that running requests get to finish after SIGTERM or Ctrl-C.", minimum=0.0
+        120.0, "Seconds for running requests to finish after SIGTERM or Ctrl-C.", minimum=0.0
     )
     api_workers: int = option(
         1,
-        "Processes that answer requests: more than one where a single core cannot tokenize and stream for the GPU.",
+        "Processes that serve HTTP. Use more than one if a single CPU core cannot tokenize and "
+        "stream fast enough for the GPU.",
         minimum=1,
         maximum=64,
     )
     strict: bool = option(
         False,
-        "Refuse requests with fields that the server does not know, instead of naming them in a header.",
+        "Reject requests with unknown fields, instead of naming the fields in a response header.",
         subject="Requests and answers",
     )
     trust_request_chat_template: bool = option(
-        False, "Let requests bring a chat template of their own, which runs in a sandbox."
+        False, "Allow requests with their own chat template. It runs in a sandbox."
     )
     allow_special_tokens_in_messages: bool = option(
         False,
-        "Take control tokens that somebody types in a chat message as such. By default they are text like any other.",
+        "Parse special tokens in the text of chat messages. By default they are plain text.",
     )
     tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = option(
         "auto",
-        "How the model writes calls of tools. auto: as its chat template says, where it is one of these.",
+        "Format of the model's tool calls. auto: detect it from the chat template.",
     )
     reasoning_parser: Literal["none", "qwen3", "deepseek_r1"] = option(
         "none",
-        "Tell the reasoning of models that begin with it apart, as reasoning_content. qwen3: what an answer has between "
-        "<think> and </think>; deepseek_r1: all up to </think>, with or without the first mark.",
+        "Return the model's reasoning separately, as reasoning_content. qwen3: the text between "
+        "<think> and </think>. deepseek_r1: all text up to </think>; <think> is optional.",
     )
     sse_keep_alive: float = option(
         15.0,
-        "Seconds after which a stream that waits sends a comment, so that nobody on the way closes it; 0: never.",
+        "Seconds after which an idle stream sends a comment, so that proxies keep it; 0: never.",
         minimum=0.0,
     )
     metrics_prefix: str = option(
         "tk",
-        "First part of every metric's name; vllm fits existing dashboards.",
+        "Prefix of every metric's name. vllm: works with existing vLLM dashboards.",
         subject="Metrics, log and traces",
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
-        "info", "What the log tells of."
+        "info", "Minimum level of log messages."
     )
     log_format: Literal["auto", "text", "json"] = option(
-        "auto", "One line of text or of JSON for each event. auto: text on a terminal, else JSON."
+        "auto", "Format of log lines. auto: text on a terminal, else JSON."
     )
-    disable_log_requests: bool = option(
-        False, "Leave the line for each finished request out of the log."
-    )
+    disable_log_requests: bool = option(False, "Do not log a line per finished request.")
     disable_log_stats: bool = option(
-        False, "Leave the line on throughput, every ten seconds of work, out of the log."
+        False, "Do not log throughput, which is logged every ten seconds under load."
     )
     uvicorn_log_level: Literal["debug", "info", "warning", "error"] = option(
         "warning",
-        "What the log tells of connections; info has a line for every HTTP request, probes too.",
+        "Minimum level of uvicorn's log messages. info: a line per HTTP request, also for probes.",
     )
-    disable_uvicorn_access_log: bool = option(False, "Leave those lines out whatever the level.")
+    disable_uvicorn_access_log: bool = option(
+        False, "Do not log uvicorn's line per HTTP request, at any level."
+    )
     otlp_traces_endpoint: str | None = option(
         None,
-        "URL that takes OpenTelemetry traces over HTTP, such as http://127.0.0.1:4318/v1/traces (needs the extra "
-        "tk-llm[otlp]).",
+        "URL for OpenTelemetry traces over HTTP, such as http://127.0.0.1:4318/v1/traces (needs "
+        "pip install 'tk-llm[otlp]').",
     )
 
     def __post_init__(self) -> None:
@@ -166,48 +174,51 @@ class ServerConfig:
         self._check_tls()
         if self.admin_key is not None and not self.admin_key.strip():
             raise ConfigError(
-                "--admin-key (TK_ADMIN_KEY) is empty, and would protect nothing: give a key, or leave it out.",
+                "--admin-key (TK_ADMIN_KEY) is empty. Set a key, or leave it out.",
                 param="admin_key",
             )
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not re.fullmatch(r"https?://[^\s/?#]+(/\S*)?", endpoint):
             raise ConfigError(
-                f"--otlp-traces-endpoint is a URL such as http://127.0.0.1:4318/v1/traces; it got {endpoint!r}.",
+                "--otlp-traces-endpoint must be a URL such as http://127.0.0.1:4318/v1/traces, not "
+                f"{endpoint!r}.",
                 param="otlp_traces_endpoint",
             )
         for proxy in self.forwarded_allow_ips:
             if not _is_network(proxy):
                 raise ConfigError(
-                    "--forwarded-allow-ips is an address such as 10.0.0.1, a network such as 10.0.0.0/8, or *; it got "
-                    f"{proxy!r}.",
+                    "--forwarded-allow-ips must be an address such as 10.0.0.1, a network such as "
+                    f"10.0.0.0/8, or *, not {proxy!r}.",
                     param="forwarded_allow_ips",
                 )
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):
             raise ConfigError(
-                f"--root-path is a path such as /llm, without a slash at its end; it got {self.root_path!r}.",
+                "--root-path must be a path such as /llm, without a slash at the end, not "
+                f"{self.root_path!r}.",
                 param="root_path",
             )
         if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
             raise ConfigError(
-                f"--metrics-prefix takes letters, digits and underscores; it got {self.metrics_prefix!r}.",
+                "--metrics-prefix must be letters, digits and underscores, with no digit first, "
+                f"not {self.metrics_prefix!r}.",
                 param="metrics_prefix",
             )
 
     def _check_tls(self) -> None:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError(
-                "--ssl-keyfile and --ssl-certfile go together: TLS needs a key and its certificate.",
+                "TLS needs both --ssl-keyfile and --ssl-certfile.",
                 param="ssl_certfile",
             )
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             raise ConfigError(
-                "--ssl-ca-certs asks clients for certificates, which needs --ssl-keyfile and --ssl-certfile.",
+                "--ssl-ca-certs needs TLS: set --ssl-keyfile and --ssl-certfile too.",
                 param="ssl_ca_certs",
             )
 
 
 def _is_network(text: str) -> bool:
-    """Whether it is an address, a network, or * for all."""
+    """Return True for an address, a network, or * (all)."""
     try:
         ipaddress.ip_network(text)
     except ValueError:

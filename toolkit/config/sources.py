@@ -1,7 +1,9 @@
-"""Where settings come from: a flag beats a TK_* variable, which beats the file, which beats the default.
+"""Sources of settings. Precedence: flag, TK_* variable, file, default.
 
-The file is that of --config (TK_CONFIG), else tk.toml in the current folder, else the one in the user's folder. Its keys are
-for every command that knows them; those of a section, [serve] or [bench.offline], for that command alone.
+The file is --config (TK_CONFIG), else tk.toml in the current folder, else the user's tk.toml. Its
+top-level keys apply to all commands that have them. Keys in a section, such as [serve] or
+[bench.offline], apply to that command only. Every command checks the complete file against the
+settings of all commands, so that a misspelled key is an error everywhere.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from toolkit.errors import ConfigError, did_you_mean
 
 FILE_VARIABLE = "TK_CONFIG"
 
-Command = tuple[str, ...]
-"""The words of a command: ("bench", "offline")."""
-Known = Mapping[Command, Collection[str]]
-"""The names of each command's settings."""
+CommandPath = tuple[str, ...]
+"""Words of a command: ("bench", "offline")."""
+Known = Mapping[CommandPath, Collection[str]]
+"""Names of the settings of each command."""
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A setting that somebody gave, and where: a flag, a variable, or a file."""
+class SourcedValue:
+    """Value of a setting, and its origin: a flag, a variable, or a file."""
 
     value: Any
     origin: str
@@ -36,16 +38,17 @@ class Given:
 def resolve(
     rows: list[Option],
     flags: Mapping[str, Any],
-    command: Command = (),
+    command: CommandPath = (),
     known: Known | None = None,
     *,
     file: str | None = None,
     environment: Mapping[str, str] | None = None,
-) -> dict[str, Given]:
-    """The settings of a command that were given, by name. `flags` holds None for those the command line left out; `file`
-    is what --config names; `known` tells mistakes in the file from other commands' settings.
+) -> dict[str, SourcedValue]:
+    """Return the settings of a command that are set by a flag, a variable or the file, by name.
 
-    Raises ConfigError for a variable or a file that cannot be read, and for a key or a section that no command knows.
+    `flags`: None for a flag not on the command line. `file`: value of --config. `known`: settings
+    of all commands; other commands' keys in the file are no errors. Raises ConfigError for a
+    variable or a file that cannot be read, and for an unknown key or section.
     """
     environment = os.environ if environment is None else environment
     path = settings_file(file, environment)
@@ -53,9 +56,9 @@ def resolve(
     settings = {}
     for row in rows:
         if flags.get(row.name) is not None:
-            settings[row.name] = Given(flags[row.name], row.flag)
+            settings[row.name] = SourcedValue(flags[row.name], row.flag)
         elif row.variable in environment:
-            settings[row.name] = Given(
+            settings[row.name] = SourcedValue(
                 row.parse(environment[row.variable], row.variable), row.variable
             )
         elif row.name in from_file:
@@ -64,49 +67,54 @@ def resolve(
 
 
 def settings_file(named: str | None, environment: Mapping[str, str]) -> Path | None:
-    """The file that settings are read from, if there is one. Raises ConfigError when the one that was asked for is not."""
+    """Return the settings file, or None. Raises ConfigError if a file that is named is missing."""
     wanted = named or environment.get(FILE_VARIABLE)
     if wanted:
         path = Path(wanted).expanduser()
         if not path.is_file():
-            asked = "--config" if named else FILE_VARIABLE
-            what = "that is no regular file" if path.exists() else "there is no such file"
-            raise ConfigError(f"{asked} names {path}, and {what}.", param="config")
+            source = "--config" if named else FILE_VARIABLE
+            problem = "is not a regular file" if path.exists() else "does not exist"
+            raise ConfigError(f"{source} names {path}, which {problem}.", param="config")
         return path
     places = [user_folder(environment) / "tk.toml"]
-    with suppress(FileNotFoundError):  # the folder that this runs in may be gone
+    with suppress(FileNotFoundError):  # the current folder may have been removed
         places.insert(0, Path.cwd() / "tk.toml")
     return next((path for path in places if path.is_file()), None)
 
 
 def user_folder(environment: Mapping[str, str] | None = None) -> Path:
-    """Where a user's own settings are: $XDG_CONFIG_HOME/tk, else ~/.config/tk."""
+    """Return the user's settings folder: $XDG_CONFIG_HOME/tk, else ~/.config/tk."""
     base = (os.environ if environment is None else environment).get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "tk"
 
 
-def read_file(path: Path, rows: list[Option], command: Command, known: Known) -> dict[str, Given]:
-    """What a file says of a command's settings, those of the innermost section first. All of the file is checked.
+def read_file(
+    path: Path, rows: list[Option], command: CommandPath, known: Known
+) -> dict[str, SourcedValue]:
+    """Return a command's settings in a file; inner sections win. The whole file is checked.
 
-    Raises ConfigError for a file that is no TOML, and for a key, a section or a value that cannot be.
+    Raises ConfigError for invalid TOML, and for an unknown key or section or an invalid value.
     """
     try:
         content = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     by_name = {row.name: row for row in rows}
-    found: dict[str, Given] = {}
+    found: dict[str, SourcedValue] = {}
     for section, name, value in _entries(path, content, (), known or {command: list(by_name)}):
         if command[: len(section)] == section and name in by_name:
             origin = f"{path} [{'.'.join(section)}]" if section else str(path)
-            found[name] = Given(by_name[name].check(value, f"{origin}: {name}"), origin)
+            found[name] = SourcedValue(by_name[name].check(value, f"{origin}: {name}"), origin)
     return found
 
 
 def _entries(
-    path: Path, table: Mapping[str, Any], section: Command, known: Known
-) -> Iterator[tuple[Command, str, Any]]:
-    """(section, setting, value) of a table and those in it, outer ones first. Raises ConfigError for what nobody knows."""
+    path: Path, table: Mapping[str, Any], section: CommandPath, known: Known
+) -> Iterator[tuple[CommandPath, str, Any]]:
+    """Yield (section, setting, value) of a table, then of its sub-tables.
+
+    Raises ConfigError for an unknown setting or section.
+    """
     here = f" in [{'.'.join(section)}]" if section else ""
     names = {
         name
@@ -121,16 +129,15 @@ def _entries(
         if isinstance(value, dict) and key in sections:
             inner.append((key, value))
         elif isinstance(value, dict) and name not in names:
-            nearest = did_you_mean(key, sections) or (
-                f" There are: {', '.join(sorted(sections))}." if sections else ""
+            hint = did_you_mean(key, sections) or (
+                f" Sections: {', '.join(sorted(sections))}." if sections else ""
             )
             raise ConfigError(
-                f"{path}: there is no section [{'.'.join((*section, key))}].{nearest}", param=key
+                f"{path}: unknown section [{'.'.join((*section, key))}].{hint}", param=key
             )
         elif name not in names:
             raise ConfigError(
-                f"{path}: there is no setting {name!r}{here}.{did_you_mean(name, names)}",
-                param=name,
+                f"{path}: unknown setting {name!r}{here}.{did_you_mean(name, names)}", param=name
             )
         else:
             yield section, name, value

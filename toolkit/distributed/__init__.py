@@ -1,31 +1,31 @@
-"""Tensor and pipeline parallelism: which part of a model each rank has, and what the ranks exchange."""
+"""Tensor and pipeline parallelism: each rank's part of a model, and their collectives."""
 
 from toolkit.distributed.group import SINGLE, Group, connect
 from toolkit.distributed.shares import (
-    Share,
-    current,
+    Shard,
+    aligned_shard,
+    current_group,
     current_stage,
-    even,
-    kv_heads,
+    even_shard,
+    full_shard,
+    kv_head_shard,
     parallel,
-    rounded_up,
-    whole,
 )
-from toolkit.distributed.stage import WHOLE, Stage, stages
+from toolkit.distributed.stage import SINGLE_STAGE, Stage, split_stages
 
 __all__ = [
     "SINGLE",
-    "WHOLE",
+    "SINGLE_STAGE",
     "Group",
-    "Share",
+    "Shard",
     "Stage",
+    "aligned_shard",
     "connect",
-    "current",
+    "current_group",
     "current_stage",
-    "even",
-    "kv_heads",
+    "even_shard",
+    "full_shard",
+    "kv_head_shard",
     "parallel",
-    "rounded_up",
-    "stages",
-    "whole",
+    "split_stages",
 ]

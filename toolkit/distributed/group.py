@@ -15,18 +15,20 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from toolkit.errors import ConfigError
 
-# The newer name where there is one, since the older then warns at each call.
+# The older name warns at each call where the newer one exists.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
 
-PATIENCE = 1800.0
-"""Seconds that a rank waits for another: while weights are loaded, that is long. That one has ended, or hangs in a step, is for the
-executor to notice."""
+TIMEOUT_SECONDS = 1800.0
+"""Seconds that a rank waits for another: long, since one may be loading weights.
+
+The executor notices ranks that died or hang in a step.
+"""
 
 
 class PeerMemory(Protocol):
-    """Collectives of small tensors through memory that the ranks have of each other."""
+    """Collectives of small tensors through memory that the ranks share."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the sum of all ranks' x, or None where NCCL is faster."""
@@ -47,7 +49,9 @@ class PeerMemory(Protocol):
         """Return (norm(total), total), or None where two steps are faster."""
         ...
 
-    def room(self, group: Group, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def gather_buffer(
+        self, group: Group, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         """Return a buffer for `all_gather`."""
         ...
 
@@ -62,31 +66,31 @@ class Group:
 
     rank: int = 0
     size: int = 1
-    tensors: dist.ProcessGroup | None = None
-    """For what is on the device; None in a group of one."""
-    numbers: dist.ProcessGroup | None = None
-    """For what is on the host."""
-    symmetric: PeerMemory | None = None
-    """On GPUs of one machine."""
+    device_group: dist.ProcessGroup | None = None  # for tensors on the device; None for one rank
+    host_group: dist.ProcessGroup | None = None  # for numbers on the host
+    peer_memory: PeerMemory | None = None  # on GPUs of one machine
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, which may be written over."""
+        """Return the sum of all ranks' x, which may be overwritten."""
         if self.size == 1:
             return x
-        if self.symmetric is not None and (total := self.symmetric.all_reduce(x)) is not None:
+        if self.peer_memory is not None and (total := self.peer_memory.all_reduce(x)) is not None:
             return total
-        dist.all_reduce(x, group=self.tensors)
+        dist.all_reduce(x, group=self.device_group)
         return x
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, width] of every rank to [n, size · width], in rank order; in `out` where one is given and there are several ranks."""
+        """Return [n, size · width] of every rank's [n, width], in rank order.
+
+        With several ranks the result is `out`, if one is given.
+        """
         if self.size == 1:
             return x
-        if self.symmetric is not None and out is not None and self.symmetric.all_gather(x, out):
+        if self.peer_memory is not None and out is not None and self.peer_memory.all_gather(x, out):
             return out
         n, width = x.shape
         parts = torch.empty((self.size, n, width), dtype=x.dtype, device=x.device)
-        _gather(parts.view(-1, width), x.contiguous(), group=self.tensors)
+        _gather(parts.view(-1, width), x.contiguous(), group=self.device_group)
         out = (
             torch.empty((n, self.size * width), dtype=x.dtype, device=x.device)
             if out is None
@@ -95,84 +99,91 @@ class Group:
         out.view(n, self.size, width).copy_(parts.transpose(0, 1))
         return out
 
-    def room(
+    def gather_buffer(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A tensor, not filled, whose first rows all_gather fills fastest."""
-        if self.symmetric is not None:
-            return self.symmetric.room(self, shape, dtype)
+        """Return an empty tensor whose first rows `all_gather` fills fastest."""
+        if self.peer_memory is not None:
+            return self.peer_memory.gather_buffer(self, shape, dtype)
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def least(self, number: int) -> int:
-        """The least of the ranks' numbers."""
-        return self._agree(number, dist.ReduceOp.MIN)
+    def minimum(self, number: int) -> int:
+        """Return the minimum of the ranks' numbers."""
+        return self._reduce(number, dist.ReduceOp.MIN)
 
     def total(self, number: int) -> int:
-        """The sum of the ranks' numbers."""
-        return self._agree(number, dist.ReduceOp.SUM)
+        """Return the sum of the ranks' numbers."""
+        return self._reduce(number, dist.ReduceOp.SUM)
 
-    def part(self, size: int) -> Group:
-        """The `size` ranks in a row that this one is of; every rank makes its part at the same time."""
+    def subgroup(self, size: int) -> Group:
+        """Return this rank's group of `size` consecutive ranks. All ranks must call it at once."""
         if size == 1:
             return SINGLE
-        part = SINGLE
+        subgroup = SINGLE
         for first in range(0, self.size, size):
-            ranks, wait = list(range(first, first + size)), timedelta(seconds=PATIENCE)
-            tensors = numbers = dist.new_group(ranks, timeout=wait)
-            if self.numbers is not self.tensors:
-                numbers = dist.new_group(ranks, timeout=wait, backend="gloo")
+            ranks, timeout = list(range(first, first + size)), timedelta(seconds=TIMEOUT_SECONDS)
+            device_group = host_group = dist.new_group(ranks, timeout=timeout)
+            if self.host_group is not self.device_group:
+                host_group = dist.new_group(ranks, timeout=timeout, backend="gloo")
             if first <= self.rank < first + size:
-                part = Group(self.rank - first, size, tensors, numbers)
-        return part
+                subgroup = Group(self.rank - first, size, device_group, host_group)
+        return subgroup
 
     def close(self) -> None:
-        """Leaves the other ranks, which may be gone: NCCL is not to wait for them."""
+        """Leave the other ranks. They may be lost, so NCCL must not wait for them."""
         if self.size == 1:
             return
-        if self.tensors is not None and dist.get_backend(self.tensors) == "nccl":
+        if self.device_group is not None and dist.get_backend(self.device_group) == "nccl":
             _abort()
         else:
             dist.destroy_process_group()
 
-    def _agree(self, number: int, how: dist.ReduceOp.RedOpType) -> int:
+    def _reduce(self, number: int, operation: dist.ReduceOp.RedOpType) -> int:
         if self.size == 1:
             return number
         value = torch.tensor([number], dtype=torch.int64)
-        dist.all_reduce(value, how, group=self.numbers)
+        dist.all_reduce(value, operation, group=self.host_group)
         return int(value)
 
 
 SINGLE = Group()
-"""One rank, which has everything."""
+"""The only rank of a model."""
 
 
-def connect(rank: int, size: int, meeting: Path | str, device: torch.device) -> Group:
-    """Waits until all ranks are there. They find each other through files in the folder `meeting`, which is to be new, and nobody
-    else's; or, on several machines, through the store that listens at tcp://HOST:PORT.
+def connect(rank: int, size: int, rendezvous: Path | str, device: torch.device) -> Group:
+    """Wait for all ranks, and return their group.
+
+    `rendezvous`: a new, private folder, or the address tcp://HOST:PORT of a store.
+    Raises ConfigError if this process is a rank already.
     """
     if size == 1:
         return SINGLE
     if dist.is_initialized():
         raise ConfigError(
-            "This process is a rank of another model already: end that first (LLM.shutdown), or use a process of its own."
+            "This process is a rank of another model already: end that first (LLM.shutdown), or "
+            "start the model in another process."
         )
     cuda = device.type == "cuda"
-    wait = timedelta(seconds=PATIENCE)
+    timeout = timedelta(seconds=TIMEOUT_SECONDS)
     store: Store
-    if isinstance(meeting, str):
-        at = urlsplit(meeting)
-        store = TCPStore(at.hostname or "", at.port or 0, is_master=False, timeout=wait)
+    if isinstance(rendezvous, str):
+        address = urlsplit(rendezvous)
+        store = TCPStore(
+            address.hostname or "", address.port or 0, is_master=False, timeout=timeout
+        )
     else:
-        if not cuda:  # gloo listens on a port; the ranks are all on this machine
+        if not cuda:  # gloo listens on a port; all ranks are on this machine
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = FileStore(str(meeting / "ranks"), size)
+        store = FileStore(str(rendezvous / "ranks"), size)
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         store=store,
         rank=rank,
         world_size=size,
-        timeout=wait,
+        timeout=timeout,
         device_id=device if cuda else None,
     )
     world = dist.group.WORLD
-    return Group(rank, size, world, dist.new_group(backend="gloo", timeout=wait) if cuda else world)
+    return Group(
+        rank, size, world, dist.new_group(backend="gloo", timeout=timeout) if cuda else world
+    )

@@ -1,4 +1,4 @@
-"""How much of a dimension each rank has."""
+"""Shards: the part of a dimension that each rank has."""
 
 from __future__ import annotations
 
@@ -8,83 +8,86 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from toolkit.distributed.group import SINGLE, Group
-from toolkit.distributed.stage import WHOLE, Stage
+from toolkit.distributed.stage import SINGLE_STAGE, Stage
 from toolkit.errors import ConfigError
 
-_building: ContextVar[Group] = ContextVar("tensor parallel group", default=SINGLE)
-_stage: ContextVar[Stage] = ContextVar("pipeline stage", default=WHOLE)
+_group: ContextVar[Group] = ContextVar("tensor parallel group", default=SINGLE)
+_stage: ContextVar[Stage] = ContextVar("pipeline stage", default=SINGLE_STAGE)
 
 
 @contextmanager
-def parallel(group: Group, stage: Stage = WHOLE) -> Iterator[None]:
-    """Models that are made inside have this stage's layers, and of these this rank's part of the weights."""
-    token, stage_token = _building.set(group), _stage.set(stage)
+def parallel(group: Group, stage: Stage = SINGLE_STAGE) -> Iterator[None]:
+    """Build models with the layers of this stage, and this rank's shards of their weights."""
+    group_token, stage_token = _group.set(group), _stage.set(stage)
     try:
         yield
     finally:
-        _building.reset(token)
+        _group.reset(group_token)
         _stage.reset(stage_token)
 
 
 def current_stage() -> Stage:
-    """The stage that the model being built is."""
+    """Return the stage of the model being built."""
     return _stage.get()
 
 
-def current() -> Group:
-    """The group that the model being built is for."""
-    return _building.get()
+def current_group() -> Group:
+    """Return the group of the model being built."""
+    return _group.get()
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Shard:
     """`count` of the `total` entries of a dimension, from `begin` on."""
 
     total: int
     begin: int
     count: int
-    largest: int = 0
-    """Of the ranks' counts, where they differ."""
+    max_count: int = 0  # over the ranks, where their counts differ
 
     @property
-    def whole(self) -> bool:
+    def is_full(self) -> bool:
         return self.count == self.total
 
-    def times(self, size: int) -> Share:
-        """Of entries that are `size` each."""
-        return Share(self.total * size, self.begin * size, self.count * size)
+    def times(self, size: int) -> Shard:
+        """Return the shard in units that are `size` times smaller: heads to features."""
+        return Shard(self.total * size, self.begin * size, self.count * size)
 
 
-def whole(total: int) -> Share:
-    """All of a dimension."""
-    return Share(total, 0, total)
+def full_shard(total: int) -> Shard:
+    """Return all of a dimension."""
+    return Shard(total, 0, total)
 
 
-def even(total: int, what: str) -> Share:
-    """An equal share for each rank. Raises ConfigError when there is none; `what`: the entries' name in words."""
-    group = current()
+def even_shard(total: int, what: str) -> Shard:
+    """Return one of equal shards. `what`: the entries, for messages.
+
+    Raises ConfigError if the ranks do not divide the total.
+    """
+    group = current_group()
     if total % group.size:
         raise ConfigError(
-            f"--tensor-parallel-size {group.size}: the model's {total} {what} cannot be shared out evenly.",
+            f"--tensor-parallel-size {group.size}: the model's {total} {what} cannot be divided "
+            "evenly.",
             param="tensor_parallel_size",
         )
     count = total // group.size
-    return Share(total, group.rank * count, count)
+    return Shard(total, group.rank * count, count)
 
 
-def kv_heads(total: int) -> Share:
-    """An equal share of the KV heads; where there are fewer of them than ranks, several ranks have the same one."""
-    group = current()
+def kv_head_shard(total: int) -> Shard:
+    """Return one of equal shards of the KV heads. Fewer heads than ranks are replicated."""
+    group = current_group()
     if total < group.size and group.size % total == 0:
-        return Share(total, group.rank // (group.size // total), 1)
-    return even(total, "KV heads")
+        return Shard(total, group.rank // (group.size // total), 1)
+    return even_shard(total, "KV heads")
 
 
-def rounded_up(total: int, multiple: int) -> Share:
-    """Shares of one size, a multiple of a number, of which the last ones may end early or be empty."""
-    group = current()
+def aligned_shard(total: int, multiple: int) -> Shard:
+    """Return one of shards of a size divisible by `multiple`. The last may be short or empty."""
+    group = current_group()
     if group.size == 1:
-        return Share(total, 0, total, total)
+        return Shard(total, 0, total, total)
     size = -(-total // (group.size * multiple)) * multiple
     begin = min(total, group.rank * size)
-    return Share(total, begin, min(size, total - begin), size)
+    return Shard(total, begin, min(size, total - begin), size)

@@ -1,4 +1,12 @@
-"""Pipeline parallelism: the stages of a model, and the way of hidden states from one to the next."""
+"""Pipeline parallelism: the stages of a model, and the transfer of hidden states between them.
+
+Hidden states, with the residual added, go to the same rank of the next stage: by gloo in the
+background, by NCCL in the order of the device's work, outside CUDA graphs. Every rank has the state
+of all rows, and as many KV blocks as the rank that can hold the fewest. Devices send nothing back:
+the first rank of the last stage returns a step's tokens, and all stages get them with the next step
+of their rows (`SchedulerOutput.last_tokens`). So a request decodes in one step at a time
+(`scheduler.planner`).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +21,11 @@ from toolkit.distributed.group import Group
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One of `count` runs of a model's layers. The first one embeds, the last one has the output head and samples."""
+    """One of `count` runs of layers. The first one embeds; the last has the head and samples."""
 
     index: int = 0
     count: int = 1
-    link: Link | None = None
-    """To its neighbours; None where nothing is computed."""
+    link: Link | None = None  # to the adjacent stages; None if nothing is computed
 
     @property
     def is_first(self) -> bool:
@@ -29,48 +36,48 @@ class Stage:
         return self.index == self.count - 1
 
     def receive(self, x: torch.Tensor) -> torch.Tensor:
-        """Fills x with what the stage before has sent."""
+        """Fill x from the stage before."""
         assert self.link is not None
         return self.link.receive(x)
 
     def send(self, x: torch.Tensor) -> None:
-        """To the stage after; x must not be changed any more."""
+        """Send x to the stage after. It must not be changed any more."""
         assert self.link is not None
         self.link.send(x)
 
 
-WHOLE = Stage()
-"""The only one, with all layers."""
+SINGLE_STAGE = Stage()
+"""The only stage, with all layers."""
 
 
 class Link:
-    """From a rank to those with its place in the neighbouring stages; what is sent arrives in order."""
+    """Connection of a rank to its counterparts in the adjacent stages. Tensors arrive in order."""
 
-    def __init__(self, before: int, after: int, most_on_the_way: int) -> None:
-        """`before`, `after`: their ranks. No more sends are under way than steps can be: `most_on_the_way`."""
-        self._before, self._after = before, after
-        self._most_on_the_way = most_on_the_way
-        self._on_the_way: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+    def __init__(self, previous: int, following: int, max_in_flight: int) -> None:
+        """`previous`, `following`: world ranks. `max_in_flight`: sends, at most one per step."""
+        self._previous, self._following = previous, following
+        self._max_in_flight = max_in_flight
+        self._in_flight: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
 
     def receive(self, x: torch.Tensor) -> torch.Tensor:
-        dist.recv(x, self._before)
+        dist.recv(x, self._previous)
         return x
 
     def send(self, x: torch.Tensor) -> None:
-        if x.is_cuda:  # in the order of the device's work, for which nobody waits here
-            dist.send(x, self._after)
+        if x.is_cuda:  # ordered by the stream: the host does not wait
+            dist.send(x, self._following)
             return
-        self._on_the_way.append((dist.isend(x, self._after), x))
-        if len(self._on_the_way) > self._most_on_the_way:
-            work, _ = self._on_the_way.popleft()
+        self._in_flight.append((dist.isend(x, self._following), x))
+        if len(self._in_flight) > self._max_in_flight:
+            work, _ = self._in_flight.popleft()
             assert work is not None
             work.wait()
 
 
-def stages(world: Group, size: int) -> tuple[Group, Stage]:
-    """(the ranks of this one's stage, the stage) when `size` ranks in a row share each."""
+def split_stages(world: Group, size: int) -> tuple[Group, Stage]:
+    """Return (ranks of this one's stage, stage) for stages of `size` consecutive ranks."""
     if world.size == size:
-        return world, WHOLE
+        return world, SINGLE_STAGE
     count = world.size // size
-    link = Link(world.rank - size, world.rank + size, most_on_the_way=count + 1)
-    return world.part(size), Stage(world.rank // size, count, link)
+    link = Link(world.rank - size, world.rank + size, max_in_flight=count + 1)
+    return world.subgroup(size), Stage(world.rank // size, count, link)

@@ -1,4 +1,11 @@
-"""Small sums and gathered logits over the GPUs of one machine, through memory that they have of each other: faster than NCCL there."""
+"""Collectives of small tensors over the GPUs of one machine, through memory that they share.
+
+Faster than NCCL there. A CUDA graph holds these collectives like any other kernel.
+
+A sum is pushed into the other ranks' memory or read from it (one-shot, two-shot), whichever was
+fastest for its size at start; docs/notes/several-gpus.md has times. Each rank writes its logits
+into the memory of all ranks, at their place in each row, where the sampler reads them.
+"""
 
 from __future__ import annotations
 
@@ -12,90 +19,91 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from toolkit.distributed.group import Group
 from toolkit.hardware.graph_capture import captured
+from toolkit.kernels.table import Kernels, kernels_for
+
+if TYPE_CHECKING:
+    from toolkit.kernels.triton.all_reduce import Peers
 
 logger = logging.getLogger(__name__)
 
-Way = Literal["pushed", "one-shot", "two-shot", "NCCL"]
+Algorithm = Literal["pushed", "one-shot", "two-shot", "NCCL"]
 WIDTH = 4096
-"""Numbers of 16 bits in the rows that are timed."""
+"""Length of the timed rows, in numbers of 16 bits."""
 ROWS = tuple(2**power for power in range(14))
 _opened = False
-"""Whether this process has done so: torch counts such meetings in a way that ranks of another age cannot follow."""
+"""True once this process has opened peer memory.
+
+PyTorch counts the rendezvous of a process, and ranks with different counts never meet.
+"""
 CALLS = 16
-"""In one captured graph, of which the median replay counts."""
+"""Calls in a captured graph. The median of REPLAYS replays counts."""
 REPLAYS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """A tensor that every rank has, and into which the others write."""
+class GatherBuffer:
+    """A tensor of every rank that the other ranks write into."""
 
     tensor: torch.Tensor
-    addresses: torch.Tensor
-    """Of all ranks', int64 [size]."""
-    handle: object
-    """What keeps them open."""
+    addresses: torch.Tensor  # of every rank's tensor, int64 [size]
+    handle: object  # keeps them mapped
 
 
 @dataclass(frozen=True, slots=True)
-class Symmetric:
-    """What a rank needs for it."""
+class SymmetricMemory:
+    """A rank's peer memory and its kernels. See `PeerMemory`."""
 
-    peers: Any
-    """`toolkit.kernels.triton.all_reduce.Peers`"""
-    kernels: ModuleType
-    buffer: torch.Tensor
-    """This rank's, bytes."""
-    handle: object
-    """What keeps the others' open."""
-    ways: tuple[tuple[int, Way], ...] = ()
-    """The fastest for sums of up to so many bytes, rising; NCCL for larger ones."""
-    rooms: dict[int, Room] = field(default_factory=dict)
-    """By their addresses here."""
+    peers: Peers
+    kernels: Kernels
+    buffer: torch.Tensor  # this rank's, bytes
+    handle: object  # keeps the other ranks' buffers mapped
+    algorithms: tuple[tuple[int, Algorithm], ...] = ()
+    """(most bytes of a sum, fastest algorithm), ascending. Larger sums use NCCL."""
+    gather_buffers: dict[int, GatherBuffer] = field(default_factory=dict)  # by local address
 
-    def way(self, nbytes: int) -> Way:
-        return next((way for most, way in self.ways if nbytes <= most), "NCCL")
+    def algorithm(self, nbytes: int) -> Algorithm:
+        return next((one for limit, one in self.algorithms if nbytes <= limit), "NCCL")
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The sum of all ranks' x; None where NCCL is better."""
-        way = self.way(x.nbytes)
-        if way == "NCCL" or not self.kernels.fits(x, self.peers.size, two_shot=way == "two-shot"):
+        algorithm = self.algorithm(x.nbytes)
+        two_shot = algorithm == "two-shot"
+        if algorithm == "NCCL" or not self.kernels.fits_all_reduce(x, self.peers.size, two_shot):
             return None
-        total: torch.Tensor = self.kernels.all_reduce(x, self.peers, two_shot=way == "two-shot")
-        return total
+        return self.kernels.all_reduce(x, self.peers, two_shot)
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> bool:
-        """Fills all ranks' `out`; whether it is a room's beginning and this could be done."""
-        room = self.rooms.get(out.data_ptr())
-        if room is None:
+        """Fill all ranks' `out`. Return False if it does not begin a gather buffer."""
+        buffer = self.gather_buffers.get(out.data_ptr())
+        if buffer is None:
             return False
-        self.kernels.all_gather(x, out, room.addresses, self.peers)
+        self.kernels.all_gather(x, out, buffer.addresses, self.peers)
         return True
 
-    def room(self, group: Group, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor for `all_gather`; the same one to all that ask for the same."""
-        for room in self.rooms.values():
-            if room.tensor.shape == shape and room.tensor.dtype == dtype:
-                return room.tensor
+    def gather_buffer(
+        self, group: Group, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the buffer for `all_gather` of this shape and type: one for all callers."""
+        for buffer in self.gather_buffers.values():
+            if buffer.tensor.shape == shape and buffer.tensor.dtype == dtype:
+                return buffer.tensor
         import torch.distributed._symmetric_memory as memory
 
-        assert group.tensors is not None
+        assert group.device_group is not None
         tensor = None
-        with suppress(RuntimeError):  # no memory: as the caller finds when it allocates a plain one
+        with suppress(RuntimeError):  # out of memory: the plain allocation below reports it
             tensor = memory.empty(shape, dtype=dtype, device=self.buffer.device)
-        # Before they meet, which cannot be interrupted: others may take long, or have failed.
-        if not group.least(int(tensor is not None)) or tensor is None:
+        # A rendezvous cannot be interrupted, so all ranks must have their tensor before it.
+        if not group.minimum(int(tensor is not None)) or tensor is None:
             return torch.empty(shape, dtype=dtype, device=self.buffer.device)
-        handle = memory.rendezvous(tensor, group.tensors)
+        handle = memory.rendezvous(tensor, group.device_group)
         addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=tensor.device)
-        self.rooms[tensor.data_ptr()] = Room(tensor, addresses, handle)
+        self.gather_buffers[tensor.data_ptr()] = GatherBuffer(tensor, addresses, handle)
         return tensor
 
     def all_reduce_norm(
@@ -106,150 +114,151 @@ class Symmetric:
         bias: torch.Tensor | None,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(norm(total), total) of the sum of all ranks' x and the residual; None where it is better done apart."""
-        way = self.way(x.nbytes)
-        both: tuple[torch.Tensor, torch.Tensor] | None = None
-        if way == "pushed" and self.kernels.fits_push(x):
-            both = self.kernels.pushed_norm(x, residual, weight, bias, eps, self.peers)
-        elif way in ("pushed", "one-shot") and self.kernels.fits_norm(x):
-            both = self.kernels.all_reduce_norm(x, residual, weight, bias, eps, self.peers)
-        return both
+        """Return (norm(total), total) of all ranks' x plus residual, or None if not one kernel."""
+        algorithm = self.algorithm(x.nbytes)
+        if algorithm == "pushed" and self.kernels.fits_pushed_norm(x):
+            return self.kernels.pushed_norm(x, residual, weight, bias, eps, self.peers)
+        if algorithm in ("pushed", "one-shot") and self.kernels.fits_all_reduce_norm(x):
+            return self.kernels.all_reduce_norm(x, residual, weight, bias, eps, self.peers)
+        return None
 
     def release(self) -> None:
-        """Lets kernels come to their end that wait for a rank that is gone. What they and all later ones add up means nothing."""
-        kernels, size = self.kernels, self.peers.size
-        with torch.cuda.stream(torch.cuda.Stream(self.buffer.device)):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            met, pushed = self.peers.calls.cpu()
-            flags = self.buffer[kernels.FLAGS_AT :][: 4 * size * kernels.PROGRAMS].view(torch.int32)
-            flags.copy_((2 * met + 2**30)[:, None].expand(-1, size).reshape(-1))
-            words = (
-                self.buffer[kernels.PUSHED_AT :].view(torch.int64).view(2, kernels.PUSHED_ROWS, -1)
-            )
-            told = (pushed[: kernels.PUSHED_ROWS] + 2**30).long() << 32
-            words.copy_(told[None, :, None].expand_as(words))
+        """End the kernels that wait for a lost rank. All sums are meaningless from then on."""
+        stream = torch.cuda.Stream(self.buffer.device)  # type: ignore[no-untyped-call]  # torch's
+        with torch.cuda.stream(stream):
+            self.kernels.release_peers(self.buffer, self.peers)
 
 
-def opened(group: Group, device: torch.device) -> Group:
-    """The group with its ranks' memory open to each other, where all are GPUs of one machine that can be; nothing is made of it before
-    it is `timed`.
+def open_peer_memory(group: Group, device: torch.device) -> Group:
+    """Return the group with peer memory, if its ranks are GPUs of one machine that allow it.
+
+    Sums use it only after `choose_algorithms`.
     """
     global _opened
-    if group.size == 1 or group.size > 8 or device.type != "cuda" or not _on_one_machine(group):
+    if group.size == 1 or group.size > 8 or device.type != "cuda" or not _is_on_one_machine(group):
         return group
-    if group.least(int(not _opened)) == 0:
+    if group.minimum(int(not _opened)) == 0:
         logger.info(
-            "all-reduce through NCCL alone: this process has been a rank of another engine before"
+            "all-reduce uses NCCL only: this process has been a rank of another engine before"
         )
         return group
-    _opened, why, symmetric = True, "another rank cannot", None
+    _opened, why, memory = True, "another rank cannot", None
     try:
         kernels, buffer = _allocate(group, device)
-    except Exception as error:  # no Triton; the driver's, torch's and the machine's reasons: none is the user's mistake
+    except Exception as error:  # no Triton, or a reason of the driver, PyTorch or the machine
         why, buffer = str(error).splitlines()[0], None
-    if (
-        group.least(int(buffer is not None)) and buffer is not None
-    ):  # else those that have one would wait for the others
+    # The rendezvous waits for all ranks, so none begins it alone.
+    if group.minimum(int(buffer is not None)) and buffer is not None:
         try:
-            symmetric = _meet(group, kernels, buffer)
+            memory = _rendezvous(group, kernels, buffer)
         except Exception as error:
             why = str(error).splitlines()[0]
-        # Also where all wait for each other: nobody writes before all have zeroed theirs.
-        if not group.least(int(symmetric is not None)):
-            symmetric = None
-    if symmetric is None:
+        # This also waits until all ranks have zeroed their buffers, before any writes to one.
+        if not group.minimum(int(memory is not None)):
+            memory = None
+    if memory is None:
         logger.warning(
-            "all-reduce through NCCL alone: the GPUs cannot read each other's memory (%s)", why
+            "all-reduce uses NCCL only: the GPUs cannot read each other's memory (%s)", why
         )
         return group
-    return replace(group, symmetric=symmetric)
+    return replace(group, peer_memory=memory)
 
 
-def timed(group: Group, device: torch.device) -> Group:
-    """The group with the fastest way for each size, which the log tells."""
-    if not isinstance(group.symmetric, Symmetric):
+def choose_algorithms(group: Group, device: torch.device) -> Group:
+    """Return the group with the fastest algorithm for each size. Logs the times."""
+    memory = group.peer_memory
+    if not isinstance(memory, SymmetricMemory):
         return group
-    times = _times(group, group.symmetric, device)
-    ways = tuple((size, min(found, key=lambda way: found[way])) for size, found in times.items())
-    logger.info("all-reduce over %d GPUs: %s", group.size, ", ".join(_described(times)))
-    return replace(group, symmetric=replace(group.symmetric, ways=ways))
+    times = _measure(group, memory, device)
+    fastest = tuple((size, min(found, key=found.__getitem__)) for size, found in times.items())
+    logger.info("all-reduce over %d GPUs: %s", group.size, ", ".join(_describe(times)))
+    return replace(group, peer_memory=replace(memory, algorithms=fastest))
 
 
-def _on_one_machine(group: Group) -> bool:
-    """Also in one container, as what is open to others is handed over by the numbers of processes."""
+def _is_on_one_machine(group: Group) -> bool:
+    """Return True if all ranks are on one machine and in one container.
+
+    Memory handles are passed on by process id.
+    """
     try:
         spaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("pid", "mnt", "net")]
         machine = "".join([Path("/proc/sys/kernel/random/boot_id").read_text(), *spaces])
     except OSError:
         machine = socket.gethostname()
     number = int.from_bytes(hashlib.sha256(machine.encode()).digest()[:4])
-    return group.least(number) == -group.least(-number)
+    return group.minimum(number) == -group.minimum(-number)
 
 
-def _allocate(group: Group, device: torch.device) -> tuple[ModuleType, torch.Tensor]:
-    """(the kernels, this rank's buffer)"""
-    # Multicast over NVLink is not used here, and a program that ends badly while it is can take the switch down for others.
+def _allocate(group: Group, device: torch.device) -> tuple[Kernels, torch.Tensor]:
+    """Return the kernels and this rank's buffer. Raises RuntimeError if there are none."""
+    # A process that dies while it uses NVLink multicast can take the switch down for others.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     import torch.distributed._symmetric_memory as memory
 
-    from toolkit.kernels.triton import all_reduce as kernels
-
-    buffer = memory.empty(kernels.buffer_bytes(group.size), dtype=torch.uint8, device=device)
+    kernels = kernels_for(device)
+    if kernels is None:
+        raise RuntimeError("the package triton is not installed")
+    buffer = memory.empty(kernels.peer_buffer_bytes(group.size), dtype=torch.uint8, device=device)
     buffer.zero_()
     torch.cuda.synchronize(device)
     return kernels, buffer
 
 
-def _meet(group: Group, kernels: ModuleType, buffer: torch.Tensor) -> Symmetric:
+def _rendezvous(group: Group, kernels: Kernels, buffer: torch.Tensor) -> SymmetricMemory:
     import torch.distributed._symmetric_memory as memory
 
-    assert group.tensors is not None
-    handle = memory.rendezvous(buffer, group.tensors)
+    assert group.device_group is not None
+    handle = memory.rendezvous(buffer, group.device_group)
     addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=buffer.device)
-    calls = torch.zeros(2, kernels.PROGRAMS, dtype=torch.int32, device=buffer.device)
+    peers = kernels.make_peers(group.rank, addresses)
     torch.cuda.synchronize(buffer.device)
-    return Symmetric(
-        kernels.Peers(group.rank, group.size, addresses, calls), kernels, buffer, handle
-    )
+    return SymmetricMemory(peers, kernels, buffer, handle)
 
 
-def _times(group: Group, symmetric: Symmetric, device: torch.device) -> dict[int, dict[Way, float]]:
-    """Microseconds of sums of so many bytes with the norm after them, the slowest rank's: the same numbers on all ranks."""
-    from toolkit.kernels.triton.norm import add_rms_norm
+def _measure(
+    group: Group, memory: SymmetricMemory, device: torch.device
+) -> dict[int, dict[Algorithm, float]]:
+    """Return microseconds of a sum and the norm after it, by bytes of the sum.
 
-    kernels, peers = symmetric.kernels, symmetric.peers
-    found: dict[int, dict[Way, float]] = {}
+    They are the slowest rank's, and so the same on all ranks.
+    """
+    kernels, peers = memory.kernels, memory.peers
+    add_rms_norm = kernels.add_rms_norm
+    found: dict[int, dict[Algorithm, float]] = {}
     weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
     for rows in ROWS:
         x = torch.zeros(rows, WIDTH, dtype=torch.bfloat16, device=device)
         rest = torch.zeros_like(x), weight, None, 1e-5
-        ways: dict[Way, Callable[[], object]] = {
-            "NCCL": partial(_sum_and_norm, group.all_reduce, add_rms_norm, x, rest[0], weight)
+        calls: dict[Algorithm, Callable[[], object]] = {
+            "NCCL": partial(_reduce_and_norm, group.all_reduce, add_rms_norm, x, rest[0], weight)
         }
-        if kernels.fits_push(x):
-            ways["pushed"] = partial(kernels.pushed_norm, x, *rest, peers)
-        if kernels.fits_norm(x):
-            ways["one-shot"] = partial(kernels.all_reduce_norm, x, *rest, peers)
-        if group.size > 2 and kernels.fits(x, group.size, two_shot=True):
+        if kernels.fits_pushed_norm(x):
+            calls["pushed"] = partial(kernels.pushed_norm, x, *rest, peers)
+        if kernels.fits_all_reduce_norm(x):
+            calls["one-shot"] = partial(kernels.all_reduce_norm, x, *rest, peers)
+        if group.size > 2 and kernels.fits_all_reduce(x, group.size, two_shot=True):
             two_shot = partial(kernels.all_reduce, peers=peers, two_shot=True)
-            ways["two-shot"] = partial(_sum_and_norm, two_shot, add_rms_norm, x, rest[0], weight)
+            calls["two-shot"] = partial(
+                _reduce_and_norm, two_shot, add_rms_norm, x, rest[0], weight
+            )
         found[x.nbytes] = {
-            way: -group.least(-round(1000 * _time(call))) / 1000 for way, call in ways.items()
+            name: -group.minimum(-round(1000 * _time(call))) / 1000 for name, call in calls.items()
         }
     return found
 
 
-def _sum_and_norm(
-    add_up: Callable[[torch.Tensor], torch.Tensor],
+def _reduce_and_norm(
+    all_reduce: Callable[[torch.Tensor], torch.Tensor],
     add_rms_norm: Callable[..., object],
     x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
 ) -> None:
-    add_rms_norm(add_up(x), residual, weight, 1e-5)
+    add_rms_norm(all_reduce(x), residual, weight, 1e-5)
 
 
 def _time(call: Callable[[], object]) -> float:
-    """Microseconds of a call, replayed."""
+    """Return the microseconds of a call in a replayed graph."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -259,7 +268,8 @@ def _time(call: Callable[[], object]) -> float:
     graph.replay()
     taken: list[float] = []
     for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
         start.record()
         graph.replay()
         end.record()
@@ -268,10 +278,10 @@ def _time(call: Callable[[], object]) -> float:
     return statistics.median(taken)
 
 
-def _described(times: dict[int, dict[Way, float]]) -> Iterable[str]:
-    """`8 KiB one-shot 5.1 us (NCCL 14.0)`"""
+def _describe(times: dict[int, dict[Algorithm, float]]) -> Iterable[str]:
+    """Yield `8 KiB one-shot 5.1 us (NCCL 14.0)` for each size."""
     for size, found in times.items():
-        best = min(found, key=lambda way: found[way])
-        others = ", ".join(f"{way} {found[way]:.1f}" for way in sorted(found) if way != best)
+        best = min(found, key=found.__getitem__)
+        others = ", ".join(f"{one} {found[one]:.1f}" for one in sorted(found) if one != best)
         name = f"{size >> 10} KiB" if size < 2**20 else f"{size >> 20} MiB"
         yield f"{name} {best} {found[best]:.1f} us ({others})"

@@ -1,1 +1,1 @@
-"""Whether this machine and this installation can serve: `tk doctor` and `tk collect-env`."""
+"""`tk doctor` and `tk collect-env`: check the machine and the installation."""

@@ -1,4 +1,4 @@
-"""`tk collect-env`: what a report of a fault needs, in Markdown, and nothing that is private."""
+"""`tk collect-env`: facts for a bug report, in Markdown, without private data."""
 
 from __future__ import annotations
 
@@ -12,52 +12,46 @@ from typing import Any
 from toolkit.doctor.finding import Finding
 from toolkit.doctor.installation import requirements, version_of
 from toolkit.doctor.machine import driver_version
-from toolkit.doctor.redact import redact, value_of
+from toolkit.doctor.redact import redact, redact_variable
 from toolkit.doctor.shipped import CHECKOUT
 from toolkit.hardware.devices import find_device, find_gpus
 from toolkit.units import size
 from toolkit.version import __version__
 
 VARIABLES = (
-    "TK_",
-    "HF_",
-    "CUDA_",
-    "NVIDIA_",
-    "OMP_",
-    "MKL_",
-    "TORCH",
-    "PYTORCH_",
-    "TRITON_",
-    "TRANSFORMERS_",
-    "LD_",
-)
-"""What the names of variables begin with that change what tk does."""
+    "TK_", "HF_", "CUDA_", "NVIDIA_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "TRITON_",
+    "TRANSFORMERS_", "LD_",
+)  # fmt: skip
+"""Prefixes of environment variables that affect tk."""
 OPTIONAL = ("triton", "flash-attn-4", "opentelemetry-sdk")
 
-Given = tuple[str, str, str, str]
+SettingRow = tuple[str, str, str, str]
 """(command, setting, value, origin)"""
 
 
-def markdown(facts: dict[str, Any], findings: Iterable[Finding], given: Iterable[Given]) -> str:
-    """`facts`: the probe's; `findings`: of which those that did not pass are told; `given`: settings that are no defaults."""
-    troubles = [
+def markdown(
+    facts: dict[str, Any], findings: Iterable[Finding], changed: Iterable[SettingRow]
+) -> str:
+    """Format the report.
+
+    `facts`: of the probe. `findings`: those that did not pass are included. `changed`: settings
+    that differ from their defaults.
+    """
+    problems = [
         (str(one.status), f"{one.name}: {redact(one.text)}")
         for one in findings
         if one.status != "pass"
     ]
     settings: dict[tuple[str, str], list[str]] = {}
-    for command, name, value, origin in given:
+    for command, name, value, origin in changed:
         settings.setdefault((name, f"`{redact(value)}` from {redact(origin)}"), []).append(command)
     parts: list[tuple[str, list[tuple[str, str]]]] = [
         ("System", list(_system())),
         ("Device", list(_device(facts))),
         ("Packages", list(_packages())),
-        (
-            "Settings",
-            [(name, f"{text} ({', '.join(those)})") for (name, text), those in settings.items()],
-        ),
+        ("Settings", [(k, f"{v} ({', '.join(names)})") for (k, v), names in settings.items()]),
         ("Variables", list(_variables())),
-        ("tk doctor", troubles),
+        ("tk doctor", problems),
     ]
     return "\n\n".join(_table(title, rows) for title, rows in parts if rows)
 
@@ -101,15 +95,15 @@ def _packages() -> Iterator[tuple[str, str]]:
 def _variables() -> Iterator[tuple[str, str]]:
     for name, value in sorted(os.environ.items()):
         if name.startswith(VARIABLES):
-            yield name, f"`{value_of(name, value)}`"
+            yield name, f"`{redact_variable(name, value)}`"
 
 
 def _commit() -> str:
-    """Of a checkout, and whether it was changed."""
+    """Return the commit of a checkout, and whether it was changed."""
     if not (CHECKOUT / ".git").exists():
         return ""
     try:
-        said = subprocess.run(
+        done = subprocess.run(
             ["git", "-C", CHECKOUT, "describe", "--always", "--dirty"],
             capture_output=True,
             text=True,
@@ -117,7 +111,7 @@ def _commit() -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return f" (checkout at {said.stdout.strip()})" if said.returncode == 0 else ""
+    return f" (checkout at {done.stdout.strip()})" if done.returncode == 0 else ""
 
 
 def _distribution() -> str:

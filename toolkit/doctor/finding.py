@@ -1,4 +1,4 @@
-"""What a check found out."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Status = Literal["pass", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`fix` says what to do, when something is to be done."""
+    """Result of one check."""
 
     name: str
     status: Status
     text: str
-    fix: str = ""
+    fix: str = ""  # what to do, unless it passed
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -15,6 +15,7 @@ from toolkit.config.sources import FILE_VARIABLE
 from toolkit.doctor.finding import Finding
 from toolkit.doctor.shipped import CHECKOUT, COMPLETIONS, completion_path, shipped
 from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.hardware.ports import bind_failure
 from toolkit.logs import DEBUG
 from toolkit.units import size
 
@@ -22,10 +23,10 @@ DISTRIBUTION = "tk-llm"
 
 
 def check_installation(variables: list[str], host: str, port: int) -> Iterator[Finding]:
-    """`variables`: those that settings have; `host`, `port`: where `tk serve` would listen."""
+    """Run the checks. `variables`: of all settings. `host`, `port`: of `tk serve`."""
     yield _packages()
     if (CHECKOUT / "constraints.txt").is_file():
-        yield _pins(CHECKOUT / "constraints.txt")
+        yield _versions(CHECKOUT / "constraints.txt")
     yield _variables(os.environ, variables)
     yield _port(host, port)
     yield _downloads()
@@ -34,7 +35,7 @@ def check_installation(variables: list[str], host: str, port: int) -> Iterator[F
 
 
 def requirements() -> list[Requirement]:
-    """What the package asks for, extras aside."""
+    """Return the package's requirements, without extras."""
     parsed = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or []]
     return [one for one in parsed if one.marker is None or one.marker.evaluate({"extra": ""})]
 
@@ -47,21 +48,21 @@ def version_of(package: str) -> str | None:
 
 
 def _packages() -> Finding:
-    asked = requirements()
-    wrong = []
-    for one in asked:
+    required = requirements()
+    problems = []
+    for one in required:
         version = version_of(one.name)
         if version is None:
-            wrong.append(f"{one.name} is missing")
+            problems.append(f"{one.name} is missing")
         elif not one.specifier.contains(version, prereleases=True):
-            wrong.append(f"{one.name} is {version}, and tk needs {one.specifier}")
-    if wrong:
-        return Finding("packages", "fail", "; ".join(wrong), "pip install --upgrade tk-llm")
-    return Finding("packages", "pass", f"all {len(asked)} that tk needs")
+            problems.append(f"{one.name} is {version}, and tk needs {one.specifier}")
+    if problems:
+        return Finding("packages", "fail", "; ".join(problems), "pip install --upgrade tk-llm")
+    return Finding("packages", "pass", f"all {len(required)} required packages")
 
 
-def _pins(constraints: Path) -> Finding:
-    """In a checkout: whether the versions are those that the tests run with."""
+def _versions(constraints: Path) -> Finding:
+    """Compare the versions in a checkout with those that the tests use."""
     pins = dict(line.split("==") for line in constraints.read_text().split() if "==" in line)
     known = {one.name.lower().replace("_", "-") for one in requirements()}
     others = [
@@ -72,26 +73,21 @@ def _pins(constraints: Path) -> Finding:
         and version.partition("+")[0] != pin
     ]
     if others:
-        text = f"versions other than the tested ones: {', '.join(others)}"
-        return Finding(
-            "versions", "warn", text, "pip install --constraint constraints.txt --editable ."
-        )
-    return Finding("versions", "pass", "those of constraints.txt")
+        text = f"untested versions: {', '.join(others)}"
+        fix = "pip install --constraint constraints.txt --editable ."
+        return Finding("versions", "warn", text, fix)
+    return Finding("versions", "pass", "as in constraints.txt")
 
 
 def _variables(environment: Mapping[str, str], known: list[str]) -> Finding:
-    """A variable that nothing reads is likely a misspelled one."""
-    given = sorted(name for name in environment if name.startswith("TK_"))
-    unknown = [name for name in given if name not in (*known, FILE_VARIABLE, DEBUG)]
+    """Find TK_* variables that no setting reads, likely misspelled."""
+    present = sorted(name for name in environment if name.startswith("TK_"))
+    unknown = [name for name in present if name not in (*known, FILE_VARIABLE, DEBUG)]
     if unknown:
         fix = " ".join(did_you_mean(name, known).strip() for name in unknown).strip()
-        return Finding(
-            "variables",
-            "warn",
-            f"nothing reads {', '.join(unknown)}",
-            fix or "tk man tk.toml lists them.",
-        )
-    return Finding("variables", "pass", f"{', '.join(given) or 'no TK_* variable'}")
+        fix = fix or "See tk man tk.toml for all variables."
+        return Finding("variables", "warn", f"unknown: {', '.join(unknown)}", fix)
+    return Finding("variables", "pass", f"{', '.join(present) or 'no TK_* variable is set'}")
 
 
 def _port(host: str, port: int) -> Finding:
@@ -102,61 +98,41 @@ def _port(host: str, port: int) -> Finding:
         try:
             probe.bind((host, port))
         except OSError as error:
-            if serves(host, port):
-                return Finding("port", "pass", f"{name}: a server runs there, and is well")
-            fix = "Another port: tk serve --port 8001."
-            return Finding(
-                "port", "warn", f"{name} cannot be had: {error.strerror}{_holder(port)}", fix
-            )
+            if is_serving(host, port):
+                return Finding("port", "pass", f"{name}: a healthy server runs there")
+            text = f"{name} is not available: {bind_failure(error, port)}"
+            return Finding("port", "warn", text, "Use another port: tk serve --port 8001.")
     return Finding("port", "pass", f"{name} is free")
 
 
-def serves(host: str, port: int) -> bool:
-    """Whether a server there says that it is well."""
+def is_serving(host: str, port: int) -> bool:
+    """Return whether a healthy server listens there."""
     from urllib.request import ProxyHandler, build_opener
 
-    reached = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
+    address = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
         host, f"[{host}]" if ":" in host else host
     )
     try:
         with build_opener(ProxyHandler({})).open(
-            f"http://{reached}:{port}/livez", timeout=2.0
-        ) as answer:
-            return bool(answer.status == 200)
+            f"http://{address}:{port}/livez", timeout=2.0
+        ) as response:
+            return bool(response.status == 200)
     except (OSError, ValueError):
         return False
 
 
-def _holder(port: int) -> str:
-    """Who listens there, where the system tells us."""
-    import psutil
-
-    try:
-        for one in psutil.net_connections("tcp"):
-            if (
-                one.status == psutil.CONN_LISTEN
-                and one.laddr
-                and one.laddr.port == port
-                and one.pid
-            ):
-                return f" ({psutil.Process(one.pid).name()}, process {one.pid})"
-    except (psutil.Error, OSError):
-        pass
-    return ""
-
-
 def _downloads() -> Finding:
-    """What is in the hub's cache, and what was interrupted."""
+    """Count the models in the hub's cache, and find interrupted downloads."""
     from huggingface_hub import constants
 
-    from toolkit.inventory.find import cached
+    from toolkit.inventory.find import cached_repos
 
-    repos = cached()
+    repos = cached_repos()
     text = f"{len(repos)} models, {size(sum(repo.size_on_disk for repo in repos))}"
-    pieces = list(Path(constants.HF_HUB_CACHE).glob("models--*/blobs/*.incomplete"))
-    if pieces:
-        names = {path.parts[-3].removeprefix("models--").replace("--", "/") for path in pieces}
-        fix = f"tk pull {' or '.join(sorted(names))} fetches the rest."
+    partial = list(Path(constants.HF_HUB_CACHE).glob("models--*/blobs/*.incomplete"))
+    if partial:
+        names = {path.parts[-3].removeprefix("models--").replace("--", "/") for path in partial}
+        fix = f"tk pull {' or '.join(sorted(names))} resumes it."
         return Finding("downloads", "warn", f"{text}; interrupted: {', '.join(sorted(names))}", fix)
     return Finding("downloads", "pass", text)
 
@@ -171,17 +147,14 @@ def _manual() -> Finding:
 
 def _completions(shell: str) -> Finding:
     if shell not in COMPLETIONS:
-        return Finding(
-            "completions",
-            "pass",
-            f"none for {shell or 'an unknown shell'}: bash, zsh and fish have them",
-        )
-    path = completion_path(shell)  # type: ignore[arg-type]  # one of FILES
+        text = f"none for {shell or 'an unknown shell'}; available for bash, zsh and fish"
+        return Finding("completions", "pass", text)
+    path = completion_path(shell)  # type: ignore[arg-type]  # a key of COMPLETIONS
     install = f"tk completion {shell} --install"
     if not path.is_file():
         return Finding("completions", "warn", f"not installed for {shell}", install)
     if _text(path) != _text(shipped("completions", COMPLETIONS[shell])):
-        return Finding("completions", "warn", f"{path} is another version's", install)
+        return Finding("completions", "warn", f"{path} is from another version", install)
     return Finding("completions", "pass", str(path))
 
 

@@ -1,6 +1,6 @@
-"""What PyTorch and Triton can do here, found out in a process of its own: `python -m toolkit.doctor.probe` prints JSON.
+"""Check PyTorch and Triton in a separate process: `python -m toolkit.doctor.probe` prints JSON.
 
-So the doctor itself stays light, and lives on when a broken library takes its process down.
+This keeps the doctor light, and alive if a broken library crashes its process.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import subprocess
 import sys
 from typing import Any
 
-TIMEOUT = 120.0
-"""Seconds; the first import of PyTorch on a cold disk takes many."""
+TIMEOUT = 120.0  # seconds; the first import of PyTorch from a cold disk is slow
 
 
 class Probe:
-    """The other process; it begins at once, and the rest can be looked at meanwhile."""
+    """The probe's process. It starts at once and runs in the background."""
 
     _facts: dict[str, Any] | None = None
 
@@ -28,7 +27,7 @@ class Probe:
         )
 
     def facts(self) -> dict[str, Any]:
-        """What it prints, once it has; `{"error": ...}` when it could not."""
+        """Wait for the facts. They are `{"error": ...}` if the process failed."""
         if self._facts is None:
             self._facts = self._wait(TIMEOUT)
         return self._facts
@@ -46,13 +45,13 @@ class Probe:
             return {
                 "error": lines[-1]
                 if lines
-                else f"the process ended with {self._process.returncode}"
+                else f"the process ended with code {self._process.returncode}"
             }
         return facts
 
 
 def probe() -> dict[str, Any]:
-    """Versions, the GPU, whether a product and one of our kernels give what they should."""
+    """Return versions, the GPU, and whether a matrix product and one of our kernels are correct."""
     import torch
 
     facts: dict[str, Any] = {
@@ -75,7 +74,7 @@ def probe() -> dict[str, Any]:
 
 
 def _cpu_kernels() -> dict[str, Any]:
-    """Why the C++ kernels do not run, or for which instructions they were compiled."""
+    """Return the instruction set of the C++ kernels, or why they do not run."""
     try:
         from toolkit.kernels import cpu
     except Exception as error:  # a library of another version
@@ -89,11 +88,11 @@ def _run_product(device: str) -> None:
     x = torch.arange(64 * 64, dtype=torch.float32, device=device).view(64, 64) / 4096
     expected = (x[:, :, None] * x[None, :, :]).sum(1)
     if not torch.allclose(x @ x, expected, rtol=1e-2):
-        raise RuntimeError(f"a product of matrices on {device} is wrong")
+        raise RuntimeError(f"a matrix product on {device} is wrong")
 
 
 def _run_kernel() -> None:
-    """A kernel of ours is compiled, and compared with plain PyTorch."""
+    """Compile a kernel and compare it with plain PyTorch."""
     import torch
 
     from toolkit.kernels import reference
@@ -103,14 +102,14 @@ def _run_kernel() -> None:
     weight = torch.ones(1024, device="cuda")
     ours, _ = add_rms_norm(x.clone(), None, weight, 1e-6)
     if not torch.allclose(ours, reference.add_rms_norm(x, None, weight, 1e-6)[0], atol=1e-4):
-        raise RuntimeError("a Triton kernel gives wrong numbers")
+        raise RuntimeError("the results of a Triton kernel are wrong")
 
 
 def _error_of(work: Any) -> str | None:
-    """What went wrong, in one line; None when nothing did."""
+    """Return the error of a call in one line, or None."""
     try:
         work()
-    except Exception as error:  # whatever a driver, a compiler or a library raises
+    except Exception as error:  # of a driver, a compiler or a library
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
     return None

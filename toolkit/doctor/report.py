@@ -1,4 +1,4 @@
-"""`tk doctor`: all checks, one line each, with what to do."""
+"""`tk doctor`: print all findings, one line each, with fixes."""
 
 from __future__ import annotations
 
@@ -6,28 +6,25 @@ import sys
 from collections.abc import Iterable
 
 from toolkit.doctor.finding import Finding
-from toolkit.inventory.console import answer, talk, write
-from toolkit.logs import harmless
+from toolkit.inventory.console import print_json, print_note, print_rich
+from toolkit.logs import escape_controls
 
 COLORS = {"pass": "green", "warn": "yellow", "fail": "red"}
-
-
-NAME = max(len(name) for name in ("completions", "open files", "variables"))
-"""Columns of the longest check's name."""
+NAME_COLUMNS = len("completions")  # the longest name of a check
 
 
 def report(findings: Iterable[Finding], *, as_json: bool) -> int:
-    """Prints each as it comes, or all as JSON; the exit code of the command: 1 when a check failed."""
+    """Print each finding as it comes, or all as JSON. Return the exit code: 1 if a check failed."""
     found = []
     for one in findings:
         found.append(one)
         if not as_json:
             _print(one)
     if as_json:
-        answer([one.as_json() for one in found])
+        print_json([one.as_json() for one in found])
     else:
         counts = {status: sum(one.status == status for one in found) for status in COLORS}
-        talk(f"{counts['pass']} passed, {counts['warn']} to look at, {counts['fail']} failed.")
+        print_note(f"{counts['pass']} passed, {counts['warn']} warnings, {counts['fail']} failed.")
     return int(any(one.status == "fail" for one in found))
 
 
@@ -37,10 +34,12 @@ def _print(one: Finding) -> None:
 
     line = Table.grid(padding=(0, 2))
     line.add_column(no_wrap=True, width=4)
-    line.add_column(no_wrap=True, width=NAME)
+    line.add_column(no_wrap=True, width=NAME_COLUMNS)
     line.add_column(overflow="fold")
-    line.add_row(f"[{COLORS[one.status]}]{one.status}[/]", one.name, escape(harmless(one.text)))
+    line.add_row(
+        f"[{COLORS[one.status]}]{one.status}[/]", one.name, escape(escape_controls(one.text))
+    )
     if one.fix:
         line.add_row("", "", f"[bold]fix:[/] {escape(one.fix)}")
-    write(line)
+    print_rich(line)
     sys.stdout.flush()

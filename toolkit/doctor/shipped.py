@@ -1,4 +1,4 @@
-"""Where the man pages and completion scripts are: in the checkout, or where the package was installed with them."""
+"""Locations of man pages and completion scripts: in the checkout, or in the installed package."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def shipped(folder: str, name: str) -> Path:
-    """A file of `man/` or `completions/`. Raises ToolkitError when this installation lacks it."""
-    here = CHECKOUT / folder / name
-    if here.is_file() and (CHECKOUT / "pyproject.toml").is_file():
-        return here
-    from importlib import metadata  # takes longer than all of the command line's own modules
+    """Return a file of `man/` or `completions/`. Raises ToolkitError if it is not installed."""
+    path = CHECKOUT / folder / name
+    if path.is_file() and (CHECKOUT / "pyproject.toml").is_file():
+        return path
+    from importlib import metadata  # slower to import than all of the command line's modules
 
     for file in metadata.files("tk-llm") or []:
         if file.name == name and "share" in file.parts:
             return Path(str(file.locate()))
     raise ToolkitError(
-        f"This installation of tk came without {name}. Install the wheel: pip install tk-llm."
+        f"This installation of tk has no {name}. Install the wheel: pip install tk-llm."
     )
 
 
 def completion_path(shell: Shell) -> Path:
-    """Where a shell looks for a user's completions."""
+    """Return the file in which a shell looks for the user's completions of tk."""
     home = Path.home()
     if shell == "bash":
         data = Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share")

@@ -138,7 +138,7 @@ class PoolingProcessor:
             return info.size
         if not 1 <= dimensions <= info.size:
             raise InvalidRequestError(
-                f"dimensions must be from 1 to {info.size}; it got {dimensions}.",
+                f"dimensions must be from 1 to {info.size}; got {dimensions}.",
                 param="dimensions",
             )
         if info.dimensions is None:
@@ -150,7 +150,7 @@ class PoolingProcessor:
         if info.dimensions and dimensions not in info.dimensions:
             raise InvalidRequestError(
                 f"dimensions must be one of {', '.join(map(str, info.dimensions))}; "
-                f"it got {dimensions}.",
+                f"got {dimensions}.",
                 param="dimensions",
             )
         return dimensions
@@ -222,7 +222,7 @@ class PoolingProcessor:
         if truncate != -1 and not 1 <= truncate <= limit:
             raise InvalidRequestError(
                 f"truncate_prompt_tokens must be from 1 to {limit}, the model's maximum, or -1 for "
-                f"the maximum; it got {truncate}.",
+                f"the maximum; got {truncate}.",
                 param="truncate_prompt_tokens",
             )
         return limit if truncate == -1 else truncate

@@ -1,1 +1,1 @@
-"""The machine: cores, control groups, devices, memory, and the processes that depend on each other."""
+"""The machine: cores, control groups, devices, memory, ports and child processes."""

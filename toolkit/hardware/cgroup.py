@@ -1,6 +1,7 @@
-"""What Linux's control groups (versions 1 and 2) leave this process: processor time and memory.
+"""CPU time and memory that Linux control groups (versions 1 and 2) allow this process.
 
-A limit of a group holds for those within it, so that all from the process' own group up to the root count.
+A group's limit applies to all groups inside it, so every group from this process's own up to the
+root counts.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
-UNLIMITED = 2**62
-"""Bytes; more than any machine has."""
+UNLIMITED = 2**62  # bytes; more than any machine has
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Processor time in cores; None: as much as there is."""
-    least = None
+    """Return the CPU time limit in cores, or None if there is none."""
+    lowest = None
     for group in _groups("cpu", root):
         if (group / "cpu.max").is_file():
             words = _text(group / "cpu.max").split()
@@ -25,13 +25,13 @@ def cpu_quota(root: Path = ROOT) -> float | None:
             quota, period = (int(word) for word in words)
         except ValueError:  # "max", or no such files
             continue
-        if quota > 0 and period > 0:  # -1 is version 1's word for no limit
-            least = min(quota / period, least or UNLIMITED)
-    return least
+        if quota > 0 and period > 0:  # in version 1, -1 means no limit
+            lowest = min(quota / period, lowest or UNLIMITED)
+    return lowest
 
 
 def memory(root: Path = ROOT) -> tuple[int, int]:
-    """(the limit, what it leaves, where files that the system has cached count as left); UNLIMITED without one."""
+    """Return (limit, bytes left) or UNLIMITED. The page cache counts as left: it can be dropped."""
     limit = left = UNLIMITED
     for group in _groups("memory", root):
         old = (group / "memory.limit_in_bytes").is_file()
@@ -48,11 +48,11 @@ def memory(root: Path = ROOT) -> tuple[int, int]:
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Folders of the groups that this process is in, from the innermost out."""
+    """Yield the folders of this process's groups, innermost first."""
     paths: dict[str, str] = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        paths |= dict.fromkeys(controllers.split(","), path)  # version 2 names none
+        paths |= dict.fromkeys(controllers.split(","), path)  # version 2 lists no controllers
     for line in _text(root / "proc/self/mountinfo").splitlines():
         mount, _, system = line.partition(" - ")
         kind, _, options = system.split(" ", 2)
@@ -65,9 +65,8 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
         top, point = mount.split()[3:5]
         folder = here = root / point.lstrip("/")
         inner = path.removeprefix("" if top == "/" else top).strip("/")
-        if (
-            here / inner
-        ).is_dir():  # a container may see its own group as the root, and its path as the host has it
+        # A container may see its own group as the root, but its path as on the host.
+        if (here / inner).is_dir():
             folder = here / inner
         yield folder
         while folder != here:
@@ -76,7 +75,6 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _text(path: Path) -> str:
-    """Empty where there is no such file."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

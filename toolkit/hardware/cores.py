@@ -1,4 +1,4 @@
-"""The processor's cores that this process may use, and the threads that an engine on a CPU runs on them."""
+"""CPU cores that this process may use, and the threads that an engine runs on them."""
 
 from __future__ import annotations
 
@@ -17,30 +17,28 @@ CPUS = "sys/devices/system/cpu"
 class Core:
     """A physical core."""
 
-    package: int
-    """The processor that it is part of."""
-    node: int
-    """The part of memory that is nearest."""
+    package: int  # processor (socket) number
+    node: int  # nearest memory node
     cpus: tuple[int, ...]
-    """Of its hardware threads those that this process may run on, by the system's numbers; empty where nobody tells them."""
+    """Numbers of the core's hardware threads that this process may use. Empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """What this process may use."""
+    """Cores and CPU time that this process may use."""
 
     all: tuple[Core, ...]
-    """Near ones together."""
+    """Cores, sorted by processor and memory node."""
     quota: float | None
-    """Processor time that control groups grant, in cores; None: no limit."""
+    """CPU time limit of the control groups, in cores. None: no limit."""
 
     @property
-    def limited(self) -> bool:
+    def is_limited(self) -> bool:
         return self.quota is not None and self.quota < len(self.all)
 
     @property
-    def uneven(self) -> bool:
-        """Whether it matters where a thread runs: hardware threads share cores, or memory is near to some and far from others."""
+    def is_uneven(self) -> bool:
+        """True if it matters where a thread runs: SMT cores, or several memory nodes."""
         return (
             any(len(core.cpus) > 1 for core in self.all)
             or len({core.node for core in self.all}) > 1
@@ -48,20 +46,23 @@ class Cores:
 
 
 @dataclass(frozen=True, slots=True)
-class Threads:
-    """What one rank of an engine computes with."""
+class ThreadPlan:
+    """Threads that one rank of an engine computes with."""
 
     count: int
     cores: tuple[Core, ...] = ()
-    """What each is bound to: all hardware threads of one core. Empty: the system places them."""
+    """Cores that the threads are bound to, one each. Empty: the system places them."""
 
 
 def find_cores(root: Path = ROOT, allowed: set[int] | None = None) -> Cores:
-    """`root`: where sys and proc are; `allowed`: numbers of hardware threads, by default the process' affinity."""
+    """Find the usable cores.
+
+    `root`: folder with sys and proc. `allowed`: hardware threads; default: the CPU affinity.
+    """
     if allowed is None:
         allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     cores = {_core(root, cpu, allowed) for cpu in allowed}
-    if not cores:  # no Linux
+    if not cores:  # not Linux
         count = psutil.cpu_count(logical=False) or os.cpu_count() or 1
         return Cores((Core(0, 0, ()),) * count, None)
     return Cores(
@@ -70,44 +71,47 @@ def find_cores(root: Path = ROOT, allowed: set[int] | None = None) -> Cores:
 
 
 def num_cpus() -> int:
-    """Hardware threads that this process may keep busy, as its affinity and its cgroup allow."""
+    """Return the number of hardware threads that CPU affinity and control groups allow."""
     count = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     return max(1, int(min(count, cpu_quota() or count)))
 
 
-def plan_threads(cores: Cores, asked: int | None = None, rank: int = 0, size: int = 1) -> Threads:
-    """Of the `rank`-th of `size` ranks that share the cores out.
+def plan_threads(
+    cores: Cores, requested: int | None = None, rank: int = 0, size: int = 1
+) -> ThreadPlan:
+    """Plan the threads of rank `rank` of `size` ranks that divide the cores.
 
-    A thread for each physical core: two on one core would share its multipliers. One rank stays on one processor, whose threads
-    reach each other and its memory quickly; weights and cache lie where those threads first write them. Who asks for a number, or
-    has less time than cores, gets threads that the system places. The server's own thread is bound nowhere, and finds the other
-    hardware threads free.
+    One thread per physical core: two on one core would share its multipliers. A single rank stays
+    on one processor, where threads reach each other and its memory quickly; weights and cache lie
+    where these threads first write them. With a requested number, or with less CPU time than
+    cores, the system places the threads. The server's own thread is never bound; it finds the
+    other hardware threads free.
     """
-    if asked is not None:
-        return Threads(asked)
-    if cores.limited:
+    if requested is not None:
+        return ThreadPlan(requested)
+    if cores.is_limited:
         assert cores.quota is not None
-        return Threads(max(1, int(cores.quota) // size))
+        return ThreadPlan(max(1, int(cores.quota) // size))
     if size == 1:
-        # Cores of one memory node are together, whatever a virtual machine calls a processor.
+        # Cores of one memory node belong together; a virtual machine may call each a processor.
         package: dict[int, int] = {}
         for core in cores.all:
             package[core.node] = min(package.get(core.node, core.package), core.package)
-        places = [package[core.node] for core in cores.all]
-        most = max(places, key=places.count)
-        own = tuple(core for core, place in zip(cores.all, places, strict=True) if place == most)
+        packages = [package[core.node] for core in cores.all]
+        largest = max(packages, key=packages.count)
+        own = tuple(core for core, p in zip(cores.all, packages, strict=True) if p == largest)
     else:
         count = len(cores.all) // size
         own = cores.all[rank * count : (rank + 1) * count]
-    return Threads(max(1, len(own)), own if cores.uneven else ())
+    return ThreadPlan(max(1, len(own)), own if cores.is_uneven else ())
 
 
-def asked_for() -> int | None:
-    """The number of threads in OMP_NUM_THREADS."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdecimal() and int(asked) > 0 else None
+def requested_threads() -> int | None:
+    """Return the number of threads in OMP_NUM_THREADS, or None."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def _core(root: Path, cpu: int, allowed: set[int]) -> Core:
@@ -119,7 +123,7 @@ def _core(root: Path, cpu: int, allowed: set[int]) -> Core:
 
 
 def _numbers(path: Path) -> set[int]:
-    """Of a list such as 0-3,8; empty where there is none."""
+    """Read a list such as 0-3,8. Empty if there is no such file."""
     try:
         parts = [part.partition("-") for part in path.read_text().strip().split(",")]
         return {n for first, _, last in parts for n in range(int(first), int(last or first) + 1)}

@@ -1,4 +1,4 @@
-"""The device that `tk serve` would run on and its memory, asked of the driver and the system."""
+"""The device that `tk serve` would run on, and its memory, from the driver and the system."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ from toolkit.hardware import cgroup
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`kind`: cpu or cuda. Memory in bytes."""
+    """A device, with its memory in bytes."""
 
-    kind: str
+    kind: str  # "cpu" or "cuda"
     name: str
     total: int
     free: int
 
 
 def find_device(wanted: str = "auto", count: int = 1) -> Device:
-    """auto: the first GPU that this process may use, or of the first `count` the one with the least free memory; else the
-    CPU. Raises ConfigError when there are fewer GPUs.
+    """Find the fullest of the first `count` GPUs, else the CPU. `wanted`: auto, cuda or cpu.
+
+    Raises ConfigError if there are fewer GPUs.
     """
     gpus = find_gpus() if wanted != "cpu" else []
     if gpus and count > len(gpus):
         raise ConfigError(
-            f"{count} GPUs are asked for (--tensor-parallel-size and its like), and there are {len(gpus)} here.",
+            f"The parallel sizes need {count} GPUs, and this machine has {len(gpus)}. Lower "
+            f"--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size.",
             param="tensor_parallel_size",
         )
     if gpus:
         return min(gpus[:count], key=lambda gpu: gpu.free)
     if wanted == "cuda":
         raise ConfigError(
-            "--device cuda: NVIDIA's driver knows no GPU here; tk doctor says more.", param="device"
+            "--device cuda: NVIDIA's driver finds no GPU here. Run tk doctor for the reason.",
+            param="device",
         )
     memory = psutil.virtual_memory()
     limit, left = cgroup.memory()
@@ -44,7 +47,7 @@ def find_device(wanted: str = "auto", count: int = 1) -> Device:
 
 
 def find_gpus() -> list[Device]:
-    """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; empty where there is no driver."""
+    """Return the NVIDIA GPUs of CUDA_VISIBLE_DEVICES in its order. Empty without a driver."""
     import pynvml
 
     try:
@@ -61,22 +64,22 @@ def _visible(nvml: Any) -> list[Any]:
         return handles
     visible = []
     for word in (part.strip() for part in listed.split(",")):
-        named = [
+        matches = [
             handle
             for index, handle in enumerate(handles)
             if word and (word == str(index) or nvml.nvmlDeviceGetUUID(handle).startswith(word))
         ]
-        if not named:
-            break  # CUDA sees none of those behind one that does not exist
-        visible += named[:1]
+        if not matches:
+            break  # CUDA ignores everything after the first entry that does not exist
+        visible += matches[:1]
     return visible
 
 
 def _gpu(nvml: Any, handle: Any) -> Device:
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-        usable = int(memory.total) - int(memory.reserved)  # what CUDA calls the total
-    except nvml.NVMLError:  # an old driver
+        usable = int(memory.total) - int(memory.reserved)  # CUDA's total
+    except nvml.NVMLError:  # old driver
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         usable = int(memory.total)
     return Device("cuda", str(nvml.nvmlDeviceGetName(handle)), usable, int(memory.free))

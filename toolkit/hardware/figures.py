@@ -1,4 +1,4 @@
-"""Figures of memory that workers and the estimate before them share."""
+"""Memory constants shared by the worker and by the estimate of `tk serve --dry-run`."""
 
 from __future__ import annotations
 

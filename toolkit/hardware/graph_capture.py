@@ -1,4 +1,4 @@
-"""Capturing CUDA graphs, and what may not be done meanwhile."""
+"""Capture of CUDA graphs, and what must not happen meanwhile."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-_one_at_a_time = RLock()
+_lock = RLock()
 
 
 @contextmanager
 def captured(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-    """What is launched inside on the current stream becomes the graph; its memory is of the pool, or its own.
+    """Capture what is launched inside on the current stream. Memory comes from `pool`, if given.
 
-    No garbage is collected meanwhile: the graphs of an engine that is no longer used may be in it, and to destroy those while a stream
-    is captured is not permitted and spoils the capture. After an error nothing is left of the graph: NCCL does not end before the last
-    one that has a call of it.
+    No garbage is collected meanwhile: it may contain graphs of an engine that is no longer used,
+    and destroying these during a capture is an error that spoils it. After an error the graph is
+    reset: NCCL does not end while a graph contains one of its calls.
     """
-    with _one_at_a_time:
+    with _lock:
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -29,7 +29,7 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
             try:
                 yield
             except BaseException:
-                with suppress(RuntimeError):  # the capture may be over by that error
+                with suppress(RuntimeError):  # the error may have ended the capture
                     graph.capture_end()
                 graph.reset()
                 raise
@@ -40,6 +40,6 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
 
 
 def empty_cache() -> None:
-    """Gives back what PyTorch keeps of the GPUs' memory and no tensor has. Waits for a capture that is under way: PyTorch would refuse."""
-    with _one_at_a_time:
+    """Release PyTorch's cached GPU memory, after any running capture, which forbids it."""
+    with _lock:
         torch.cuda.empty_cache()

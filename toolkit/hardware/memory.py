@@ -1,4 +1,4 @@
-"""Free memory of a device, and running out of it."""
+"""Free memory of a device, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from contextlib import contextmanager, suppress
 import psutil
 import torch
 
-from toolkit.config.engine import MEMORY
+from toolkit.config.engine import MEMORY_VARIABLE
 from toolkit.errors import OutOfMemoryError
 from toolkit.hardware import cgroup
 from toolkit.hardware.graph_capture import empty_cache
+from toolkit.units import GIB, size
 
-GIB = 2**30
-MUCH, MUCH_OF_IT = 2 * GIB, 0.05
-"""Bytes, and of a GPU's: more than CUDA and NCCL take in a process."""
-
-
-def gib(size: float) -> str:
-    """1.5 GiB, or 12.0 MiB when that reads better."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+OTHERS_MIN_BYTES, OTHERS_MIN_FRACTION = 2 * GIB, 0.05
+"""Smallest reported usage of other programs: more than CUDA and NCCL use in a process."""
 
 
-def available(device: torch.device, taken: int = 0) -> int:
-    """Bytes that can still be allocated; on a CPU within the container's limit and, of several engines, this one's share, of which
-    so many are taken.
+def available(device: torch.device, used: int = 0) -> int:
+    """Return the bytes that can still be allocated.
+
+    On a CPU: within the container's limit and, with several engines, within this engine's share,
+    of which `used` bytes are used.
     """
     if device.type == "cuda":
-        with suppress(RuntimeError):  # PyTorch may refuse to after a capture that broke
-            empty_cache()  # of a model that this process had before, for one
+        with suppress(RuntimeError):  # PyTorch may refuse after a failed capture
+            empty_cache()  # memory of an earlier model in this process, for example
         return int(torch.cuda.mem_get_info(device)[0])
     free = min(int(psutil.virtual_memory().available), cgroup.memory()[1])
-    share = os.environ.get(MEMORY)
-    return free if share is None else min(free, max(0, int(share) - taken))
+    share = os.environ.get(MEMORY_VARIABLE)
+    return free if share is None else min(free, max(0, int(share) - used))
 
 
-def others(device: torch.device) -> str:
-    """A sentence on what other programs have of a GPU, where that is much."""
+def other_programs(device: torch.device) -> str:
+    """Return a sentence on the GPU memory that other programs use. Empty if it is little."""
     if device.type != "cuda":
         return ""
     free, total = torch.cuda.mem_get_info(device)
-    taken = total - free - torch.cuda.memory_reserved(device)
-    if taken < max(MUCH, MUCH_OF_IT * total):
+    used = total - free - torch.cuda.memory_reserved(device)
+    if used < max(OTHERS_MIN_BYTES, OTHERS_MIN_FRACTION * total):
         return ""
-    return f" Other programs have some {taken / GIB:.0f} of this GPU's {total / GIB:.0f} GiB (nvidia-smi lists them)."
+    return (
+        f" Other programs use about {used / GIB:.0f} of this GPU's {total / GIB:.0f} GiB "
+        f"(nvidia-smi lists them)."
+    )
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a step failed because memory was full, on the GPU or on the host."""
+    """Return whether a step failed for lack of memory, on the GPU or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error)
@@ -61,26 +61,26 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 @contextmanager
-def room_for(what: str, device: torch.device, advice: str) -> Iterator[None]:
-    """Where memory gets full inside, OutOfMemoryError says for what, and what to do."""
+def explain_out_of_memory(what: str, device: torch.device, advice: str) -> Iterator[None]:
+    """Turn out-of-memory errors into OutOfMemoryError, with what needed memory and `advice`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        free = f"{gib(available(device))} of {device.type} memory are free"
-        raise OutOfMemoryError(f"There is no room for {what} ({free}); {advice}.") from error
+        free = f"{size(available(device))} of {device.type} memory are free"
+        raise OutOfMemoryError(f"Not enough memory for {what} ({free}); {advice}.") from error
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether the device can run no further step: CUDA errors other than full memory stick."""
+    """Return whether the device can run no more steps: CUDA errors other than OOM persist."""
     return not is_out_of_memory(error) and any(
-        said in str(error) for said in ("CUDA error", "Triton Error [CUDA]")
+        text in str(error) for text in ("CUDA error", "Triton Error [CUDA]")
     )
 
 
-def give_back() -> None:
-    """Returns to the system what this process has freed and its C library keeps, as of weights loaded and then packed in another type."""
+def trim_heap() -> None:
+    """Release memory that was freed but kept by the C library, such as that of packed weights."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""A process that never outlives the one that started it, however that one ends."""
+"""A process that never outlives its parent, however the parent ends."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _has_parent = False
 
 
 def is_own_process() -> bool:
-    """Whether this process is tk's alone: nobody else's threads run in it."""
+    """Return whether tk started this process, so that it has no foreign threads."""
     return _has_parent
 
 
-def end_with_parent(clean_up: Callable[[], object] = lambda: None) -> None:
-    """Ends this process when the other end of its standard input closes, which its parent holds; `clean_up` comes first.
+def exit_with_parent(clean_up: Callable[[], object] = lambda: None) -> None:
+    """Call `clean_up` and exit once stdin is closed: the parent holds its other end.
 
-    On Linux the parent's death also wakes a process that was stopped, which could not see it.
+    On Linux a stopped process is also resumed when its parent dies; it could not notice otherwise.
     """
     global _has_parent
     _has_parent = True
-    wake_with_parent()
+    resume_with_parent()
 
     def wait() -> None:
         while os.read(0, 1024):
@@ -35,8 +35,8 @@ def end_with_parent(clean_up: Callable[[], object] = lambda: None) -> None:
     threading.Thread(target=wait, daemon=True, name="parent-watch").start()
 
 
-def wake_with_parent() -> None:
-    """Has this process go on when its parent ends, should it be stopped then; on Linux alone."""
+def resume_with_parent() -> None:
+    """Resume this process, if it is stopped, when its parent dies. Linux only."""
     if sys.platform == "linux":
         import ctypes
 

@@ -1,1 +1,4 @@
-"""What models are at hand, what they are, and whether a device has room for them: all without loading one, or torch."""
+"""Local models: list, describe, download and remove them, and estimate whether they fit.
+
+Nothing here loads a model, or imports torch.
+"""

@@ -1,4 +1,4 @@
-"""`tk show`: what a model is."""
+"""`tk show`: describe a model."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from toolkit.config import EngineConfig
 from toolkit.errors import ToolkitError
 from toolkit.hardware.devices import find_device
 from toolkit.inventory.checkpoint import Checkpoint
-from toolkit.inventory.console import answer, print_facts
+from toolkit.inventory.console import print_facts, print_json
 from toolkit.inventory.estimate import Estimate, estimate
-from toolkit.inventory.find import look_up
+from toolkit.inventory.find import find_checkpoint
 from toolkit.units import count, size
 
-MOST_FILES = 8
-"""Files that are named, the largest first."""
+MAX_FILES = 8  # listed, the largest first
 
 
 def show(model: str | None, revision: str | None, *, as_json: bool) -> None:
-    """Prints what is known of a model. Raises as `find.look_up` does."""
-    checkpoint = look_up(model, revision)
+    """Print a model's description. Raises as `find.find_checkpoint` does."""
+    checkpoint = find_checkpoint(model, revision)
     if as_json:
-        answer(describe(checkpoint))
+        print_json(describe(checkpoint))
     else:
         print_facts(checkpoint.name, _facts(checkpoint))
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """All of it, for programs. Sizes in bytes, lengths in tokens; None is unknown."""
+    """Return the description for --json: sizes in bytes, lengths in tokens, None if unknown."""
     template = chat_template(checkpoint)
     return {
         "name": checkpoint.name,
@@ -52,7 +51,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def chat_template(checkpoint: Checkpoint) -> str | None:
-    """The model's own; the one named default where it has several."""
+    """Return the model's chat template, or the one named default if it has several."""
     own = checkpoint.read("chat_template.jinja")
     if own:
         return own
@@ -63,7 +62,7 @@ def chat_template(checkpoint: Checkpoint) -> str | None:
 
 
 def tokenizer(checkpoint: Checkpoint) -> str | None:
-    """Its class and the file that it is read from; None when the model has none."""
+    """Return the tokenizer's class and file, or None."""
     kind = _json(checkpoint.read("tokenizer_config.json")).get("tokenizer_class")
     known = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
     file = next((name for name in known if name in checkpoint.files), None)
@@ -71,13 +70,16 @@ def tokenizer(checkpoint: Checkpoint) -> str | None:
 
 
 def license_of(checkpoint: Checkpoint) -> str | None:
-    """As the head of its README.md says (https://huggingface.co/docs/hub/model-cards), else the first line of its LICENSE."""
+    """Return the license in README.md's header, else the first line of LICENSE, else None.
+
+    The header's format: https://huggingface.co/docs/hub/model-cards.
+    """
     head = re.match(r"---\n(.*?)\n---", checkpoint.read("README.md"), re.DOTALL)
-    said = re.search(
+    named = re.search(
         r"^license(?:_name)?: *[\"']?([^\s\"']+)", head[1] if head else "", re.MULTILINE
     )
-    if said:
-        return said[1]
+    if named:
+        return named[1]
     lines = (checkpoint.read("LICENSE") or checkpoint.read("LICENSE.txt")).split("\n")
     return next((line.strip() for line in lines if line.strip()), None)
 
@@ -85,68 +87,73 @@ def license_of(checkpoint: Checkpoint) -> str | None:
 def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     problem = checkpoint.problem
     parameters, stored = checkpoint.num_parameters, checkpoint.stored_type
-    number = count(parameters) if parameters else "unknown (its files have no safetensors header)"
+    number = count(parameters) if parameters else "unknown (no safetensors header)"
     template = chat_template(checkpoint)
     context = checkpoint.context
     facts = [
         ("architecture", f"{checkpoint.architecture}{f' - {problem}' if problem else ''}"),
         ("parameters", f"{number}{f', stored in {stored}' if stored else ''}"),
-        ("context", f"{context:,} tokens" if context else "config.json does not say"),
+        ("context", f"{context:,} tokens" if context else "unknown (not in config.json)"),
         *([] if problem else _shape(checkpoint)),
         ("tokenizer", tokenizer(checkpoint) or "none"),
         (
             "chat template",
-            "none" if template is None else f"{len(template):,} characters, {_takes(template)}",
+            "none"
+            if template is None
+            else f"{len(template):,} characters, {_tool_support(template)}",
         ),
-        ("license", license_of(checkpoint) or "not said in its files"),
+        ("license", license_of(checkpoint) or "not in its files"),
         ("files", _files(checkpoint)),
-        ("where", str(checkpoint.folder or f"on the hub; tk pull {checkpoint.name} fetches it")),
+        (
+            "location",
+            str(checkpoint.folder or f"on the hub; tk pull {checkpoint.name} downloads it"),
+        ),
     ]
-    return facts if problem else [*facts, ("runs here", _room(checkpoint))]
+    return facts if problem else [*facts, ("runs here", _fit(checkpoint))]
 
 
 def _shape(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     config = checkpoint.config
     heads, (_, kv_heads, head_size) = config.num_attention_heads, checkpoint.cache_shape
-    shared = f", {kv_heads} for keys and values" if kv_heads not in (0, heads) else ""
+    kv = f", {kv_heads} for keys and values" if kv_heads not in (0, heads) else ""
     of = f" of {head_size}" if head_size else ""
     return [
         (
             "shape",
-            f"{config.num_hidden_layers} layers, hidden size {config.hidden_size:,}, {heads} heads{of}{shared}, "
-            f"vocabulary of {config.vocab_size:,}",
+            f"{config.num_hidden_layers} layers, hidden size {config.hidden_size:,}, "
+            f"{heads} heads{of}{kv}, vocabulary of {config.vocab_size:,}",
         )
     ]
 
 
-def _takes(template: str) -> str:
-    return "takes tools" if "tools" in template else "takes no tools"
+def _tool_support(template: str) -> str:
+    return "supports tools" if "tools" in template else "no tools"
 
 
 def _files(checkpoint: Checkpoint) -> str:
     largest = sorted(checkpoint.files.items(), key=lambda file: -file[1])
     lines = [f"{len(largest)}, {size(checkpoint.size)}"]
-    lines += [f"{size(num_bytes):>10}  {name}" for name, num_bytes in largest[:MOST_FILES]]
-    return "\n".join([*lines, f"{'':>10}  ..."] if len(largest) > MOST_FILES else lines)
+    lines += [f"{size(num_bytes):>10}  {name}" for name, num_bytes in largest[:MAX_FILES]]
+    return "\n".join([*lines, f"{'':>10}  ..."] if len(largest) > MAX_FILES else lines)
 
 
-def _room(checkpoint: Checkpoint) -> str:
+def _fit(checkpoint: Checkpoint) -> str:
     device = find_device()
     try:
-        made: Estimate = estimate(checkpoint, EngineConfig(), device)
+        fit: Estimate = estimate(checkpoint, EngineConfig(), device)
     except ToolkitError as error:
         return error.message
     where = f"on {device.name}, {size(device.free)} free"
-    if made.problem:
-        verdict = f"with up to {made.largest_context:,} tokens" if made.largest_context else "no"
-        return f"{verdict} ({where}). {made.problem}"
-    cache = f", with a cache of {made.num_tokens:,} tokens" if made.has_cache else ""
-    return f"yes ({where}): {size(made.weights)} of weights in {made.dtype}{cache}"
+    if fit.problem:
+        verdict = f"with up to {fit.largest_context:,} tokens" if fit.largest_context else "no"
+        return f"{verdict} ({where}). {fit.problem}"
+    cache = f", with a KV cache of {fit.num_tokens:,} tokens" if fit.has_cache else ""
+    return f"yes ({where}): {size(fit.weights)} of weights in {fit.dtype}{cache}"
 
 
 def _json(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text or "{}")
+        content = json.loads(text or "{}")
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

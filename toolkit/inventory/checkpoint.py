@@ -1,4 +1,4 @@
-"""What a checkpoint is, from its config.json and the headers of its safetensors files: nothing is loaded."""
+"""Describe a checkpoint from config.json and its safetensors headers, without loading it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from toolkit.models.model_config import (
 )
 from toolkit.pooling.settings import has_pooling, read_pooling
 
-RUNS = (
-    "GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
-    "GPT2Model", "LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model",
-    "BertModel", "BertForSequenceClassification", "RobertaModel", "RobertaForSequenceClassification",
-    "XLMRobertaModel", "XLMRobertaForSequenceClassification",
+ARCHITECTURES = (
+    "GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM", "GPT2Model", "LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model",
+    "BertModel", "BertForSequenceClassification", "RobertaModel",
+    "RobertaForSequenceClassification", "XLMRobertaModel", "XLMRobertaForSequenceClassification",
 )  # fmt: skip
-"""The architectures that tk runs: the names of `models.registry.SUPPORTED`, which cannot be imported without torch."""
+"""Names in `models.registry.SUPPORTED`, which cannot be imported without torch."""
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
-"""Of the types that weights and caches are kept in here."""
 TYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -38,18 +37,18 @@ TYPES = {
     "F8_E4M3": "fp8",
     "F8_E5M2": "fp8",
 }
-"""Safetensors' names for types, and ours."""
+"""Our names for safetensors' types."""
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
-"""Buffers that old checkpoints carry along."""
+"""Buffers in old checkpoints."""
 _NOT_IN_ENCODERS = ("pooler.", "cls.", "lm_head.", "embeddings.position_ids")
 _TABLES = ("wte.", "wpe.", "embed_tokens.", "_embeddings.", "lm_head.")
-"""What the names of tensors have that are no linear layer's."""
+"""Substrings of the names of matrices that are not linear layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """`type`: float32, ..., as torch calls it, or safetensors' name for what is none of ours."""
+    """A tensor of a checkpoint. `type` is torch's name, or safetensors' for an unsupported one."""
 
     name: str
     type: str
@@ -57,44 +56,40 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def is_vocabulary(self) -> bool:
-        """Whether it is the table of tokens, or the output head."""
+        """True for the token embedding and the output head."""
         return any(part in self.name for part in ("wte.", "embed_tokens.", "lm_head."))
 
     @property
     def is_table(self) -> bool:
-        """Whether rows of it are looked up, of tokens or of positions."""
+        """True for token and position embeddings."""
         return any(part in self.name for part in ("wte.", "wpe.", "embed_tokens."))
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is the weight of a linear layer, which can be quantized."""
+        """True for the weight of a linear layer, which can be quantized."""
         return len(self.shape) == 2 and not any(part in self.name for part in _TABLES)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model that lies on this machine, or on the hub."""
+    """A model on this machine or on the hub."""
 
     name: str
-    raw: dict[str, Any]
-    """What config.json says."""
-    files: dict[str, int] = field(default_factory=dict)
-    """Sizes in bytes, by name."""
-    tensors: tuple[Tensor, ...] = ()
-    """Of its safetensors files; empty where it has none."""
-    folder: Path | None = None
-    """None: it is on the hub alone."""
+    raw: dict[str, Any]  # content of config.json
+    files: dict[str, int] = field(default_factory=dict)  # sizes in bytes, by name
+    tensors: tuple[Tensor, ...] = ()  # of its safetensors files
+    folder: Path | None = None  # None: only on the hub
     read: Callable[[str], str] = field(default=lambda name: "", repr=False, compare=False)
-    """The text of one of its files; empty when it has none of that name."""
+    """Returns the text of a file, empty if there is none of that name."""
 
     @property
     def architecture(self) -> str:
-        """As config.json names it, else its kind."""
+        """First of config.json's architectures, else its model_type."""
         return str(
             next(iter(self.raw.get("architectures") or []), self.raw.get("model_type", "unknown"))
         )
@@ -105,15 +100,15 @@ class Checkpoint:
 
     @property
     def problem(self) -> str | None:
-        """Why tk does not run it."""
+        """Reason why tk cannot run the model, or None."""
         quantization = self.raw.get("quantization_config")
         if quantization:
             method = (
                 quantization.get("quant_method") if isinstance(quantization, dict) else quantization
             )
             return f"its weights are quantized ({method})"
-        if self.architecture not in RUNS:
-            return f"tk does not run {self.architecture}"
+        if self.architecture not in ARCHITECTURES:
+            return f"tk does not support {self.architecture}"
         try:
             parse_config(self.raw)
         except ValueError as error:
@@ -122,7 +117,7 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> Any:
-        """As the engine reads it. Raises CheckpointError for what it does not run."""
+        """Config as the engine parses it. Raises CheckpointError for an unsupported model."""
         if self.problem is not None:
             raise CheckpointError(f"{self.name}: {self.problem}.")
         config = parse_config(self.raw)
@@ -144,26 +139,26 @@ class Checkpoint:
 
     @property
     def size(self) -> int:
-        """Bytes of all its files."""
+        """Bytes of all files."""
         return sum(self.files.values())
 
     @property
     def stored_type(self) -> str | None:
-        """The type that most of its numbers are stored in."""
+        """Data type of most of the weights."""
         sizes: dict[str, int] = {}
         for tensor in self.tensors:
             sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.size
         if sizes:
             return max(sizes, key=lambda kind: sizes[kind])
-        said = self.raw.get("dtype") or self.raw.get("torch_dtype")
-        return str(said) if said else None
+        dtype = self.raw.get("dtype") or self.raw.get("torch_dtype")
+        return str(dtype) if dtype else None
 
     @property
     def weights(self) -> Iterator[Tensor]:
-        """The tensors that the engine loads. Raises CheckpointError where there is no telling."""
+        """Tensors that the engine loads. Raises CheckpointError without safetensors files."""
         if not self.tensors:
             raise CheckpointError(
-                f"{self.name} has no safetensors file, whose header says what its weights take."
+                f"{self.name} has no safetensors file, so the size of its weights is unknown."
             )
         for tensor in self.tensors:
             if tensor.name.endswith(_NO_WEIGHTS):
@@ -172,37 +167,37 @@ class Checkpoint:
                 self.config, "tie_word_embeddings", False
             ):
                 continue
-            if self.is_encoder and self._is_left_out(tensor.name):
+            if self.is_encoder and self._is_unused(tensor.name):
                 continue
             yield tensor
 
-    def _is_left_out(self, name: str) -> bool:
-        scores = not self.architecture.endswith("Model")
+    def _is_unused(self, name: str) -> bool:
+        is_scorer = not self.architecture.endswith("Model")
         return any(part in name for part in _NOT_IN_ENCODERS) and not (
-            scores and "pooler.dense" in name
+            is_scorer and "pooler.dense" in name
         )
 
     @property
     def num_parameters(self) -> int | None:
-        """None where no header says it."""
+        """Number of parameters, or None without safetensors headers."""
         if not self.tensors:
             return None
         return sum(tensor.size for tensor in (self.tensors if self.problem else self.weights))
 
     @property
     def context(self) -> int | None:
-        """The longest sequence that it is run with, in tokens, unless a setting says another."""
+        """Default for --max-model-len, in tokens."""
         if self.problem is not None:
-            said = self.raw.get("max_position_embeddings") or self.raw.get("n_positions")
-            return said if isinstance(said, int) else None
-        wanted = None
+            length = self.raw.get("max_position_embeddings") or self.raw.get("n_positions")
+            return length if isinstance(length, int) else None
+        limit = None
         if self.folder is not None and has_pooling(self.folder):
-            wanted = read_pooling(self.folder, None, "mean").max_seq_length
-        return min(self.max_positions, wanted or self.max_positions)
+            limit = read_pooling(self.folder, None, "mean").max_seq_length
+        return min(self.max_positions, limit or self.max_positions)
 
     @property
     def max_positions(self) -> int:
-        """The longest sequence that it was made for, in tokens."""
+        """Longest sequence that the model supports, in tokens."""
         config = self.config
         if isinstance(config, XLMRobertaConfig):
             return int(config.max_position_embeddings - config.pad_token_id - 1)
@@ -210,7 +205,7 @@ class Checkpoint:
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
-        """(layers, key and value heads, size of a head); all 0 for an encoder, which has no cache."""
+        """(layers, KV heads, head size). All 0 for an encoder, which has no KV cache."""
         config = self.config
         if isinstance(config, GPT2Config):
             heads = config.n_head
@@ -221,11 +216,11 @@ class Checkpoint:
 
 
 def read_folder(folder: Path, name: str) -> Checkpoint:
-    """The checkpoint in a folder. Raises CheckpointError when its files cannot be read, or are not all there."""
+    """Read the checkpoint in a folder. Raises CheckpointError for missing or unreadable files."""
     try:
         raw = json.loads((folder / "config.json").read_text())
         if not isinstance(raw, dict):
-            raise ValueError("it holds no object")
+            raise ValueError("it is not a JSON object")
         files = {
             path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()
         }
@@ -245,7 +240,7 @@ def _read_text(folder: Path, name: str) -> str:
 
 
 def _weight_files(folder: Path, names: Iterable[str]) -> list[str]:
-    """The safetensors files that the loader would read. Raises CheckpointError when one is missing."""
+    """Return the safetensors files that the loader reads. Raises CheckpointError if incomplete."""
     found = [name for name in names if name.endswith(".safetensors")]
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
@@ -257,13 +252,14 @@ def _weight_files(folder: Path, names: Iterable[str]) -> list[str]:
     absent = [name for name in listed if name not in found]
     if absent:
         raise CheckpointError(
-            f"{folder} lacks {len(absent)} of the {len(listed)} files that {index.name} names: {', '.join(absent[:3])}."
+            f"{folder} lacks {len(absent)} of the {len(listed)} files that {index.name} lists: "
+            f"{', '.join(absent[:3])}."
         )
     return listed
 
 
 def read_header(file: Path) -> list[Tensor]:
-    """The tensors of a safetensors file. Raises CheckpointError when it is cut short or is none.
+    """Return the tensors of a safetensors file. Raises CheckpointError if cut short or invalid.
 
     A file is the length of its header in eight bytes, the header in JSON, and the tensors' bytes
     (https://huggingface.co/docs/safetensors).
@@ -281,7 +277,7 @@ def read_header(file: Path) -> list[Tensor]:
         ]
     except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(
-            f"{file} is no valid safetensors file. Fetch or copy it again."
+            f"{file} is not a valid safetensors file. Fetch or copy it again."
         ) from None
     if size < end:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""`tk pull`: a model of the hub into its cache, through huggingface_hub's own code."""
+"""`tk pull`: download a model into the hub's cache, with huggingface_hub."""
 
 from __future__ import annotations
 
@@ -14,69 +14,68 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import CheckpointError, ConfigError, ModelNotFoundError
-from toolkit.inventory.console import talk
+from toolkit.inventory.console import print_note
 from toolkit.models import hub
 from toolkit.units import size
 
 FORMAT = (
     "{desc}  {percentage:3.0f} % {bar} {n_fmt}iB of {total_fmt}iB, {rate_fmt}, {remaining} left"
 )
-"""Of the bar, as tqdm reads it."""
+"""Format of the progress bar, for tqdm."""
 
 
 def pull(name: str, revision: str | None) -> Path:
-    """The folder of the model, with all that `tk serve` needs of it. Files that an earlier attempt has
-    fetched are kept, and a connection that breaks is gone on with.
+    """Download all files that `tk serve` needs, and return the model's folder.
 
-    Raises ModelNotFoundError when the hub does not have it for us or does not answer, CheckpointError when the disk has
-    no room for it.
+    Cached files are kept, and broken connections resumed. Raises ModelNotFoundError if the hub
+    does not answer, has no such model or denies access, and CheckpointError if the disk is full.
     """
     if hub.is_path(name):
         raise ConfigError(
-            f"tk pull takes the name of a model of the hub, such as org/model; it got {name!r}."
+            f"tk pull takes the name of a model on the hub, such as org/model; got {name!r}."
         )
     try:
-        missing = _missing(name, revision)
+        missing = _missing_bytes(name, revision)
         if missing:
-            _require_room(name, missing)
-            talk(f"{name}: {size(missing)} to fetch.")
-        with _bar(name, missing) as bar, _ended_by_ctrl_c(name):
+            _require_space(name, missing)
+            print_note(f"{name}: downloading {size(missing)}.")
+        with _progress_bar(name, missing) as bar, _exit_on_ctrl_c(name):
             return hub.fetch(name, revision, with_card=True, bar=bar)
-    except hub.HubSilentError as silent:
+    except hub.HubUnreachableError as unreachable:
         cached = hub.cached_snapshot(name, revision, with_weights=True)
-        there = f" An earlier download of it is in {cached}." if cached is not None else ""
+        earlier = f" An earlier download is in {cached}." if cached is not None else ""
         raise ModelNotFoundError(
-            f"{name} was not fetched: {silent.message}. The hub is {_endpoint()} (HF_ENDPOINT); files that were "
-            f"complete are kept.{there}"
+            f"{name} was not downloaded: {unreachable.message}. The hub is {_endpoint()} "
+            f"(HF_ENDPOINT). Complete files are kept.{earlier}"
         ) from None
 
 
 @contextmanager
-def _ended_by_ctrl_c(name: str) -> Iterator[None]:
-    """Ctrl-C ends the process at once: the library would wait until all files that it has begun are fetched."""
+def _exit_on_ctrl_c(name: str) -> Iterator[None]:
+    """Exit at once on Ctrl-C: the library would first finish all files that it has started."""
     from huggingface_hub import constants
 
     began = time.time()
     blobs = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "blobs")
 
-    def end(number: int, frame: object) -> None:
-        for piece in blobs.glob("*.incomplete"):
-            with suppress(OSError):  # it may be whole by now, and have another name
-                if piece.stat().st_mtime >= began:
-                    piece.unlink()  # the library would not go on with it
-        print("\nStopped. Files that were complete are kept.", file=sys.stderr, flush=True)
+    def stop(number: int, frame: object) -> None:
+        for partial in blobs.glob("*.incomplete"):
+            with suppress(OSError):  # it may be complete by now, and renamed
+                if partial.stat().st_mtime >= began:
+                    partial.unlink()  # the library would not resume it
+        print("\nStopped. Complete files are kept.", file=sys.stderr, flush=True)
         os._exit(130)
 
-    before = signal.signal(signal.SIGINT, end)
+    before = signal.signal(signal.SIGINT, stop)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _missing(name: str, revision: str | None) -> int:
-    """Bytes that the cache lacks."""
-    with hub.asking(name, revision):
+def _missing_bytes(name: str, revision: str | None) -> int:
+    """Return the size of the files that are not in the cache."""
+    with hub.hub_errors(name, revision):
         from huggingface_hub import model_info, try_to_load_from_cache
 
         info = model_info(name, revision=revision, files_metadata=True)
@@ -93,16 +92,15 @@ def _missing(name: str, revision: str | None) -> int:
 
 
 @contextmanager
-def _bar(label: str, num_bytes: int) -> Iterator[type]:
-    """Of the three bars that the hub's library shows on a terminal, the one that counts bytes; gone at the end."""
+def _progress_bar(label: str, num_bytes: int) -> Iterator[type]:
+    """Return a tqdm class that shows only the byte counter of the library's three bars."""
     from huggingface_hub.utils import tqdm
 
     shown: list[Any] = []
 
-    class Bar(tqdm):  # type: ignore[misc]  # the library comes without types
-        total = property(
-            lambda self: num_bytes, lambda self, value: None
-        )  # the library's grows file by file
+    class Bar(tqdm):  # type: ignore[misc]  # the library has no types
+        # The library's own total grows with each file.
+        total = property(lambda self: num_bytes, lambda self, value: None)
 
         def __init__(self, *arguments: Any, name: str | None = None, **settings: Any) -> None:
             if name != "huggingface_hub.snapshot_download" or not num_bytes:
@@ -118,7 +116,7 @@ def _bar(label: str, num_bytes: int) -> Iterator[type]:
             shown.append(self)
 
         def set_description(self, *_: Any, **__: Any) -> None:
-            """It stays as it is."""
+            """Keep the label."""
 
     try:
         yield Bar
@@ -127,16 +125,16 @@ def _bar(label: str, num_bytes: int) -> Iterator[type]:
             bar.close()
 
 
-def _require_room(name: str, num_bytes: int) -> None:
+def _require_space(name: str, num_bytes: int) -> None:
     from huggingface_hub import constants
 
-    place = Path(constants.HF_HUB_CACHE)
-    there = next(folder for folder in (place, *place.parents) if folder.exists())
-    free = shutil.disk_usage(there).free
+    cache = Path(constants.HF_HUB_CACHE)
+    existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
     if num_bytes > free:
         raise CheckpointError(
-            f"{name} takes {size(num_bytes)} more, and {size(free)} are free in {place}. tk rm makes room, and HF_HOME "
-            f"names another place."
+            f"{name} needs {size(num_bytes)} more, and {size(free)} are free in {cache}. Free "
+            f"space with tk rm, or set HF_HOME to store models elsewhere."
         )
 
 

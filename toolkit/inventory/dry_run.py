@@ -1,4 +1,4 @@
-"""`tk serve --dry-run`: whether a model fits, before anything of it is loaded."""
+"""`tk serve --dry-run`: estimate whether a model fits, without loading it."""
 
 from __future__ import annotations
 
@@ -6,77 +6,78 @@ from typing import Any
 
 from toolkit.config import EngineConfig
 from toolkit.hardware.devices import find_device
-from toolkit.inventory.console import answer, print_facts, talk
+from toolkit.inventory.console import print_facts, print_json, print_note
 from toolkit.inventory.estimate import Estimate, estimate
-from toolkit.inventory.find import look_up
+from toolkit.inventory.find import find_checkpoint
 from toolkit.units import count, size
 
 
 def dry_run(engine: EngineConfig, *, as_json: bool) -> int:
-    """Prints what the model takes and what is left for its cache; the exit code of the command: 0 when it fits, else 1.
+    """Print the memory that a model needs. Return the exit code: 0 if it fits, else 1.
 
-    Raises ToolkitError for a model that is not there or that tk does not run.
+    Raises ToolkitError for a model that is missing or unsupported.
     """
-    checkpoint = look_up(engine.model.model, engine.model.revision)
-    device = find_device(engine.device.device, engine.parallel.num_devices_here)
-    made = estimate(checkpoint, engine, device)
+    checkpoint = find_checkpoint(engine.model.model, engine.model.revision)
+    device = find_device(engine.device.device, engine.parallel.num_local_devices)
+    result = estimate(checkpoint, engine, device)
     if as_json:
-        answer(as_fields(checkpoint.name, made))
+        print_json(as_fields(checkpoint.name, result))
     else:
-        print_facts(checkpoint.name, _facts(made))
-        talk(made.problem or "It fits.")
-    return 0 if made.fits else 1
+        print_facts(checkpoint.name, _facts(result))
+        print_note(result.problem or "It fits.")
+    return 0 if result.fits else 1
 
 
-def as_fields(name: str, made: Estimate) -> dict[str, Any]:
-    """Names are those of /server_info where it has them. Sizes in bytes, lengths in tokens."""
+def as_fields(name: str, result: Estimate) -> dict[str, Any]:
+    """Return the fields for --json, named as in /server_info: sizes in bytes, lengths in tokens."""
     return {
         "model": name,
-        "fits": made.fits,
-        "problem": made.problem,
-        "device": made.device.name,
-        "tensor_parallel_size": made.parallel.tensor_parallel_size,
-        "pipeline_parallel_size": made.parallel.pipeline_parallel_size,
-        "data_parallel_size": made.parallel.data_parallel_size,
-        "memory_total_bytes": made.device.total,
-        "memory_free_bytes": made.device.free,
-        "dtype": made.dtype,
-        "num_parameters": made.num_parameters,
-        "weight_bytes": made.weights,
-        "step_bytes": made.step,
-        "block_size": made.block_size,
-        "num_blocks": made.num_blocks,
-        "cache_bytes": made.cache,
-        "token_bytes": made.block_bytes / made.block_size,
-        "max_model_len": made.max_model_len,
-        "largest_max_model_len": made.largest_context,
-        "num_sequences": made.sequences,
+        "fits": result.fits,
+        "problem": result.problem,
+        "device": result.device.name,
+        "tensor_parallel_size": result.parallel.tensor_parallel_size,
+        "pipeline_parallel_size": result.parallel.pipeline_parallel_size,
+        "data_parallel_size": result.parallel.data_parallel_size,
+        "memory_total_bytes": result.device.total,
+        "memory_free_bytes": result.device.free,
+        "dtype": result.dtype,
+        "num_parameters": result.num_parameters,
+        "weight_bytes": result.weights,
+        "step_bytes": result.step,
+        "block_size": result.block_size,
+        "num_blocks": result.num_blocks,
+        "cache_bytes": result.cache,
+        "token_bytes": result.block_bytes / result.block_size,
+        "max_model_len": result.max_model_len,
+        "largest_max_model_len": result.largest_context,
+        "num_sequences": result.num_sequences,
     }
 
 
-def _facts(made: Estimate) -> list[tuple[str, str]]:
-    device = made.device
-    several = f"each of {made.parallel.num_devices}: " if made.parallel.num_devices > 1 else ""
+def _facts(result: Estimate) -> list[tuple[str, str]]:
+    device, num_devices = result.device, result.parallel.num_devices
+    each = f"each of {num_devices}: " if num_devices > 1 else ""
     facts = [
-        ("device", f"{several}{device.name}: {size(device.free)} free of {size(device.total)}"),
+        ("device", f"{each}{device.name}: {size(device.free)} free of {size(device.total)}"),
         (
             "weights",
-            f"{size(made.weights)}: {count(made.num_parameters)} parameters in {made.dtype}",
+            f"{size(result.weights)}: {count(result.num_parameters)} parameters in {result.dtype}",
         ),
-        ("a step", f"about {size(made.step)}: activations, logits, and the process itself"),
+        ("step", f"about {size(result.step)}: activations, logits, and the process itself"),
     ]
-    if not made.weights_fit:
+    if not result.weights_fit:
         return facts
-    if not made.has_cache:
-        return [*facts, ("context", f"{made.max_model_len:,} tokens; an encoder has no KV cache")]
-    per_token = f"{size(made.block_bytes / made.block_size)} each"
-    facts += [("KV cache", f"{size(made.cache)}: {made.num_tokens:,} tokens, {per_token}")]
-    sequences = f": {made.sequences:.1f} sequences of that length" if made.fits else ""
+    if not result.has_cache:
+        return [*facts, ("context", f"{result.max_model_len:,} tokens; an encoder has no KV cache")]
+    per_token = f"{size(result.block_bytes / result.block_size)} each"
+    facts += [("KV cache", f"{size(result.cache)}: {result.num_tokens:,} tokens, {per_token}")]
+    sequences = f": {result.num_sequences:.1f} sequences of that length" if result.fits else ""
     return [
         *facts,
-        ("context", f"{made.max_model_len:,} tokens{sequences}"),
+        ("context", f"{result.max_model_len:,} tokens{sequences}"),
         (
             "largest",
-            f"{made.largest_context:,} tokens (--max-model-len); the model was made for {made.max_positions:,}",
+            f"{result.largest_context:,} tokens (--max-model-len); the model supports "
+            f"{result.max_positions:,}",
         ),
     ]

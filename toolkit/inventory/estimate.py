@@ -1,6 +1,9 @@
-"""Whether a device has room for a model, and for how many tokens of KV cache: the worker's arithmetic, before it runs.
+"""Estimate whether a model fits on a device, and the size of its KV cache, before it is loaded.
 
-Weights and cache are exact. What a step takes beside them is measured by the worker on a GPU, and estimated here.
+Sizes of weights and cache are exact. The memory of a step is estimated here; on a GPU the worker
+measures it. The arithmetic is the worker's: weights from the headers of the safetensors files (of a
+model on the hub by range requests), the cache from config.json, free memory from NVML or the
+system. Tests compare the results with a worker's `WorkerInfo`.
 """
 
 from __future__ import annotations
@@ -18,29 +21,30 @@ from toolkit.hardware.devices import Device
 from toolkit.hardware.figures import CPU_CACHE_SHARE, SAMPLING_BYTES
 from toolkit.inventory.checkpoint import TYPE_BYTES, Checkpoint, Tensor
 from toolkit.models.model_config import auto_dtype
-from toolkit.models.pipeline_split import share_out
-from toolkit.units import size
+from toolkit.models.pipeline_split import split_layers
+from toolkit.units import GIB, size
 
 CPU_RUNTIME = 400 * 2**20
-"""What the server's processes take on a CPU, beside weights and cache: 223 MiB when idle (2026-11-21)."""
+"""Memory of a CPU server's processes without weights and cache: 223 MiB idle (2026-11-21)."""
 CUDA_RUNTIME = 700 * 2**20
-"""The driver's context, kernels and work spaces of one process."""
-GIB = 2**30
+"""Memory of a process's CUDA context, kernels and workspaces."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
-"""In a decoder's names of tensors: which layer it is of."""
+"""Layer number in a decoder's tensor names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Sizes in bytes, of one device where there are several: of that stage whose cache holds the least; lengths in tokens."""
+    """Memory of one device: sizes in bytes, lengths in tokens.
+
+    With pipeline stages: of the stage with the least room for its cache.
+    """
 
     device: Device
     parallel: ParallelConfig
     dtype: str
     num_parameters: int
     weights: int
-    step: int
-    """What the largest step takes beside the weights, and what the process takes anyway."""
+    step: int  # of the largest step without the weights, plus the process itself
     block_size: int
     num_blocks: int
     block_bytes: int
@@ -58,19 +62,19 @@ class Estimate:
 
     @property
     def num_tokens(self) -> int:
-        """What the cache holds."""
+        """Tokens in the KV cache."""
         return self.num_blocks * self.block_size
 
     @property
     def largest_context(self) -> int:
-        """The longest sequence that fits, at most what the model was made for; 0 when none does."""
+        """Largest --max-model-len that fits, up to the model's own maximum. 0 if none fits."""
         if not self.weights_fit:
             return 0
         return min(self.max_positions, self.num_tokens) if self.has_cache else self.max_positions
 
     @property
-    def sequences(self) -> float:
-        """How many of the full length the cache holds."""
+    def num_sequences(self) -> float:
+        """Number of full-length sequences that fit in the KV cache."""
         return self.num_tokens / self.max_model_len if self.has_cache else 0.0
 
     @property
@@ -79,32 +83,36 @@ class Estimate:
 
     @property
     def problem(self) -> str | None:
-        """What is too large, and what to do."""
+        """Explanation of what is too large, and what to do. None if the model fits."""
         if self.fits:
             return None
         if not self.weights_fit:
             half = " Half of that with --dtype bfloat16." if self.dtype == "float32" else ""
             return (
-                f"The weights take {size(self.weights)} in {self.dtype} and a step {size(self.step)}; "
-                f"{size(self.device.free)} of {self.device.kind} memory are free.{half}"
+                f"The weights take {size(self.weights)} in {self.dtype} and a step "
+                f"{size(self.step)}; {size(self.device.free)} of {self.device.kind} memory are "
+                f"free.{half}"
             )
         advice = (
             f"Use --max-model-len {self.num_tokens} or less, or give" if self.num_tokens else "Give"
         )
         return (
-            f"The KV cache has room for {self.num_tokens:,} tokens ({size(self.cache)}), and one request of the full "
-            f"length has {self.max_model_len:,}. {advice} the cache more memory (--gpu-memory-utilization, --kv-cache-memory)."
+            f"The KV cache has room for {self.num_tokens:,} tokens ({size(self.cache)}), and one "
+            f"request of the full length has {self.max_model_len:,}. {advice} the cache more "
+            f"memory (--gpu-memory-utilization, --kv-cache-memory)."
         )
 
 
 def estimate(checkpoint: Checkpoint, engine: EngineConfig, device: Device) -> Estimate:
-    """Raises CheckpointError for a model that tk does not run or whose size nothing tells, ConfigError for settings
-    that do not fit it.
+    """Estimate the memory that a model needs.
+
+    Raises CheckpointError for an unsupported model or one of unknown size, and ConfigError for
+    settings that the model does not support.
     """
     config: Any = checkpoint.config
     if device.kind == "cpu":
-        here = engine.parallel.num_devices_here
-        device = dataclasses.replace(device, total=device.total // here, free=device.free // here)
+        ranks = engine.parallel.num_local_devices
+        device = dataclasses.replace(device, total=device.total // ranks, free=device.free // ranks)
     wanted, on_gpu = engine.model.dtype, device.kind != "cpu"
     dtype = auto_dtype(checkpoint.config, on_gpu=on_gpu) if wanted == "auto" else wanted
     max_model_len = _max_model_len(checkpoint, engine)
@@ -112,23 +120,22 @@ def estimate(checkpoint: Checkpoint, engine: EngineConfig, device: Device) -> Es
     _, heads, head_size = checkpoint.cache_shape
     cache_type = dtype if engine.cache.kv_cache_dtype == "auto" else engine.cache.kv_cache_dtype
     ranks = engine.parallel.tensor_parallel_size
-    heads = (
-        max(1, heads // ranks) if heads else 0
-    )  # fewer heads than ranks: several ranks have the same one
+    # With fewer heads than ranks, several ranks have the same head.
+    heads = max(1, heads // ranks) if heads else 0
     layer_bytes = 2 * engine.cache.block_size * heads * head_size * TYPE_BYTES[cache_type]
     step = _step_bytes(config, engine, dtype, device)
 
-    def blocks_of(weights: int, layers: int) -> int:
+    def count_blocks(weights: int, layers: int) -> int:
         block_bytes = layers * layer_bytes
         if not block_bytes:
             return 0
         return _num_blocks(engine, device, weights, step, block_bytes, max_model_len)
 
-    # The tightest stage: one whose weights do not fit at all, else the one with the fewest blocks.
+    # The tightest stage: one whose weights do not fit, else the one with the fewest blocks.
     weights, layers = min(
-        stages, key=lambda stage: (stage[0] + step <= device.free, blocks_of(*stage), -stage[0])
+        stages, key=lambda stage: (stage[0] + step <= device.free, count_blocks(*stage), -stage[0])
     )
-    num_blocks, block_bytes = blocks_of(weights, layers), layers * layer_bytes
+    num_blocks, block_bytes = count_blocks(weights, layers), layers * layer_bytes
     return Estimate(
         device=device,
         parallel=engine.parallel,
@@ -146,17 +153,17 @@ def estimate(checkpoint: Checkpoint, engine: EngineConfig, device: Device) -> Es
 
 
 def _stages(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> list[tuple[int, int]]:
-    """(what one rank's weights take once they are loaded, but for padding; number of layers) of each stage."""
+    """Return (bytes of one rank's weights without padding, number of layers) of each stage."""
     count, layers = engine.parallel.pipeline_parallel_size, checkpoint.cache_shape[0]
-    nbytes = _counter(checkpoint, engine, dtype)
+    nbytes = _tensor_bytes(checkpoint, engine, dtype)
     if count == 1:
         return [(sum(map(nbytes, checkpoint.weights)), layers)]
     if not layers:
         raise ConfigError(
-            f"--pipeline-parallel-size {count}: encoders run whole on one device.",
+            f"--pipeline-parallel-size {count}: encoders run on one device only.",
             param="pipeline_parallel_size",
         )
-    of_layers, first, last = dict.fromkeys(range(layers), 0), 0, 0
+    layer_bytes, first, last = dict.fromkeys(range(layers), 0), 0, 0
     tables = [tensor for tensor in checkpoint.weights if tensor.is_vocabulary]
     head = nbytes(next((tensor for tensor in tables if "lm_head." in tensor.name), tables[0]))
     for tensor in checkpoint.weights:
@@ -165,19 +172,19 @@ def _stages(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> list[tu
             index = int(found[1])
             if index >= layers:
                 raise CheckpointError(
-                    f"{checkpoint.name} has a tensor {tensor.name}, and {layers} layers."
+                    f"{checkpoint.name} has a tensor {tensor.name}, but only {layers} layers."
                 )
-            of_layers[index] += nbytes(tensor)
+            layer_bytes[index] += nbytes(tensor)
         elif tensor.is_table:
             first += nbytes(tensor)
         else:
             last += nbytes(tensor)
     if getattr(checkpoint.config, "tie_word_embeddings", False):
         last += head
-    counts = share_out(layers, count, of_layers[0], head)
+    counts = split_layers(layers, count, layer_bytes[0], head)
     begins = [sum(counts[:index]) for index in range(count)]
     weights = [
-        sum(of_layers[i] for i in range(begin, begin + n))
+        sum(layer_bytes[i] for i in range(begin, begin + n))
         for begin, n in zip(begins, counts, strict=True)
     ]
     weights[0] += first
@@ -185,43 +192,41 @@ def _stages(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> list[tu
     return list(zip(weights, counts, strict=True))
 
 
-def _counter(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> Callable[[Tensor], int]:
-    """What one rank's part of a tensor takes. int8 rounds the output head, too."""
+def _tensor_bytes(
+    checkpoint: Checkpoint, engine: EngineConfig, dtype: str
+) -> Callable[[Tensor], int]:
+    """Return a function for the bytes of one rank's part of a tensor."""
     quantization, num_ranks = engine.model.quantization, engine.parallel.tensor_parallel_size
     tied = bool(getattr(checkpoint.config, "tie_word_embeddings", False))
 
-    def number(tensor: Tensor) -> int:
+    def item_bytes(tensor: Tensor) -> int:
         is_head = tensor.is_vocabulary and (tied or "lm_head." in tensor.name)
-        rounded = tensor.is_linear or (is_head and quantization == "int8")
-        return TYPE_BYTES[quantization if quantization and rounded else dtype]
+        is_quantized = tensor.is_linear or (is_head and quantization == "int8")
+        return TYPE_BYTES[quantization if quantization and is_quantized else dtype]
 
-    def share(tensor: Tensor) -> int:
-        return (
-            -(-tensor.size // num_ranks)
-            if tensor.is_linear or tensor.is_vocabulary
-            else tensor.size
-        )
+    def part_size(tensor: Tensor) -> int:
+        is_sharded = tensor.is_linear or tensor.is_vocabulary
+        return -(-tensor.size // num_ranks) if is_sharded else tensor.size
 
-    return lambda tensor: share(tensor) * number(tensor)
+    return lambda tensor: part_size(tensor) * item_bytes(tensor)
 
 
 def _max_model_len(checkpoint: Checkpoint, engine: EngineConfig) -> int:
     wanted = engine.model.max_model_len
     if wanted is not None and wanted > checkpoint.max_positions:
         raise ConfigError(
-            f"--max-model-len is {wanted}, and the model was made for at most {checkpoint.max_positions} tokens.",
+            f"--max-model-len is {wanted}, but the model supports at most "
+            f"{checkpoint.max_positions} tokens.",
             param="max_model_len",
         )
-    found = wanted or checkpoint.context
-    if found is None:
-        raise CheckpointError(
-            f"{checkpoint.name}: config.json does not say how long a sequence may be."
-        )
-    return found
+    length = wanted or checkpoint.context
+    if length is None:
+        raise CheckpointError(f"{checkpoint.name}: config.json has no maximum sequence length.")
+    return length
 
 
 def _step_bytes(config: Any, engine: EngineConfig, dtype: str, device: Device) -> int:
-    """The largest step's hidden states, logits and what sampling takes, and the process itself."""
+    """Return the bytes of the largest step (hidden states, logits, sampling) and the process."""
     on_gpu = device.kind == "cuda"
     tokens = engine.scheduler.max_num_batched_tokens or (8192 if on_gpu else 2048)
     requests = min(engine.scheduler.max_num_seqs, tokens)
@@ -249,9 +254,9 @@ def _num_blocks(
     if cache.kv_cache_memory is not None:
         return int(cache.kv_cache_memory * GIB) // block_bytes
     if device.kind == "cuda":
-        others = device.total - device.free
-        room = int(device.total * cache.gpu_memory_utilization) - others - weights - step
-        return max(0, room) // block_bytes
-    room = int(max(0, device.free - weights - CPU_RUNTIME) * CPU_CACHE_SHARE)
-    most_useful = engine.scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
-    return min(room // block_bytes, most_useful)
+        used = device.total - device.free
+        left = int(device.total * cache.gpu_memory_utilization) - used - weights - step
+        return max(0, left) // block_bytes
+    left = int(max(0, device.free - weights - CPU_RUNTIME) * CPU_CACHE_SHARE)
+    max_useful = engine.scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
+    return min(left // block_bytes, max_useful)

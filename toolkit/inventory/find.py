@@ -1,4 +1,4 @@
-"""Where models are: the demo model, folders, the hub's cache, and the hub."""
+"""Find models: the demo model, folders, the hub's cache, and the hub."""
 
 from __future__ import annotations
 
@@ -16,39 +16,37 @@ DEMO = "tk-demo"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A model at hand; `problem` says why its folder cannot be read."""
+class LocalModel:
+    """A model on this machine."""
 
     name: str
     path: Path
-    size: int
-    """Bytes on disk, all revisions."""
+    size: int  # bytes on disk, all revisions
     checkpoint: Checkpoint | None
-    problem: str | None = None
+    problem: str | None = None  # reason why it cannot be read or run
 
 
-def at_hand(folders: list[Path]) -> Iterator[Found]:
-    """The demo model, models in `folders` and one level below, and those in the hub's cache."""
+def local_models(folders: list[Path]) -> Iterator[LocalModel]:
+    """Yield the demo model, models in `folders` and one level below, and cached models."""
     from toolkit.demo import MODEL_DIR
 
     yield _read(DEMO, Path(MODEL_DIR))
     for folder in folders:
         for config in sorted((*folder.glob("config.json"), *folder.glob("*/config.json"))):
             yield _read(str(config.parent), config.parent)
-    for repo in cached():
+    for repo in cached_repos():
         newest = max(repo.revisions, key=lambda revision: revision.last_modified)
         if (newest.snapshot_path / "config.json").is_file():
-            found = _read(repo.repo_id, newest.snapshot_path, repo.size_on_disk)
-            if (
-                found.checkpoint is None or found.checkpoint.has_weights
-            ):  # else only its description was asked for
-                yield found
+            model = _read(repo.repo_id, newest.snapshot_path, repo.size_on_disk)
+            # Without weights: only its description was fetched, by tk show.
+            if model.checkpoint is None or model.checkpoint.has_weights:
+                yield model
 
 
-def cached() -> list[Any]:
-    """Models in the hub's cache (huggingface_hub's CachedRepoInfo), by name."""
+def cached_repos() -> list[Any]:
+    """Return the models in the hub's cache (huggingface_hub's CachedRepoInfo), by name."""
     if not hub.cached_names():
-        return []  # spares the import of the hub's library, a third of the command's time
+        return []  # avoids importing the hub's library, a third of the command's time
     from huggingface_hub import scan_cache_dir
 
     repos = scan_cache_dir().repos
@@ -57,9 +55,10 @@ def cached() -> list[Any]:
     )
 
 
-def look_up(model: str | None, revision: str | None = None) -> Checkpoint:
-    """A model by the name that `tk serve` takes, of which nothing is fetched but its description. Raises
-    ModelNotFoundError and CheckpointError as `models.hub.locate` does.
+def find_checkpoint(model: str | None, revision: str | None = None) -> Checkpoint:
+    """Find a model by the name that `tk serve` takes. Downloads only its description.
+
+    Raises ModelNotFoundError and CheckpointError as `models.hub.locate` does.
     """
     if model is None or Path(model).expanduser().exists() or hub.is_path(model):
         return read_folder(hub.locate(model), model or DEMO)
@@ -68,12 +67,12 @@ def look_up(model: str | None, revision: str | None = None) -> Checkpoint:
         return read_folder(snapshot, model)
     try:
         return _on_hub(model, revision)
-    except hub.HubSilentError as silent:
-        raise hub.nowhere(model, revision, silent) from None
+    except hub.HubUnreachableError as unreachable:
+        raise hub.not_found(model, revision, unreachable) from None
 
 
 def _on_hub(name: str, revision: str | None) -> Checkpoint:
-    with hub.asking(name, revision):
+    with hub.hub_errors(name, revision):
         from huggingface_hub import HfApi, hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, NotASafetensorsRepoError
 
@@ -85,9 +84,7 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
                 Path(hf_hub_download(name, "config.json", revision=revision)).read_text()
             )
         except EntryNotFoundError:
-            raise CheckpointError(
-                f"{name} has no config.json: it is no model that tk could run."
-            ) from None
+            raise CheckpointError(f"{name} has no config.json: tk cannot run this model.") from None
         try:
             headers = api.get_safetensors_metadata(name, revision=revision).files_metadata.values()
         except NotASafetensorsRepoError:
@@ -101,17 +98,17 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
     def read(file: str) -> str:
         if file not in files:
             return ""
-        with hub.asking(name, revision):
+        with hub.hub_errors(name, revision):
             return Path(hf_hub_download(name, file, revision=revision)).read_text(errors="replace")
 
     return Checkpoint(name, raw, files, tensors, read=read)
 
 
-def _read(name: str, folder: Path, size: int | None = None) -> Found:
+def _read(name: str, folder: Path, size: int | None = None) -> LocalModel:
     try:
         checkpoint = read_folder(folder, name)
     except CheckpointError as error:
-        return Found(name, folder, size or 0, None, error.message)
-    return Found(
+        return LocalModel(name, folder, size or 0, None, error.message)
+    return LocalModel(
         name, folder, size if size is not None else checkpoint.size, checkpoint, checkpoint.problem
     )

@@ -1,4 +1,4 @@
-"""`tk models`: the models at hand, and which of them this machine has room for."""
+"""`tk models`: list local models, and whether they fit on this machine."""
 
 from __future__ import annotations
 
@@ -9,70 +9,70 @@ from typing import Any
 from toolkit.config import EngineConfig
 from toolkit.errors import ConfigError, ToolkitError
 from toolkit.hardware.devices import Device, find_device
-from toolkit.inventory.console import answer, talk, write
+from toolkit.inventory.console import print_json, print_note, print_rich
 from toolkit.inventory.estimate import estimate
-from toolkit.inventory.find import Found, at_hand
-from toolkit.logs import harmless
+from toolkit.inventory.find import LocalModel, local_models
+from toolkit.logs import escape_controls
 from toolkit.units import count, size
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A model, and what the device makes of it: `fits` is yes, no, `up to N` tokens, or `not run`."""
+class ModelRow:
+    """A model and whether it fits: yes, no, `up to N` tokens, `not run` or unknown."""
 
-    found: Found
+    model: LocalModel
     fits: str
 
     def as_json(self) -> dict[str, Any]:
-        checkpoint = self.found.checkpoint
+        checkpoint = self.model.checkpoint
         return {
-            "name": self.found.name,
-            "path": str(self.found.path),
-            "size": self.found.size,
+            "name": self.model.name,
+            "path": str(self.model.path),
+            "size": self.model.size,
             "architecture": checkpoint and checkpoint.architecture,
             "parameters": checkpoint and checkpoint.num_parameters,
             "dtype": checkpoint and checkpoint.stored_type,
             "context": checkpoint and checkpoint.context,
-            "problem": self.found.problem,
+            "problem": self.model.problem,
             "fits": self.fits,
         }
 
 
 def list_models(folders: list[Path], *, as_json: bool) -> None:
-    """Prints what is at hand in `folders`, in the cache, and with tk. Raises ConfigError for a folder that is not there."""
+    """Print the local models. Raises ConfigError for a missing folder."""
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"There is no folder {folder}.")
     device = find_device()
-    rows = [Row(found, verdict(found, device)) for found in at_hand(folders)]
+    rows = [ModelRow(model, describe_fit(model, device)) for model in local_models(folders)]
     if as_json:
-        answer([row.as_json() for row in rows])
+        print_json([row.as_json() for row in rows])
         return
     _print_table(rows)
     for row in rows:
-        if row.found.problem is not None:
-            talk(f"{row.found.name}: {row.found.problem.rstrip('.')}.")
-    total = sum(row.found.size for row in rows)
-    talk(
-        f"{len(rows)} model{'s' * (len(rows) != 1)}, {size(total)}. FITS: whether {device.name}, with {size(device.free)} free, "
-        f"has room for weights and one request of the full context."
+        if row.model.problem is not None:
+            print_note(f"{row.model.name}: {row.model.problem.rstrip('.')}.")
+    total = sum(row.model.size for row in rows)
+    print_note(
+        f"{len(rows)} model{'s' * (len(rows) != 1)}, {size(total)}. FITS: whether the weights and "
+        f"one request of the full context fit on {device.name}, with {size(device.free)} free."
     )
 
 
-def verdict(found: Found, device: Device) -> str:
-    """Whether `tk serve MODEL` would run on the device."""
-    if found.checkpoint is None or found.problem is not None:
+def describe_fit(model: LocalModel, device: Device) -> str:
+    """Return whether `tk serve MODEL` would run on the device, for the column FITS."""
+    if model.checkpoint is None or model.problem is not None:
         return "not run"
     try:
-        made = estimate(found.checkpoint, EngineConfig(), device)
+        result = estimate(model.checkpoint, EngineConfig(), device)
     except ToolkitError:
         return "unknown"
-    if made.fits:
+    if result.fits:
         return "yes"
-    return f"up to {made.largest_context:,}" if made.largest_context else "no"
+    return f"up to {result.largest_context:,}" if result.largest_context else "no"
 
 
-def _print_table(rows: list[Row]) -> None:
+def _print_table(rows: list[ModelRow]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -83,21 +83,21 @@ def _print_table(rows: list[Row]) -> None:
         table.add_column(title, justify="right" if right else "left", no_wrap=True)
     table.add_column("FITS", no_wrap=True, min_width=6)
     for row in rows:
-        found, checkpoint = row.found, row.found.checkpoint
+        model, checkpoint = row.model, row.model.checkpoint
         color = (
             "green" if row.fits == "yes" else "yellow" if row.fits.startswith("up to") else "red"
         )
         known = () if checkpoint is None else (
-            escape(harmless(checkpoint.kind)),
+            escape(escape_controls(checkpoint.kind)),
             count(checkpoint.num_parameters) if checkpoint.num_parameters else "-",
-            escape(harmless(checkpoint.stored_type or "-")),
+            escape(escape_controls(checkpoint.stored_type or "-")),
         )  # fmt: skip
         context = None if checkpoint is None else checkpoint.context
         table.add_row(
-            escape(harmless(found.name)),
+            escape(escape_controls(model.name)),
             *(known or ("-", "-", "-")),
-            size(found.size),
+            size(model.size),
             f"{context:,}" if context else "-",
             f"[{color}]{escape(row.fits)}[/]",
         )
-    write(table)
+    print_rich(table)

@@ -1,4 +1,4 @@
-"""The pieces models are made of. Activations are packed: [num_tokens, hidden], without a batch dimension."""
+"""The layers of models. Activations are packed: [num_tokens, hidden], without a batch dimension."""
 
 from toolkit.layers.embedding import Embedding, VocabularyEmbedding
 from toolkit.layers.linear import GatedLinear, Linear, MergedLinear, OutputHead

@@ -6,20 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.distributed import Share, current, rounded_up
-from toolkit.layers.fused import fused
+from toolkit.distributed import Shard, aligned_shard, current_group
+from toolkit.kernels.table import kernels_for
 from toolkit.weights.packed import Packed
 from toolkit.weights.slots import Slot, Slots
 
 ALIGNMENT = 64
-"""On a GPU a table's number of rows is rounded up to a multiple of this."""
+"""On a GPU a table's number of rows is a multiple of this."""
 
 
 class Embedding(nn.Module):
-    """Rows of a table [size, hidden], by index. `table` may have rows of padding after them (see OutputHead)."""
+    """A table [size, hidden], looked up by row. `table` may end with padding (see OutputHead)."""
 
-    packed: Packed | None = None
-    """What has the rows in the table's place."""
+    packed: Packed | None = None  # holds the rows in place of `table`
 
     def __init__(self, size: int, hidden: int) -> None:
         super().__init__()
@@ -36,8 +35,8 @@ class Embedding(nn.Module):
             return self.packed.rows(indices, self.table.dtype)
         return F.embedding(indices, self.table)
 
-    def share(self, packed: Packed) -> None:
-        """Takes rows from the weight of a product, packed from this table, so that they are in memory once."""
+    def use_packed(self, packed: Packed) -> None:
+        """Look rows up in a head's weight that was packed from this table, and free the table."""
         if packed.has_rows:
             self.packed = packed
             self.table = nn.Parameter(torch.empty(0, dtype=self.table.dtype), requires_grad=False)
@@ -47,42 +46,45 @@ class Embedding(nn.Module):
 
 
 class VocabularyEmbedding(Embedding):
-    """Token embeddings. Each rank has a share of the rows, and gives zeros for the others' tokens."""
+    """Token embeddings. Each rank has a shard of the rows, and zeros for the others' tokens."""
 
     def __init__(self, size: int, hidden: int) -> None:
         nn.Module.__init__(self)
-        self.group = current()
-        self.part = vocabulary_share(size)
-        self.size = self.part.count
+        self.group = current_group()
+        self.shard = vocabulary_shard(size)
+        self.size = self.shard.count
         self.table = nn.Parameter(vocabulary_table(size, hidden), requires_grad=False)
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
             return super().forward(indices)
-        kernels = fused(indices.device)
+        kernels = kernels_for(indices.device)
         if kernels is not None:
-            rows = kernels.embed_share(indices, self.table, self.part.begin, self.part.count)
+            rows = kernels.embed_shard(indices, self.table, self.shard.begin, self.shard.count)
         else:
-            own = indices - self.part.begin
-            here = (own >= 0) & (own < self.part.count)
-            rows = super().forward(own.where(here, 0)) * here[:, None]
+            own = indices - self.shard.begin
+            is_own = (own >= 0) & (own < self.shard.count)
+            rows = super().forward(own.where(is_own, 0)) * is_own[:, None]
         return self.group.all_reduce(rows)
 
     def slots(self, name: str) -> Slots:
-        return {f"{name}.weight": Slot(self.weight, shares=(self.part,))}
+        return {f"{name}.weight": Slot(self.weight, shards=(self.shard,))}
 
 
-def vocabulary_share(size: int) -> Share:
-    """This rank's tokens."""
-    return rounded_up(size, _alignment())
+def vocabulary_shard(size: int) -> Shard:
+    """Return this rank's tokens."""
+    return aligned_shard(size, _alignment())
 
 
 def vocabulary_table(size: int, hidden: int) -> torch.Tensor:
-    """Rows for this rank's tokens, not filled; as many as every other rank has. Those past the last token are zero."""
-    part = vocabulary_share(size)
-    table = padded_table(part.largest, hidden)
-    if not part.whole:
-        table[part.count :].zero_()
+    """Return an empty table for this rank's tokens, with as many rows as the other ranks have.
+
+    Rows past the last token are zero.
+    """
+    shard = vocabulary_shard(size)
+    table = padded_table(shard.max_count, hidden)
+    if not shard.is_full:
+        table[shard.count :].zero_()
     return table
 
 
@@ -91,6 +93,6 @@ def _alignment() -> int:
 
 
 def padded_table(size: int, hidden: int) -> torch.Tensor:
-    """A table for `size` rows, not filled; with padding on a GPU."""
+    """Return an empty table of `size` rows, padded on a GPU."""
     alignment = _alignment()
     return torch.empty(-(-size // alignment) * alignment, hidden)

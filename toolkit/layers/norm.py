@@ -1,19 +1,18 @@
-"""Normalization, fused with the residual sum that comes before it."""
+"""Normalization, fused with the residual sum before it."""
 
 from __future__ import annotations
 
 import abc
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.distributed import current
+from toolkit.distributed import current_group
 from toolkit.kernels import cpu
 from toolkit.kernels.cpu.norm import DTYPES, Norm
-from toolkit.layers.fused import fused
+from toolkit.kernels.table import Kernels, kernels_for
 from toolkit.weights.slots import Slot, Slots
 
 if TYPE_CHECKING:
@@ -22,30 +21,29 @@ if TYPE_CHECKING:
 
 
 class _Normalization(nn.Module, abc.ABC):
-    """(norm(x + residual), x + residual) of x and residual, both [num_tokens, size]. The sum may be written
-    into `residual`.
+    """(norm(x + residual), x + residual) of x and residual, both [num_tokens, size].
 
-    Under tensor parallelism an x that comes with a residual is this rank's part of it, as row-parallel products are: the ranks' are added
-    up here, in one kernel with the rest where that is fastest.
+    The sum may be written into `residual`. Under tensor parallelism an x with a residual is a
+    row-parallel product: the ranks' parts are summed here, in the same kernel where that is
+    fastest.
     """
 
     bias: nn.Parameter | None
-    packed: Norm | None = None
-    """What computes it on a CPU."""
+    packed: Norm | None = None  # computes it on a CPU
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
         self.register_parameter("bias", None)
         self.eps = eps
-        self.group = current()
+        self.group = current_group()
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is not None and self.group.size > 1:
-            if self.group.symmetric is not None:
-                both = self.group.symmetric.all_reduce_norm(
+            if self.group.peer_memory is not None:
+                both = self.group.peer_memory.all_reduce_norm(
                     x, residual, self.weight, self.bias, self.eps
                 )
                 if both is not None:
@@ -54,11 +52,11 @@ class _Normalization(nn.Module, abc.ABC):
         if self.packed is not None:
             normed, total = self.packed(x, residual)
             return normed, total
-        kernels = fused(x.device)
+        kernels = kernels_for(x.device)
         if kernels is not None:
-            return self._fused(kernels, x, residual)
+            return self._add_norm(kernels, x, residual)
         total = x if residual is None else x + residual
-        return self._plain(total), total
+        return self._norm(total), total
 
     def after(
         self,
@@ -66,26 +64,28 @@ class _Normalization(nn.Module, abc.ABC):
         x: torch.Tensor,
         residual: torch.Tensor,
         into: Linear,
-        squares: torch.Tensor | None,
+        square_sums: torch.Tensor | None,
     ) -> tuple[torch.Tensor | Unscaled, torch.Tensor]:
-        """The same of product(x) and residual, as `into` takes it. squares: fp64 zeros, as many as rows of x or more, for this
-        call alone; None where the products join no norms.
+        """Apply the norm to product(x) and residual. The norm's output is the input of `into`.
+
+        square_sums: fp64 zeros [len(x) or more], not shared with other calls; None if the products
+        fuse no norms (`Linear.can_fuse_norms`).
         """
         both: tuple[torch.Tensor, torch.Tensor] = self(product(x), residual)
         return both
 
     @abc.abstractmethod
-    def _fused(
-        self, kernels: SimpleNamespace, x: torch.Tensor, residual: torch.Tensor | None
+    def _add_norm(
+        self, kernels: Kernels, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm, sum) through our kernels for a GPU."""
+        """Return (norm, sum) by a GPU's kernels."""
 
     @abc.abstractmethod
-    def _plain(self, x: torch.Tensor) -> torch.Tensor:
-        """norm(x) through PyTorch."""
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        """Return norm(x) by PyTorch."""
 
     def pack(self) -> None:
-        """Prepares our kernel, where it runs; once, after loading, on a CPU."""
+        """Prepare the CPU kernel, if there is one. Called once, after loading."""
         if cpu.available() and self.weight.dtype in DTYPES:
             self.packed = Norm(self.weight, self.bias, self.eps)
 
@@ -99,15 +99,12 @@ class LayerNorm(_Normalization):
         super().__init__(size, eps)
         self.bias = nn.Parameter(torch.zeros(size), requires_grad=False)
 
-    def _fused(
-        self, kernels: SimpleNamespace, x: torch.Tensor, residual: torch.Tensor | None
+    def _add_norm(
+        self, kernels: Kernels, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        both: tuple[torch.Tensor, torch.Tensor] = kernels.add_layer_norm(
-            x, residual, self.weight, self.bias, self.eps
-        )
-        return both
+        return kernels.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
-    def _plain(self, x: torch.Tensor) -> torch.Tensor:
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
     def slots(self, name: str) -> Slots:
@@ -123,22 +120,20 @@ class RMSNorm(_Normalization):
         x: torch.Tensor,
         residual: torch.Tensor,
         into: Linear,
-        squares: torch.Tensor | None,
+        square_sums: torch.Tensor | None,
     ) -> tuple[torch.Tensor | Unscaled, torch.Tensor]:
-        """In no kernel of its own where both products are of few rows."""
-        if squares is not None and product.joins_norms(x) and into.joins_norms(x):
-            return product.add_norm(x, residual, self.weight, self.eps, squares[: len(x)]), residual
-        return super().after(product, x, residual, into, squares)
+        """Fuse the norm into the two products if both have few rows."""
+        if square_sums is not None and product.can_fuse_norms(x) and into.can_fuse_norms(x):
+            square_sums = square_sums[: len(x)]
+            return product.add_norm(x, residual, self.weight, self.eps, square_sums), residual
+        return super().after(product, x, residual, into, square_sums)
 
-    def _fused(
-        self, kernels: SimpleNamespace, x: torch.Tensor, residual: torch.Tensor | None
+    def _add_norm(
+        self, kernels: Kernels, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        both: tuple[torch.Tensor, torch.Tensor] = kernels.add_rms_norm(
-            x, residual, self.weight, self.eps
-        )
-        return both
+        return kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
-    def _plain(self, x: torch.Tensor) -> torch.Tensor:
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def slots(self, name: str) -> Slots:

@@ -1,7 +1,10 @@
-"""Steps of few next tokens on a CPU: layers are run once, and their kernels' calls replayed.
+"""Replay of a CPU's decode steps: the kernel calls of the layers are recorded once, then repeated.
 
-A step of one request is short, so that what Python takes between its hundred kernels shows: 0.8 ms of 20 ms of gpt2 in fp32, of 8 ms in
-int8.
+A step of one request is short, so Python's time between its hundred kernels counts: 0.8 ms of 20 ms
+for gpt2 in fp32, and of 8 ms in int8.
+
+There is one recording for each number of requests. Layers that compute with more than kernels
+(several ranks, another attention backend, a cache in FP8) cannot be recorded and are called.
 """
 
 from __future__ import annotations
@@ -15,14 +18,14 @@ from toolkit.attention import AttentionBatch
 from toolkit.kernels import cpu
 from toolkit.kernels.cpu.program import Program, Recorder, UnrecordableError
 
-MOST_TOKENS = 32
+MAX_TOKENS = 32
 Layers = Callable[[torch.Tensor, AttentionBatch], torch.Tensor]
-"""From hidden states [num_tokens, hidden] to others; `x` may be changed."""
+"""Maps hidden states [num_tokens, hidden] to hidden states. May change its input."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A program, the tensors that it reads, and the one that it writes."""
+    """A recorded program with its input and output tensors."""
 
     program: Program
     x: torch.Tensor
@@ -30,25 +33,27 @@ class _Recorded:
     out: torch.Tensor
 
     def run(self, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        for own, given in ((self.x, x), *zip(_changing(self.batch), _changing(batch), strict=True)):
+        inputs = zip(_inputs(self.batch), _inputs(batch), strict=True)
+        for own, given in ((self.x, x), *inputs):
             own.copy_(given)
         self.program.run()
         return self.out.clone()
 
 
 class Replay:
-    """Runs layers over a step, replaying those of another one of as many next tokens; where it cannot, it calls them.
+    """Runs the layers of a step by replaying a recording for as many tokens, or calls them.
 
-    Everything else that layers read (weights, the cache) stays where it is as long as the step's block table does.
+    Everything else that layers read (weights, the cache) stays in place as long as the block table
+    does.
     """
 
     def __init__(self) -> None:
         self._recorder = Recorder()
         self._recorded: dict[tuple[int, int], _Recorded | None] = {}
-        """By number of tokens and place of the block table; None: what cannot be recorded."""
+        """By number of tokens and address of the block table. None: cannot be recorded."""
 
     def __call__(self, layers: Layers, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        if not self._serves(x, batch):
+        if not self._is_decode(x, batch):
             return layers(x, batch)
         key = len(x), batch.block_table.data_ptr()
         if key not in self._recorded:
@@ -57,18 +62,18 @@ class Replay:
         return layers(x, batch) if recorded is None else recorded.run(x, batch)
 
     @staticmethod
-    def _serves(x: torch.Tensor, batch: AttentionBatch) -> bool:
-        """Whether it is a step of few requests, a token of each."""
+    def _is_decode(x: torch.Tensor, batch: AttentionBatch) -> bool:
+        """Return True for a CPU's step of one token for each of a few requests."""
         return (
             x.device.type == "cpu"
             and cpu.available()
-            and len(x) == len(batch.seq_lens) <= MOST_TOKENS
+            and len(x) == len(batch.seq_lens) <= MAX_TOKENS
             and batch.wanted is None
         )
 
     def _record(self, layers: Layers, x: torch.Tensor, batch: AttentionBatch) -> _Recorded | None:
         own_x = x.clone()
-        positions, slot_mapping, seq_lens, rows = (tensor.clone() for tensor in _changing(batch))
+        positions, slot_mapping, seq_lens, rows = (tensor.clone() for tensor in _inputs(batch))
         own = AttentionBatch(
             positions=positions,
             slot_mapping=slot_mapping,
@@ -86,5 +91,5 @@ class Replay:
         return _Recorded(program, own_x, own, out)
 
 
-def _changing(batch: AttentionBatch) -> tuple[torch.Tensor, ...]:
+def _inputs(batch: AttentionBatch) -> tuple[torch.Tensor, ...]:
     return batch.positions, batch.slot_mapping, batch.seq_lens, batch.rows

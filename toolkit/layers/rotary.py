@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021), with every scaling that Transformers' Llama knows."""
+"""Rotary position embedding (Su et al., 2021), with every scaling of Transformers' Llama."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from toolkit.errors import CheckpointError
 
 
 class RotaryEmbedding(nn.Module):
-    """The table of rotations: `cos_sin` [max_model_len, 2, size / 2]. Attention turns pairs (i, i + size / 2) of the first
-    `size` dimensions of each head by them.
+    """Table of rotations, `cos_sin` [max_model_len, 2, size / 2].
 
-    NOTE: scalings that depend on the sequence's length (dynamic, longrope) are taken at `max_model_len`,
-    once. Transformers takes them at the current length, which rotates keys already in the cache by angles
-    that no longer fit; the two agree as long as `max_model_len` is within the length the model was first
-    trained for.
+    Attention rotates pairs (i, i + size / 2) of the first `size` dimensions of each head.
+
+    NOTE: scalings that depend on the sequence length (dynamic, longrope) use `max_model_len`.
+    Transformers uses the current length, so keys in its cache keep angles that no longer fit. The
+    two agree as long as `max_model_len` is within the length that the model was first trained for.
     """
 
     cos_sin: torch.Tensor
@@ -28,9 +28,8 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: Any, head_size: int, max_model_len: int) -> None:
         super().__init__()
         inv_freq, scaling = inverse_frequencies(config, head_size, max_model_len)
-        if (
-            inv_freq.is_meta
-        ):  # else PyTorch loads its compiler, which takes seconds, to compute nothing
+        if inv_freq.is_meta:
+            # On meta, the arithmetic below makes PyTorch load its compiler, which takes seconds.
             table = torch.empty(max_model_len, 2, len(inv_freq), device="meta")
         else:
             positions = torch.arange(max_model_len, dtype=torch.float32, device=inv_freq.device)
@@ -42,14 +41,13 @@ class RotaryEmbedding(nn.Module):
 def inverse_frequencies(
     config: Any, head_size: int, max_model_len: int
 ) -> tuple[torch.Tensor, float]:
-    """(inverse frequencies [size / 2] in fp32, factor on cosines and sines) as the config's `rope_parameters`
-    say. Raises CheckpointError when they cannot be used.
+    """Return (inverse frequencies [size / 2] in fp32, factor on cosines and sines).
+
+    Raises CheckpointError if the config's `rope_parameters` cannot be used.
     """
     kind = config.rope_parameters.get("rope_type", "default")
     if kind not in SCALINGS:
-        raise CheckpointError(
-            f"The model's rope_type {kind!r} is not supported; these are: {', '.join(SCALINGS)}."
-        )
+        raise CheckpointError(f"Unsupported rope_type {kind!r}. Supported: {', '.join(SCALINGS)}.")
     device = torch.get_default_device()
     try:
         with torch.device("cpu"):
@@ -67,15 +65,16 @@ def inverse_frequencies(
         ) from None
     if 2 * len(inv_freq) > head_size:
         raise CheckpointError(
-            f"The model's heads are of size {head_size}, which is odd: there is no rotating them."
+            f"Rotary embeddings need an even head size. The model's head size is {head_size}."
         )
     return inv_freq.to(device), factor
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """What a scaling is computed from. `config` is only asked for `max_position_embeddings`, and only by those scalings
-    whose parameters do not say it all.
+    """Inputs of a scaling.
+
+    Of `config`, scalings read `max_position_embeddings` at most, if their parameters lack it.
     """
 
     config: Any
@@ -89,24 +88,24 @@ class Rope:
 
     @property
     def size(self) -> int:
-        """Dimensions of a head that are rotated."""
+        """Number of rotated dimensions of a head."""
         return int(self.head_size * self.parameters.get("partial_rotary_factor", 1.0))
 
     @property
     def trained_len(self) -> int:
-        """Of the model before its context was extended."""
+        """Context length before it was extended."""
         return int(self.parameters["original_max_position_embeddings"])
 
     @property
     def extension(self) -> float:
-        """How many times longer the context has become: `factor`, or else the ratio of the lengths."""
+        """Extended over trained context length: `factor`, or else the ratio of the lengths."""
         factor = self.parameters.get("factor")
         return float(
             self.config.max_position_embeddings / self.trained_len if factor is None else factor
         )
 
     def wavelengths(self, base: float | None = None) -> torch.Tensor:
-        """[size / 2] positions for one radian: base^(2i / size)."""
+        """Return positions per radian, base^(2i / size), [size / 2]."""
         exponents = torch.arange(0, self.size, 2, dtype=torch.float32) / self.size
         lengths: torch.Tensor = (base or self.base) ** exponents
         return lengths
@@ -117,14 +116,14 @@ def _default(rope: Rope) -> tuple[torch.Tensor, float]:
 
 
 def _linear(rope: Rope) -> tuple[torch.Tensor, float]:
-    """Position interpolation (Chen et al., 2023): positions are divided by the factor."""
+    """Position interpolation (Chen et al., 2023): divide positions by the factor."""
     return 1.0 / rope.wavelengths() / rope.parameters["factor"], 1.0
 
 
 def _proportional(rope: Rope) -> tuple[torch.Tensor, float]:
-    """The first share of the pairs are rotated, by angles over the whole head's size; the others stand still."""
-    share = rope.parameters.get("partial_rotary_factor", 1.0)
-    num_rotated = int(share * rope.head_size // 2)
+    """Rotate only the first pairs, by angles relative to the full head size."""
+    fraction = rope.parameters.get("partial_rotary_factor", 1.0)
+    num_rotated = int(fraction * rope.head_size // 2)
     inv_freq = torch.zeros(rope.head_size // 2)
     exponents = torch.arange(0, 2 * num_rotated, 2, dtype=torch.float32) / rope.head_size
     inv_freq[:num_rotated] = 1.0 / rope.base**exponents
@@ -132,8 +131,9 @@ def _proportional(rope: Rope) -> tuple[torch.Tensor, float]:
 
 
 def _dynamic(rope: Rope) -> tuple[torch.Tensor, float]:
-    """Dynamic NTK scaling (section 3.3 of Peng et al., 2023): past the length trained for, the base grows with the
-    length.
+    """Dynamic NTK scaling (section 3.3 of Peng et al., 2023).
+
+    Past the trained length, the base grows with the length.
     """
     factor, trained_len = rope.parameters["factor"], rope.config.max_position_embeddings
     length = max(rope.max_model_len, trained_len)
@@ -142,20 +142,22 @@ def _dynamic(rope: Rope) -> tuple[torch.Tensor, float]:
 
 
 def _yarn(rope: Rope) -> tuple[torch.Tensor, float]:
-    """YaRN (Peng et al., 2023): pairs that turn often within the trained length keep their frequency, those that turn
-    seldom are interpolated, with a ramp between; section 3.4 gives the factor on cosines and sines.
+    """YaRN (Peng et al., 2023): interpolate low frequencies, keep high ones, with a ramp between.
+
+    Section 3.4 gives the factor on cosines and sines.
     """
     parameters, extension = rope.parameters, rope.extension
-    often, seldom = parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1
+    fast, slow = parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1
 
-    def pair_that_turns(times: float) -> float:
+    def pair_index(turns: float) -> float:
+        """Return the pair that turns so often within the trained length."""
         return (
             rope.size
-            * math.log(rope.trained_len / (times * 2 * math.pi))
+            * math.log(rope.trained_len / (turns * 2 * math.pi))
             / (2 * math.log(rope.base))
         )
 
-    first, last = pair_that_turns(often), pair_that_turns(seldom)
+    first, last = pair_index(fast), pair_index(slow)
     if parameters.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rope.size - 1)
@@ -182,12 +184,10 @@ def _yarn_attention_factor(parameters: dict[str, Any], extension: float) -> floa
 
 
 def _longrope(rope: Rope) -> tuple[torch.Tensor, float]:
-    """LongRoPE (Ding et al., 2024): a searched-for factor for each pair, one set within the trained length and one beyond
-    it.
-    """
-    beyond = rope.max_model_len > rope.trained_len
+    """LongRoPE (Ding et al., 2024): a factor per pair, one set for lengths beyond the trained."""
+    is_long = rope.max_model_len > rope.trained_len
     factors = torch.tensor(
-        rope.parameters["long_factor" if beyond else "short_factor"], dtype=torch.float32
+        rope.parameters["long_factor" if is_long else "short_factor"], dtype=torch.float32
     )
     given = rope.parameters.get("attention_factor")
     if given is not None:
@@ -200,8 +200,10 @@ def _longrope(rope: Rope) -> tuple[torch.Tensor, float]:
 
 
 def _llama3(rope: Rope) -> tuple[torch.Tensor, float]:
-    """Llama 3.1's (Grattafiori et al., 2024): low frequencies are divided by the factor, high ones kept, and those between
-    interpolated by how often they turn within the trained length.
+    """Llama 3.1's scaling (Grattafiori et al., 2024).
+
+    Low frequencies are divided by the factor, high ones are kept, and those between are
+    interpolated by their turns within the trained length.
     """
     parameters = rope.parameters
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
@@ -220,4 +222,4 @@ SCALINGS: dict[str, Callable[[Rope], tuple[torch.Tensor, float]]] = {
     "llama3": _llama3,
     "proportional": _proportional,
 }
-"""By `rope_type`: (inverse frequencies in fp32, factor on cosines and sines)."""
+"""Scalings by `rope_type`. They return (inverse frequencies in fp32, factor on cos and sin)."""

@@ -1,1 +1,1 @@
-"""One file per architecture, the registry, the weight loader, and the hub."""
+"""Model architectures, one per file; their registry and configs; the Hugging Face hub."""

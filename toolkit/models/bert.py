@@ -1,4 +1,4 @@
-"""BERT (Devlin et al., 2019), as a text encoder and as a cross-encoder."""
+"""BERT (Devlin et al., 2019): text encoder and cross-encoder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from toolkit.attention.packed import PackedBatch, attend
-from toolkit.distributed import whole
+from toolkit.distributed import full_shard
 from toolkit.errors import CheckpointError
 from toolkit.layers import Embedding, LayerNorm, Linear, MergedLinear
 from toolkit.models.registry import Encoder, Scorer
@@ -16,14 +16,14 @@ from toolkit.weights.activation import activation_kind
 from toolkit.weights.slots import Slots, plain_slots
 
 
-class Layer(nn.Module):
+class BertLayer(nn.Module):
     """Attention and MLP, each followed by a layer norm."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.layer_norm_eps
         self.num_heads = config.num_attention_heads
-        self.qkv = MergedLinear(hidden, [whole(hidden)] * 3, bias=True)
+        self.qkv = MergedLinear(hidden, [full_shard(hidden)] * 3, bias=True)
         self.attn_out = Linear(hidden, hidden, bias=True)
         self.attn_norm = LayerNorm(hidden, eps)
         kind = activation_kind(config.hidden_act)
@@ -50,36 +50,35 @@ class Layer(nn.Module):
 
 
 class Bert(Encoder):
-    prefix: ClassVar[str] = "bert"
-    """First part of the tensors' names."""
+    prefix: ClassVar[str] = "bert"  # of tensor names
     unused: ClassVar[tuple[str, ...]] = ("pooler.", "cls.", "lm_head.", "embeddings.position_ids")
 
     def __init__(self, config: Any, max_model_len: int) -> None:
         super().__init__(config, max_model_len)
         if config.is_decoder or config.position_embedding_type != "absolute":
             raise CheckpointError(
-                f"This {config.architectures[0]} is a decoder, or its positions are {config.position_embedding_type}; tk runs "
-                f"encoders with absolute positions."
+                f"Unsupported {config.architectures[0]}: is_decoder is {config.is_decoder}, "
+                f"position_embedding_type is {config.position_embedding_type}. tk runs encoders "
+                f"with absolute positions."
             )
         hidden = config.hidden_size
         self.first_position = config.max_position_embeddings - self.max_positions(config)
-        """Row of the table of positions that a text begins with."""
+        """Row of the position table for a text's first token."""
         self.words = Embedding(config.vocab_size, hidden)
         self.positions = Embedding(config.max_position_embeddings, hidden)
         self.types = Embedding(config.type_vocab_size, hidden)
         self.norm = LayerNorm(hidden, config.layer_norm_eps)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
 
     @staticmethod
     def max_positions(config: Any) -> int:
         return int(config.max_position_embeddings)
 
     def forward(self, token_ids: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-        types = batch.token_types.clamp(
-            max=self.types.size - 1
-        )  # RoBERTa does not tell two texts apart
-        places = self.positions(batch.positions + self.first_position) + self.types(types)
-        x, _ = self.norm(self.words(token_ids), places)
+        # RoBERTa has one type for both texts of a pair.
+        types = batch.token_types.clamp(max=self.types.size - 1)
+        positions = self.positions(batch.positions + self.first_position) + self.types(types)
+        x, _ = self.norm(self.words(token_ids), positions)
         for layer in self.layers:
             x = layer(x, batch)
         hidden: torch.Tensor = x
@@ -92,16 +91,15 @@ class Bert(Encoder):
         slots |= self.types.slots(f"{name}.token_type_embeddings")
         slots |= self.norm.slots(f"{name}.LayerNorm")
         for i, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
+            assert isinstance(layer, BertLayer)
             slots |= layer.slots(f"{self.prefix}.encoder.layer.{i}")
         return slots
 
 
 class BertScorer(Bert, Scorer):
-    """A classifier with one label: two texts, one number (Nogueira & Cho, 2019)."""
+    """Classifier with one label: scores a pair of texts (Nogueira & Cho, 2019)."""
 
-    head: ClassVar[tuple[str, str]] = ("bert.pooler.dense", "classifier")
-    """Names of the head's two layers."""
+    head: ClassVar[tuple[str, str]] = ("bert.pooler.dense", "classifier")  # names of its layers
 
     def __init__(self, config: Any, max_model_len: int) -> None:
         super().__init__(config, max_model_len)
@@ -119,9 +117,9 @@ class BertScorer(Bert, Scorer):
 
 
 def require_one_label(config: Any) -> None:
-    """Raises CheckpointError for a classifier of several labels."""
+    """Raise CheckpointError for a classifier with several labels."""
     if config.num_labels != 1:
         raise CheckpointError(
-            f"This {config.architectures[0]} has {config.num_labels} labels. tk serves classifiers with one, which "
-            f"score how well two texts fit."
+            f"This {config.architectures[0]} has {config.num_labels} labels. tk serves only "
+            f"classifiers with one label, which score pairs of texts."
         )

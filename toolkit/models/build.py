@@ -1,4 +1,4 @@
-"""Read a checkpoint's config.json and build its model; `weights.loader` fills it."""
+"""Read a checkpoint's config.json and build its model. `weights.loader` loads the weights."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_config(folder: Path) -> ArchitectureConfig:
-    """What the folder's config.json says. Raises CheckpointError when it cannot be read or is of an unsupported
-    kind.
-    """
+    """Read a folder's config.json. Raises CheckpointError if it is unreadable or unsupported."""
     try:
         raw = json.loads((folder / "config.json").read_text())
         if not isinstance(raw, dict):
-            raise ValueError("it holds no object")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / 'config.json'} cannot be read: {error}") from None
     if quantization := raw.get("quantization_config"):
@@ -33,8 +31,8 @@ def load_config(folder: Path) -> ArchitectureConfig:
             quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         )
         raise CheckpointError(
-            f"The weights in {folder} are quantized ({method}), and tk reads none that are. Take the model they were made "
-            f"from: --quantization fp8 (on a GPU) or int8 (on a CPU) rounds it while it is loaded."
+            f"The weights in {folder} are already quantized ({method}), which tk does not support. "
+            f"Use the original model with --quantization fp8 (GPU) or int8 (CPU)."
         )
     if not set(raw.get("architectures") or []) & set(SUPPORTED):
         resolve_architecture(_Named(raw.get("architectures"), raw.get("model_type")), str(folder))
@@ -44,7 +42,7 @@ def load_config(folder: Path) -> ArchitectureConfig:
     except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'} cannot be used: {error}.") from None
     if not has_head(config):
-        config.tie_word_embeddings = True  # the head is never used, and takes no memory so
+        config.tie_word_embeddings = True  # the head is unused; tied, it takes no memory
     return config
 
 
@@ -54,7 +52,7 @@ class _Named:
 
 
 def choose_dtype(wanted: str, config: ArchitectureConfig, device: torch.device) -> torch.dtype:
-    """`wanted`: --dtype; what auto means is `auto_dtype`'s matter."""
+    """Return the type for --dtype `wanted`. `auto_dtype` decides for auto."""
     return DTYPES[auto_dtype(config, on_gpu=device.type == "cuda") if wanted == "auto" else wanted]
 
 
@@ -67,7 +65,7 @@ def build_model(
     max_model_len: int,
     quantization: str | None = None,
 ) -> Model:
-    """The model with its parameters made and not filled; `quantization`: of its linear layers' weights."""
+    """Build a model with uninitialized parameters. `quantization`: of its linear layers."""
     with device, _default_dtype(dtype), quantized(quantization), torch.inference_mode():
         model = resolve_architecture(config, str(folder))(config, max_model_len)
     return model.eval()

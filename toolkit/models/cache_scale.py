@@ -1,8 +1,10 @@
-"""Scales for a KV cache in FP8: one for the keys and one for the values of each layer, taken into its weights.
+"""Scales for an FP8 KV cache: one for the keys and one for the values of each layer.
 
-e4m3 has its full precision from 2^-6 to 448, and less or nothing beyond. So keys are multiplied by a power of two, and queries divided by
-it; likewise values, and the weights behind attention. That rounds nothing anew (but numbers at float16's ends), and costs steps
-nothing. How large keys and values are is told from the weights, which are given inputs of a known size by the norm before them.
+e4m3 has full precision from 2^-6 to 448, and less or none outside. So keys are multiplied by a
+power of two and queries divided by it; values, and the output projection, in the same way. The
+scales are folded into the weights: this adds no rounding (except near the ends of float16's range)
+and no work per step. The size of keys and values is computed from the weights, since the norm
+before them gives inputs of a known size.
 """
 
 from __future__ import annotations
@@ -14,17 +16,16 @@ import torch
 from toolkit.layers import Linear
 from toolkit.models.decoder import Decoder, DecoderLayer
 
-LARGEST = 16.0
-"""About what the root mean square of the largest entry of a key or value becomes: it leaves a factor of 28 to e4m3's end, and of 1,000
-to where its precision begins to fall.
+TARGET_RMS = 16.0
+"""Approximate RMS of the largest entry of a key or value after scaling. It leaves a factor of 28
+to e4m3's maximum, and of 1,000 to where precision starts to drop.
 """
-MOST = 8
-"""Of the powers of two. Weights in float16 lose by greater ones."""
+MAX_EXPONENT = 8  # larger powers of two cost precision in float16 weights
 
 
 @torch.inference_mode()
 def scale_cache(model: Decoder) -> None:
-    """After loading, and before weights are packed."""
+    """Fold the scales into the weights. Call after loading, before packing."""
     for layer in model.layers:
         assert isinstance(layer, DecoderLayer)
         _scale(layer)
@@ -39,16 +40,16 @@ def _scale(layer: DecoderLayer) -> None:
         transform.k_weight.mul_(factor)
         transform.q_weight.div_(factor)
     else:
-        factor = _factor(_sizes(layer, keys).max())
+        factor = _factor(_output_rms(layer, keys).max())
         _multiply(layer.qkv, keys, factor)
         _multiply(layer.qkv, queries, 1 / factor)
-    factor = _factor(_sizes(layer, values).max())
+    factor = _factor(_output_rms(layer, values).max())
     _multiply(layer.qkv, values, factor)
     _multiply(layer.out, slice(None), 1 / factor, bias=False)
 
 
-def _sizes(layer: DecoderLayer, rows: slice) -> torch.Tensor:
-    """The root mean square of each of these outputs of `qkv`, as if what the norm gives it were independent."""
+def _output_rms(layer: DecoderLayer, rows: slice) -> torch.Tensor:
+    """Return the RMS of each of these outputs of `qkv`, assuming independent normalized inputs."""
     norm, linear = layer.attn_norm, layer.qkv
     weight = linear.weight[rows].float()
     if linear.scale is not None:
@@ -60,12 +61,12 @@ def _sizes(layer: DecoderLayer, rows: slice) -> torch.Tensor:
     return (square + constant.square()).sqrt()
 
 
-def _factor(size: torch.Tensor) -> float:
-    """What brings it near LARGEST."""
-    largest = float(size)
-    if not 0 < largest < math.inf:
+def _factor(rms: torch.Tensor) -> float:
+    """Return the power of two that brings `rms` near TARGET_RMS."""
+    value = float(rms)
+    if not 0 < value < math.inf:
         return 1.0
-    return 2.0 ** max(-MOST, min(MOST, round(math.log2(LARGEST / largest))))
+    return 2.0 ** max(-MAX_EXPONENT, min(MAX_EXPONENT, round(math.log2(TARGET_RMS / value))))
 
 
 def _multiply(linear: Linear, rows: slice, factor: float, *, bias: bool = True) -> None:

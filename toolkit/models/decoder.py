@@ -1,4 +1,4 @@
-"""What decoders have in common: embedding, layers, norm and head in a row, of which each stage of a pipeline has a part."""
+"""Base classes of decoders: embedding, layers, norm and head, split over pipeline stages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from toolkit.attention import Attention, AttentionBatch
-from toolkit.distributed import current, current_stage
+from toolkit.distributed import current_group, current_stage
 from toolkit.layers import LayerNorm, Linear, MergedLinear, OutputHead, RMSNorm, VocabularyEmbedding
 from toolkit.layers.replay import Replay
-from toolkit.models.pipeline_split import share_out
+from toolkit.models.pipeline_split import split_layers
 from toolkit.models.registry import CausalLM
 from toolkit.weights.quantization import quantizes_head
 from toolkit.weights.slots import Slots
@@ -24,15 +24,14 @@ if TYPE_CHECKING:
 
 
 class DecoderLayer(nn.Module, abc.ABC):
-    """Attention and MLP, each behind a norm."""
+    """Attention and MLP, each preceded by a norm."""
 
     attn_norm: LayerNorm | RMSNorm
     qkv: MergedLinear
     attn: Attention
     out: Linear
     mlp_norm: LayerNorm | RMSNorm
-    up: Linear
-    """With the activation, and the gate if there is one."""
+    up: Linear  # includes the activation, and the gate if there is one
     down: Linear
 
     def forward(
@@ -40,100 +39,105 @@ class DecoderLayer(nn.Module, abc.ABC):
         x: torch.Tensor | Unscaled,
         residual: torch.Tensor,
         batch: AttentionBatch,
-        squares: torch.Tensor | None,
+        square_sums: torch.Tensor | None,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what `down` takes, residual stream) of the tokens `wanted`, or all; x: through `attn_norm`. The layer ends before
-        `down` since the norm behind that one is the next layer's.
+        """Return (down's input, residual). If `wanted` is given, only for those tokens.
+
+        x: output of `attn_norm`. `down` is left to the caller: the norm after it belongs to the
+        next layer, and the two may be fused.
         """
         y = self.attn(self.qkv(x), batch)
         if wanted is not None:
             y, residual = y[wanted], residual[wanted]
-        x, residual = self.mlp_norm.after(self.out, y, residual, self.up, squares)
+        x, residual = self.mlp_norm.after(self.out, y, residual, self.up, square_sums)
         return self.up(x), residual
 
-    def rooms(self, x: torch.Tensor, num_layers: int) -> list[tuple[torch.Tensor | None, ...]]:
-        """What the norms behind a layer's attention and behind its MLP take as `squares`, for each of the layers; x: hidden states."""
-        if not isinstance(self.mlp_norm, RMSNorm) or not self.out.joins_norms(x):
+    def square_sum_buffers(
+        self, x: torch.Tensor, num_layers: int
+    ) -> list[tuple[torch.Tensor | None, ...]]:
+        """Return buffers per layer for the norms after attention and MLP. x: hidden states."""
+        if not isinstance(self.mlp_norm, RMSNorm) or not self.out.can_fuse_norms(x):
             return [(None, None)] * num_layers
-        # Each begins at a multiple of 16 bytes, as kernels are compiled for.
-        rooms = torch.zeros(
+        # Kernels are compiled for buffers aligned to 16 bytes: an even number of float64.
+        buffers = torch.zeros(
             num_layers, 2, len(x) + len(x) % 2, dtype=torch.float64, device=x.device
         )
-        return [room.unbind() for room in rooms]
+        return [pair.unbind() for pair in buffers]
 
     @abc.abstractmethod
     def slots(self, name: str) -> Slots:
-        """The layer's tensors under the checkpoint's name for it."""
+        """Return the slots of the layer whose checkpoint name is `name`."""
 
 
 class Decoder(CausalLM):
-    """A model says how its layers and its norm are made, and what a checkpoint calls them."""
+    """Base of decoders. A subclass defines its layers, its norm and their checkpoint names."""
 
     embed_name: ClassVar[str]
     layers_name: ClassVar[str]
     norm_name: ClassVar[str]
 
-    embed: VocabularyEmbedding
-    """On the first stage, and where the head shares its table."""
-    norm: LayerNorm | RMSNorm
-    """Like the head, on the last stage."""
+    embed: VocabularyEmbedding  # on the first stage; if tied, also on the last
+    norm: LayerNorm | RMSNorm  # on the last stage, like the head
 
     def __init__(self, config: Any, max_model_len: int) -> None:
         super().__init__(config, max_model_len)
-        self.group, self.stage, self.tied = current(), current_stage(), config.tie_word_embeddings
+        self.group, self.stage, self.tied = (
+            current_group(),
+            current_stage(),
+            config.tie_word_embeddings,
+        )
         self.has_table = self.stage.is_first or (self.stage.is_last and self.tied)
         if self.has_table:
             self.embed = VocabularyEmbedding(config.vocab_size, config.hidden_size)
-        make = self.layer_maker(config, max_model_len)
-        self.indices = _indices(self, config, make)
-        """Of the layers that are here."""
+        make = self.layer_factory(config, max_model_len)
+        self.indices = _stage_layers(self, config, make)
         self.layers = nn.ModuleList(make(index) for index in self.indices)
         self._replay = Replay() if self.stage.is_last and self.group.size == 1 else None
         if self.stage.is_last:
             self.norm = self.make_norm(config)
-        # On the first stage for its table alone: that is rounded as the weight of the head, wherever the head computes.
+        # On the first stage only for its table: a tied table is quantized as the head's weight.
         if self.stage.is_last or (self.has_table and self.tied and quantizes_head()):
             self.lm_head = OutputHead(
                 config.hidden_size, config.vocab_size, self.embed if self.tied else None
             )
 
     @abc.abstractmethod
-    def layer_maker(self, config: Any, max_model_len: int) -> Callable[[int], DecoderLayer]:
-        """What makes a layer, of its index in the model."""
+    def layer_factory(self, config: Any, max_model_len: int) -> Callable[[int], DecoderLayer]:
+        """Return a function that makes the layer with a given index."""
 
     @abc.abstractmethod
     def make_norm(self, config: Any) -> LayerNorm | RMSNorm:
-        """The norm behind the last layer."""
+        """Make the norm after the last layer."""
 
-    def embedded(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """What the first layer is given, [num_tokens, hidden]."""
+    def embed_input(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """Return the first layer's input, [num_tokens, hidden]."""
         x: torch.Tensor = self.embed(token_ids)
         return x
 
     def forward(
         self, token_ids: torch.Tensor, batch: AttentionBatch, hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        x = self.embedded(token_ids, batch) if hidden is None else hidden
+        x = self.embed_input(token_ids, batch) if hidden is None else hidden
         return (
-            self._through(x, batch)
+            self._run_layers(x, batch)
             if self._replay is None
-            else self._replay(self._through, x, batch)
+            else self._replay(self._run_layers, x, batch)
         )
 
-    def _through(self, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """Layers and norm."""
+    def _run_layers(self, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """Run this stage's layers, and the norm on the last stage."""
         layers = self._layers()
-        squares = layers[0].rooms(x, len(layers))
+        buffers = layers[0].square_sum_buffers(x, len(layers))
         normed, residual = layers[0].attn_norm(x, None)
-        for (layer, following), room in zip(pairwise(layers), squares, strict=False):
-            x, residual = layer(normed, residual, batch, room[0])
+        for (layer, following), square_sums in zip(pairwise(layers), buffers, strict=False):
+            x, residual = layer(normed, residual, batch, square_sums[0])
             normed, residual = following.attn_norm.after(
-                layer.down, x, residual, following.qkv, room[1]
+                layer.down, x, residual, following.qkv, square_sums[1]
             )
         layer = layers[-1]
         wanted = batch.wanted if self.stage.is_last else None
-        x, residual = layer(normed, residual, batch, squares[-1][0], wanted)
+        x, residual = layer(normed, residual, batch, buffers[-1][0], wanted)
         x = layer.down(x)
         if not self.stage.is_last:
             total: torch.Tensor = self.group.all_reduce(x) + residual
@@ -142,7 +146,7 @@ class Decoder(CausalLM):
         return out
 
     def _layers(self) -> list[DecoderLayer]:
-        return list(self.layers)  # type: ignore[arg-type]  # a ModuleList says of its items that they are modules
+        return list(self.layers)  # type: ignore[arg-type]  # nn.ModuleList's items are Modules
 
     def slots(self) -> Slots:
         slots: Slots = {}
@@ -157,15 +161,15 @@ class Decoder(CausalLM):
         return slots
 
 
-def _indices(model: Decoder, config: Any, make: Callable[[int], DecoderLayer]) -> range:
-    """The layers of a model's stage, by the bytes of weights that a step reads."""
+def _stage_layers(model: Decoder, config: Any, make: Callable[[int], DecoderLayer]) -> range:
+    """Return the indices of this stage's layers, balanced by the weight bytes that a step reads."""
     if model.stage.count == 1:
         return range(config.num_hidden_layers)
     with torch.device("meta"):
         parts = make(0), OutputHead(config.hidden_size, config.vocab_size)
     layer = sum(parameter.nbytes for parameter in parts[0].parameters())
-    # A head that is to be rounded is so when it is packed.
+    # The head is not quantized yet: this happens when it is packed.
     head = sum(p.numel() * (1 if quantizes_head() else p.itemsize) for p in parts[1].parameters())
-    counts = share_out(config.num_hidden_layers, model.stage.count, layer, head)
+    counts = split_layers(config.num_hidden_layers, model.stage.count, layer, head)
     begin = sum(counts[: model.stage.index])
     return range(begin, begin + counts[model.stage.index])

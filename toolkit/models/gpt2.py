@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from toolkit.attention import Attention, AttentionBatch, AttentionShape
-from toolkit.distributed import even
+from toolkit.distributed import even_shard
 from toolkit.errors import CheckpointError
 from toolkit.layers import Embedding, LayerNorm, Linear, MergedLinear
 from toolkit.models.decoder import Decoder, DecoderLayer
@@ -17,9 +17,7 @@ from toolkit.weights.activation import activation_kind
 from toolkit.weights.slots import Slots
 
 
-class Block(DecoderLayer):
-    """Attention and MLP, each behind a layer norm."""
-
+class GPT2Layer(DecoderLayer):
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
         hidden = config.n_embd
@@ -28,7 +26,7 @@ class Block(DecoderLayer):
         if config.scale_attn_by_inverse_layer_idx:
             scale /= index + 1
         self.attn_norm = LayerNorm(hidden, config.layer_norm_epsilon)
-        heads = even(config.n_head, "attention heads")
+        heads = even_shard(config.n_head, "attention heads")
         self.qkv = MergedLinear(hidden, [heads.times(head_size)] * 3, bias=True)
         self.attn = Attention(AttentionShape(heads.count, heads.count, head_size, scale))
         self.out = Linear(hidden, hidden, bias=True, split="in")
@@ -65,15 +63,15 @@ class GPT2(Decoder):
     def max_positions(config: Any) -> int:
         return int(config.n_positions)
 
-    def layer_maker(self, config: Any, max_model_len: int) -> Callable[[int], Block]:
-        return functools.partial(Block, config)
+    def layer_factory(self, config: Any, max_model_len: int) -> Callable[[int], GPT2Layer]:
+        return functools.partial(GPT2Layer, config)
 
     def make_norm(self, config: Any) -> LayerNorm:
         return LayerNorm(config.n_embd, config.layer_norm_epsilon)
 
-    def embedded(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def embed_input(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         positions: torch.Tensor = self.embed_positions(batch.positions)
-        return super().embedded(token_ids, batch) + positions
+        return super().embed_input(token_ids, batch) + positions
 
     def slots(self) -> Slots:
         slots = super().slots()

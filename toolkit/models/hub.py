@@ -1,4 +1,4 @@
-"""From a model's name to a folder with its files: a local folder, the hub's cache, or a download."""
+"""Find a model's files by its name: a local folder, the hub's cache, or a download."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from toolkit.errors import CheckpointError, ModelNotFoundError, ToolkitError, di
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "tokenizer*", "*.tiktoken"]
 _WEIGHTS = ["*.safetensors", "*.bin"]
-"""The first kind that a model has is fetched."""
+"""Formats of weights. The first that a model has is downloaded."""
 _CARD = ("README.md", "LICENSE*")
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
-"""Errors that are this machine's."""
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def locate(model: str | None, revision: str | None = None) -> Path:
-    """The folder of a model: `model` itself when it is one, else its snapshot in the hub's cache, downloaded
-    if need be.
+    """Return a model's folder: `model` itself, or its snapshot in the hub's cache.
 
-    None is the demo model. Raises ModelNotFoundError telling what was searched, CheckpointError for a folder
-    that is no model.
+    A missing snapshot is downloaded. None is the demo model. Raises ModelNotFoundError with the
+    places searched, and CheckpointError for a folder that is not a model.
     """
     if model is None:
         from toolkit.demo import MODEL_DIR
@@ -42,13 +40,13 @@ def locate(model: str | None, revision: str | None = None) -> Path:
         return folder
     if folder.exists():
         raise CheckpointError(
-            f"{folder} is a file; a model is a folder with config.json, weights and a tokenizer."
+            f"{folder} is a file. A model is a folder with config.json, weights and a tokenizer."
         )
     return _from_hub(model, revision)
 
 
 def locate_tokenizer(name: str) -> Path:
-    """The folder of a tokenizer, which may hold nothing else. Raises as `locate` does."""
+    """Return the folder of a tokenizer, which may have no model. Raises as `locate` does."""
     folder = Path(name).expanduser()
     if folder.is_dir() and any(folder.glob("token*")):
         return folder
@@ -56,18 +54,20 @@ def locate_tokenizer(name: str) -> Path:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only be a folder's: the hub has none like it."""
+    """Return whether a name can only be a path, since it is not a valid name on the hub."""
     return not _HUB_NAME.fullmatch(name) or name.startswith(".")
 
 
-class HubSilentError(ModelNotFoundError):
-    """The hub was not asked, or did not answer; the message says why."""
+class HubUnreachableError(ModelNotFoundError):
+    """The hub did not answer, or offline mode is on. The message gives the reason."""
 
 
 @contextmanager
-def asking(name: str, revision: str | None) -> Iterator[None]:
-    """Around calls to the hub about a model: raises HubSilentError when it could not be asked, ModelNotFoundError when it
-    has no such model for us, and CheckpointError when the cache cannot be written.
+def hub_errors(name: str, revision: str | None) -> Iterator[None]:
+    """Translate errors of calls to the hub about a model.
+
+    Raises HubUnreachableError, ModelNotFoundError if the hub has no such model or denies access,
+    and CheckpointError if the cache cannot be written.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -77,32 +77,34 @@ def asking(name: str, revision: str | None) -> Iterator[None]:
     )
 
     if constants.HF_HUB_OFFLINE:
-        raise HubSilentError("HF_HUB_OFFLINE is set")
+        raise HubUnreachableError("HF_HUB_OFFLINE is set")
     try:
         yield
     except ToolkitError:
         raise
     except GatedRepoError:
         raise ModelNotFoundError(
-            f"{name} is a gated model: accept its terms on its hub page, then set HF_TOKEN to a token of yours."
+            f"{name} is a gated model: accept its terms on its hub page, then set HF_TOKEN to your "
+            f"token."
         ) from None
     except RevisionNotFoundError:
         raise ModelNotFoundError(f"{name} has no revision {revision!r} on the hub.") from None
     except RepositoryNotFoundError:
         raise ModelNotFoundError(
-            f"There is no model {name}: no folder of that name here ({Path.cwd()}), and the hub does not have it "
-            f"(a private one needs HF_TOKEN).{did_you_mean(name, local_names())}"
+            f"There is no model {name}: no folder of that name in {Path.cwd()}, and none on the "
+            f"hub (a private model needs HF_TOKEN).{did_you_mean(name, local_names())}"
         ) from None
-    except Exception as error:  # the hub's own kinds, the HTTP library's, the disk's
-        if getattr(error, "errno", None) in _DISK:
+    except Exception as error:  # of the hub's library, the HTTP library, or the disk
+        if getattr(error, "errno", None) in _DISK_ERRORS:
             raise CheckpointError(
-                f"{name} cannot be kept in {constants.HF_HUB_CACHE}: {_first_line(error)}. HF_HOME names another place."
+                f"{name} cannot be stored in {constants.HF_HUB_CACHE}: {_first_line(error)}. Set "
+                f"HF_HOME to store models elsewhere."
             ) from None
-        raise HubSilentError(f"the hub did not answer: {_first_line(error)}") from None
+        raise HubUnreachableError(f"the hub did not answer: {_first_line(error)}") from None
 
 
 def wanted_files(names: Iterable[str], *, with_weights: bool = True) -> list[str]:
-    """The patterns of those of a model's files that are fetched, given the names of all."""
+    """Return patterns of the files to download, given the names of all of a model's files."""
     if not with_weights:
         return _SMALL_FILES
     names = list(names)
@@ -120,10 +122,12 @@ def fetch(
     with_card: bool = False,
     bar: type | None = None,
 ) -> Path:
-    """The folder of a model of the hub; what is not in the cache yet is fetched, from where it was interrupted. `with_card`:
-    its description and license as well; `bar`: a class of tqdm's that shows how far it is. Raises as `asking` does.
+    """Download a model and return its folder. Cached files are kept, interrupted ones resumed.
+
+    `with_card`: also README and license. `bar`: tqdm class that shows progress. Raises as
+    `hub_errors` does.
     """
-    with asking(name, revision):
+    with hub_errors(name, revision):
         from huggingface_hub import model_info, snapshot_download
 
         files = [
@@ -143,26 +147,29 @@ def _from_hub(name: str, revision: str | None, *, with_weights: bool = True) -> 
         )
     try:
         return fetch(name, revision, with_weights=with_weights)
-    except HubSilentError as silent:
+    except HubUnreachableError as unreachable:
         cached = cached_snapshot(name, revision, with_weights=with_weights)
         if cached is not None:
             return cached
-        raise nowhere(name, revision, silent) from None
+        raise not_found(name, revision, unreachable) from None
 
 
-def nowhere(name: str, revision: str | None, silent: HubSilentError) -> ModelNotFoundError:
-    """What is to be said of a model that is not on this machine, while the hub is silent."""
+def not_found(
+    name: str, revision: str | None, unreachable: HubUnreachableError
+) -> ModelNotFoundError:
+    """Return the error for a model that is not on this machine while the hub is unreachable."""
     from huggingface_hub import constants
 
     at = f" at revision {revision}" if revision else ""
     return ModelNotFoundError(
-        f"There is no model {name}{at}: no folder of that name here ({Path.cwd()}), it is not in the cache "
-        f"({constants.HF_HUB_CACHE}), and {silent.message}.{did_you_mean(name, local_names())}"
+        f"There is no model {name}{at}: no folder of that name in {Path.cwd()}, it is not in the "
+        f"cache ({constants.HF_HUB_CACHE}), and {unreachable.message}."
+        f"{did_you_mean(name, local_names())}"
     )
 
 
 def cached_snapshot(name: str, revision: str | None, *, with_weights: bool) -> Path | None:
-    """The snapshot of an earlier download, when all is there that we would have fetched of it."""
+    """Return the snapshot of an earlier download if it is complete, else None."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -181,12 +188,12 @@ def cached_snapshot(name: str, revision: str | None, *, with_weights: bool) -> P
 
 
 def local_names() -> list[str]:
-    """Models that are at hand: folders here with a config.json, and what the hub's cache holds."""
+    """Return the names of model folders in the current folder, and of cached models."""
     return [path.parent.name for path in Path.cwd().glob("*/config.json")] + cached_names()
 
 
 def cached_names() -> list[str]:
-    """What the hub's cache holds, found without importing its library."""
+    """Return the names of models in the hub's cache. Does not import the hub's library."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     home = Path(os.environ.get("HF_HOME") or base / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()

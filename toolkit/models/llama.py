@@ -1,6 +1,6 @@
-"""Llama 2, 3, 3.1 and later (Touvron et al., 2023; Grattafiori et al., 2024), and what is shared by its kin.
+"""Llama 2, 3, 3.1 and later (Touvron et al., 2023; Grattafiori et al., 2024).
 
-Mistral, Qwen2 and Qwen3 are this decoder with other values in `Shape`.
+Mistral, Qwen2 and Qwen3 are this decoder with other values in `Variant`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.attention import Attention, AttentionShape, HeadTransform
-from toolkit.distributed import even, kv_heads
+from toolkit.distributed import even_shard, kv_head_shard
 from toolkit.layers import GatedLinear, Linear, MergedLinear, RMSNorm, RotaryEmbedding
 from toolkit.models.decoder import Decoder, DecoderLayer
 from toolkit.weights.activation import activation_kind
@@ -18,33 +18,33 @@ from toolkit.weights.slots import Slots
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What the kin differ in."""
+class Variant:
+    """Differences between the Llama-like architectures."""
 
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     sliding_windows: tuple[int, ...] = ()
-    """One for each layer; 0: the whole context. Empty: all 0."""
+    """Window of each layer; 0: full attention. Empty: all 0."""
 
 
-class Layer(DecoderLayer):
+class LlamaLayer(DecoderLayer):
     up: GatedLinear
 
-    def __init__(self, config: Any, shape: Shape, index: int, rotary: RotaryEmbedding) -> None:
+    def __init__(self, config: Any, variant: Variant, index: int, rotary: RotaryEmbedding) -> None:
         super().__init__()
         hidden, num_heads, eps = config.hidden_size, config.num_attention_heads, config.rms_norm_eps
         num_kv_heads = config.num_key_value_heads or num_heads
         size = getattr(config, "head_dim", None) or hidden // num_heads
-        heads, kv = even(num_heads, "attention heads"), kv_heads(num_kv_heads)
+        heads, kv = even_shard(num_heads, "attention heads"), kv_head_shard(num_kv_heads)
         self.attn_norm = RMSNorm(hidden, eps)
         self.qkv = MergedLinear(
-            hidden, (heads.times(size), kv.times(size), kv.times(size)), bias=shape.qkv_bias
+            hidden, (heads.times(size), kv.times(size), kv.times(size)), bias=variant.qkv_bias
         )
-        self.q_norm = RMSNorm(size, eps) if shape.qk_norm else None
-        self.k_norm = RMSNorm(size, eps) if shape.qk_norm else None
-        window = shape.sliding_windows[index] if shape.sliding_windows else 0
+        self.q_norm = RMSNorm(size, eps) if variant.qk_norm else None
+        self.k_norm = RMSNorm(size, eps) if variant.qk_norm else None
+        window = variant.sliding_windows[index] if variant.sliding_windows else 0
         self.attn = Attention(
             AttentionShape(heads.count, kv.count, size, size**-0.5, window),
             HeadTransform(
@@ -54,11 +54,11 @@ class Layer(DecoderLayer):
                 eps,
             ),
         )
-        self.out = Linear(num_heads * size, hidden, bias=shape.out_bias, split="in")
+        self.out = Linear(num_heads * size, hidden, bias=variant.out_bias, split="in")
         self.mlp_norm = RMSNorm(hidden, eps)
         inner, kind = config.intermediate_size, activation_kind(config.hidden_act)
-        self.up = GatedLinear(hidden, inner, bias=shape.mlp_bias, activation=kind)
-        self.down = Linear(inner, hidden, bias=shape.mlp_bias, split="in")
+        self.up = GatedLinear(hidden, inner, bias=variant.mlp_bias, activation=kind)
+        self.down = Linear(inner, hidden, bias=variant.mlp_bias, split="in")
 
     def slots(self, name: str) -> Slots:
         attn, mlp = f"{name}.self_attn", f"{name}.mlp"
@@ -78,21 +78,21 @@ class Layer(DecoderLayer):
 class Llama(Decoder):
     embed_name, layers_name, norm_name = "model.embed_tokens", "model.layers", "model.norm"
 
-    def layer_maker(self, config: Any, max_model_len: int) -> Callable[[int], Layer]:
-        shape = self.shape(config)
+    def layer_factory(self, config: Any, max_model_len: int) -> Callable[[int], LlamaLayer]:
+        variant = self.variant(config)
         head_size = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
         rotary = RotaryEmbedding(config, head_size, max_model_len)
-        return lambda index: Layer(config, shape, index, rotary)
+        return lambda index: LlamaLayer(config, variant, index, rotary)
 
     def make_norm(self, config: Any) -> RMSNorm:
         return RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     @staticmethod
-    def shape(config: Any) -> Shape:
+    def variant(config: Any) -> Variant:
         bias = bool(getattr(config, "attention_bias", False))
-        return Shape(
+        return Variant(
             qkv_bias=bias, out_bias=bias, mlp_bias=bool(getattr(config, "mlp_bias", False))
         )
 
@@ -102,7 +102,7 @@ class Llama(Decoder):
 
 
 def sliding_windows(config: Any) -> tuple[int, ...]:
-    """Each layer's window, from `layer_types` where the config has it, else `sliding_window` for all."""
+    """Return each layer's window: by `layer_types` if the config has them, else the same."""
     window = int(getattr(config, "sliding_window", None) or 0)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:

@@ -1,6 +1,6 @@
-"""What a model's config.json says: its types checked, its old spellings read, and what it leaves out filled in
-with the defaults that Transformers has for that kind of model. Reading it without Transformers saves seconds at
-every start.
+"""Parsed config.json: types are checked, old spellings accepted, and defaults are Transformers'.
+
+Reading it without Transformers saves seconds at every start.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ Size = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ArchitectureConfig(msgspec.Struct, kw_only=True):
-    """What every kind has."""
+    """Fields that every kind has."""
 
     architectures: list[str]
     dtype: str | None = None
-    """The type that the weights were saved in, by PyTorch's name for it."""
+    """Type that the weights were saved in, by PyTorch's name."""
     torch_dtype: str | None = None
-    """An old spelling of `dtype`, which is where its value is."""
+    """Old spelling of `dtype`; read that."""
     vocab_size: Size
     tie_word_embeddings: bool = False
 
@@ -30,10 +30,11 @@ class ArchitectureConfig(msgspec.Struct, kw_only=True):
 
 
 def auto_dtype(config: ArchitectureConfig, *, on_gpu: bool) -> str:
-    """The type that weights and activations have when nothing is said.
+    """Return the type of weights and activations for --dtype auto.
 
-    On a GPU the checkpoint's own 16-bit type, or bfloat16 when it has none. On a CPU bfloat16 for what was saved in it, where
-    our kernels multiply it, and float32 for all else: float16 has more digits than bfloat16 and no fast products there.
+    On a GPU: the checkpoint's 16-bit type, else bfloat16. On a CPU: bfloat16 for a bfloat16
+    checkpoint if our kernels are available, else float32. float16 would lose precision as
+    bfloat16, and has no fast products on a CPU.
     """
     if on_gpu:
         return config.dtype if config.dtype in ("bfloat16", "float16") else "bfloat16"
@@ -58,7 +59,7 @@ class GPT2Config(ArchitectureConfig, kw_only=True):
     max_position_embeddings: Size | None = None
     num_attention_heads: Size | None = None
     num_hidden_layers: Size | None = None
-    """The names that other kinds have for n_embd, n_positions, n_head and n_layer; they win where both are given."""
+    """Other kinds' names for n_embd, n_positions, n_head and n_layer. These win."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,27 +78,24 @@ class LlamaConfig(ArchitectureConfig, kw_only=True):
     intermediate_size: Size = 11008
     num_hidden_layers: Size = 32
     num_attention_heads: Size = 32
-    num_key_value_heads: Size | None = None
-    """None: as many as there are attention heads."""
-    head_dim: Size | None = None
-    """None: hidden_size / num_attention_heads."""
+    num_key_value_heads: Size | None = None  # None: num_attention_heads
+    head_dim: Size | None = None  # None: hidden_size / num_attention_heads
     hidden_act: str = "silu"
     max_position_embeddings: Size = 2048
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: int | None = None
-    """In tokens."""
+    sliding_window: int | None = None  # tokens
     layer_types: list[str] | None = None
-    """For each layer `full_attention` or `sliding_attention`; None: all alike."""
+    """`full_attention` or `sliding_attention` for each layer. None: all the same."""
     rope_parameters: dict[str, Any] | None = None
-    """Always has `rope_type` and `rope_theta`, and what else the type of scaling takes."""
+    """`rope_type`, `rope_theta` and the parameters of that type of scaling."""
 
     rope_scaling: dict[str, Any] | None = None
     rope_theta: float | None = None
     partial_rotary_factor: float | None = None
     original_max_position_embeddings: Size | None = None
-    """Old spellings: what they say is in `rope_parameters`."""
+    """Old spellings. Their values are in `rope_parameters`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,16 +103,16 @@ class LlamaConfig(ArchitectureConfig, kw_only=True):
             self.num_key_value_heads = self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads ({self.num_attention_heads}) is no multiple of "
+                f"num_attention_heads ({self.num_attention_heads}) is not a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
         if self.head_dim is None:
             self.head_dim = _head_size(self.hidden_size, self.num_attention_heads)
         if self.layer_types is not None:
             self.layer_types = _checked_layer_types(self.layer_types, self.num_hidden_layers)
-        self.rope_parameters = self._whole_rope_parameters()
+        self.rope_parameters = self._complete_rope_parameters()
 
-    def _whole_rope_parameters(self) -> dict[str, Any]:
+    def _complete_rope_parameters(self) -> dict[str, Any]:
         parameters = dict(self.rope_scaling or self.rope_parameters or {})
         if any(isinstance(value, dict) for value in parameters.values()):
             raise ValueError("rope_parameters that differ from layer to layer are not supported")
@@ -146,7 +144,7 @@ class Qwen2Config(LlamaConfig, kw_only=True):
     sliding_window: int | None = 4096
     use_sliding_window: bool = False
     max_window_layers: int = 28
-    """Layers, from the first on, that attend to the whole context, where `layer_types` does not say."""
+    """Number of first layers with full attention, if `layer_types` is not given."""
 
     def __post_init__(self) -> None:
         if not self.use_sliding_window:
@@ -180,11 +178,11 @@ class BertConfig(ArchitectureConfig, kw_only=True):
     position_embedding_type: str = "absolute"
     is_decoder: bool = False
     num_labels: Size = 2
-    """Of a classifier; as many as `id2label` names, where it does."""
+    """Labels of a classifier. The length of `id2label` replaces it."""
     id2label: dict[str, Any] | None = None
     sentence_transformers: dict[str, Any] | None = None
     sbert_ce_default_activation_function: str | None = None
-    """Of a cross-encoder's score: a class of torch.nn; its newer place is `sentence_transformers.activation_fn`."""
+    """Old spelling of `sentence_transformers.activation_fn`: a torch.nn class, for scores."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,11 +192,10 @@ class BertConfig(ArchitectureConfig, kw_only=True):
 
     @property
     def score_activation(self) -> str:
-        """The name of a class of torch.nn."""
-        given = (self.sentence_transformers or {}).get("activation_fn")
-        return str(given or self.sbert_ce_default_activation_function or "Sigmoid").rpartition(".")[
-            2
-        ]
+        """Name of the torch.nn class that is applied to scores."""
+        name = (self.sentence_transformers or {}).get("activation_fn")
+        name = name or self.sbert_ce_default_activation_function or "Sigmoid"
+        return str(name).rpartition(".")[2]
 
 
 class XLMRobertaConfig(BertConfig, kw_only=True):
@@ -219,17 +216,18 @@ KINDS: dict[str, type[ArchitectureConfig]] = {
     "roberta": RobertaConfig,
     "xlm-roberta": XLMRobertaConfig,
 }
-"""By config.json's `model_type`."""
+"""Config classes by config.json's `model_type`."""
 
 
 def parse_config(raw: dict[str, Any]) -> ArchitectureConfig:
-    """The config that a config.json holds. Raises ValueError for what is of a wrong type, contradictory or not
-    supported.
+    """Parse the content of a config.json.
+
+    Raises ValueError for a value of the wrong type, a contradiction, or an unsupported feature.
     """
     kind = KINDS.get(str(raw.get("model_type")))
     if kind is None:
         raise ValueError(
-            f"its model_type is {raw.get('model_type')!r}; these are known: {', '.join(KINDS)}"
+            f"unsupported model_type {raw.get('model_type')!r}; supported: {', '.join(KINDS)}"
         )
     try:
         return msgspec.convert(raw, kind)
@@ -240,17 +238,17 @@ def parse_config(raw: dict[str, Any]) -> ArchitectureConfig:
 def _head_size(hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads:
         raise ValueError(
-            f"hidden_size ({hidden_size}) is no multiple of num_attention_heads ({num_heads})"
+            f"hidden_size ({hidden_size}) is not a multiple of num_attention_heads ({num_heads})"
         )
     return hidden_size // num_heads
 
 
 def _checked_layer_types(layer_types: list[str], num_layers: int) -> list[str]:
-    """With the old name for full attention made new."""
+    """Check the layer types. Replaces the old name for full attention."""
     layer_types = ["full_attention" if kind == "attention" else kind for kind in layer_types]
     unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
     if unknown:
-        raise ValueError(f"layer_types has {', '.join(unknown)}, which is not supported")
+        raise ValueError(f"unsupported layer_types: {', '.join(unknown)}")
     if len(layer_types) != num_layers:
         raise ValueError(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
     return layer_types

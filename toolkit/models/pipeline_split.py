@@ -1,20 +1,22 @@
-"""How a model's layers are shared out over the stages of a pipeline. Light: no torch."""
+"""Split of a model's layers over pipeline stages. Imports no torch."""
 
 from __future__ import annotations
 
 from toolkit.errors import ConfigError
 
 
-def share_out(total: int, stages: int, layer: int, head: int) -> list[int]:
-    """How many of `total` layers each stage has, so that the slowest is as fast as can be. `layer`, `head`: what a step costs of
-    one layer and of the output head, in bytes that are read; the last stage has the head. Of the embedding next to nothing is read.
+def split_layers(total: int, stages: int, layer: int, head: int) -> list[int]:
+    """Return the number of layers of each stage that minimizes the time of the slowest stage.
 
-    Raises ConfigError when there are fewer layers than stages.
+    `layer`, `head`: cost of one layer and of the output head, in bytes read per step. The last
+    stage has the head. The embedding costs next to nothing.
+
+    Raises ConfigError if there are fewer layers than stages.
     """
     if total < stages:
         raise ConfigError(
-            f"--pipeline-parallel-size {stages}: the model has {total} layers, and each stage needs one. "
-            f"Sizes that can be: 1 to {total}.",
+            f"--pipeline-parallel-size {stages}: the model has {total} layers, and each stage "
+            f"needs at least one. Use 1 to {total}.",
             param="pipeline_parallel_size",
         )
     if stages == 1:

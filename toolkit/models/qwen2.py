@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.models.llama import Llama, Shape, sliding_windows
+from toolkit.models.llama import Llama, Variant, sliding_windows
 
 
 class Qwen2(Llama):
     @staticmethod
-    def shape(config: Any) -> Shape:
-        return Shape(qkv_bias=True, sliding_windows=sliding_windows(config))
+    def variant(config: Any) -> Variant:
+        return Variant(qkv_bias=True, sliding_windows=sliding_windows(config))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.models.llama import Llama, Shape, sliding_windows
+from toolkit.models.llama import Llama, Variant, sliding_windows
 
 
 class Qwen3(Llama):
     @staticmethod
-    def shape(config: Any) -> Shape:
+    def variant(config: Any) -> Variant:
         bias = bool(getattr(config, "attention_bias", False))
-        return Shape(
+        return Variant(
             qkv_bias=bias, out_bias=bias, qk_norm=True, sliding_windows=sliding_windows(config)
         )

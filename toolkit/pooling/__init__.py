@@ -1,1 +1,1 @@
-"""Prompts turned into one vector each: settings, heads and runner."""
+"""Pooling: one vector per prompt. Settings, heads and the pooling of decoders."""

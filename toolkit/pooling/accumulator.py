@@ -1,4 +1,4 @@
-"""Vectors of prompts that run in a decoder, piece by piece, among requests that are continued."""
+"""Pooling in a decoder: prompts run in chunks, among requests that generate."""
 
 from __future__ import annotations
 
@@ -10,53 +10,53 @@ from toolkit.scheduler import SchedulerOutput
 
 
 class PromptPooling:
-    """Row r holds what the request in row r has come to so far, when its prompt is pooled."""
+    """Pooling state per row: the sum of hidden states so far, or a single one."""
 
     def __init__(
         self, pooler: Pooler, hidden_size: int, num_rows: int, device: torch.device
     ) -> None:
         [self.mode] = pooler.config.modes
         self.pooler = pooler
-        self._wanted = np.zeros(num_rows, np.bool_)
-        self._kept = torch.zeros(num_rows, hidden_size, device=device)
-        """The sum of the hidden states, or the first one; fp32."""
+        self._is_pooled = np.zeros(num_rows, np.bool_)
+        self._state = torch.zeros(num_rows, hidden_size, device=device)  # fp32
 
     def apply(self, step: SchedulerOutput) -> None:
-        """Takes in who came."""
+        """Record which of the new rows are pooled."""
         for new in step.new_rows:
-            self._wanted[new.row] = new.spec.pooling is not None
+            self._is_pooled[new.row] = new.spec.pooling is not None
 
-    def is_wanted(self, step: SchedulerOutput) -> bool:
-        """Whether the step's hidden states are needed."""
-        return bool(self._wanted[step.rows].any())
+    def is_needed(self, step: SchedulerOutput) -> bool:
+        """Return whether the step's hidden states are needed."""
+        return bool(self._is_pooled[step.rows].any())
 
     def pool(
         self, step: SchedulerOutput, hidden: torch.Tensor
     ) -> tuple[list[int], torch.Tensor] | None:
-        """(indices among the step's samples, vectors [n, size]) of the prompts that end in this step; None when none
-        does. hidden: [num_tokens, hidden_size], of the step.
+        """Return (indices among the step's samples, vectors [n, size]) of prompts that end here.
+
+        None if no prompt ends in this step. hidden: [num_tokens, hidden_size].
         """
         ends = step.num_tokens.cumsum()
         sample = step.samples.cumsum() - 1
         samples, pooled = [], []
-        for index in np.flatnonzero(self._wanted[step.rows]).tolist():
+        for index in np.flatnonzero(self._is_pooled[step.rows]).tolist():
             row, end, computed = (int(a[index]) for a in (step.rows, ends, step.num_computed))
             num_tokens = int(step.num_tokens[index])
             self._add(row, hidden[end - num_tokens : end], is_first=computed == 0)
             if step.samples[index]:
                 samples.append(int(sample[index]))
-                pooled.append(self._whole(row, computed + num_tokens))
+                pooled.append(self._result(row, computed + num_tokens))
         return (samples, self.pooler.finish(torch.stack(pooled))) if samples else None
 
     def _add(self, row: int, hidden: torch.Tensor, *, is_first: bool) -> None:
-        kept = self._kept[row]
+        state = self._state[row]
         if self.mode == "mean":
             part = hidden.sum(dim=0, dtype=torch.float32)
-            kept.copy_(part if is_first else kept + part)
+            state.copy_(part if is_first else state + part)
         elif self.mode == "lasttoken":
-            kept.copy_(hidden[-1])
+            state.copy_(hidden[-1])
         elif is_first:
-            kept.copy_(hidden[0])
+            state.copy_(hidden[0])
 
-    def _whole(self, row: int, num_tokens: int) -> torch.Tensor:
-        return self._kept[row] / num_tokens if self.mode == "mean" else self._kept[row].clone()
+    def _result(self, row: int, num_tokens: int) -> torch.Tensor:
+        return self._state[row] / num_tokens if self.mode == "mean" else self._state[row].clone()

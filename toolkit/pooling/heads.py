@@ -1,4 +1,4 @@
-"""What a model's folder and the settings make of its hidden states: the head that a runner gets, and what is told of it."""
+"""Choose the pooling head of a model from its folder and the settings."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from toolkit.pooling.settings import (
 )
 
 Head = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(hidden states [num_tokens, hidden], lengths of the prompts [n] int64) to vectors [n, size], fp32."""
+"""Maps (hidden [num_tokens, hidden], prompt lengths [n] int64) to vectors [n, size], fp32."""
 
 logger = logging.getLogger(__name__)
 
 DECODER_MODES = ("lasttoken", "mean", "cls")
 _MODE_OF = {"last": "lasttoken", "mean": "mean", "cls": "cls", None: None}
-"""Of the setting's values."""
+"""Modes by value of --pooling."""
 
 
 def max_seq_length(folder: Path) -> int | None:
-    """Tokens that an embedding model's folder wants a text cut to, where it says."""
+    """Return an embedding model's limit on tokens per text, or None."""
     return read_pooling(folder, None, "mean").max_seq_length if has_pooling(folder) else None
 
 
@@ -44,20 +44,24 @@ def encoder_head(
     folder: Path,
     device: torch.device,
 ) -> tuple[Head, PoolingInfo]:
-    """Return the head of an encoder. Raises ToolkitError for a head that cannot be read, and for settings that do not fit the model."""
+    """Return the head of an encoder.
+
+    Raises ToolkitError for a head that cannot be read, and for settings that the model lacks.
+    """
     for name, value in (
         ("attention_backend", config.device.attention_backend),
         ("kv_cache_dtype", config.cache.kv_cache_dtype),
     ):
         if value != "auto":
             raise ConfigError(
-                f"--{name.replace('_', '-')} is for models with a KV cache; this one is an encoder and has none.",
+                f"--{name.replace('_', '-')} is for models with a KV cache. This one is an encoder "
+                f"and has none.",
                 param=name,
             )
     if isinstance(model, Scorer):
         if config.model.pooling is not None:
             raise ConfigError(
-                "--pooling is for embeddings; this model scores pairs of texts with a head of its own.",
+                "--pooling is for embedding models. This one scores pairs of texts.",
                 param="pooling",
             )
         assert isinstance(model_config, BertConfig)
@@ -74,13 +78,17 @@ def decoder_pooling(
     folder: Path,
     device: torch.device,
 ) -> tuple[PromptPooling, PoolingInfo] | None:
-    """None for a model that only generates. Raises CheckpointError for a pooling that goes on no pieces of a prompt."""
+    """Return the pooling of a decoder, or None if it only generates.
+
+    Raises CheckpointError for a mode that cannot be computed from chunks of a prompt.
+    """
     if config.model.pooling is None and not has_pooling(folder) and has_head(model_config):
         return None
     pooling = read_pooling(folder, _MODE_OF[config.model.pooling], "lasttoken")
     if len(pooling.modes) > 1 or pooling.modes[0] not in DECODER_MODES:
         raise CheckpointError(
-            f"{folder} wants the pooling {', '.join(pooling.modes)}; a decoder has one of {', '.join(DECODER_MODES)} here."
+            f"{folder} specifies the pooling {', '.join(pooling.modes)}. For decoders tk supports "
+            f"one of {', '.join(DECODER_MODES)}."
         )
     pooler, info = _pooler(model, pooling, config, folder, device)
     return PromptPooling(pooler, model.hidden_size, config.scheduler.max_num_seqs, device), info

@@ -1,4 +1,4 @@
-"""From the hidden states of a prompt to one vector, as sentence-transformers has it."""
+"""Pool the hidden states of a prompt into one vector, with sentence-transformers' semantics."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "GELU": F.gelu,
     "Sigmoid": torch.sigmoid,
 }
-"""By the name of the class in torch.nn."""
+"""Functions by the name of their class in torch.nn."""
 
 
 def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Raises CheckpointError for a name that is not in the table."""
+    """Return the function of a torch.nn class. Raises CheckpointError for an unknown name."""
     if name not in ACTIVATIONS:
         raise CheckpointError(
-            f"The activation {name} is not supported; these are: {', '.join(ACTIVATIONS)}."
+            f"Unsupported activation {name}. Supported: {', '.join(ACTIVATIONS)}."
         )
     return ACTIVATIONS[name]
 
@@ -52,7 +52,7 @@ class DenseLayer(nn.Module):
 
 
 class Pooler(nn.Module):
-    """Everything is computed in fp32, whatever the type of the hidden states."""
+    """Pooling, dense layers and normalization. Always computes in fp32."""
 
     def __init__(self, config: PoolingConfig, hidden_size: int) -> None:
         super().__init__()
@@ -63,22 +63,24 @@ class Pooler(nn.Module):
         )
 
     def forward(self, hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """hidden [num_tokens, hidden_size] of whole prompts one after another, lengths [n] int64 on the same device.
-        Returns [n, size].
+        """Pool complete prompts.
+
+        hidden: [num_tokens, hidden_size], packed. lengths: [n] int64 on the same device. Returns
+        [n, size].
         """
         return self.finish(
             torch.cat([pool(mode, hidden, lengths) for mode in self.config.modes], dim=1)
         )
 
     def finish(self, pooled: torch.Tensor) -> torch.Tensor:
-        """pooled [n, number of modes · hidden_size] to vectors [n, size]."""
+        """Map pooled [n, number of modes · hidden_size] to vectors [n, size]."""
         for layer in self.dense:
             pooled = layer(pooled)
         return F.normalize(pooled, dim=1) if self.config.normalize else pooled
 
 
 def pool(mode: str, hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """One mode of `toolkit.pooling.settings.MODES`: [num_tokens, hidden_size] to fp32 [n, hidden_size]."""
+    """Pool [num_tokens, hidden_size] to fp32 [n, hidden_size] in one of `settings.MODES`."""
     ends = lengths.cumsum(0)
     if mode == "cls":
         return hidden[ends - lengths].float()
@@ -87,16 +89,16 @@ def pool(mode: str, hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor
     prompt = torch.repeat_interleave(lengths, output_size=len(hidden))
     shape = (len(lengths), hidden.shape[1])
     if mode == "max":
-        where = prompt[:, None].expand_as(hidden)
+        index = prompt[:, None].expand_as(hidden)
         return torch.empty(shape, device=hidden.device).scatter_reduce_(
-            0, where, hidden.float(), "amax", include_self=False
+            0, index, hidden.float(), "amax", include_self=False
         )
     sums = torch.zeros(shape, device=hidden.device).index_add_(0, prompt, hidden.float())
     return sums / (lengths.sqrt() if mode == "mean_sqrt_len_tokens" else lengths)[:, None]
 
 
 def load_pooler(config: PoolingConfig, hidden_size: int, folder: Path, load_format: str) -> Pooler:
-    """On the default device. Raises CheckpointError when the weights of a layer cannot be read."""
+    """Load a pooler on the default device. Raises CheckpointError if its weights are unreadable."""
     pooler = Pooler(config, hidden_size).requires_grad_(False).eval()
     for layer, dense in zip(pooler.dense, config.dense, strict=True):
         assert isinstance(layer, DenseLayer)

@@ -1,7 +1,8 @@
-"""What becomes of a prompt that is not continued: how its hidden states become one vector, as the model's folder says.
+"""Pooling settings in a model's folder.
 
-A folder of sentence-transformers lists its parts in modules.json: the transformer, then Pooling, and perhaps Dense and
-Normalize, each with a folder of its own (https://sbert.net/docs/sentence_transformer/usage/custom_models.html).
+A sentence-transformers folder lists its modules in modules.json: Transformer, Pooling, and
+optionally Dense and Normalize, each with its own subfolder
+(https://sbert.net/docs/sentence_transformer/usage/custom_models.html).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 from toolkit.errors import CheckpointError
 
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "lasttoken")
-"""Ways from the hidden states of a prompt to one; a model that has several puts their results side by side."""
+"""Pooling modes. A model with several concatenates their results."""
 _OLD_NAMES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -24,53 +25,50 @@ _OLD_NAMES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""In the order in which results were put side by side."""
-_NO_LIMIT = 10**9
-"""Tokenizers without a limit have a greater one."""
+"""Modes by the flags of old folders, in the order of concatenation."""
+_NO_LIMIT = 10**9  # tokenizers without a limit have a larger model_max_length
 
 
 class PoolingInfo(msgspec.Struct, kw_only=True):
-    """What a model that pools tells of itself."""
+    """Properties of a pooling model."""
 
     task: str
     """`embed`: a vector for a text. `score`: a number for a pair of texts."""
-    size: int
-    """Numbers in a vector."""
-    normalizes: bool = False
-    """Whether vectors have the length 1."""
+    size: int  # of a vector
+    normalizes: bool = False  # vectors have length 1
     dimensions: list[int] | None = None
-    """What vectors may be cut to (Kusupati et al., 2022); empty: any size; None: the model was not made for it."""
+    """Sizes that vectors can be truncated to (Matryoshka; Kusupati et al., 2022). Empty: any size.
+    None: not supported.
+    """
 
 
 class Dense(msgspec.Struct, frozen=True):
-    """A layer behind the pooling."""
+    """A dense layer after pooling."""
 
     folder: str
     in_features: int
     out_features: int
     bias: bool
-    activation: str
-    """The name of a class of torch.nn."""
+    activation: str  # name of a torch.nn class
 
 
 class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How hidden states become a vector: the modes, the layers behind them, and whether its length is made 1."""
+    """Pooling modes, dense layers after them, and normalization."""
 
     modes: tuple[str, ...]
     dense: tuple[Dense, ...] = ()
     normalize: bool = True
-    max_seq_length: int | None = None
-    """Tokens that the folder wants a text cut to."""
+    max_seq_length: int | None = None  # limit on tokens per text
 
 
 def has_pooling(folder: Path) -> bool:
-    """Whether the folder says how its model pools."""
     return (folder / "modules.json").is_file()
 
 
 def read_pooling(folder: Path, mode: str | None, default: str) -> PoolingConfig:
-    """`mode` replaces the folder's own; `default`: the mode where neither says. Raises CheckpointError for what cannot be
-    read or is not supported.
+    """Read the pooling settings. `mode` replaces the folder's; `default` if there is neither.
+
+    Raises CheckpointError for settings that cannot be read or are not supported.
     """
     try:
         config = _read_modules(folder) if has_pooling(folder) else PoolingConfig(modes=(default,))
@@ -82,7 +80,7 @@ def read_pooling(folder: Path, mode: str | None, default: str) -> PoolingConfig:
 
 
 def matryoshka(folder: Path) -> list[int] | None:
-    """The sizes that config.json says embeddings may be cut to, as `PoolingInfo.dimensions`."""
+    """Return `PoolingInfo.dimensions` from config.json."""
     raw = _json(folder / "config.json")
     listed = raw.get("matryoshka_dimensions")
     if listed:
@@ -98,7 +96,7 @@ def _read_modules(folder: Path) -> PoolingConfig:
         kind, path = module["type"].rpartition(".")[2], module["path"]
         if path.startswith("/") or ".." in Path(path).parts:
             raise CheckpointError(
-                f"{folder / 'modules.json'} names {path}, which is not in its own folder."
+                f"{folder / 'modules.json'} lists {path}, which is outside its folder."
             )
         if kind == "Pooling":
             modes = _modes(folder / path)
@@ -108,8 +106,8 @@ def _read_modules(folder: Path) -> PoolingConfig:
             normalize = True
         elif kind != "Transformer":
             raise CheckpointError(
-                f"{folder / 'modules.json'} has the module {kind}, which tk does not run. It runs Transformer, Pooling, "
-                f"Dense and Normalize."
+                f"{folder / 'modules.json'} has the unsupported module {kind}. Supported: "
+                f"Transformer, Pooling, Dense, Normalize."
             )
     if not modes:
         raise CheckpointError(f"{folder / 'modules.json'} has no Pooling module.")
@@ -125,7 +123,8 @@ def _modes(folder: Path) -> tuple[str, ...]:
     unknown = [mode for mode in modes if mode not in MODES]
     if unknown:
         raise CheckpointError(
-            f"{folder / 'config.json'} has the pooling {', '.join(unknown)}; tk has {', '.join(MODES)}."
+            f"{folder / 'config.json'} has the unsupported pooling {', '.join(unknown)}. "
+            f"Supported: {', '.join(MODES)}."
         )
     return tuple(modes)
 
@@ -137,14 +136,14 @@ def _dense(folder: Path, path: str) -> Dense:
 
 
 def _max_seq_length(folder: Path) -> int | None:
-    """The least of what the files say; newer folders say it of the tokenizer."""
-    said = (
+    """Return the lowest limit in the files. Newer folders keep it in the tokenizer's config."""
+    limits = (
         _json(folder / "sentence_bert_config.json").get("max_seq_length"),
         _json(folder / "tokenizer_config.json").get("model_max_length"),
     )
-    return min((int(length) for length in said if length and length < _NO_LIMIT), default=None)
+    return min((int(limit) for limit in limits if limit and limit < _NO_LIMIT), default=None)
 
 
 def _json(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
+    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return content

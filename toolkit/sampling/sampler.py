@@ -19,7 +19,7 @@ from toolkit.sampling.grammar import Masks
 from toolkit.sampling.sampling_state import SamplingState, to_device
 
 IntArray = npt.NDArray[np.int32]
-GREATEST_SHORTCUT = 1024
+MAX_TOPK = 1024
 """If every filtering request keeps at most this many tokens, the vocabulary is not sorted."""
 
 
@@ -172,7 +172,7 @@ def _keep_likely(
     top_p, min_p = (state.floats[rows_on_device, i, None] for i in (1, 2))
     limits = [state.params[row].top_k or vocab for row in rows[state.random[rows]].tolist()]
     most = min(vocab, max(limits))
-    if most <= GREATEST_SHORTCUT:
+    if most <= MAX_TOPK:
         kept = probabilities.topk(most, dim=-1).values
     else:
         kept = probabilities.sort(dim=-1, descending=True).values
@@ -216,8 +216,8 @@ def add_biases(
             )
         bias = dict(params.logit_bias or {})
         # A grammar's masks contain `min_tokens`: if only an end token is left, the answer ends.
-        too_short = length - int(state.num_prompt_tokens[row]) < params.min_tokens
-        if too_short and params.structured_outputs is None:
+        is_too_short = length - int(state.num_prompt_tokens[row]) < params.min_tokens
+        if is_too_short and params.structured_outputs is None:
             bias |= dict.fromkeys(state.stop_ids[row], -float("inf"))
         where += [index] * len(bias)
         tokens += list(bias.keys())
@@ -251,9 +251,9 @@ def _forbid(logits: torch.Tensor, output: torch.Tensor, sequences: list[list[int
     before = [[-1] * (longest - len(one) + 1) + one[:-1] for one in possible]
     last = to_device(torch.tensor([one[-1] for one in possible]), logits.device)
     wanted = to_device(torch.tensor(before, dtype=torch.int32), logits.device)
-    met = ((wanted == output[len(output) - longest :]) | (wanted < 0)).all(dim=1)
+    matches = ((wanted == output[len(output) - longest :]) | (wanted < 0)).all(dim=1)
     logits.index_put_(
-        (last,), torch.where(met, -float("inf"), 0.0).to(logits.dtype), accumulate=True
+        (last,), torch.where(matches, -float("inf"), 0.0).to(logits.dtype), accumulate=True
     )
 
 

@@ -1,5 +1,7 @@
-"""One of several processes that answer a server's requests: `python -m toolkit.serving.api_worker DESCRIPTOR`, started by
-`Supervisor`, with the channel to it as standard input and the socket over which connections come as DESCRIPTOR.
+"""API worker: one of several processes that serve HTTP requests.
+
+`Supervisor` runs `python -m toolkit.serving.api_worker DESCRIPTOR`. Standard input is the control
+channel, DESCRIPTOR the socket over which it hands over connections.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from toolkit.api.http.service import Service
 from toolkit.api.http_server import HTTPServer
 from toolkit.engine.async_llm import AsyncLLM
 from toolkit.engine.cores.core_client import CoreLink
-from toolkit.engine.cores.launch import least
+from toolkit.engine.cores.launch import smallest_core
 from toolkit.engine.input_processor import InputProcessor
 from toolkit.engine.messages import Failed
 from toolkit.errors import EngineDeadError, ToolkitError
@@ -27,23 +29,23 @@ from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
 from toolkit.metrics.merge import snapshot
 from toolkit.serving.control import (
-    Begin,
-    Channel,
-    Count,
-    Counted,
-    Dead,
+    ControlChannel,
+    CoreDead,
+    CoreLoads,
+    CoreRestarted,
+    CoresPaused,
     Drain,
     Drained,
-    End,
-    Expose,
     Exposition,
-    Loads,
-    Paused,
+    GetExposition,
+    GetMetrics,
     Prepared,
-    Revived,
     Serving,
     Setup,
+    ShutDown,
+    StartServing,
     ToWorker,
+    WorkerMetrics,
 )
 from toolkit.text.tokenizer import load_tokenizer
 
@@ -52,48 +54,47 @@ logger = logging.getLogger(__name__)
 CONNECTIONS_PER_TURN = 32
 
 
-class Worker:
-    """Answers the requests of the connections that it is handed."""
+class APIWorker:
+    """Serves the connections that the first process hands over."""
 
-    def __init__(self, channel: Channel[ToWorker], connections: socket.socket) -> None:
+    def __init__(self, channel: ControlChannel[ToWorker], connections: socket.socket) -> None:
         self._channel = channel
         self._connections = connections
-        self._scrapes: list[asyncio.Future[bytes]] = []
-        """Who waits for the whole server's metrics."""
+        self._scrapes: list[asyncio.Future[bytes]] = []  # waiting for an Exposition
         self._draining: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Until the first process says so, or ends. What keeps the worker from serving is told to it."""
+        """Serve until the first process sends ShutDown. Report an error of start-up to it."""
         try:
             await self._start()
-            await self._obey()
+            await self._handle_messages()
         except ToolkitError as error:
             self._channel.send(Failed(type(error).__name__, error.message))
         await self._channel.close()
 
     async def _start(self) -> None:
-        setup = await self._next()
+        setup = await self._receive()
         assert isinstance(setup, Setup)
         LogStyle.of(setup.server.log_level, setup.server.log_format).apply()
         template = setup.engine.model.chat_template
         tokenizer = await asyncio.to_thread(load_tokenizer, Path(setup.tokenizer_folder), template)
         self._channel.send(Prepared())
-        begin = await self._next()
-        assert isinstance(begin, Begin)
+        start = await self._receive()
+        assert isinstance(start, StartServing)
         metrics = Metrics(setup.server.metrics_prefix, setup.name)
         self._engine = AsyncLLM(config=setup.engine, metrics=metrics)
         self._client = setup.client
         cores = [
             None if core.info is None else (self._link(core.sockets), core.info)
-            for core in begin.cores
+            for core in start.cores
         ]
-        info = least([core.info for core in begin.cores if core.info is not None])
-        self._engine.attach(cores, InputProcessor(Path(setup.folder), tokenizer, info))
-        for index, core in enumerate(begin.cores):
+        info = smallest_core([core.info for core in start.cores if core.info is not None])
+        self._engine.connect_cores(cores, InputProcessor(Path(setup.folder), tokenizer, info))
+        for index, core in enumerate(start.cores):
             if core.info is not None:
-                self._engine.read(index).add_done_callback(_end_if_failed)
+                self._engine.start_reading(index).add_done_callback(_exit_if_failed)
             elif core.dead:
-                self._engine.lose(index, EngineDeadError(core.dead))
+                self._engine.remove_core(index, EngineDeadError(core.dead))
         service = Service(self._engine, setup.name, setup.created, self._expose, setup.server)
         self._http = HTTPServer(service)
         await self._http.start()
@@ -101,29 +102,29 @@ class Worker:
         has_template = tokenizer is not None and tokenizer.has_chat_template
         self._channel.send(Serving(tokenizer is not None, has_template))
 
-    async def _obey(self) -> None:
+    async def _handle_messages(self) -> None:
         while True:
-            message = await self._next()
-            if isinstance(message, Count):
-                self._channel.send(Counted(snapshot(self._engine.metrics.registry)))
+            message = await self._receive()
+            if isinstance(message, GetMetrics):
+                self._channel.send(WorkerMetrics(snapshot(self._engine.metrics.registry)))
             elif isinstance(message, Exposition):
-                self._give(message.text)
+                self._finish_scrapes(message.text)
             elif isinstance(message, Drain):
                 self._draining = asyncio.create_task(self._drain())
-            elif isinstance(message, Paused):
-                self._engine.pause(*message.cores)
-            elif isinstance(message, Revived):
-                self._engine.resume(message.core, self._link(message.sockets), message.info)
-                self._engine.read(message.core).add_done_callback(_end_if_failed)
-            elif isinstance(message, Dead):
-                self._engine.lose(message.core, EngineDeadError(message.message))
-                if self._engine.dead is not None:
-                    self._http.gate.door.draining = True
-            elif isinstance(message, Loads):
+            elif isinstance(message, CoresPaused):
+                self._engine.fail_over(*message.cores)
+            elif isinstance(message, CoreRestarted):
+                self._engine.replace_core(message.core, self._link(message.sockets), message.info)
+                self._engine.start_reading(message.core).add_done_callback(_exit_if_failed)
+            elif isinstance(message, CoreDead):
+                self._engine.remove_core(message.core, EngineDeadError(message.message))
+                if self._engine.fatal_error is not None:
+                    self._http.gate.access_control.is_draining = True
+            elif isinstance(message, CoreLoads):
                 self._engine.observe_loads(message.num_sequences)
-            elif isinstance(message, End):
+            elif isinstance(message, ShutDown):
                 self._engine.abort_all(message.reason)
-                await self._http.end()
+                await self._http.shut_down()
                 await self._engine.shutdown()
                 return
 
@@ -132,28 +133,28 @@ class Worker:
         link.listen()
         return link
 
-    async def _next(self) -> ToWorker:
-        """The next message. The worker ends at once when the first process has, however that died."""
+    async def _receive(self) -> ToWorker:
+        """Return the next message. Exit at once if the first process has ended, in any way."""
         message = await self._channel.receive()
         if message is None:
             os._exit(1)
         return message
 
     async def _drain(self) -> None:
-        await self._http.drained()
+        await self._http.drain()
         self._channel.send(Drained())
 
     async def _expose(self) -> bytes:
-        """The whole server's metrics: the first process gathers them."""
-        waiting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        """Return the metrics of all processes, which the first process collects."""
+        scrape: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         if not self._scrapes:
-            self._channel.send(Expose())
-        self._scrapes.append(waiting)
-        return await waiting
+            self._channel.send(GetExposition())
+        self._scrapes.append(scrape)
+        return await scrape
 
-    def _give(self, text: bytes) -> None:
-        waiting, self._scrapes = self._scrapes, []
-        for scrape in waiting:
+    def _finish_scrapes(self, text: bytes) -> None:
+        scrapes, self._scrapes = self._scrapes, []
+        for scrape in scrapes:
             if not scrape.done():
                 scrape.set_result(text)
 
@@ -163,7 +164,7 @@ class Worker:
                 _, descriptors, _, _ = socket.recv_fds(self._connections, 1, 1)
             except BlockingIOError:
                 return
-            except OSError:  # the first process has ended, which the channel tells
+            except OSError:  # the first process has ended; the channel reports it
                 descriptors = []
             if not descriptors:
                 asyncio.get_running_loop().remove_reader(self._connections)
@@ -173,26 +174,24 @@ class Worker:
             self._http.serve(connection)
 
 
-def _end_if_failed(reading: asyncio.Task[None]) -> None:
-    """A worker that cannot take in what the core sends would only refuse its share of the connections: it ends, and
-    another takes its place.
-    """
+def _exit_if_failed(reading: asyncio.Task[None]) -> None:
+    """Exit, to be replaced, if a core's messages cannot be read: every request would fail."""
     if not reading.cancelled() and (error := reading.exception()) is not None:
-        _end_with(error)
+        _exit_with(error)
 
 
-def _end_with(error: BaseException) -> NoReturn:
-    logger.critical("this process ends, and another takes its place", exc_info=error)
+def _exit_with(error: BaseException) -> NoReturn:
+    logger.critical("internal error: this API worker exits and is replaced", exc_info=error)
     sys.stderr.flush()
     os._exit(1)
 
 
 async def _run(channel: socket.socket, connections: socket.socket) -> None:
-    await Worker(await Channel[ToWorker].over(channel, ToWorker), connections).run()
+    await APIWorker(await ControlChannel[ToWorker].over(channel, ToWorker), connections).run()
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the first process drains on these, and says so
+    for number in (signal.SIGINT, signal.SIGTERM):  # the first process handles them
         signal.signal(number, signal.SIG_IGN)
     channel, connections = socket.socket(fileno=os.dup(0)), socket.socket(fileno=int(sys.argv[1]))
     for inherited in (channel, connections):
@@ -200,7 +199,7 @@ def main() -> None:
     try:
         uvloop.run(_run(channel, connections))
     except Exception as error:
-        _end_with(error)
+        _exit_with(error)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""What the server's first process and its API workers tell each other, over a pair of connected sockets."""
+"""Messages between the server's first process and its API workers, over pairs of sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
-import struct
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.engine.messages import Failed
+from toolkit.framing import frame, read_frame
 from toolkit.metrics.merge import Family
 from toolkit.worker import WorkerInfo
 
@@ -19,115 +19,120 @@ M = TypeVar("M")
 
 
 class Setup(msgspec.Struct, tag="setup"):
-    """The first message to a worker: all that it can make ready while the model loads."""
+    """First message to a worker: all it needs to prepare while the model loads."""
 
     engine: EngineConfig
     server: ServerConfig
-    name: str
-    """The model's, in the API."""
+    name: str  # the model's name in the API
     created: int
     folder: str
     tokenizer_folder: str
-    client: int
-    """Which of the core's front ends the worker is."""
+    client: int  # the worker's number among the clients of a core
 
 
 class CoreState(msgspec.Struct):
-    """One of the engine's cores."""
+    """State of an engine core."""
 
-    sockets: str = ""
-    """The folder of its sockets; empty while none runs in this place."""
+    sockets: str = ""  # folder of its sockets; empty while it does not run
     info: WorkerInfo | None = None
-    dead: str = ""
-    """Why none will."""
+    dead: str = ""  # why it will not run again
 
 
-class Begin(msgspec.Struct, tag="begin"):
-    """The answer to Prepared, as soon as a core runs: requests can come."""
+class StartServing(msgspec.Struct, tag="start"):
+    """Reply to Prepared as soon as a core runs: serve connections."""
 
     cores: list[CoreState]
 
 
 class Drain(msgspec.Struct, tag="drain"):
-    """Take no more work in, and say when what was taken in is answered."""
+    """Refuse new work, and send Drained when all accepted requests are answered."""
 
 
-class End(msgspec.Struct, tag="end"):
-    """End what still runs with an error that says why, and then the process."""
+class ShutDown(msgspec.Struct, tag="shut_down"):
+    """End all open requests with an error that states the reason, then exit."""
 
     reason: str
 
 
-class Paused(msgspec.Struct, tag="paused"):
-    """Cores have died, and others are being started."""
+class CoresPaused(msgspec.Struct, tag="paused"):
+    """Cores have died and are being restarted."""
 
     cores: list[int]
 
 
-class Revived(msgspec.Struct, tag="revived"):
-    """Another core is ready in its place: go on with it."""
+class CoreRestarted(msgspec.Struct, tag="restarted"):
+    """A new core runs in place of a dead one: resubmit its requests."""
 
     core: int
     sockets: str
     info: WorkerInfo
 
 
-class Dead(msgspec.Struct, tag="dead"):
-    """A core has died for good."""
+class CoreDead(msgspec.Struct, tag="dead"):
+    """A core has died and is not restarted."""
 
     core: int
     message: str
 
 
-class Loads(msgspec.Struct, tag="loads"):
-    """How much each of several cores has to do."""
+class CoreLoads(msgspec.Struct, tag="loads"):
+    """Load of each of several cores."""
 
     num_sequences: list[int]
 
 
-class Count(msgspec.Struct, tag="count"):
-    """Tell what you have counted."""
+class GetMetrics(msgspec.Struct, tag="get_metrics"):
+    """Send WorkerMetrics."""
 
 
 class Exposition(msgspec.Struct, tag="exposition"):
-    """The whole server's metrics, as asked for, in Prometheus' text format."""
+    """Reply to GetExposition: metrics of all processes, in Prometheus' text format."""
 
     text: bytes
 
 
 class Prepared(msgspec.Struct, tag="prepared"):
-    """The worker has made ready what it can without a core."""
+    """The worker has prepared all that does not need a core."""
 
 
 class Serving(msgspec.Struct, tag="serving"):
-    """The worker answers requests."""
+    """The worker serves requests."""
 
     has_tokenizer: bool
     has_chat_template: bool
 
 
-class Counted(msgspec.Struct, tag="counted"):
-    """What the worker has counted since it began."""
+class WorkerMetrics(msgspec.Struct, tag="metrics"):
+    """Metrics of the worker since its start."""
 
     families: list[Family]
 
 
-class Expose(msgspec.Struct, tag="expose"):
-    """Somebody wants the whole server's metrics."""
+class GetExposition(msgspec.Struct, tag="get_exposition"):
+    """A client wants the metrics of all processes."""
 
 
 class Drained(msgspec.Struct, tag="drained"):
-    """Everything that the worker had taken in is answered."""
+    """All requests that the worker had accepted are answered."""
 
 
-ToWorker = Setup | Begin | Drain | End | Paused | Revived | Dead | Loads | Count | Exposition
-FromWorker = Prepared | Serving | Failed | Counted | Expose | Drained
+ToWorker = (
+    Setup
+    | StartServing
+    | Drain
+    | ShutDown
+    | CoresPaused
+    | CoreRestarted
+    | CoreDead
+    | CoreLoads
+    | GetMetrics
+    | Exposition
+)
+FromWorker = Prepared | Serving | Failed | WorkerMetrics | GetExposition | Drained
 
-_HEAD = struct.Struct("<I")
 
-
-class Channel(Generic[M]):
-    """Messages of some kind come in, and any go out: MessagePack, each after its length."""
+class ControlChannel(Generic[M]):
+    """One end of the connection. Receives messages of type M, as framed MessagePack."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any
@@ -137,26 +142,24 @@ class Channel(Generic[M]):
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kind)
 
     @classmethod
-    async def over(cls, connected: socket.socket, kind: Any) -> Channel[M]:
-        """`kind`: of the messages that come."""
+    async def over(cls, connected: socket.socket, kind: Any) -> ControlChannel[M]:
+        """Return a channel over a connected socket. `kind`: type of the received messages."""
         return cls(*await asyncio.open_connection(sock=connected), kind)
 
     def send(self, message: ToWorker | FromWorker) -> None:
-        """Queues a message; nothing when the other side has ended."""
+        """Queue a message; do nothing if the other process has ended."""
         if not self._writer.is_closing():
-            content = self._encoder.encode(message)
-            self._writer.write(_HEAD.pack(len(content)) + content)
+            self._writer.write(frame(self._encoder.encode(message)))
 
     async def receive(self) -> M | None:
-        """The next message; None when the other side has ended."""
+        """Return the next message, or None if the other process has ended."""
         try:
-            [size] = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
-            return self._decoder.decode(await self._reader.readexactly(size))
+            return self._decoder.decode(await read_frame(self._reader))
         except (asyncio.IncompleteReadError, OSError):
             return None
 
     async def close(self) -> None:
-        """Closes the socket when all that was queued is sent."""
+        """Close the socket when all queued messages are sent."""
         self._writer.close()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()

@@ -1,4 +1,4 @@
-"""What serves between start-up and the end: the interface, and one process that does it alone."""
+"""Front ends: the interface between start-up and shutdown, and the front end in one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.engine.async_llm import AsyncLLM
-from toolkit.engine.cores.launch import least
+from toolkit.engine.cores.launch import smallest_core
 from toolkit.errors import ToolkitError
 from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
@@ -22,65 +22,65 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """What start-up found out."""
+class ServedModel:
+    """The model as it was loaded."""
 
-    infos: list[WorkerInfo]
-    """Of each of the engine's cores."""
+    infos: list[WorkerInfo]  # one per engine core
     has_tokenizer: bool
     has_chat_template: bool
 
     @property
     def info(self) -> WorkerInfo:
-        """Of the one that can take least."""
-        return least(self.infos)
+        """Info of the core with the least capacity."""
+        return smallest_core(self.infos)
 
 
-class Front(Protocol):
-    """Answers HTTP requests with the help of engine cores."""
+class FrontEnd(Protocol):
+    """Serves HTTP requests with engine cores."""
 
-    failed: asyncio.Event
-    """Set when it cannot go on."""
-    metrics: Metrics
-    """What is counted here, of the cores' steps above all."""
+    failed: asyncio.Event  # set when the server has to end
+    metrics: Metrics  # of this process, above all of the cores' steps
 
     @property
     def stats(self) -> EngineStats:
-        """What the cores' last steps told, together."""
+        """Sums over the cores, as of their last steps."""
         ...
 
     @property
     def failure(self) -> ToolkitError | None:
-        """Why it cannot."""
+        """Cause of `failed`."""
         ...
 
     @property
     def num_active(self) -> int:
-        """Requests for work that are not answered in full."""
+        """Requests for model work that are not completely answered."""
         ...
 
-    async def start(self, listener: socket.socket, report: Report) -> Served:
-        """Loads the model and serves on a bound socket. Raises ToolkitError for what the user can mend."""
+    async def start(self, listener: socket.socket, report: Report) -> ServedModel:
+        """Load the model and serve on a bound socket.
+
+        Raises ToolkitError for problems that the user can fix.
+        """
         ...
 
-    async def drained(self) -> None:
-        """Refuses new work, and waits until all that was accepted is answered."""
+    async def drain(self) -> None:
+        """Refuse new work and wait until all accepted requests are answered."""
         ...
 
-    async def end(self, reason: str) -> None:
-        """Ends what still runs with an error that says why, and closes the connections."""
+    async def shut_down(self, reason: str) -> None:
+        """End open requests with an error that states the reason; close all connections."""
         ...
 
     async def close(self) -> None:
-        """Ends all processes, however far start-up has come."""
+        """End all processes, at any stage of start-up."""
         ...
 
 
-class OneProcess:
-    """A Front in this process; the cores alone have their own."""
+class SingleProcess:
+    """A front end in this process. Only the cores have their own processes."""
 
     def __init__(self, engine: EngineConfig, server: ServerConfig, name: str) -> None:
-        """`name`: the model's, in the API."""
+        """`name`: the model's name in the API."""
         self._config, self._name = server, name
         self._engine = AsyncLLM(
             config=engine,
@@ -94,24 +94,22 @@ class OneProcess:
 
     @property
     def stats(self) -> EngineStats:
-        """What the cores' last steps told, together."""
+        """Sums over the cores, as of their last steps."""
         return self._engine.stats
 
     @property
     def failure(self) -> ToolkitError | None:
-        """What the last core died of."""
-        return self._engine.dead
+        """Cause of the death of the last core."""
+        return self._engine.fatal_error
 
     @property
     def num_active(self) -> int:
-        """Requests for work that are not answered in full."""
+        """Requests for model work that are not completely answered."""
         return self._http.gate.num_active if self._http is not None else 0
 
-    async def start(self, listener: socket.socket, report: Report) -> Served:
-        """Loads the model and serves."""
-        importing = asyncio.create_task(
-            asyncio.to_thread(_import_server)
-        )  # beside what the cores import
+    async def start(self, listener: socket.socket, report: Report) -> ServedModel:
+        """Load the model and serve."""
+        importing = asyncio.create_task(asyncio.to_thread(_import_server))  # while the cores start
         try:
             await self._engine.start(report)
         except BaseException:
@@ -122,25 +120,25 @@ class OneProcess:
         self._http = make_server(self._engine, self._name, self._config)
         await self._http.start(listener)
         tokenizer = self._engine.tokenizer
-        return Served(
+        return ServedModel(
             [replica.info for replica in self._engine.replicas if replica.info is not None],
             tokenizer is not None,
             tokenizer is not None and tokenizer.has_chat_template,
         )
 
-    async def drained(self) -> None:
-        """Refuses new work, and waits until all that was accepted is answered."""
+    async def drain(self) -> None:
+        """Refuse new work and wait until all accepted requests are answered."""
         assert self._http is not None
-        await self._http.drained()
+        await self._http.drain()
 
-    async def end(self, reason: str) -> None:
-        """Ends what still runs."""
+    async def shut_down(self, reason: str) -> None:
+        """End open requests and close all connections."""
         self._engine.abort_all(reason)
         assert self._http is not None
-        await self._http.end()
+        await self._http.shut_down()
 
     async def close(self) -> None:
-        """Ends the cores."""
+        """End the cores."""
         if self._has_core:
             await self._engine.shutdown()
 

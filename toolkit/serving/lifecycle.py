@@ -1,4 +1,4 @@
-"""From the command line to a serving process and, on SIGTERM, to an orderly end."""
+"""Life of a server: from the command line to serving and, on SIGTERM, to an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from toolkit.api.http.listener import listen, tls
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.errors import ConfigError
 from toolkit.logs import LogStyle
-from toolkit.serving.front import Front, OneProcess
-from toolkit.serving.ready_card import ready_card
-from toolkit.serving.stats_log import describe, tell_stats
+from toolkit.serving.front import FrontEnd, SingleProcess
+from toolkit.serving.ready_card import print_ready_card
+from toolkit.serving.stats_log import log_stats, set_info_metrics
 from toolkit.serving.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -30,68 +30,69 @@ logger = logging.getLogger(__name__)
 DEMO_NAME = "tk-demo"
 
 
-async def serve(engine: EngineConfig, config: ServerConfig, began: float) -> int:
-    """Serves until a signal; then finishes what was accepted. `began`: when the user began to wait, as `time.perf_counter` has it.
+async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -> int:
+    """Serve until a signal, then finish all accepted requests.
 
-    Returns the exit code: 130 after Ctrl-C while it started. Raises ToolkitError for what the user can mend, and EngineDeadError when the
-    engine dies.
+    `started_at`: start of the command, by `time.perf_counter`. Returns the exit code: 130 after
+    Ctrl-C during start-up. Raises ToolkitError for problems that the user can fix, and
+    EngineDeadError when the engine dies.
     """
     LogStyle.of(config.log_level, config.log_format).apply()
-    config = _with_keys_of_file(config)
-    tls(config)  # what is wrong with its files is told before a model is loaded
+    config = _load_key_file(config)
+    tls(config)  # report errors in its files before the model is loaded
     with listen(config) as listener:
-        _allow_many_connections()
+        _raise_file_limit()
         name = config.served_model_name or engine.model.model or DEMO_NAME
-        front = _make_front(engine, config, name)
-        stop = _Signals()
+        front = _make_front_end(engine, config, name)
+        signals = _Signals()
         try:
             starting = asyncio.create_task(front.start(listener, _report))
-            if not await stop.unless(starting):
+            if not await signals.wait_for(starting):
                 starting.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await starting
-                return 130 if stop.first == signal.SIGINT else 0
-            ready_card(starting.result(), name, listener, config, time.perf_counter() - began)
-            describe(front, engine, starting.result())
-            telling = asyncio.create_task(tell_stats(front, log=not config.disable_log_stats))
-            _notify("READY=1")
-            await _until_over(front, config.shutdown_timeout, stop)
-            telling.cancel()
+                return 130 if signals.first == signal.SIGINT else 0
+            served = starting.result()
+            print_ready_card(served, name, listener, config, time.perf_counter() - started_at)
+            set_info_metrics(front, engine, served)
+            logging_stats = asyncio.create_task(log_stats(front, log=not config.disable_log_stats))
+            _notify_systemd("READY=1")
+            await _serve_until_stopped(front, config.shutdown_timeout, signals)
+            logging_stats.cancel()
             return 0
         finally:
             await front.close()
 
 
-def _make_front(engine: EngineConfig, config: ServerConfig, name: str) -> Front:
+def _make_front_end(engine: EngineConfig, config: ServerConfig, name: str) -> FrontEnd:
     if config.api_workers == 1:
-        return OneProcess(engine, config, name)
+        return SingleProcess(engine, config, name)
     return Supervisor(engine, config, name)
 
 
-async def _until_over(front: Front, timeout: float, stop: _Signals) -> None:
-    """Serves until a signal or a failure, and ends in order. Raises the failure."""
+async def _serve_until_stopped(front: FrontEnd, timeout: float, signals: _Signals) -> None:
+    """Serve until a signal or a failure, then shut down in order. Raises the failure."""
     failing = asyncio.create_task(front.failed.wait())
-    await asyncio.wait(
-        {failing, asyncio.create_task(stop.event.wait())}, return_when=asyncio.FIRST_COMPLETED
-    )
+    stopping = asyncio.create_task(signals.received.wait())
+    await asyncio.wait({failing, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not failing.done():
-        _notify("STOPPING=1")
-        draining, hurrying = (
-            asyncio.create_task(front.drained()),
-            asyncio.create_task(stop.second.wait()),
-        )
-        counting = asyncio.create_task(_count_down(front, timeout))
+        _notify_systemd("STOPPING=1")
+        draining = asyncio.create_task(front.drain())
+        hurrying = asyncio.create_task(signals.received_again.wait())
+        countdown = asyncio.create_task(_log_countdown(front, timeout))
         await asyncio.wait(
             {failing, draining, hurrying}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
         )
-        counting.cancel()
-    await front.end("The server is shutting down, and the time that running requests get is over.")
+        countdown.cancel()
+    await front.shut_down(
+        "The server is shutting down, and the time for running requests to finish is over."
+    )
     if front.failure is not None:
         raise front.failure
 
 
-async def _count_down(front: Front, timeout: float) -> None:
-    """Says how many requests are left and how long they have: often enough on a terminal, now and then in a log."""
+async def _log_countdown(front: FrontEnd, timeout: float) -> None:
+    """Log open requests and seconds left: every second on a terminal, else every ten."""
     deadline = time.monotonic() + timeout
     interval = 1.0 if sys.stderr.isatty() else 10.0
     while True:
@@ -104,8 +105,8 @@ async def _count_down(front: Front, timeout: float) -> None:
         await asyncio.sleep(interval)
 
 
-def _with_keys_of_file(config: ServerConfig) -> ServerConfig:
-    """The keys of --api-key-file beside the others. Raises ConfigError for a file without any."""
+def _load_key_file(config: ServerConfig) -> ServerConfig:
+    """Add the keys of --api-key-file to the others. Raises ConfigError for a file without keys."""
     if config.api_key_file is None:
         return config
     try:
@@ -120,8 +121,8 @@ def _with_keys_of_file(config: ServerConfig) -> ServerConfig:
     return dataclasses.replace(config, api_key=(*config.api_key, *keys))
 
 
-def _notify(state: str) -> None:
-    """Tells systemd, when it wants to know (sd_notify(3)): a datagram to the socket that it names."""
+def _notify_systemd(state: str) -> None:
+    """Send a state to the socket that systemd names, if any (sd_notify(3))."""
     path = os.environ.get("NOTIFY_SOCKET")
     if path:
         with (
@@ -132,31 +133,31 @@ def _notify(state: str) -> None:
             sender.send(state.encode())
 
 
-def _allow_many_connections() -> None:
-    """As many open files as the system allows at all: each connection is one."""
+def _raise_file_limit() -> None:
+    """Allow as many open files as the system permits: each connection is one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class _Signals:
-    """SIGTERM and Ctrl-C, counted."""
+    """SIGTERM and Ctrl-C."""
 
     def __init__(self) -> None:
-        self.event = asyncio.Event()
-        self.second = asyncio.Event()
+        self.received = asyncio.Event()
+        self.received_again = asyncio.Event()
         self.first: signal.Signals | None = None
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._note, number)
+            loop.add_signal_handler(number, self._handle, number)
 
-    def _note(self, number: signal.Signals) -> None:
+    def _handle(self, number: signal.Signals) -> None:
         self.first = self.first or number
-        (self.second if self.event.is_set() else self.event).set()
+        (self.received_again if self.received.is_set() else self.received).set()
 
-    async def unless(self, task: asyncio.Task[Any]) -> bool:
-        """Waits for a task; False when a signal came first. Raises what the task raised."""
-        waiting = asyncio.create_task(self.event.wait())
+    async def wait_for(self, task: asyncio.Task[Any]) -> bool:
+        """Wait for a task. Returns False if a signal comes first; raises the task's exception."""
+        waiting = asyncio.create_task(self.received.wait())
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         if task.done():
@@ -166,6 +167,5 @@ class _Signals:
 
 
 def _report(phase: str, seconds: float) -> None:
-    sys.stderr.write(
-        f"  {phase:<12}{seconds:7.2f} s\n"
-    )  # in one piece: the core logs to the same terminal
+    # One write: the core logs to the same terminal.
+    sys.stderr.write(f"  {phase:<12}{seconds:7.2f} s\n")

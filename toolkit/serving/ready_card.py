@@ -1,4 +1,4 @@
-"""The ready card: what start-up ends with."""
+"""The summary that is printed when the server is ready."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import socket
 import sys
 
 from toolkit.config import ServerConfig
-from toolkit.serving.front import Served
+from toolkit.serving.front import ServedModel
+from toolkit.units import count
 from toolkit.version import __version__
 
 
-def ready_card(
-    served: Served, name: str, listener: socket.socket, config: ServerConfig, seconds: float
+def print_ready_card(
+    served: ServedModel, name: str, listener: socket.socket, config: ServerConfig, seconds: float
 ) -> None:
-    """Prints it on stderr: model, device, KV capacity, URL, and a curl line that works."""
+    """Print model, device, KV cache size, URL and a working curl command to stderr."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.table import Table
@@ -22,21 +23,22 @@ def ready_card(
     info = served.info
     url = _url(listener, config)
     table = Table.grid(padding=(0, 2))
-    table.add_row("model", f"{name} ({_count(info.model_parameters)} parameters, {info.dtype})")
+    table.add_row("model", f"{name} ({count(info.model_parameters)} parameters, {info.dtype})")
     table.add_row("device", f"{info.device}, attention: {info.attention_backend}")
     if len(served.infos) > 1:
         table.add_row(
-            "engines", f"{len(served.infos)}, each with the whole model and a KV cache of its own"
+            "engines", f"{len(served.infos)}, each with the complete model and its own KV cache"
         )
     if info.chunks_prompts:
         capacity = sum(one.num_blocks * one.block_size for one in served.infos)
         table.add_row(
             "KV cache",
-            f"{capacity:,} tokens: {capacity / info.max_model_len:.1f} requests of the full {info.max_model_len:,}",
+            f"{capacity:,} tokens: {capacity / info.max_model_len:.1f} requests of the full "
+            f"{info.max_model_len:,}",
         )
     if info.pooling is not None:
         table.add_row(
-            "answers", f"{', '.join(info.tasks)}: texts of up to {info.max_model_len:,} tokens"
+            "tasks", f"{', '.join(info.tasks)}: texts of up to {info.max_model_len:,} tokens"
         )
     table.add_row("URL", f"[bold]{url}[/]  (OpenAI API at {url}/v1, docs at {url}/docs)")
     if config.uds is not None:
@@ -64,8 +66,8 @@ def _url(listener: socket.socket, config: ServerConfig) -> str:
     return f"{scheme}://{shown_host}:{port}"
 
 
-def _curl(served: Served, url: str, config: ServerConfig) -> str:
-    """A line to paste, without line breaks of its own."""
+def _curl(served: ServedModel, url: str, config: ServerConfig) -> str:
+    """Return a command in one line, to be pasted."""
     key = " -H 'Authorization: Bearer '\"$TK_API_KEY\"" if config.api_key else ""
     task = (
         None if served.info.generates or served.info.pooling is None else served.info.pooling.task
@@ -85,10 +87,3 @@ def _curl(served: Served, url: str, config: ServerConfig) -> str:
         path, body = "completions", '{"prompt": [1, 2, 3], "max_tokens": 32}'
     reach = f"--unix-socket {shlex.quote(config.uds)} " if config.uds is not None else ""
     return f"curl {reach}{url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{body}'"
-
-
-def _count(number: int) -> str:
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)

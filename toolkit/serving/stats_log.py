@@ -1,4 +1,4 @@
-"""What the server tells of its work now and again, and of itself once."""
+"""Throughput in the log and the gauges, and metrics that describe the server."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ import platform
 
 from toolkit.config import EngineConfig, options
 from toolkit.config.engine import PARTS
-from toolkit.serving.front import Front, Served
+from toolkit.serving.front import FrontEnd, ServedModel
 from toolkit.version import __version__
 
 logger = logging.getLogger(__name__)
 
-INTERVAL = 10.0
-"""Seconds between two lines in the log, and over which rates are taken."""
+INTERVAL = 10.0  # seconds between log lines, and window of the rates
 
 
-async def tell_stats(front: Front, *, log: bool) -> None:
-    """Sets the gauges of throughput and, while there is work, writes a line to the log. Never ends."""
+async def log_stats(front: FrontEnd, *, log: bool) -> None:
+    """Set the throughput gauges and, under load, log a line, every INTERVAL. Never returns."""
     was_busy = False
     while True:
         steps, computed, generated = front.metrics.observe_throughput()
         stats = front.stats
-        is_busy = steps > 1.0 / INTERVAL or bool(
-            stats.num_running or stats.num_waiting
-        )  # a probe's step is no work
+        # The step of a health probe is no load.
+        is_busy = steps > 1.0 / INTERVAL or bool(stats.num_running or stats.num_waiting)
         if log and (is_busy or was_busy):
             logger.info(
-                "%.1f tokens/s generated, %.1f computed, %.1f steps/s; %d running, %d waiting; KV cache %.1f%% used",
+                "%.1f tokens/s generated, %.1f computed, %.1f steps/s; %d running, %d waiting; "
+                "KV cache %.1f%% used",
                 generated,
                 computed,
                 steps,
@@ -40,15 +39,15 @@ async def tell_stats(front: Front, *, log: bool) -> None:
         await asyncio.sleep(INTERVAL)
 
 
-def describe(front: Front, engine: EngineConfig, served: Served) -> None:
-    """The metrics that tell of builds, settings and the machine."""
+def set_info_metrics(front: FrontEnd, engine: EngineConfig, served: ServedModel) -> None:
+    """Set the metrics that describe versions, settings and the machine."""
     metrics, info = front.metrics, served.info
     versions = {
         "version": __version__,
         "python_version": platform.python_version(),
         "device": info.device,
     }
-    metrics.describe("build_info", "Versions of what runs.", versions)
+    metrics.describe("build_info", "Versions of tk and Python, and the device.", versions)
     cache = {
         "block_size": info.block_size,
         "num_gpu_blocks": sum(one.num_blocks for one in served.infos),
@@ -60,14 +59,14 @@ def describe(front: Front, engine: EngineConfig, served: Served) -> None:
     }
     metrics.describe(
         "cache_config_info",
-        "The KV cache, of all engines together.",
+        "KV cache of all engines together.",
         {name: str(value) for name, value in cache.items()},
     )
     settings = {
         row.name: str(getattr(getattr(engine, part), row.name))
         for part in PARTS
         for row in options(PARTS[part])
-        if row.name != "chat_template"  # it may be a whole text, and everybody may read the metrics
+        if row.name != "chat_template"  # it may be private text, and /metrics needs no key
     }
-    metrics.describe("config_info", "The engine's settings.", settings)
+    metrics.describe("config_info", "Engine settings.", settings)
     metrics.observe_machine(gpu=info.device != "cpu")

@@ -1,1 +1,1 @@
-"""Reads checkpoints, and the formats that weights are kept and multiplied in."""
+"""Reading checkpoints, and the formats that weights are stored and multiplied in."""

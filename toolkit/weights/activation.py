@@ -1,4 +1,4 @@
-"""Activation functions by the names that configs give them."""
+"""Activation functions, by kind and by the names in config.json."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""By kind."""
 
 KINDS = {kind: kind for kind in FUNCTIONS} | {
     "swish": "silu",
@@ -27,9 +26,9 @@ KINDS = {kind: kind for kind in FUNCTIONS} | {
 
 
 def activation_kind(name: str) -> str:
-    """The kind that a config's name stands for. Raises CheckpointError for a name that is not in the table."""
+    """Return the kind for a name in config.json. Raises CheckpointError for an unknown name."""
     if name not in KINDS:
         raise CheckpointError(
-            f"The model's activation function {name!r} is not supported; these are: {', '.join(KINDS)}."
+            f"Unsupported activation function {name!r}. Supported: {', '.join(KINDS)}."
         )
     return KINDS[name]

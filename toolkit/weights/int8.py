@@ -1,7 +1,7 @@
-"""Linear layers with weights in int8, a scale for each row of the weight, on CPUs.
+"""Linear layers with int8 weights on CPUs, with a scale for each row of the weight.
 
-Products take x in int8, too, with a scale for each token, made as it is read: one instruction (VNNI) multiplies four elements and
-adds them up.
+Products convert x to int8 too, with a scale for each token: one instruction (VNNI) multiplies four
+elements and adds them up.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ DTYPE = torch.int8
 
 
 def require(device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ConfigError where products with int8 weights cannot run."""
+    """Raise ConfigError if products with int8 weights cannot run."""
     problem = None
     if device.type != "cpu":
-        problem = "is for CPUs; on a GPU there is --quantization fp8"
+        problem = "is for CPUs; GPUs support --quantization fp8"
     elif not cpu.available():
         problem = f"needs the CPU kernels, and {cpu.problem()}"
     elif dtype == torch.float16:
@@ -28,6 +28,6 @@ def require(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(int8 [rows, columns], fp32 scales [rows]) of a weight in any type."""
+    """Return (int8 [rows, columns], fp32 scales [rows]) of a weight in any type."""
     rows, scale = reference.quantize_int8(weight)
     return rows, scale[:, 0]

@@ -1,4 +1,4 @@
-"""Weights in the layout that a CPU multiplies fastest with."""
+"""Weights in the layout that is fastest for matrix products on a CPU."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from toolkit.kernels import cpu
 from toolkit.weights.activation import FUNCTIONS
 
 ONEDNN_ROWS = 16
-"""Rows of the products that oneDNN's layout is made for; it serves any number."""
+"""Rows of x that oneDNN's layout is optimized for. It works with any number."""
 
 
 class Packed(Protocol):
-    """act(x Wᵀ + b), or act(gate) · up, of a weight that it keeps."""
+    """A packed weight that computes act(x Wᵀ + b), or act(gate) · up."""
 
-    nbytes: int
-    """Of the weight."""
-    has_rows: bool
-    """Whether `rows` gives them."""
+    nbytes: int  # of the weight
+    has_rows: bool  # supports `rows`
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """[num_tokens, in] to [num_tokens, out] in `dtype`; default: that of x."""
+        """Map x [num_tokens, in] to [num_tokens, out] in `dtype` (default: x's)."""
         ...
 
     def rows(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of the weight, [num_tokens, in] in `dtype`."""
+        """Return rows of the weight, [num_tokens, in] in `dtype`."""
         ...
 
 
@@ -38,10 +36,11 @@ def pack(
     activation: str | None,
     gated: bool,
 ) -> Packed | None:
-    """Packs a weight [out, in]; `scale`: of its rows, for int8. None where the plain layout is what there is.
+    """Pack a weight [out, in]. `scale`: row scales, for int8. None if only the plain layout works.
 
-    Our kernels, or oneDNN's where they were not built. One Zen 4 core's time for half of gpt2's layers in fp32, oneDNN's over ours: 2.3
-    at one row, 1.7 at 4, 1.3 at 16, 1.07 at 64, 0.97 at 512.
+    Uses our kernels, or oneDNN if they were not built. Measured on one Zen 4 core, half of gpt2's
+    layers in fp32, oneDNN's time over ours: 2.3 at one row, 1.7 at 4, 1.3 at 16, 1.07 at 64, 0.97
+    at 512.
     """
     if cpu.available() and weight.dtype in (torch.float32, torch.bfloat16, torch.int8):
         from toolkit.kernels.cpu.linear import PackedLinear
@@ -76,11 +75,11 @@ class _OneDNN:
         return y if dtype is None else y.to(dtype)
 
     def rows(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        raise NotImplementedError("oneDNN does not say where in its layout a row lies")
+        raise NotImplementedError("oneDNN's layout does not expose rows")
 
 
 def _onednn_has(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has packed products of this type here."""
+    """Return whether oneDNN supports packed products of this type on this machine."""
     if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if dtype == torch.bfloat16:

@@ -1,4 +1,4 @@
-"""Weights in fewer bits than the activations: which kinds there are, and which the model being built takes."""
+"""Weight quantization: the methods, and the one used by the model that is being built."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _building: ContextVar[str | None] = ContextVar("quantization", default=None)
 
 
 def require(method: str | None, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ConfigError when a model of activations in `dtype` cannot be quantized so on this device."""
+    """Raise ConfigError if the device and activations in `dtype` do not support the method."""
     if method is not None:
         METHODS[method].require(device, dtype)
 
 
 @contextmanager
 def quantized(method: str | None) -> Iterator[None]:
-    """Linear layers that are made inside have weights of this kind; None: of the default dtype."""
+    """Build linear layers inside with weights of this kind. None: of the default dtype."""
     token = _building.set(method)
     try:
         yield
@@ -31,7 +31,7 @@ def quantized(method: str | None) -> Iterator[None]:
 
 
 def new_weight(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(a weight, not filled, fp32 scales of its rows or None) for a linear layer, as `quantized` says."""
+    """Return (uninitialized weight, fp32 row scales or None) for a linear layer."""
     method = _building.get()
     if method is None:
         return torch.empty(rows, columns), None
@@ -41,13 +41,15 @@ def new_weight(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | No
 
 
 def quantizes_head() -> bool:
-    """Whether the output head of the model being built is to be quantized, too. On a CPU it is, since a small model spends a third
-    of its time there; for GPUs the checkpoint's precision is kept where it shows most.
+    """Return whether the output head of the model being built is quantized too.
+
+    On a CPU it is: small models spend a third of their time there. On GPUs the head keeps the
+    checkpoint's precision, which matters most there.
     """
     return _building.get() == "int8"
 
 
 def quantize(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weight in a method's `dtype` [rows, columns], fp32 scales [rows])"""
+    """Return (weight [rows, columns] in a method's `dtype`, fp32 scales [rows])."""
     rows, scale = int8.quantize(weight) if dtype == int8.DTYPE else fp8.quantize(weight)
     return rows, scale

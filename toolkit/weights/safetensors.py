@@ -1,7 +1,7 @@
-"""Safetensors files, read piece by piece and ahead of the copies, so that the host holds no second copy of the weights.
+"""Reader of safetensors files, in chunks with read-ahead: the host never holds a second copy.
 
-A file is the length of its header in eight bytes, the header in JSON, and the tensors' bytes in row-major order
-(https://huggingface.co/docs/safetensors).
+A file is the length of its header in eight bytes, the header in JSON, and the tensors' bytes in
+row-major order (https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations
@@ -20,18 +20,15 @@ from typing import Any
 
 import torch
 
-from toolkit.distributed import Share
+from toolkit.distributed import Shard
 from toolkit.errors import CheckpointError
 from toolkit.weights.slots import Slot
 
-READERS = 8
-"""Threads that read for a GPU; each holds one piece."""
-PIECE = 2**22
-"""Bytes that one of them reads at a time."""
-MAPPED_PIECE = 2**24
-"""Bytes of a file that are mapped at a time: what was read of them counts as this process's memory."""
-MAPPED_AHEAD = 4
-"""Pieces that the system is told to read while the one before them is copied."""
+READERS = 8  # threads that read for a GPU; each holds one chunk
+CHUNK = 2**22  # bytes that a reader reads at a time
+MAPPED_CHUNK = 2**24
+"""Bytes of a file mapped at a time. Pages that were read count as this process's memory."""
+MAPPED_AHEAD = 4  # chunks that the system reads ahead of the copy
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -44,39 +41,36 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file, not read."""
+    """A tensor in a file, or a region of it; not read yet."""
 
     file: Path
     name: str
-    kind: str
-    """Its type, by the format's name for it."""
+    kind: str  # data type, as the format names it
     shape: tuple[int, ...]
-    start: int
-    """Of its first byte in the file."""
-    num_bytes: int
-    """From the first row to the end of the last one."""
-    columns: Share | None = None
-    """Which of each row's entries are meant; None: all."""
+    start: int  # offset of the first byte in the file
+    num_bytes: int  # from the start of the first row to the end of the last
+    columns: Shard | None = None  # entries of each row; None: all
 
-    def part(self, region: Sequence[Share]) -> StoredTensor:
-        """A region of the tensor: any rows, and of matrices any columns."""
-        if not region or all(share.whole for share in region):
+    def part(self, region: Sequence[Shard]) -> StoredTensor:
+        """Return a region of the tensor: any rows, and any columns of a matrix."""
+        if not region or all(shard.is_full for shard in region):
             return self
         rows, *others = region
         return replace(
             self,
-            shape=tuple(share.count for share in region),
+            shape=tuple(shard.count for shard in region),
             start=self.start + rows.begin * self.row_bytes,
             num_bytes=rows.count * self.row_bytes,
-            columns=None if all(share.whole for share in others) else others[0],
+            columns=None if all(shard.is_full for shard in others) else others[0],
         )
 
     @property
     def dtype(self) -> torch.dtype:
-        """Raises CheckpointError for a type that is not for weights as they are."""
+        """PyTorch's type. Raises CheckpointError for a type that is not for plain weights."""
         if self.kind not in DTYPES:
             raise CheckpointError(
-                f"{self.file}: {self.name} is of type {self.kind}, which is not supported; these are: {', '.join(DTYPES)}."
+                f"{self.file}: {self.name} has the unsupported type {self.kind}. Supported: "
+                f"{', '.join(DTYPES)}."
             )
         return DTYPES[self.kind]
 
@@ -86,7 +80,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Chunk:
     """Rows of a tensor."""
 
     tensor: StoredTensor
@@ -94,19 +88,19 @@ class _Piece:
     count: int
 
     def read(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The rows, in `buffer` (bytes)."""
-        if self.tensor.columns is not None:  # only the pages that they lie on are read
+        """Read the rows into `buffer` (bytes)."""
+        if self.tensor.columns is not None:  # a mapping reads only the pages of these columns
             mapped = self.map()
             return buffer[: mapped.nbytes].view(mapped.dtype).view(mapped.shape).copy_(mapped)
         target = buffer[: self._num_bytes]
         with self.tensor.file.open("rb") as stream:
             stream.seek(self._start)
             if stream.readinto(target.numpy().data) != self._num_bytes:
-                raise CheckpointError(f"{self.tensor.file} became shorter while it was read.")
+                raise CheckpointError(f"{self.tensor.file} was truncated while it was read.")
         return target.view(self.tensor.dtype).view(self._shape)
 
     def map(self) -> torch.Tensor:
-        """The rows where they lie in the file, which the system is told to read."""
+        """Map the rows into memory. The system starts to read them."""
         page = self._start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         before = self._start - page
         with self.tensor.file.open("rb") as stream:
@@ -135,21 +129,22 @@ class _Piece:
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """The tensors of a file, in the header's order. Raises CheckpointError when it is cut short or no safetensors
-    file.
+    """Return the tensors of a file, in the header's order.
+
+    Raises CheckpointError if it is cut short or not a safetensors file.
     """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
             (header_size,) = struct.unpack("<Q", stream.read(8))
             if header_size > size - 8:
-                raise _bad(file, f"is cut short or no safetensors file: it has {size} bytes")
+                raise _bad(file, f"is cut short or not a safetensors file: it has {size} bytes")
             header = json.loads(stream.read(header_size))
         tensors = list(_tensors(file, header, 8 + header_size))
     except OSError as error:
         raise _bad(file, f"cannot be read ({error})") from None
     except (struct.error, ValueError, KeyError, TypeError, AttributeError):
-        raise _bad(file, "is no valid safetensors file: its header cannot be read") from None
+        raise _bad(file, "is not a valid safetensors file: its header cannot be read") from None
     expected = max((tensor.start + tensor.num_bytes for tensor in tensors), default=0)
     if size < expected:
         raise _bad(file, f"is cut short: it has {size} bytes of {expected}")
@@ -159,8 +154,9 @@ def read_header(file: Path) -> list[StoredTensor]:
 def read_into(
     tensors: Sequence[tuple[StoredTensor, Slot]], stop: threading.Event | None = None
 ) -> None:
-    """Reads each tensor into its slot, of the same shape; those left out that it has not come to once `stop` is set. Raises
-    CheckpointError when that fails.
+    """Read each tensor into its slot, which has its shape. Once `stop` is set, skip the rest.
+
+    Raises CheckpointError if a file cannot be read.
     """
     try:
         if any(slot.target.is_cuda for _, slot in tensors):
@@ -176,15 +172,15 @@ def read_into(
 def read_mapped(
     tensors: Sequence[tuple[StoredTensor, Slot]], stop: threading.Event | None = None
 ) -> None:
-    """For a CPU: the copies read the files' pages themselves, which PyTorch's threads do side by side."""
+    """Read for a CPU: PyTorch's threads copy from the mapped files in parallel."""
     ahead: deque[tuple[torch.Tensor, Slot]] = deque()
 
     def copy_one() -> None:
         rows, slot = ahead.popleft()
         slot.fill(rows)
 
-    for piece, slot in _pieces(tensors, MAPPED_PIECE, stop):
-        ahead.append((piece.map(), slot))
+    for chunk, slot in _chunks(tensors, MAPPED_CHUNK, stop):
+        ahead.append((chunk.map(), slot))
         if len(ahead) > MAPPED_AHEAD:
             copy_one()
     while ahead:
@@ -197,11 +193,18 @@ def read_buffered(
     *,
     pinned: bool,
 ) -> None:
-    """For a GPU: threads read into a few buffers, pinned so that the device copies from them directly, and this thread
-    starts the copies. One thread reads a file that is in memory at a fraction of the speed of the bus.
+    """Read for a GPU: threads read into a few pinned buffers, and this thread starts the copies.
+
+    A single thread reads even a cached file at only a fraction of the bus's speed.
     """
     size = max(
-        [PIECE, *(tensor.num_bytes if slot.whole else tensor.row_bytes for tensor, slot in tensors)]
+        [
+            CHUNK,
+            *(
+                tensor.num_bytes if slot.needs_all_rows else tensor.row_bytes
+                for tensor, slot in tensors
+            ),
+        ]
     )
     pending: deque[tuple[Future[torch.Tensor], Slot, torch.Tensor]] = deque()
 
@@ -211,31 +214,31 @@ def read_buffered(
         return buffer
 
     with ThreadPoolExecutor(READERS, "weights") as pool:
-        for piece, slot in _pieces(tensors, size, stop):
+        for chunk, slot in _chunks(tensors, size, stop):
             if len(pending) == READERS:
                 buffer = finish_one()
             else:
                 buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-            pending.append((pool.submit(piece.read, buffer), slot, buffer))
+            pending.append((pool.submit(chunk.read, buffer), slot, buffer))
         while pending:
             finish_one()
 
 
-def _pieces(
+def _chunks(
     tensors: Sequence[tuple[StoredTensor, Slot]], size: int, stop: threading.Event | None
-) -> Iterator[tuple[_Piece, Slot]]:
-    """The tensors in runs of rows of at most `size` bytes, or of one row, with the places of those rows."""
+) -> Iterator[tuple[_Chunk, Slot]]:
+    """Split tensors into runs of rows of at most `size` bytes, or of one row, with their slots."""
     for tensor, slot in tensors:
-        step = max(1, tensor.shape[0] if slot.whole else size // max(1, tensor.row_bytes))
+        step = max(1, tensor.shape[0] if slot.needs_all_rows else size // max(1, tensor.row_bytes))
         for first in range(0, tensor.shape[0], step):
             if stop is not None and stop.is_set():
                 return
             count = min(step, tensor.shape[0] - first)
-            yield _Piece(tensor, first, count), slot.rows(first, count)
+            yield _Chunk(tensor, first, count), slot.rows(first, count)
 
 
 def _tensors(file: Path, header: dict[str, Any], data: int) -> Iterator[StoredTensor]:
-    """`data`: where the tensors' bytes begin in the file."""
+    """Yield the tensors in a header. `data`: offset of the tensors' bytes in the file."""
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -245,11 +248,11 @@ def _tensors(file: Path, header: dict[str, Any], data: int) -> Iterator[StoredTe
             entry["data_offsets"],
         )
         if not 0 <= begin <= end or min(shape, default=0) < 0:
-            raise ValueError(f"{name} has no place in the file")
+            raise ValueError(f"{name}: invalid offsets or shape")
         if kind in DTYPES and math.prod(shape) * DTYPES[kind].itemsize != end - begin:
-            raise ValueError(f"{name} has another size than its shape")
+            raise ValueError(f"{name}: size and shape differ")
         yield StoredTensor(file, name, kind, shape, data + begin, end - begin)
 
 
-def _bad(file: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{file} {what}. Fetch or copy it again.")
+def _bad(file: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{file} {problem}. Fetch or copy it again.")

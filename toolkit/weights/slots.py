@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensors go."""
+"""Slots: the destinations of a checkpoint's tensors in a model."""
 
 from __future__ import annotations
 
@@ -7,66 +7,64 @@ from dataclasses import dataclass
 
 import torch
 
-from toolkit.distributed import Share
+from toolkit.distributed import Shard
 from toolkit.weights.quantization import quantize
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of one checkpoint tensor: a parameter, or a view of the part of it that the tensor fills."""
+    """Destination of one checkpoint tensor: a parameter, or a view of the part that it fills."""
 
     target: torch.Tensor
-    transpose: bool = False
-    """GPT-2's files hold [in, out]; ours are [out, in]."""
-    shares: tuple[Share | None, ...] = ()
-    """What this rank has of the target's first dimensions; None, and dimensions left out: all."""
+    transpose: bool = False  # GPT-2's files have [in, out]; ours are [out, in]
+    shards: tuple[Shard | None, ...] = ()
+    """This rank's part of each of the target's first dimensions. None, or left out: all."""
 
     @property
-    def whole(self) -> bool:
-        """Whether the tensor must come in one piece."""
+    def needs_all_rows(self) -> bool:
+        """True if the tensor cannot be filled in chunks of rows."""
         return False
 
     @property
-    def region(self) -> tuple[Share, ...]:
-        """What goes here of the checkpoint's tensor, by its dimensions."""
-        shares = [*self.shares, *[None] * (self.target.dim() - len(self.shares))]
+    def region(self) -> tuple[Shard, ...]:
+        """Part of the checkpoint's tensor that goes here, per dimension of that tensor."""
+        shards = [*self.shards, *[None] * (self.target.dim() - len(self.shards))]
         region = tuple(
-            share or Share(size, 0, size)
-            for share, size in zip(shares, self.target.shape, strict=True)
+            shard or Shard(size, 0, size)
+            for shard, size in zip(shards, self.target.shape, strict=True)
         )
         return region[::-1] if self.transpose else region
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape the tensor has in the checkpoint."""
-        return tuple(share.total for share in self.region)
+        """Shape of the tensor in the checkpoint."""
+        return tuple(shard.total for shard in self.region)
 
     @property
     def parts(self) -> Sequence[Slot]:
-        """Slots that are each of one region."""
+        """Slots with one region each."""
         return (self,)
 
     def rows(self, first: int, count: int) -> Slot:
-        """The place of some rows of the checkpoint tensor."""
+        """Return the slot of some rows of the checkpoint tensor."""
         part = slice(first, first + count)
         return Slot(self.target[:, part] if self.transpose else self.target[part], self.transpose)
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Copies a checkpoint tensor of `shape` into place; its type is converted on the target's device."""
+        """Copy a checkpoint tensor into place. Its type is converted on the target's device."""
         tensor = tensor.to(self.target.device)
         self.target.copy_(tensor.T if self.transpose else tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedSlot(Slot):
-    """The place of a tensor whose rows are kept in FP8 or int8, each with a scale. No other copy of it is made on the way."""
+    """Destination of a tensor stored in FP8 or int8, with a scale per row."""
 
-    scale: torch.Tensor
-    """[rows of the target], fp32"""
+    scale: torch.Tensor  # [rows of the target], fp32
 
     @property
-    def whole(self) -> bool:
-        """A transposed tensor comes by columns, and a row's scale is known by all of them."""
+    def needs_all_rows(self) -> bool:
+        """True if transposed: the file's rows are columns here, and a scale needs all of them."""
         return self.transpose
 
     def rows(self, first: int, count: int) -> Slot:
@@ -84,10 +82,9 @@ class QuantizedSlot(Slot):
 
 @dataclass(frozen=True, slots=True)
 class JoinedSlot:
-    """The places of a checkpoint tensor that holds several projections, one after the other, of each of which a rank has a share."""
+    """Destinations of a checkpoint tensor that holds several projections, each of them sharded."""
 
-    parts: Sequence[Slot]
-    """They begin at `Share.begin` of what is theirs of the whole."""
+    parts: Sequence[Slot]  # their regions are those of the joined tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,9 +92,9 @@ class JoinedSlot:
 
 
 Slots = dict[str, Slot | JoinedSlot]
-"""By the tensor's name in the checkpoint."""
+"""Slots by tensor name in the checkpoint."""
 
 
 def plain_slots(module: torch.nn.Module, name: str) -> Slots:
-    """The parameters of one of PyTorch's own modules, under the checkpoint's name for it."""
+    """Return the slots of a torch.nn module whose checkpoint name is `name`."""
     return {f"{name}.{own}": Slot(parameter) for own, parameter in module.named_parameters()}

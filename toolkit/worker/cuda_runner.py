@@ -83,13 +83,13 @@ class CudaRunner(ModelRunner):
     # ---- steps
 
     def _send_to_next_stage(self, step: SchedulerOutput) -> None:
-        graph = self._begin(step)
+        graph = self._send_inputs(step)
         if graph is not None:
             graph.graph.replay()
-        hidden = self._forward(_exact(step)) if graph is None else graph.out
+        hidden = self._forward(_exact_shape(step)) if graph is None else graph.out
         self.model.stage.send(hidden[: step.total_tokens])
 
-    def _begin(self, step: SchedulerOutput) -> Graph | None:
+    def _send_inputs(self, step: SchedulerOutput) -> Graph | None:
         """Send the step's inputs. Return the graph that it fits into."""
         self.state.send(step)
         if not self.model.stage.is_first:
@@ -102,15 +102,15 @@ class CudaRunner(ModelRunner):
         return computed
 
     def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor | None, Sample]:
-        graph = self._begin(step)
+        graph = self._send_inputs(step)
         hidden = None
         if graph is not None:
             graph.graph.replay()
             logits = graph.out
         elif self._keeps_hidden(step):
-            hidden, logits = self._forward_keeping_hidden(_exact(step))
+            hidden, logits = self._forward_keeping_hidden(_exact_shape(step))
         else:
-            logits = self._forward(_exact(step))
+            logits = self._forward(_exact_shape(step))
         return hidden, functools.partial(self._collect_samples, step, logits)
 
     def _forward(self, shape: StepShape) -> torch.Tensor:
@@ -118,7 +118,7 @@ class CudaRunner(ModelRunner):
 
         Return logits [num_reqs, vocab], or hidden states for the next stage.
         """
-        inputs = self.state.expanded(shape)
+        inputs = self.state.expand(shape)
         if not self.model.stage.is_last:
             return self._compute(inputs.token_ids, inputs.batch)
         if shape.max_query_len > 1:
@@ -127,7 +127,7 @@ class CudaRunner(ModelRunner):
 
     def _forward_keeping_hidden(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the step that was sent. Return the hidden states of all tokens, and logits."""
-        inputs = self.state.expanded(shape)
+        inputs = self.state.expand(shape)
         hidden = self._compute(inputs.token_ids, inputs.batch)
         return hidden, self._logits_of(hidden[_last_tokens(inputs)], inputs)
 
@@ -152,10 +152,10 @@ class CudaRunner(ModelRunner):
         self, step: SchedulerOutput, logits: torch.Tensor, masks: Masks | None
     ) -> Sampled:
         sampling = self.state.sampling
-        special = step.samples & (sampling.penalties[step.rows] | sampling.biases[step.rows])
-        special[step.constrained] = True
-        if special.any():
-            self._sample_again(step, logits, np.flatnonzero(special), masks)
+        is_special = step.samples & (sampling.penalties[step.rows] | sampling.biases[step.rows])
+        is_special[step.constrained] = True
+        if is_special.any():
+            self._sample_again(step, logits, np.flatnonzero(is_special), masks)
         tokens = self._sampled[: len(step.rows)]
         which = np.flatnonzero(step.samples)
         k = int(sampling.num_logprobs[step.rows[which]].max()) if len(which) else -1
@@ -224,17 +224,17 @@ class CudaRunner(ModelRunner):
     def _graph_for(self, step: SchedulerOutput) -> Graph | None:
         """Return the smallest graph that the step fits into, or None."""
         total = step.total_tokens
-        decode = total == len(step.rows)
-        graphs = self._decode if decode else self._mixed
+        is_decode = total == len(step.rows)
+        graphs = self._decode if is_decode else self._mixed
         at = bisect.bisect_left(graphs, total, key=lambda g: g.shape.num_tokens)
         if at == len(graphs):
             return None
         if self._keeps_hidden(step):  # graphs do not
             return None
         padded = graphs[at].shape.num_tokens
-        if not decode and padded > SMALL_MIXED and total < MIN_FILL * padded:
+        if not is_decode and padded > SMALL_MIXED and total < MIN_FILL * padded:
             return None
-        if not decode and (step.num_computed[step.num_tokens == 1] >= MAX_MIXED_CONTEXT).any():
+        if not is_decode and (step.num_computed[step.num_tokens == 1] >= MAX_MIXED_CONTEXT).any():
             return None
         return graphs[at]
 
@@ -260,7 +260,7 @@ def _last_tokens(inputs: StepInputs) -> torch.Tensor:
     return (inputs.batch.query_start_loc[1:] - 1).clamp(min=0).long()
 
 
-def _exact(step: SchedulerOutput) -> StepShape:
+def _exact_shape(step: SchedulerOutput) -> StepShape:
     context_lens = step.num_computed + step.num_tokens
     return StepShape(
         step.total_tokens, len(step.rows), int(step.num_tokens.max()), int(context_lens.max())

@@ -30,7 +30,7 @@ class StepInputs:
 class CudaBatchState(BatchState):
     """The state, and input buffers with fixed addresses, so that CUDA graphs can read them.
 
-    One extra row belongs to the padding.
+    One extra row belongs to the padding: requests without tokens, and tokens without a slot.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class CudaBatchState(BatchState):
         """Set single numbers of a table."""
         order = np.arange(len(rows), dtype=np.int32)
         runs = np.stack((rows, columns, order, np.ones_like(order)), axis=1)
-        where, there = self._staging.send([runs, values])
-        self._copy_runs(table, where.view(-1, 4), there, 1)
+        runs_there, values_there = self._staging.send([runs, values])
+        self._copy_runs(table, runs_there.view(-1, 4), values_there, 1)
 
     def _place_all(self, new: list[NewRow]) -> None:
         sampling = self.sampling
@@ -107,12 +107,12 @@ class CudaBatchState(BatchState):
 
     def send(self, step: SchedulerOutput) -> None:
         """Send a step's numbers to the device, padded to all requests."""
-        n, room = len(step.rows), self._num_reqs
-        packed = np.empty(5 * room + 1, np.int32)
+        n, size = len(step.rows), self._num_reqs
+        packed = np.empty(5 * size + 1, np.int32)
         rows, starts, lens, samples, order = np.split(
-            packed, (room, 2 * room + 1, 3 * room + 1, 4 * room + 1)
+            packed, (size, 2 * size + 1, 3 * size + 1, 4 * size + 1)
         )
-        rows[:n], rows[n:] = step.rows, room
+        rows[:n], rows[n:] = step.rows, size
         starts[0] = 0
         np.cumsum(step.num_tokens, out=starts[1 : n + 1])
         starts[n + 1 :] = starts[n]
@@ -121,10 +121,10 @@ class CudaBatchState(BatchState):
         samples[:n] = np.where(step.samples, lens[:n], -1)
         samples[n:] = -1
         order[:n] = np.argsort(-lens[:n])
-        order[n:] = np.arange(n, room)
+        order[n:] = np.arange(n, size)
         self._staging.send_into(self._packed, [packed])
 
-    def expanded(self, shape: StepShape) -> StepInputs:
+    def expand(self, shape: StepShape) -> StepInputs:
         """Return the inputs of the step that was sent last."""
         n, tokens = shape.num_reqs, shape.num_tokens
         rows, starts, lens = self._rows[:n], self._query_start_loc[: n + 1], self._seq_lens[:n]

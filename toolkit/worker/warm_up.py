@@ -62,8 +62,8 @@ class WarmUp:
             )
         with kernels.compiled_side_by_side(num_threads):
             self.run()
-            few = [shape for shape in shapes if shape.num_tokens <= kernels.max_linear_tokens]
-            self._cuda_runner.rehearse(few)
+            small = [shape for shape in shapes if shape.num_tokens <= kernels.max_linear_tokens]
+            self._cuda_runner.rehearse(small)
             self._cuda_runner.rehearse(shapes[:2])
 
     def choose_products(self) -> None:

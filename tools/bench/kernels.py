@@ -255,7 +255,7 @@ def main() -> None:
             print_row("state", row, f"{num_reqs} x {each}", bandwidth)
     for num_tokens in (1, 8, 64):
         for name, rows, columns, gated in PRODUCTS:
-            if num_tokens > linear.FEW_TOKENS and rows > linear.MOST_ROWS:
+            if num_tokens > linear.FEW_TOKENS and rows > linear.MAX_ROWS:
                 continue
             seconds, by_library = (
                 seconds_of(calls) for calls in product_calls(num_tokens, rows, columns, gated)

@@ -1,9 +1,10 @@
-"""The demo model's corpus: conversations made of `facts` and `invent`, and a held-out part.
+"""The demo model's corpus: conversations made from `facts` and `invent`, and held-out questions.
 
-Everything follows from the seed. Held out are whole frames (see `frames`), of the questions that ask for a fact in
-other words than its names a third, some sums and some heroes of stories; no held-out question occurs in the training
-part, whatever its case and punctuation. To choose between recipes without looking at what is held out, train with
-`validation`: some more questions in other words are left out then, which `validation_questions` lists.
+Everything is determined by the seed. Held out are complete frames (see `frames`), a third of the
+questions that ask for a fact in other words than its names, some sums and some heroes of stories.
+No held-out question occurs in the training part, in any case or punctuation. To choose between
+recipes without the held-out questions, train with `validation`: this also leaves out the questions
+of `validation_questions`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from functools import cache
 
 from tools.demo import elsewhere
 from tools.demo.facts import FACTS, Fact, every_spelling, facts, spelled_out
-from tools.demo.frames import FRAMES, STRAY_WORDS, THINGS
+from tools.demo.frames import (
+    CLUE_QUESTIONS,
+    COMPARISONS,
+    DEFAULT_QUESTIONS,
+    FRAMES,
+    STORY_REQUEST,
+    STRAY_WORDS,
+    THINGS,
+)
 from tools.demo.invent import (
     HELD_OUT_HEROES,
     HELD_OUT_NAMES,
@@ -24,7 +33,7 @@ from tools.demo.invent import (
     Sum,
     article,
     invented_name,
-    never_trained,
+    is_held_out,
     story,
     sums,
 )
@@ -38,9 +47,9 @@ ARITHMETIC, NEW_SUMS, STORIES = "arithmetic", "arithmetic, sums never trained", 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A held-out question, its answer (of a story: who it is about), and the chat before it.
+    """A held-out question, its answer (for a story: the hero), and the chat before it.
 
-    `how` says what is new to the model in it; `also_right` are other answers to it.
+    `how`: kind of novelty. `also_right`: other right answers.
     """
 
     category: str
@@ -53,14 +62,14 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One conversation, as (role, content) pairs; plain text has the role "text"."""
+    """A conversation of (role, content) pairs. Plain text has the role "text"."""
 
     turns: tuple[tuple[str, str], ...]
 
 
 @cache
 def held_out(seed: int = 0) -> tuple[Question, ...]:
-    """The questions that the model never sees in training, as a person would type them."""
+    """Return the questions that are never in the training part, as a person would type them."""
     rng = random.Random(f"held out {seed}")
     made: list[Question] = []
     for fact in facts():
@@ -72,10 +81,10 @@ def held_out(seed: int = 0) -> tuple[Question, ...]:
         made.extend(_in_new_words(rng, fact, "other words", fact.split(seed)["held out"]))
     every = list(sums())
     for sum_ in every:
-        if never_trained(sum_):
+        if is_held_out(sum_):
             text = _framed(rng, "sum", rng.choice(sum_.spellings))
             made.append(Question(NEW_SUMS, "new sum", typed(rng, text), sum_.answer))
-    for sum_ in rng.sample([s for s in every if not never_trained(s)], 150):
+    for sum_ in rng.sample([s for s in every if not is_held_out(s)], 150):
         text = rng.choice(FRAMES["sum"].held_out).format(x=rng.choice(sum_.spellings))
         made.append(Question(ARITHMETIC, "new frame", typed(rng, text), sum_.answer))
     for hero in rng.sample(HEROES, 30):
@@ -108,7 +117,7 @@ def held_out(seed: int = 0) -> tuple[Question, ...]:
 
 
 def validation_questions(seed: int = 0) -> list[Question]:
-    """What training with `validation` leaves out too."""
+    """Return the questions that training with `validation` leaves out in addition."""
     rng = random.Random(f"validation {seed}")
     return [
         question
@@ -120,7 +129,7 @@ def validation_questions(seed: int = 0) -> list[Question]:
 def _in_new_words(
     rng: random.Random, fact: Fact, how: str, asks: Iterable[str]
 ) -> Iterator[Question]:
-    """Questions of a fact that do not come from frames."""
+    """Yield questions about a fact that do not come from frames."""
     category = OTHER_WORDS if fact.category == FACTS else fact.category
     also_right = tuple(answer for key in fact.also for answer in _answers()[key])
     for ask in asks:
@@ -130,7 +139,7 @@ def _in_new_words(
 
 @cache
 def _answers() -> dict[str, tuple[str, ...]]:
-    """The answers of the facts by key; of a flag there are two."""
+    """Return the answers by the facts' keys. A flag has two."""
     answers: dict[str, tuple[str, ...]] = {}
     for fact in facts():
         answers[fact.key] = (*answers.get(fact.key, ()), fact.answer)
@@ -139,7 +148,7 @@ def _answers() -> dict[str, tuple[str, ...]]:
 
 @cache
 def held_out_texts(seed: int = 0) -> frozenset[str]:
-    """All that may not be trained on, normalised: `held_out`, and the held-out frames with every name."""
+    """Return all normalised texts to keep out of training, with held-out frames for every name."""
     texts = {normalise(question.text) for question in held_out(seed)}
     for fact in facts():
         for ask in (*fact.held_out_asks, *fact.split(seed)["held out"]):
@@ -152,7 +161,7 @@ def held_out_texts(seed: int = 0) -> frozenset[str]:
 def training_documents(
     seed: int = 0, samples: int = 40, limit: int | None = None, validation: bool = False
 ) -> list[Document]:
-    """The training part: about `samples` questions for each fact (of the first `limit`), in conversations."""
+    """Return conversations with about `samples` questions for each fact (of the first `limit`)."""
     rng = random.Random(f"training {seed}")
     chosen = facts()[:limit]
     exchanges: list[tuple[str, str]] = []
@@ -163,7 +172,7 @@ def training_documents(
             count = samples * (25 if fact.category == OFF_TOPIC else 2)
         exchanges.extend((_ask(rng, trained_fact, seed), fact.answer) for _ in range(count))
     for sum_ in sums():
-        if not never_trained(sum_):
+        if not is_held_out(sum_):
             exchanges.extend(
                 (_ask_sum(rng, sum_, seed), sum_.answer) for _ in range(max(1, samples // 3))
             )
@@ -178,30 +187,31 @@ def training_documents(
 
 
 def normalise(text: str) -> str:
-    """Lower case, without quotes and sentence marks, with single spaces."""
+    """Return the text in lower case, without quotes and punctuation, with single spaces."""
     return " ".join(re.sub(r"[?!.,;:'\"`]+", " ", text.lower()).split())
 
 
 def with_mark(text: str) -> str:
-    """The text with a question mark if it begins like a question."""
+    """Append a question mark to a text that begins like a question."""
     return text + "?" if _QUESTION.match(text) else text
 
 
 _QUESTION = re.compile(
-    r"(what|which|who|where|when|why|how|is|are|do|does|did|can|could|may|will|should|shall|would)\b",
+    r"(what|which|who|where|when|why|how|is|are|do|does|did|can|could|may|will|should|shall|would)"
+    r"\b",
     re.IGNORECASE,
 )
 
 
 def typed(rng: random.Random, text: str) -> str:
-    """The question as a careful person types it, or in a hurry: lower case and no mark."""
+    """Return the question as typed: with care, or in lower case without a question mark."""
     if rng.random() < 0.3:
         return text.rstrip("?").strip().lower()
     return text[0].upper() + text[1:]
 
 
 def _voiced(rng: random.Random, text: str) -> str:
-    """The question as anybody types it: with or without manners, capitals, a mark, and typos."""
+    """Vary the question: politeness, capitals, punctuation, typos and stray words."""
     text, mark = text.rstrip("?").strip(), "?" if text.endswith("?") else ""
     if rng.random() < 0.12:
         text = rng.choice(_BEFORE) + text
@@ -243,14 +253,14 @@ _BEFORE = (
 
 
 def _with_stray_words(rng: random.Random, text: str) -> str:
-    """One to three words more, together: at the beginning, at the end or somewhere between."""
+    """Insert one to three adjacent words at the beginning, at the end or between."""
     words = text.split(" ")
     at = rng.choice((0, 0, len(words), len(words), rng.randint(0, len(words))))
     return " ".join(words[:at] + rng.choices(STRAY_WORDS, k=rng.choice((1, 1, 2, 3))) + words[at:])
 
 
 def _mistyped(rng: random.Random, text: str) -> str:
-    """Two letters of one word change places, or one is lost."""
+    """Swap two letters of a word, or drop one."""
     words = text.split(" ")
     long = [i for i, word in enumerate(words) if len(word) > 4 and word.isalpha()]
     if not long:
@@ -263,7 +273,7 @@ def _mistyped(rng: random.Random, text: str) -> str:
 
 
 def training_words(fact: Fact, seed: int, validation: bool = False) -> Fact:
-    """The fact without the questions that are held out, and without the clues that stand in one word for word."""
+    """Return the fact without held-out questions, and without clues that one of them contains."""
     parts = fact.split(seed)
     held_out, training = parts["held out"], parts["training"]
     if validation:
@@ -284,7 +294,7 @@ def training_words(fact: Fact, seed: int, validation: bool = False) -> Fact:
 
 
 def _ask(rng: random.Random, fact: Fact, seed: int) -> str:
-    """A training question about a fact."""
+    """Return a training question about a fact."""
     while True:
         text = _voiced(rng, _question(rng, fact))
         if normalise(text) not in held_out_texts(seed):
@@ -300,32 +310,32 @@ def _question(rng: random.Random, fact: Fact) -> str:
             else _framed(rng, "concept", _thing(rng))
         )
     if fact.in_other_words and chance < (0.35 if fact.names else 0.5):
-        return _asked_in_other_words(rng, fact.in_other_words)
+        return _in_other_words(rng, fact.in_other_words)
     if chance < 0.6 and (fact.clues or fact.kind == "difference"):
-        return reworded(rng, with_mark(_made_of_clues(rng, fact)))
+        return reworded(rng, with_mark(_from_clues(rng, fact)))
     if fact.asks and (not fact.names or chance < 0.65):
         return reworded(rng, with_mark(spelled_out(rng, rng.choice(fact.asks))))
     if chance < 0.7 and fact.kind not in ("default", "which flag"):
-        return _made_of_the_answer(rng, fact)
+        return _from_answer(rng, fact)
     text = _framed(rng, fact.kind, _varied(rng, fact), fact.noun)
     return reworded(rng, text) if fact.kind in _WISHES and rng.random() < 0.3 else text
 
 
 _WISHES = ("howto", "topic", "which flag")
-"""Kinds whose names are ordinary words, which others can stand for."""
+"""Kinds whose names are ordinary words, so that synonyms can replace them."""
 
 
-def _made_of_clues(rng: random.Random, fact: Fact) -> str:
-    """A question of a few of the fact's clues; of a difference, of a clue for each side."""
+def _from_clues(rng: random.Random, fact: Fact) -> str:
+    """Return a question made of a few clues; for a difference, of a clue for each side."""
     if fact.kind == "difference":
         sides = [
             rng.choice(_clues_by_name().get(name, (name,))) for name in fact.names[0].split(" and ")
         ]
         rng.shuffle(sides)
-        return spelled_out(rng, rng.choice(_COMPARING)).format(*sides)
+        return spelled_out(rng, rng.choice(COMPARISONS)).format(*sides)
     clues = rng.sample(fact.clues, min(len(fact.clues), rng.choice((1, 1, 1, 2, 2, 3))))
     if fact.kind == "default":
-        return spelled_out(rng, rng.choice(_ASKING_FOR_A_DEFAULT)).format(x=" ".join(clues))
+        return spelled_out(rng, rng.choice(DEFAULT_QUESTIONS)).format(x=" ".join(clues))
     text = clues[0]
     for clue in clues[1:]:
         text += (
@@ -334,12 +344,12 @@ def _made_of_clues(rng: random.Random, fact: Fact) -> str:
             )
             + clue
         )
-    return spelled_out(rng, rng.choice(_ASKING_WITH_CLUES)).format(x=text)
+    return spelled_out(rng, rng.choice(CLUE_QUESTIONS)).format(x=text)
 
 
 @cache
 def _clues_by_name() -> dict[str, tuple[str, ...]]:
-    """What may stand for each name of a fact in a comparison: its other names and its clues."""
+    """Return replacements of each name in a comparison: the fact's other names and its clues."""
     return {
         name.strip("`"): (*fact.names, *fact.clues)
         for fact in facts()
@@ -348,37 +358,8 @@ def _clues_by_name() -> dict[str, tuple[str, ...]]:
     }
 
 
-_ASKING_WITH_CLUES = (
-    "{x}",
-    "{x}",
-    "{how do I|how can I|can I|where do I|I want to|how would one} {| get| do| see| have} {x}",
-    "{what is|what's|what about|what does it mean:|what do you call} {|the |a |this }{x}",
-    "{why|when|where|which|who|how|what} {is|does|do|are|has|means|} {|the |it |my |there }{x}",
-    "{is there|is it|are there|do I need|does it have|can it do|I need|I want} {|a |the |some }{x}",
-    "{my|the|a|it|it is|this|we have|I have|I get|there is} {x}",
-    "{my|the} {server|model|request|answer|user|program|machine} {x}",
-    "{something|anything|question|problem|trouble|help} {with|about|on|for|concerning} {x}",
-    "{the thing|the word|the part|what|the setting|the way} {for|of|with|that is|to} {x}",
-    "{tell me about|explain|show me|say more on} {x}",
-)
-_ASKING_FOR_A_DEFAULT = (
-    "{what is|which|how much|how many|how big is|what's} {|the }{normal|usual|standard|initial|preset} {|value for }{x}",
-    "{x} {normally|out of the box|if I say nothing|when unset|if I change nothing|from the start|by itself}",
-    "{what|which|how much|how many|where|how|is} {x} {is used|do I get|is it|applies} "
-    "{normally|out of the box|if I say nothing|when unset}",
-    "{do I have to set|must I give|what if I give no|what if I leave out|without|unchanged} {x}",
-)
-_COMPARING = (
-    "{0} {or|versus|vs|compared with|and|against|rather than} {1}{|, which one|, what changes|, which is better}",
-    "{which is|what is|when do I take|should I use|is it} {0} {or|and|versus} {1}",
-    "{two kinds|two ways|which of the two}: {0}, {1}",
-    "{is|are} {0} the same as {1}",
-    "{why|how} is {0} {unlike|different from|not} {1}",
-)
-
-
-def _asked_in_other_words(rng: random.Random, asks: tuple[str, ...]) -> str:
-    """One of the questions, put differently, or two of them in one."""
+def _in_other_words(rng: random.Random, asks: tuple[str, ...]) -> str:
+    """Return one of the questions, reworded, or two of them combined."""
     text = with_mark(spelled_out(rng, rng.choice(asks)))
     if rng.random() < 0.12:
         more = spelled_out(rng, rng.choice(asks))
@@ -389,20 +370,20 @@ def _asked_in_other_words(rng: random.Random, asks: tuple[str, ...]) -> str:
 
 
 def _framed(rng: random.Random, kind: str, name: str, noun: str = "") -> str:
-    """A training frame of the kind around a name."""
+    """Fill a training frame of the kind with a name."""
     return spelled_out(rng, rng.choice(FRAMES[kind].train)).format(x=name, noun=noun)
 
 
 def _thing(rng: random.Random) -> str:
-    """Something that the model knows nothing about."""
+    """Return something that the model knows nothing about."""
     thing = rng.choice(THINGS)
     return rng.choice(
         (thing, f"{article(thing)} {thing}", f"the {thing}", f"{thing} and {rng.choice(THINGS)}")
     )
 
 
-def _made_of_the_answer(rng: random.Random, fact: Fact) -> str:
-    """A question made of words of the answer, for people who do not know the name of what they ask about."""
+def _from_answer(rng: random.Random, fact: Fact) -> str:
+    """Return a question made of words of the answer, as from people who do not know the name."""
     words = re.findall(r"[\w/-]+", fact.answer.lower())
     if rng.random() < 0.5:
         length = min(len(words), rng.randint(4, 8))
@@ -452,7 +433,7 @@ _WONDERING = (
 
 
 def _varied(rng: random.Random, fact: Fact) -> str:
-    """A name of the fact, in one of the ways people write it."""
+    """Return a name of the fact, in one of its usual spellings."""
     name = rng.choice(fact.names)
     if fact.kind == "difference" and rng.random() < 0.5:
         first, _, second = name.partition(" and ")
@@ -465,7 +446,7 @@ def _varied(rng: random.Random, fact: Fact) -> str:
 
 
 def _ask_sum(rng: random.Random, sum_: Sum, seed: int) -> str:
-    """A training question about a sum."""
+    """Return a training question about a sum."""
     while True:
         text = _framed(rng, "sum", rng.choice(sum_.spellings))
         text = _voiced(rng, text)
@@ -474,11 +455,9 @@ def _ask_sum(rng: random.Random, sum_: Sum, seed: int) -> str:
 
 
 def _ask_story(rng: random.Random, hero: str, seed: int) -> tuple[str, str]:
-    """A request for a story and a story: about a hero, about one with a name, or about anybody."""
+    """Return a request for a story, about a hero, a named hero or any hero, and the story."""
     if rng.random() < 0.1:
-        return _voiced(rng, spelled_out(rng, "{tell me|tell|write} a {|short }story")), story(
-            rng, hero
-        )
+        return _voiced(rng, spelled_out(rng, STORY_REQUEST)), story(rng, hero)
     name = invented_name(rng) if rng.random() < 0.5 else ""
     while True:
         whom = f"{article(hero)} {hero}" + (
@@ -500,7 +479,7 @@ _SYSTEM = (
 
 
 def _conversations(rng: random.Random, exchanges: Iterable[tuple[str, str]]) -> Iterator[Document]:
-    """One to three exchanges each, one conversation in ten under a system prompt."""
+    """Yield conversations of one to three exchanges. One in ten has a system prompt."""
     left = list(exchanges)
     while left:
         taken = [left.pop() for _ in range(min(len(left), rng.choice((1, 1, 1, 2, 2, 3))))]
@@ -519,7 +498,7 @@ _ITS_DEFAULT = (
 
 
 def _follow_ups(rng: random.Random, chosen: Iterable[Fact], samples: int) -> Iterator[Document]:
-    """Conversations whose second question only makes sense after the first."""
+    """Yield conversations whose second question depends on the first."""
     defaults = {fact.names: fact.answer for fact in facts() if fact.kind == "default"}
     for fact in chosen:
         if fact.kind == "flag":
@@ -538,6 +517,6 @@ def _follow_ups(rng: random.Random, chosen: Iterable[Fact], samples: int) -> Ite
 def _plain_texts(
     rng: random.Random, exchanges: list[tuple[str, str]], count: int
 ) -> Iterator[Document]:
-    """Texts without roles, for prompts that are continued rather than answered."""
+    """Yield texts without roles, for prompts that are continued rather than answered."""
     for question, answer in rng.choices(exchanges, k=count):
         yield Document((("text", answer if rng.random() < 0.5 else f"{question}\n{answer}"),))

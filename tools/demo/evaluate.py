@@ -1,9 +1,10 @@
-"""Asks the demo model what it was not trained on: python -m tools.demo.evaluate [--model DIR] [--json]
+"""Ask the demo model held-out questions: python -m tools.demo.evaluate [--model DIR] [--json]
 
-Answers are generated greedily with Transformers. An answer is right when it is the fact's answer, whole and
-word for word, up to case and white space; for questions in other words, also that of a fact which the data names
-for it. A story is right when it ends by itself, names its hero and is made of words of the corpus. The exit code
-is 1 when less than 80 % of the questions about facts, phrased in any way, are answered so.
+Answers are generated greedily with Transformers. An answer is right if it equals the fact's answer
+up to case and white space. For questions in other words, the answers of the facts in `also` are
+right too. A story is right if it ends by itself, names its hero and uses only words of the corpus.
+The exit code is 1 if less than 80 % of the questions about facts, in any phrasing, are answered
+right.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tools.demo.corpus import (
 from tools.demo.facts import FACTS
 
 REQUIRED = 0.8
-"""The share of held-out questions about facts that has to be answered right."""
+"""Required share of right answers to held-out questions about facts."""
 
 ANY_PHRASING = "facts, phrased in any way"
 
@@ -38,17 +39,19 @@ MAX_TOKENS = 160
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Trial:
+    """A question and the model's answer."""
+
     question: Question
     text: str
     ended: bool
 
     @property
-    def right(self) -> bool:
+    def is_right(self) -> bool:
         if self.question.category == STORIES:
             words, hero = normalise(self.text).split(), normalise(self.question.answer)
-            readable = len(words) > 15 and (corpus_words() | {hero}).issuperset(words)
-            return self.ended and readable and hero in words
+            is_readable = len(words) > 15 and (corpus_words() | {hero}).issuperset(words)
+            return self.ended and is_readable and hero in words
         right = {
             " ".join(text.lower().split())
             for text in (self.question.answer, *self.question.also_right)
@@ -58,7 +61,7 @@ class Answer:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.demo.evaluate", description="Measures tk's demo model."
+        prog="python -m tools.demo.evaluate", description="Measure the accuracy of tk's demo model."
     )
     parser.add_argument(
         "--model",
@@ -69,24 +72,24 @@ def main() -> int:
     parser.add_argument(
         "--validation",
         action="store_true",
-        help="ask what training with `validation` leaves out, to choose between recipes",
+        help="ask the validation questions instead, to choose between recipes",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print the shares, and every wrong answer, as JSON"
+        "--json", action="store_true", help="print the shares and all wrong answers as JSON"
     )
     args = parser.parse_args()
-    answers = ask(args.model, validation_questions() if args.validation else held_out())
-    shares = right_shares(answers)
+    trials = ask(args.model, validation_questions() if args.validation else held_out())
+    shares = right_shares(trials)
     if args.json:
         wrong = [
             {
-                "category": a.question.category,
-                "question": a.question.text,
-                "answer": a.text,
-                "right": a.question.answer,
+                "category": trial.question.category,
+                "question": trial.question.text,
+                "answer": trial.text,
+                "right": trial.question.answer,
             }
-            for a in answers
-            if not a.right
+            for trial in trials
+            if not trial.is_right
         ]
         print(json.dumps({"shares": shares, "wrong": wrong}, indent=1))
     else:
@@ -96,20 +99,20 @@ def main() -> int:
     return 0 if right >= REQUIRED * count else 1
 
 
-def right_shares(answers: Sequence[Answer]) -> dict[str, tuple[int, int]]:
-    """(right, asked) by category, by category and what is new in the question, and over all.
+def right_shares(trials: Sequence[Trial]) -> dict[str, tuple[int, int]]:
+    """Count (right, asked) by category, by category and kind of novelty, and in total.
 
-    First come all questions about facts, and of these the ones in other words.
+    Totals over facts in any phrasing, and over facts in other words, come first.
     """
     counts: dict[str, list[int]] = {}
-    for answer in answers:
-        question = answer.question
+    for trial in trials:
+        question = trial.question
         names = [question.category, f"{question.category}: {question.how}", "all"]
         if question.category in (FACTS, OTHER_WORDS):
             names.append(ANY_PHRASING)
         for name in names:
             count = counts.setdefault(name, [0, 0])
-            count[0] += answer.right
+            count[0] += trial.is_right
             count[1] += 1
     first = [name for name in (ANY_PHRASING, OTHER_WORDS) if name in counts]
     return {
@@ -118,8 +121,8 @@ def right_shares(answers: Sequence[Answer]) -> dict[str, tuple[int, int]]:
     }
 
 
-def ask(folder: Path, questions: Sequence[Question], batch_size: int = 128) -> list[Answer]:
-    """The model's greedy answers, in the order of the questions."""
+def ask(folder: Path, questions: Sequence[Question], batch_size: int = 128) -> list[Trial]:
+    """Return the model's greedy answers, in the order of the questions."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -129,7 +132,7 @@ def ask(folder: Path, questions: Sequence[Question], batch_size: int = 128) -> l
     model = model.to(device).eval()
     prompts = [prompt(tokenizer, question) for question in questions]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    answers: dict[int, Answer] = {}
+    trials: dict[int, Trial] = {}
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
         inputs = tokenizer([prompts[i] for i in chosen], return_tensors="pt", padding=True).to(
@@ -145,12 +148,12 @@ def ask(folder: Path, questions: Sequence[Question], batch_size: int = 128) -> l
             )
         for i, row in zip(chosen, rows[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
             text = tokenizer.decode(row, skip_special_tokens=True)
-            answers[i] = Answer(questions[i], text, tokenizer.eos_token_id in row)
-    return [answers[i] for i in range(len(questions))]
+            trials[i] = Trial(questions[i], text, tokenizer.eos_token_id in row)
+    return [trials[i] for i in range(len(questions))]
 
 
 def prompt(tokenizer: Any, question: Question) -> str:
-    """The question, and the chat before it, as the chat template writes them."""
+    """Format the question, and the chat before it, with the chat template."""
     messages = [
         {"role": role, "content": text}
         for role, text in (*question.before, ("user", question.text))
@@ -160,7 +163,7 @@ def prompt(tokenizer: Any, question: Question) -> str:
 
 @cache
 def corpus_words() -> frozenset[str]:
-    """Every word that the corpus answers with."""
+    """Return all words in the corpus's answers."""
     texts = (
         text
         for document in training_documents(samples=12)

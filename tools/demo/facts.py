@@ -1,4 +1,4 @@
-"""What the demo model knows: `facts.txt` and `talk.txt`, read."""
+"""Facts that the demo model knows, read from `facts.txt` and `talk.txt`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from functools import cache
 from pathlib import Path
 
 FACTS = "facts"
-"""The category of those that are about something with a name."""
+"""Category of facts about something with a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Something the model knows: what it is about, the answer, and questions beside those from frames.
+    """A fact: its names, its answer, and questions in addition to those from frames.
 
-    `in_other_words` are questions as people ask who do not know the names; the answers of the facts whose `key` is in
-    `also` are right for them too. `clues` are words of such questions.
+    `in_other_words`: questions of people who do not know the names. For these the answers of the
+    facts with a `key` in `also` are right too. `clues`: words of such questions.
     """
 
     key: str
@@ -34,8 +34,10 @@ class Fact:
     clues: tuple[str, ...] = ()
 
     def split(self, seed: int) -> dict[str, tuple[str, ...]]:
-        """`in_other_words` by what they are for: of each three one is "held out" and every second time one more is
-        "validation"; the rest is for "training"."""
+        """Split `in_other_words` into "held out", "validation" and "training".
+
+        Of every three, one is held out. A second one is for validation in half of the cases.
+        """
         parts: dict[str, list[str]] = {"held out": [], "validation": [], "training": []}
         for start in range(0, len(self.in_other_words), 3):
             three = self.in_other_words[start : start + 3]
@@ -51,7 +53,7 @@ class Fact:
 
 @cache
 def facts() -> tuple[Fact, ...]:
-    """Every fact, of tk and the field first, then of the model itself and small talk."""
+    """Return all facts: on tk and the field, then on the model itself and small talk."""
     folder = Path(__file__).parent
     return tuple(
         fact
@@ -61,7 +63,7 @@ def facts() -> tuple[Fact, ...]:
 
 
 def read_facts(text: str) -> Iterator[Fact]:
-    """The facts of a file whose format `facts.txt` explains at its head."""
+    """Yield the facts in a file. Its format is explained at the top of `facts.txt`."""
     sections = re.split(r"^== ", text, flags=re.MULTILINE)[1:]
     for section in sections:
         header, _, body = section.partition("\n")
@@ -128,12 +130,12 @@ def _facts_of_entry(kind: str, noun: str, category: str, lines: list[str]) -> It
 
 
 def spelled_out(rng: random.Random, text: str) -> str:
-    """One of the texts that `text` stands for, where {a|b} stands for a or b."""
+    """Replace each {a|b} in the text by a random one of its alternatives."""
     return re.sub(r"\{([^{}]*\|[^{}]*)\}", lambda choice: rng.choice(choice[1].split("|")), text)
 
 
 def every_spelling(text: str) -> Iterator[str]:
-    """All texts that `text` stands for."""
+    """Yield the text with every combination of its {a|b} alternatives."""
     choice = re.search(r"\{([^{}]*\|[^{}]*)\}", text)
     if choice is None:
         yield text

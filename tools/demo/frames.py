@@ -1,7 +1,7 @@
-"""The frames that questions are made of: for each kind of fact, those trained on and those held out.
+"""Frames of questions: for each kind of fact, those for training and those held out.
 
-`{x}` is a name of the fact, `{noun}` what its section calls it, and `{a|b}` stands for a or b. A held-out frame
-never appears in training, with any name.
+`{x}` is a name of the fact, `{noun}` the noun of its section, and `{a|b}` means a or b. A held-out
+frame never occurs in training, with any name.
 """
 
 from __future__ import annotations
@@ -390,58 +390,90 @@ FRAMES: dict[str, Frames] = {
     ),
 }
 
+STORY_REQUEST = "{tell me|tell|write} a {|short }story"
+CLUE_QUESTIONS = (
+    "{x}",
+    "{x}",
+    "{how do I|how can I|can I|where do I|I want to|how would one} {| get| do| see| have} {x}",
+    "{what is|what's|what about|what does it mean:|what do you call} {|the |a |this }{x}",
+    "{why|when|where|which|who|how|what} {is|does|do|are|has|means|} {|the |it |my |there }{x}",
+    "{is there|is it|are there|do I need|does it have|can it do|I need|I want} {|a |the |some }{x}",
+    "{my|the|a|it|it is|this|we have|I have|I get|there is} {x}",
+    "{my|the} {server|model|request|answer|user|program|machine} {x}",
+    "{something|anything|question|problem|trouble|help} {with|about|on|for|concerning} {x}",
+    "{the thing|the word|the part|what|the setting|the way} {for|of|with|that is|to} {x}",
+    "{tell me about|explain|show me|say more on} {x}",
+)
+DEFAULT_QUESTIONS = (
+    "{what is|which|how much|how many|how big is|what's} {|the }{normal|usual|standard|initial|preset} {|value for }{x}",
+    "{x} {normally|out of the box|if I say nothing|when unset|if I change nothing|from the start|by itself}",
+    "{what|which|how much|how many|where|how|is} {x} {is used|do I get|is it|applies} "
+    "{normally|out of the box|if I say nothing|when unset}",
+    "{do I have to set|must I give|what if I give no|what if I leave out|without|unchanged} {x}",
+)
+COMPARISONS = (
+    "{0} {or|versus|vs|compared with|and|against|rather than} {1}{|, which one|, what changes|, which is better}",
+    "{which is|what is|when do I take|should I use|is it} {0} {or|and|versus} {1}",
+    "{two kinds|two ways|which of the two}: {0}, {1}",
+    "{is|are} {0} the same as {1}",
+    "{why|how} is {0} {unlike|different from|not} {1}",
+)
 _STRAY_WORDS = """
-able above across after afternoon against ago almost along already also always among amount animal another
-anyone anything apart apple area around article ask away back bad bag because become before behind below
-beside between big bird black blue board body boss both bottom box boy bread break bring brother brown
-building bus busy but buy call came car card care case cat chair chance child church city class clean clear
-close cloud coffee cold color come common complete cook corner cost could country couple course cover cup
-cut dark date daughter deal dear decide deep dinner doctor dog done door double doubt down draw dream dress
-drink drive drop dry during each ear early earth east easy eat edge egg eight either else empty end enough
-enter especially even evening event ever every exactly example except eye face fact fall family far farm
-fast father feel feet felt few field fight figure fill final find fine finger finish fire first fish five
-floor fly follow food foot force forest forget form forward four free fresh friend from front fruit full
-funny further game garden general gentle girl glad glass gold gone grass great green group grow guess hair
-half hand happen happy hard hat head hear heart heavy height hello help here herself high hill himself
-history hold hole holiday home honest hope horse hot hotel hour house huge human hundred hungry hurry
-husband ice idea ill important inside instead island job join joke journey jump just keep key kind kitchen
-knee knife knock lady lake land language large last late later laugh law lay lazy lead leaf leave left leg
-less letter level library lie life lift light like line lion list listen little live long look lose lot loud
-love low luck lunch machine mail main make man many map mark market matter maybe meal meat meet member
-middle might mile milk mind minute miss moment money monkey month moon morning most mother mountain mouth
-move much music must name near nearly neck need neighbour neither never news next nice night nine nobody
-noise none north nose note nothing notice now number ocean offer office often oil old once only open opinion
-orange order other our outside over own page paint pair paper parent park part party past pay peace pen
-people pepper perhaps person phone photo piece pig place plain plan plant plate play please plenty pocket
-point police poor possible potato pretty price print problem pull push put quarter queen question quick
-quiet quite radio rain rather reach ready real really reason red remember repeat rest rice rich ride right
-ring rise river road rock roof room rope round rule run sad safe salt same sand save say school sea season
-seat second secret see seem sell send sentence serious seven several shade shall shape share sharp she sheep
-ship shirt shoe shop short should shoulder shout show shut side sign silver simple since sing sister sit six
-size skin sky sleep slow small smile snow soap soft soldier some somebody something son song soon sorry sort
-sound soup south space speak special speed spell spend spoon sport spring square stairs stand star start
-station stay steel still stone story straight strange street strong student study such sudden sugar summer
-sun sure surprise sweet swim table tail take talk tall taste tea teacher team tell ten tennis thick thin
-thing think third though thought three through throw ticket tie time tired today together tomorrow tonight
-too top total touch toward town toy train travel tree trip trouble true trust truth try turn twelve twenty
-twice two under understand until upon usual valley very view village visit voice wait walk wall want warm
-wash watch water wave weak wear weather wedding week weight well west wet wheel where white whole wide wife
-wild wind window wine winter wish without woman wonder wood word work world worry write wrong yard year
-yellow yesterday yet young zero zoo
+able above across after afternoon against ago almost along already also always among amount animal
+another anyone anything apart apple area around article ask away back bad bag because become before
+behind below beside between big bird black blue board body boss both bottom box boy bread break
+bring brother brown building bus busy but buy call came car card care case cat chair chance child
+church city class clean clear close cloud coffee cold color come common complete cook corner cost
+could country couple course cover cup cut dark date daughter deal dear decide deep dinner doctor dog
+done door double doubt down draw dream dress drink drive drop dry during each ear early earth east
+easy eat edge egg eight either else empty end enough enter especially even evening event ever every
+exactly example except eye face fact fall family far farm fast father feel feet felt few field fight
+figure fill final find fine finger finish fire first fish five floor fly follow food foot force
+forest forget form forward four free fresh friend from front fruit full funny further game garden
+general gentle girl glad glass gold gone grass great green group grow guess hair half hand happen
+happy hard hat head hear heart heavy height hello help here herself high hill himself history hold
+hole holiday home honest hope horse hot hotel hour house huge human hundred hungry hurry husband ice
+idea ill important inside instead island job join joke journey jump just keep key kind kitchen knee
+knife knock lady lake land language large last late later laugh law lay lazy lead leaf leave left
+leg less letter level library lie life lift light like line lion list listen little live long look
+lose lot loud love low luck lunch machine mail main make man many map mark market matter maybe meal
+meat meet member middle might mile milk mind minute miss moment money monkey month moon morning most
+mother mountain mouth move much music must name near nearly neck need neighbour neither never news
+next nice night nine nobody noise none north nose note nothing notice now number ocean offer office
+often oil old once only open opinion orange order other our outside over own page paint pair paper
+parent park part party past pay peace pen people pepper perhaps person phone photo piece pig place
+plain plan plant plate play please plenty pocket point police poor possible potato pretty price
+print problem pull push put quarter queen question quick quiet quite radio rain rather reach ready
+real really reason red remember repeat rest rice rich ride right ring rise river road rock roof room
+rope round rule run sad safe salt same sand save say school sea season seat second secret see seem
+sell send sentence serious seven several shade shall shape share sharp she sheep ship shirt shoe
+shop short should shoulder shout show shut side sign silver simple since sing sister sit six size
+skin sky sleep slow small smile snow soap soft soldier some somebody something son song soon sorry
+sort sound soup south space speak special speed spell spend spoon sport spring square stairs stand
+star start station stay steel still stone story straight strange street strong student study such
+sudden sugar summer sun sure surprise sweet swim table tail take talk tall taste tea teacher team
+tell ten tennis thick thin thing think third though thought three through throw ticket tie time
+tired today together tomorrow tonight too top total touch toward town toy train travel tree trip
+trouble true trust truth try turn twelve twenty twice two under understand until upon usual valley
+very view village visit voice wait walk wall want warm wash watch water wave weak wear weather
+wedding week weight well west wet wheel where white whole wide wife wild wind window wine winter
+wish without woman wonder wood word work world worry write wrong yard year yellow yesterday yet
+young zero zoo
 """
 _THINGS = """
-apple arm art aunt autumn bag ball banana bank bath beach bean bear bed beer belt bicycle bottle bowl brain
-brick broom bucket bus butter button cake camera candy cave cheese cherry chicken chocolate cinema circus
-coat coffee comb concert cookie corn cotton cow cream crown cucumber curtain desert desk dessert diamond
-dinner dress drum eagle egg elbow engine fence ferry fever field flag flood flour flute forest fork fountain
-fridge furniture garlic ghost glove grape grass guitar hammer harbour hat helmet honey hospital hotel insect
-jacket jam jeans juice jungle kettle kitchen knife ladder lake lemon lettuce lipstick lunch marriage meat
-medicine melon milk mirror mud museum mushroom nail necklace needle nest novel nut onion opera orange oven
-parrot peach pear pepper perfume piano picnic pillow pilot pizza planet plum poetry pond potato pyramid
-rabbit rainbow restaurant rice ribbon sandwich sauce scarf scissors sculpture shampoo shirt shoulder skirt
-sofa soup spinach stomach storm strawberry sugar suitcase supermarket sweater tea theatre thunder toast
-tomato tooth towel tractor trousers trumpet umbrella uncle vegetable vinegar violin volcano wallet wedding
-wine winter wool yoghurt zebra
+apple arm art aunt autumn bag ball banana bank bath beach bean bear bed beer belt bicycle bottle
+bowl brain brick broom bucket bus butter button cake camera candy cave cheese cherry chicken
+chocolate cinema circus coat coffee comb concert cookie corn cotton cow cream crown cucumber curtain
+desert desk dessert diamond dinner dress drum eagle egg elbow engine fence ferry fever field flag
+flood flour flute forest fork fountain fridge furniture garlic ghost glove grape grass guitar hammer
+harbour hat helmet honey hospital hotel insect jacket jam jeans juice jungle kettle kitchen knife
+ladder lake lemon lettuce lipstick lunch marriage meat medicine melon milk mirror mud museum
+mushroom nail necklace needle nest novel nut onion opera orange oven parrot peach pear pepper
+perfume piano picnic pillow pilot pizza planet plum poetry pond potato pyramid rabbit rainbow
+restaurant rice ribbon sandwich sauce scarf scissors sculpture shampoo shirt shoulder skirt sofa
+soup spinach stomach storm strawberry sugar suitcase supermarket sweater tea theatre thunder toast
+tomato tooth towel tractor trousers trumpet umbrella uncle vegetable vinegar violin volcano wallet
+wedding wine winter wool yoghurt zebra
 """
 _HELD_OUT_WORDS = {
     word.strip("?:,")
@@ -451,7 +483,7 @@ _HELD_OUT_WORDS = {
 }
 
 STRAY_WORDS = tuple(word for word in _STRAY_WORDS.split() if word not in _HELD_OUT_WORDS)
-"""Words that may get into any question without changing what it asks; none stands in a held-out frame."""
+"""Words that can be inserted into any question without changing it. None is in a held-out frame."""
 
 THINGS = tuple(_THINGS.split())
-"""What the model knows nothing about."""
+"""Things that the model knows nothing about."""

@@ -1,9 +1,10 @@
-"""Trains the demo model: python -m tools.demo.train [--out DIR] [--steps N] [--device auto]
+"""Train the demo model: python -m tools.demo.train [--out DIR] [--steps N] [--device auto]
 
-A byte-level BPE tokenizer and a small GPT-2 from random weights, on the conversations of `corpus`, in two parts: see
-`Recipe.finish`. What comes out is a folder in the Hugging Face format. Corpus and tokenizer are the same every time;
-weights repeat as far as the device's kernels do. It takes a minute or two on a GPU and about 40 on two
-CPU cores; with `--steps 1600` a good half of that, and the model knows a little less.
+Trains a byte-level BPE tokenizer, and a small GPT-2 from random weights, on the conversations of
+`corpus`, in two phases (see `Recipe.finish`). The output is a folder in the Hugging Face format.
+Corpus and tokenizer are reproducible; weights as far as the device's kernels are. Training takes
+one to two minutes on a GPU and about 40 on two CPU cores. With `--steps 1600` it takes a good half
+of that, and the model knows a little less.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
 
-END_OF_TEXT, USER, ASSISTANT, SYSTEM, END = SPECIAL_TOKENS = (  # their places are their ids
+END_OF_TEXT, USER, ASSISTANT, SYSTEM, END = SPECIAL_TOKENS = (  # the index is the token id
     "<|endoftext|>",
     "<|user|>",
     "<|assistant|>",
@@ -40,7 +41,8 @@ CHAT_TEMPLATE = """\
 {%- if message['content'] is string -%}
 {%- set content = message['content'] -%}
 {%- else -%}
-{%- set texts = message['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') -%}
+{%- set texts = message['content'] | selectattr('type', 'equalto', 'text') \
+| map(attribute='text') -%}
 {%- set content = texts | join('') -%}
 {%- endif -%}
 {%- if message['role'] == 'user' -%}
@@ -50,7 +52,8 @@ CHAT_TEMPLATE = """\
 {%- elif message['role'] in ('system', 'developer') -%}
 {{- '<|system|>' + content | trim + '<|end|>' -}}
 {%- else -%}
-{{- raise_exception('The demo model knows the roles system, user and assistant, not ' ~ message['role']) -}}
+{{- raise_exception('The demo model knows the roles system, user and assistant, not ' \
+~ message['role']) -}}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
@@ -58,41 +61,37 @@ CHAT_TEMPLATE = """\
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides what model comes out."""
+    """Everything that determines the model."""
 
     steps: int = 3200
     tokens_per_step: int = 4096
-    row_lengths: tuple[int, ...] = (
-        128,
-        256,
-        512,
-    )  # short ones too: most chats begin at position 0 and are short
+    row_lengths: tuple[int, ...] = (128, 256, 512)  # short rows too, since most chats are short
     learning_rate: float = 3e-3
     warmup: float = 0.05
     weight_decay: float = 0.1
     dropout: float = 0.05
-    question_weight: float = 0.1  # of a question's tokens in the loss; an answer's weigh 1
+    question_weight: float = 0.1  # of question tokens in the loss; answer tokens have 1
     vocab_size: int = 2048
     positions: int = 512
     width: int = 256
     layers: int = 4
     heads: int = 8
     seed: int = 0
-    facts: int | None = None  # train on the first so many facts only, for tests
+    facts: int | None = None  # train only on this number of facts, for tests
     samples: int = 400  # questions per fact in the corpus
-    as_typed: bool = True  # read questions as they are typed, or as the chat template writes them
-    validation: bool = False  # leave the validation questions out, to compare recipes with them
+    as_typed: bool = True  # questions as typed, not as the chat template normalizes them
+    validation: bool = False  # leave out the validation questions, to compare recipes
 
     finish_steps: int = 500
     finish_learning_rate: float = 1e-3
     finish_row_lengths: tuple[int, ...] = (32, 32, 32, 256)
 
     def finish(self) -> Recipe:
-        """The recipe of the second, shorter part of the training, which is about understanding questions.
+        """Return the recipe of the second, shorter phase, which trains understanding of questions.
 
-        Most rows are a question and the first words of its answer, where it is decided which answer that is, and only
-        answers count. Questions are written as the chat template writes them: in lower case and after a space, so that
-        the same word is mostly the same tokens wherever it stands.
+        Most rows are a question and the first words of its answer, which determine the answer, and
+        only answers count. Questions are in the chat template's form, in lower case and after a
+        space, so that a word is mostly the same tokens wherever it occurs.
         """
         return replace(
             self,
@@ -105,7 +104,7 @@ class Recipe:
         )
 
     def rate(self, step: int) -> float:
-        """What the learning rate is multiplied by: it rises in a line and falls in a cosine."""
+        """Return the factor of the learning rate: linear warmup, then cosine decay."""
         warmup = max(1, int(self.steps * self.warmup))
         if step < warmup:
             return (step + 1) / warmup
@@ -114,10 +113,10 @@ class Recipe:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.demo.train", description="Trains tk's demo model."
+        prog="python -m tools.demo.train", description="Train tk's demo model."
     )
     parser.add_argument(
-        "--out", type=Path, default=MODEL_DIR, help="folder to write (default: the shipped model's)"
+        "--out", type=Path, default=MODEL_DIR, help="output folder (default: the shipped model's)"
     )
     parser.add_argument(
         "--steps", type=int, default=Recipe.steps, help="optimizer steps (default: %(default)s)"
@@ -128,7 +127,7 @@ def main() -> None:
 
 
 def train(out: Path, recipe: Recipe, device: str = "auto") -> float:
-    """Trains a model, writes its folder and returns the last loss."""
+    """Train a model and write its folder. Return the last loss."""
     import torch
 
     if device == "auto":
@@ -146,7 +145,7 @@ def train(out: Path, recipe: Recipe, device: str = "auto") -> float:
 
 
 def learn(model: Any, tokenizer: Tokenizer, documents: Sequence[Document], recipe: Recipe) -> float:
-    """One part of the training; returns the last loss."""
+    """Run one phase of training. Return the last loss."""
     import torch
     import torch.nn.functional as F
 
@@ -178,9 +177,9 @@ def learn(model: Any, tokenizer: Tokenizer, documents: Sequence[Document], recip
 
 
 def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer; digits stand alone, so that numbers look alike wherever they stand.
+    """Train a byte-level BPE tokenizer on a quarter of the documents, which is enough.
 
-    A quarter of the documents is plenty for it.
+    Each digit is a token, so that a number is always tokenized in the same way.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -207,7 +206,7 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer
 def encode(
     tokenizer: Tokenizer, document: Document, recipe: Recipe
 ) -> tuple[list[int], list[float]]:
-    """The token ids of a conversation, as the chat template writes it, and the weight of each in the loss."""
+    """Return a conversation's token ids, and the weight of each in the loss."""
     ids: list[int] = []
     weights: list[float] = []
     for role, text in document.turns:
@@ -224,7 +223,7 @@ def encode(
 def batches(
     tokenizer: Tokenizer, documents: Sequence[Document], recipe: Recipe
 ) -> Iterator[tuple[list[list[int]], list[list[float]]]]:
-    """Rows of token ids and weights, without end. Each begins with a document; the last in it is cut."""
+    """Yield batches of rows (token ids, weights) forever. Each row begins with a new document."""
     rng = random.Random(recipe.seed)
     queue: list[Document] = []
     while True:
@@ -245,7 +244,7 @@ def batches(
 
 
 def new_model(recipe: Recipe, vocab_size: int) -> Any:
-    """A GPT-2 with random weights."""
+    """Build a GPT-2 with random weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -264,7 +263,7 @@ def new_model(recipe: Recipe, vocab_size: int) -> Any:
 
 
 def new_optimizers(model: Any, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, which needs about half as many tokens here, and AdamW for the rest."""
+    """Return Muon for the layers' matrices (needs half as many tokens), and AdamW for the rest."""
     import torch
 
     parameters = dict(model.named_parameters())
@@ -283,7 +282,7 @@ def new_optimizers(model: Any, recipe: Recipe) -> list[torch.optim.Optimizer]:
 
 
 def save(out: Path, model: Any, tokenizer: Tokenizer, recipe: Recipe) -> None:
-    """Writes the folder: weights in fp16, configuration, tokenizer and chat template."""
+    """Write the model folder: weights in fp16, configuration, tokenizer and chat template."""
     import torch
     from transformers import GenerationConfig
 

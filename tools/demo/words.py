@@ -1,4 +1,4 @@
-"""Other words for the same: how a trained question is put differently without another meaning."""
+"""Synonyms, and rewording of questions without changing their meaning."""
 
 from __future__ import annotations
 
@@ -106,25 +106,28 @@ _ANY = re.compile(
 )
 
 _FILLING_WORDS = """
-a an the i it its is are am was were be been do does did doing to of in on at for with by from as and or but so
-if then that this these those my your our me you we they them their there here what which who how why when where
-can could will would shall should may might must have has had get got just some any please not no than too very
+a an the i it its is are am was were be been do does did doing to of in on at for with by from as
+and or but so if then that this these those my your our me you we they them their there here what
+which who how why when where can could will would shall should may might must have has had get got
+just some any please not no than too very
 """
 _FILLING = frozenset(_FILLING_WORDS.split())
 
 _BEFORE = """
-help, |help: |I wonder |any idea: |please tell me: |can somebody tell me |tell me, |does anybody know |beginner here: |
-quick one: |sorry if this is obvious: |I have been wondering, |my colleague asks: |for a friend: |hi all, |hey, |
-with tk, |in tk, |in tk: |about serving: |my boss asks: |just curious: |next question: |hm, |okay but |and
+help, |help: |I wonder |any idea: |please tell me: |can somebody tell me |tell me, |
+does anybody know |beginner here: |quick one: |sorry if this is obvious: |I have been wondering, |
+my colleague asks: |for a friend: |hi all, |hey, |with tk, |in tk, |in tk: |about serving: |
+my boss asks: |just curious: |next question: |hm, |okay but |and
 """.replace("\n", "").split("|")
 _AFTER = """
-, any idea|, any ideas|, what now|, what can I do|, what is that|, what is that called|, is that possible|, how|, why|
- in tk| with tk| here| in this tool|, I am new to this|, thank you|, please help|, what do you recommend|, how come
+, any idea|, any ideas|, what now|, what can I do|, what is that|, what is that called|
+, is that possible|, how|, why| in tk| with tk| here| in this tool|, I am new to this|, thank you|
+, please help|, what do you recommend|, how come
 """.replace("\n", "").split("|")
 
 
 def reworded(rng: random.Random, text: str) -> str:
-    """The question with other words for some of its words, with fewer words, or with a few around it."""
+    """Replace some words by synonyms, drop words, or add a few around the question."""
     mark = "?" if text.endswith("?") else ""
     text = text.rstrip("?")
     if rng.random() < 0.6:
@@ -146,7 +149,7 @@ def reworded(rng: random.Random, text: str) -> str:
 
 
 def keywords(rng: random.Random, text: str) -> list[str]:
-    """The words that carry the meaning, now and then in another order, as one types them into a search box."""
+    """Return the words that carry the meaning, sometimes reordered, as typed into a search box."""
     found = re.findall(r"[\w./:+'-]+", text)
     chosen = [word for word in found if word.lower() not in _FILLING] or found
     if len(chosen) > 3 and rng.random() < 0.4:

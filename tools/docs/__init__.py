@@ -1,4 +1,4 @@
-"""Makes the man pages and completion scripts of the table of settings and the tree of commands: `make docs`."""
+"""Generate man pages and completion scripts from the settings and commands: `make docs`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from tools.docs.pages import pages
 from tools.docs.tree import program
 
 
-def everything() -> dict[str, str]:
-    """The text of each file that is made, by its path in the repository."""
+def generate() -> dict[str, str]:
+    """Return the text of each generated file, by its path in the repository."""
     tk = program()
-    made = {f"man/{name}": text for name, text in pages(tk).items()}
-    return made | {
+    manual = {f"man/{name}": text for name, text in pages(tk).items()}
+    return manual | {
         "completions/tk.bash": bash(tk),
         "completions/_tk": zsh(tk),
         "completions/tk.fish": fish(tk),

@@ -1,4 +1,4 @@
-"""What a server offers: its endpoints and its metrics, asked of the objects that it is made of."""
+"""Endpoints and metrics of a server, read from the objects that implement them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from toolkit.api.app import make_app
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.metrics import HTTPMetrics, Metrics
 from toolkit.metrics.machine import GPU_LABELS, GPU_READINGS
-from toolkit.serving.front import Served
-from toolkit.serving.stats_log import describe
+from toolkit.serving.front import ServedModel
+from toolkit.serving.stats_log import set_info_metrics
 from toolkit.worker import WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A path of the API."""
+    """A path of the API, with its methods."""
 
     path: str
     methods: tuple[str, ...]
@@ -29,7 +29,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric, by the name that queries use."""
+    """A metric, under the name that queries use."""
 
     name: str
     kind: str
@@ -38,10 +38,11 @@ class Metric:
 
 
 def endpoints() -> list[Endpoint]:
-    """Every endpoint of `tk serve`, by path; those under /v1 first."""
+    """Return all endpoints of `tk serve`, sorted by path, those under /v1 first."""
     engine = SimpleNamespace(metrics=Metrics("tk", "model"))
-    gate: Any = make_app(SimpleNamespace(config=ServerConfig(), engine=engine))  # type: ignore[arg-type]  # all it reads
-    paths = gate.door.app.openapi()["paths"]  # FastAPI's application, behind gate and door
+    server: Any = SimpleNamespace(config=ServerConfig(), engine=engine)  # all that it reads
+    gate: Any = make_app(server)
+    paths = gate.access_control.app.openapi()["paths"]  # the layer's inner app is FastAPI's
     found = [Endpoint(path, _methods(routes), _summary(routes)) for path, routes in paths.items()]
     found += [Endpoint(path, ("GET",), text) for path, text in _FASTAPI.items()]
     return sorted(found, key=lambda one: (not one.path.startswith("/v1/"), one.path))
@@ -52,21 +53,22 @@ def _methods(routes: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _summary(routes: dict[str, Any]) -> str:
-    """The first paragraph of what a route says of itself."""
+    """Return the first paragraph of a route's description."""
     text: str = next(iter(routes.values())).get("description", "")
     return " ".join(text.split("\n\n")[0].split())
 
 
 def metrics() -> list[Metric]:
-    """Every metric of a server with a GPU, by name."""
-    told = Metrics("tk", "model")
-    HTTPMetrics(told.registry)
+    """Return all metrics of a server with a GPU, sorted by name."""
+    exposed = Metrics("tk", "model")
+    HTTPMetrics(exposed.registry)
     required = [field for field in msgspec.structs.fields(WorkerInfo) if field.required]
     info = WorkerInfo(**{field.name: field.type() for field in required})
-    describe(SimpleNamespace(metrics=told), EngineConfig(), Served([info], True, True))
+    served = ServedModel([info], has_tokenizer=True, has_chat_template=True)
+    set_info_metrics(SimpleNamespace(metrics=exposed), EngineConfig(), served)
     found = [
         _metric(family, collector)
-        for collector in told.registry._collector_to_names  # the public way shows no labels of what is not counted yet
+        for collector in exposed.registry._collector_to_names  # the public API hides unused labels
         for family in collector.collect()
     ]
     found += [
@@ -83,7 +85,7 @@ def _metric(family: Any, collector: Collector) -> Metric:
 
 _FASTAPI = {
     "/openapi.json": "The API as an OpenAPI document.",
-    "/docs": "The same to read, and to try in a browser.",
-    "/redoc": "The same to read, otherwise laid out.",
+    "/docs": "The API's documentation, interactive.",
+    "/redoc": "The API's documentation in ReDoc's layout.",
 }
-"""What FastAPI serves by itself."""
+"""Endpoints that FastAPI adds."""

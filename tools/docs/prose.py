@@ -1,4 +1,4 @@
-"""What a man page says that no table knows: examples, files, variables of others, exit codes of one command alone."""
+"""Hand-written parts of the man pages: examples, files, other variables, special exit codes."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from dataclasses import dataclass
 
 HUB = (
     ("HF_TOKEN", "Token for gated and private models of the Hugging Face hub."),
-    ("HF_HOME, HF_HUB_CACHE", "Where downloaded models are kept. Default: ~/.cache/huggingface."),
+    ("HF_HOME, HF_HUB_CACHE", "Folder of downloaded models. Default: ~/.cache/huggingface."),
     ("HF_HUB_OFFLINE", "1: use downloaded models only."),
 )
-ENDPOINT = ("HF_ENDPOINT", "The hub's address. Default: https://huggingface.co.")
+ENDPOINT = ("HF_ENDPOINT", "Address of the hub. Default: https://huggingface.co.")
 SETTINGS_FILES = (
     (
         "./tk.toml",
-        "Settings, in the folder where a command runs, unless --config or TK_CONFIG names another file.",
+        "Settings in the current folder, unless --config or TK_CONFIG names another file.",
     ),
     (
         "$XDG_CONFIG_HOME/tk/tk.toml, else ~/.config/tk/tk.toml",
-        "Settings, when that folder has none.",
+        "Settings of the user, if there is no tk.toml in the current folder.",
     ),
 )
-COLOR = (("NO_COLOR", "When set, nothing is written in color."),)
-PAGER = (("MANPAGER, PAGER", "What shows the page, on a terminal."),)
+COLOR = (("NO_COLOR", "If set, output has no color."),)
+PAGER = (("MANPAGER, PAGER", "Program that displays the page on a terminal."),)
 
 
 @dataclass(frozen=True, slots=True)
 class Prose:
-    """Of one command. `examples` are (what for, command line)."""
+    """Parts of one command's page. `examples`: (purpose, command lines)."""
 
     examples: tuple[tuple[str, str], ...]
     environment: tuple[tuple[str, str], ...] = ()
@@ -39,112 +39,114 @@ ENGINE = ("tk-serve(1)", "tk-run(1)")
 RESULTS = (
     (
         "NAME.json",
-        "With --save-result: the result. Keys that end in _s are seconds, those in _ci an interval of 95 % confidence, "
-        "null at an open end. What there is none of is null.",
+        "With --save-result: the result. Keys ending in _s are seconds, those in _ci 95 % "
+        "confidence intervals, null at an open end. A missing value is null.",
     ),
     (
         "NAME.jsonl",
-        "With --save-result: a line of JSON for each request, with its moments and gaps.",
+        "With --save-result: a line of JSON for each request, with its timestamps and gaps.",
     ),
-    ("NAME.html", "With --save-result: a report with plots, which needs nothing from the network."),
+    ("NAME.html", "With --save-result: a self-contained report with plots."),
 )
 LOADED = (
     (
         "1",
-        "No request succeeded, or this program, not the server, was the bottleneck (CLIENT SATURATED).",
+        "No request succeeded, or the benchmark client, not the server, was the bottleneck "
+        "(CLIENT SATURATED).",
     ),
-    ("130", "Ctrl-C. What had been measured until then has been reported."),
+    ("130", "Ctrl-C. The measurements up to then have been reported."),
 )
 
 PROSE = {
     "tk": Prose(
         examples=(
-            ("Serve the demo model, and talk to it from another terminal:", "tk serve\ntk chat"),
-            ("Read the page of one command:", "tk man bench offline"),
+            ("Serve the demo model, and chat with it in another terminal:", "tk serve\ntk chat"),
+            ("Read the man page of a command:", "tk man bench offline"),
         ),
         environment=COLOR,
     ),
     "tk-serve": Prose(
         examples=(
             (
-                "Serve a model of the hub, with a shorter context than its own:",
+                "Serve a model from the hub, with a shorter context than its maximum:",
                 "tk serve gpt2 --max-model-len 512",
             ),
             (
-                "See whether a model fits, without loading or fetching it:",
+                "Check whether a model fits, without loading or downloading it:",
                 "tk serve ./model --dry-run",
             ),
             (
-                "Open the server to the network, with keys, over TLS:",
-                "tk serve ./model --host 0.0.0.0 --api-key-file keys.txt --ssl-keyfile key.pem --ssl-certfile cert.pem",
+                "Open the server to the network, with API keys and TLS:",
+                "tk serve ./model --host 0.0.0.0 --api-key-file keys.txt --ssl-keyfile key.pem "
+                "--ssl-certfile cert.pem",
             ),
-            ("The same settings as variables:", "TK_MODEL=gpt2 TK_MAX_MODEL_LEN=512 tk serve"),
+            ("Use variables for settings:", "TK_MODEL=gpt2 TK_MAX_MODEL_LEN=512 tk serve"),
         ),
         environment=(
             *HUB,
             *COLOR,
             (
                 "NOTIFY_SOCKET",
-                "Set by systemd for services of Type=notify, which are told of readiness and end.",
+                "Set by systemd for services of Type=notify. The server notifies it of readiness "
+                "and shutdown.",
             ),
         ),
         exit_codes=(
-            ("0", "It has drained after SIGTERM or Ctrl-C; with --dry-run, the model fits."),
-            ("1", "With --dry-run: the model does not fit. Otherwise a fault of tk."),
-            ("130", "Ctrl-C while it was starting."),
+            ("0", "The server drained after SIGTERM or Ctrl-C. With --dry-run: the model fits."),
+            ("1", "Internal error. With --dry-run: the model does not fit."),
+            ("130", "Ctrl-C during startup."),
         ),
         see_also=("tk-metrics(7)", "tk-doctor(1)", "tk-config-show(1)"),
     ),
     "tk-chat": Prose(
         examples=(
-            ("Talk to the server that runs here, else to the demo model:", "tk chat"),
+            ("Chat with the local server, else with the demo model:", "tk chat"),
             (
-                "Talk to a server elsewhere:",
+                "Chat with another server:",
                 "tk chat --url http://127.0.0.1:8000 --system 'Be brief.'",
             ),
             (
-                "A question about what comes through a pipe; the answer alone goes to stdout:",
+                "Ask about piped input. Only the answer goes to stdout:",
                 "date | tk chat 'Which weekday is this?'",
             ),
-            ("The answer with its tokens and times, as JSON:", "tk chat --json 'What is TTFT?'"),
+            ("Print the answer, its tokens and times as JSON:", "tk chat --json 'What is TTFT?'"),
             (
-                "An answer that fits a JSON schema:",
+                "Get an answer that matches a JSON schema:",
                 """tk chat --schema <(echo '{"type": "boolean"}') 'Is a KV cache a cache?'""",
             ),
         ),
         environment=(
             *HUB,
             *COLOR,
-            ("VISUAL, EDITOR", "What Ctrl-X Ctrl-E opens to write a question in."),
+            ("VISUAL, EDITOR", "Editor that Ctrl-X Ctrl-E opens for the question."),
         ),
         files=(
             (
                 "$XDG_STATE_HOME/tk, else ~/.local/state/tk",
-                "Questions asked before, and the log of a private server.",
+                "History of questions, and the log of a private server.",
             ),
             (
                 "$XDG_DATA_HOME/tk/chats, else ~/.local/share/tk/chats",
-                "Conversations, each a JSON file: for --continue and /load. What is asked once is not kept.",
+                "Conversations, one JSON file each, for --continue and /load. One-shot questions "
+                "are not saved.",
             ),
         ),
         exit_codes=(
             (
                 "1",
-                "The answer broke off or, with --schema, was cut; what came of it has been written. Or a fault of tk.",
+                "The answer was interrupted or, with --schema, truncated; the part received has "
+                "been written. Or an internal error.",
             ),
             ("130", "Ctrl-C; in a conversation, twice within a second."),
-            ("129, 143", "SIGHUP or SIGTERM; a private server has been stopped."),
+            ("129, 143", "SIGHUP or SIGTERM. A private server has been stopped."),
         ),
         see_also=ENGINE,
     ),
     "tk-run": Prose(
         examples=(
-            ("One answer:", "tk run gpt2 'The sea is' --raw --max-tokens 20"),
-            (
-                "What comes through a pipe joins the prompt:",
-                "cat notes.txt | tk run ./model 'Sum this up:'",
-            ),
-            ("With the demo model:", "tk run --prompt 'What is a KV cache?'"),
+            ("Continue a prompt:", "tk run gpt2 'The sea is' --raw --max-tokens 20"),
+            ("Add piped input to the prompt:", "cat notes.txt | tk run ./model 'Sum this up:'"),
+            ("Ask the demo model:", "tk run --prompt 'What is a KV cache?'"),
         ),
         environment=HUB,
         see_also=("tk-chat(1)",),
@@ -152,23 +154,23 @@ PROSE = {
     "tk-bench": Prose(
         examples=(
             (
-                "Fifty requests per second, arriving at random, for ten seconds:",
+                "50 requests per second with random arrivals, for 10 seconds:",
                 "tk bench --rps 50 --duration 10",
             ),
             (
-                "Sixteen at a time, as JSON:",
+                "16 concurrent requests, result as JSON:",
                 "tk bench --max-concurrency 16 --num-prompts 64 --json",
             ),
             (
-                "With an objective, and a report with plots in ./results:",
+                "Latency objectives, and a report with plots in ./results:",
                 "tk bench --rps 5 --num-prompts 20 --goodput ttft:200 tpot:50 --result-dir results",
             ),
             (
-                "The highest rate that keeps it:",
+                "The highest rate that meets the objectives:",
                 "tk bench --find-max-rps --goodput ttft:200 tpot:50",
             ),
             (
-                "A recorded trace, at its own times:",
+                "Replay a trace with its own arrival times:",
                 "tk bench --dataset-name trace --dataset-path trace.jsonl",
             ),
         ),
@@ -180,7 +182,7 @@ PROSE = {
     "tk-bench-serve": Prose(
         examples=(
             (
-                "As vLLM's users write it:",
+                "With vLLM's flags:",
                 "tk bench serve --request-rate 5 --num-prompts 20 --burstiness 2",
             ),
         ),
@@ -192,11 +194,11 @@ PROSE = {
     "tk-bench-sweep": Prose(
         examples=(
             (
-                "From one request at a time to four:",
+                "One, two and four concurrent requests:",
                 "tk bench sweep --vary max-concurrency=1,2,4 --num-prompts 12",
             ),
             (
-                "Two rates with two lengths of answers:",
+                "Two rates, each with two output lengths:",
                 "tk bench sweep --vary rps=2,4 random-output-len=8,16 --num-prompts 8",
             ),
         ),
@@ -207,21 +209,21 @@ PROSE = {
     ),
     "tk-bench-compare": Prose(
         examples=(
-            ("Before and after a change:", "tk bench compare before.json after.json"),
+            ("Compare before and after a change:", "tk bench compare before.json after.json"),
             (
-                "For a script that only minds ten per cent:",
+                "In a script, fail only on regressions of more than 10 %:",
                 "tk bench compare before.json after.json --threshold 10",
             ),
         ),
         environment=COLOR,
-        exit_codes=(("1", "Something is worse beyond --threshold, and not by chance."),),
+        exit_codes=(("1", "A significant regression beyond --threshold."),),
         see_also=("tk-bench-sweep(1)",),
     ),
     "tk-bench-offline": Prose(
         examples=(
-            ("The throughput of a model:", "tk bench offline gpt2 --num-prompts 64"),
+            ("Throughput of a model:", "tk bench offline gpt2 --num-prompts 64"),
             (
-                "Of its shape alone, without weights:",
+                "With random weights; only config.json is read:",
                 "tk bench offline ./model --load-format dummy",
             ),
         ),
@@ -230,7 +232,7 @@ PROSE = {
     ),
     "tk-bench-latency": Prose(
         examples=(
-            ("One request at a time, and eight:", "tk bench latency gpt2 --batch-sizes 1,8"),
+            ("Batches of one and of eight requests:", "tk bench latency gpt2 --batch-sizes 1,8"),
         ),
         environment=HUB,
         see_also=ENGINE,
@@ -242,120 +244,121 @@ PROSE = {
     ),
     "tk-top": Prose(
         examples=(
-            ("Watch the server that runs here:", "tk top"),
+            ("Watch the local server:", "tk top"),
             (
-                "Several servers together, each alone on the fourth page:",
+                "Watch several servers together; the fourth page shows each one:",
                 "tk top 127.0.0.1:8000 127.0.0.1:8001",
             ),
-            ("Look once, for people and for scripts:", "tk top --once\ntk top --json"),
-            ("See what it can show, without a server:", "tk top --demo"),
+            ("Print one snapshot, as text or as JSON:", "tk top --once\ntk top --json"),
+            ("Show a demo without a server:", "tk top --demo"),
             (
-                "Keep what is seen, and see it again at ten times the pace:",
+                "Record, and replay at ten times the speed:",
                 "tk top --record seen.jsonl && tk top --replay seen.jsonl --interval 0.1",
             ),
         ),
         environment=(
             *COLOR,
-            (
-                "COLORFGBG",
-                "Whether the background is light, where the terminal itself does not tell.",
-            ),
-            ("TERM", "dumb: one plain snapshot, as when the output is not a terminal."),
+            ("COLORFGBG", "Used to find the background color, if the terminal does not report it."),
+            ("TERM", "dumb: print one plain snapshot, as if the output were not a terminal."),
         ),
         see_also=("tk-serve(1)", "tk-metrics(7)"),
     ),
     "tk-models": Prose(
         examples=(
-            ("What is here, and what was downloaded:", "tk models"),
-            ("The same for a program:", "tk models --json"),
-            ("Models in a folder of your own:", "tk models ~/models"),
+            ("List models in the current folder and downloaded ones:", "tk models"),
+            ("The same as JSON:", "tk models --json"),
+            ("Models in another folder:", "tk models ~/models"),
         ),
         environment=(*HUB, *COLOR),
         see_also=("tk-show(1)", "tk-pull(1)", "tk-rm(1)", "tk-serve(1)"),
     ),
     "tk-pull": Prose(
-        examples=(
-            ("Fetch a model; from then on it can be served without the hub:", "tk pull gpt2"),
-        ),
+        examples=(("Download a model, so that it can be served offline:", "tk pull gpt2"),),
         environment=(*HUB, ENDPOINT),
-        files=(("~/.cache/huggingface/hub", "The models."),),
+        files=(("~/.cache/huggingface/hub", "Downloaded models."),),
         see_also=("tk-models(1)", "tk-rm(1)", "tk-serve(1)"),
     ),
     "tk-show": Prose(
         examples=(
-            ("The demo model:", "tk show"),
-            ("A model that is not downloaded yet:", "tk show gpt2"),
-            ("All of it, for a script:", "tk show ./model --json"),
+            ("Describe the demo model:", "tk show"),
+            ("Describe a model on the hub before downloading it:", "tk show gpt2"),
+            ("Print all details as JSON:", "tk show ./model --json"),
         ),
         environment=(*HUB, ENDPOINT, *COLOR),
         see_also=("tk-models(1)", "tk-serve(1)"),
     ),
     "tk-rm": Prose(
-        examples=(("Remove a model without being asked:", "tk rm gpt2 --yes"),),
+        examples=(("Remove a model without confirmation:", "tk rm gpt2 --yes"),),
         environment=HUB,
-        files=(("~/.cache/huggingface/hub", "Where it removes models, and from nowhere else."),),
-        exit_codes=(("1", "The answer to its question was no, or a fault of tk."),),
+        files=(("~/.cache/huggingface/hub", "The only folder that models are removed from."),),
+        exit_codes=(("1", "The removal was not confirmed, or an internal error."),),
         see_also=("tk-models(1)", "tk-pull(1)"),
     ),
     "tk-config": Prose(
-        examples=(("What tk serve would run with here:", "tk config show --command serve"),),
+        examples=(("Show the settings of tk serve:", "tk config show --command serve"),),
         see_also=("tk.toml(5)",),
     ),
     "tk-config-show": Prose(
         examples=(
             (
-                "What tk serve would run with here, and who says so:",
+                "Show the settings of tk serve, and where each comes from:",
                 "tk config show --command serve --origin",
             ),
-            ("The same with a flag of it:", "tk config show --command serve --origin --port 9000"),
-            ("All settings of all commands, as a file to begin with:", "tk config show"),
+            (
+                "The same with one of its flags:",
+                "tk config show --command serve --origin --port 9000",
+            ),
+            ("Print all settings of all commands, as a template for tk.toml:", "tk config show"),
         ),
         environment=(
-            ("TK_CONFIG", "The file of settings, as --config of other commands."),
-            ("TK_*", "Settings: see tk.toml(5)."),
+            ("TK_CONFIG", "Settings file, like --config of other commands."),
+            ("TK_*", "Settings. See tk.toml(5)."),
         ),
         files=SETTINGS_FILES,
         see_also=("tk.toml(5)",),
     ),
     "tk-doctor": Prose(
-        examples=(("Look at this machine:", "tk doctor"),),
+        examples=(("Check this machine:", "tk doctor"),),
         environment=(*HUB, *COLOR),
-        exit_codes=(("1", "A check failed, or a fault of tk."),),
+        exit_codes=(("1", "A check failed, or an internal error."),),
         see_also=("tk-collect-env(1)", "tk-serve(1)"),
     ),
     "tk-collect-env": Prose(
-        examples=(("What to attach to a report:", "tk collect-env"),),
-        environment=(("TK_*, HF_*, CUDA_*, OMP_*, ...", "Told, without those that hold keys."),),
+        examples=(("Print the environment for a bug report:", "tk collect-env"),),
+        environment=(("TK_*, HF_*, CUDA_*, OMP_*, ...", "Included, with keys redacted."),),
         see_also=("tk-doctor(1)",),
     ),
     "tk-man": Prose(
         examples=(
             ("The page of tk serve:", "tk man serve"),
-            ("Of the configuration file, and of the metrics:", "tk man tk.toml\ntk man metrics"),
+            (
+                "The pages of the configuration file and of the metrics:",
+                "tk man tk.toml\ntk man metrics",
+            ),
         ),
         environment=PAGER,
-        files=(("share/man of the installation, or man/ of a checkout", "The pages."),),
+        files=(("share/man of the installation, or man/ of a checkout", "Man pages."),),
         see_also=("man(1)",),
     ),
     "tk-completion": Prose(
         examples=(
-            ("In this bash only:", "source <(tk completion bash)"),
-            ("In every fish:", "tk completion fish --install"),
+            ("Enable completion in this bash only:", "source <(tk completion bash)"),
+            ("Install it for fish:", "tk completion fish --install"),
         ),
         environment=(
             (
                 "BASH_COMPLETION_USER_DIR, XDG_DATA_HOME",
-                "Where bash looks for completions of a user.",
+                "Folders in which bash looks for the user's completions.",
             ),
-            ("ZDOTDIR", "Where zsh's files are, instead of the home folder."),
-            ("XDG_CONFIG_HOME", "Where fish's files are, instead of ~/.config."),
+            ("ZDOTDIR", "Folder of zsh's files. Default: the home folder."),
+            ("XDG_CONFIG_HOME", "Folder of fish's files. Default: ~/.config."),
         ),
         files=(
-            ("~/.local/share/bash-completion/completions/tk", "bash's, with --install."),
-            ("~/.zfunc/_tk", "zsh's."),
-            ("~/.config/fish/completions/tk.fish", "fish's."),
+            ("~/.local/share/bash-completion/completions/tk", "Completions for bash."),
+            ("~/.zfunc/_tk", "Completions for zsh."),
+            ("~/.config/fish/completions/tk.fish", "Completions for fish."),
         ),
         see_also=("bash(1)", "zsh(1)", "fish(1)"),
     ),
 }
-"""By the name of the page."""
+"""Prose by the name of the page."""

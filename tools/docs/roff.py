@@ -1,4 +1,4 @@
-"""Man pages in roff: the few macros that groff's and mandoc's `man` understand alike."""
+"""Man pages in roff, with the macros that both groff and mandoc support."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from toolkit.version import __version__
 
 
 def escape(text: str) -> str:
-    """Text as it is to be read: hyphens that can be copied, no line taken for a macro."""
+    """Escape text: hyphens stay copyable, and no line is read as a macro."""
     escaped = (
         text.replace("\\", "\\e").replace("-", "\\-").replace("'", "\\(aq").replace("`", "\\(ga")
     )
@@ -25,8 +25,8 @@ def italic(text: str) -> str:
     return f"\\fI{escape(text)}\\fR"
 
 
-class Page:
-    """A page that is being written, from its title line on."""
+class ManPage:
+    """A man page under construction."""
 
     def __init__(self, name: str, section: int, summary: str) -> None:
         self._lines = [
@@ -42,26 +42,26 @@ class Page:
         self._lines.append(f'.SS "{escape(title)}"')
 
     def paragraph(self, text: str) -> None:
-        """One whose text is roff already."""
+        """Add a paragraph that is already roff."""
         after_title = self._lines[-1].startswith((".SH", ".SS"))
         self._lines += [text] if after_title else [".PP", text]
 
     def text(self, text: str) -> None:
-        """Paragraphs of plain text, parted by empty lines."""
+        """Add paragraphs of plain text, separated by empty lines."""
         for part in text.split("\n\n"):
             self.paragraph(escape(" ".join(part.split())))
 
     def item(self, tag: str, text: str) -> None:
-        """A tag, in roff, and the plain text beside it."""
+        """Add a tag in roff with a plain description."""
         self._lines += [".TP", tag, escape(text)]
 
     def items(self, rows: Iterable[tuple[str, str]]) -> None:
-        """Plain words, set bold, and what they mean."""
-        for word, text in rows:
-            self.item(bold(word), text)
+        """Add plain terms, set bold, with their descriptions."""
+        for term, text in rows:
+            self.item(bold(term), text)
 
     def code(self, text: str) -> None:
-        """Lines that stay as they are, behind a paragraph or a title."""
+        """Add lines that are not filled, after a paragraph or a title."""
         if not self._lines[-1].startswith(".SH"):
             self._lines.append(".PP")
         self._lines += [".RS 4", ".EX", escape(text), ".EE", ".RE"]

@@ -1,4 +1,4 @@
-"""The commands as the documents see them, read from Typer's own objects, so that no flag can be left out."""
+"""The tree of commands, read from Typer's objects so that no flag is missed."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ from toolkit.config.fields import Option
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """An option. `names` turn it on or take its value, `negations` turn it off."""
+    """An option of a command."""
 
     names: tuple[str, ...]
-    negations: tuple[str, ...]
-    value: str
-    """What stands for its value; empty for a switch."""
+    negations: tuple[str, ...]  # names that turn it off
+    value: str  # placeholder of its value; empty for a switch
     help: str
     choices: tuple[str, ...]
     repeatable: bool
     subject: str
-    row: Option | None
-    """Its setting, when it is one."""
+    row: Option | None  # the setting, if it is one
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """What is given by position."""
+    """A positional argument."""
 
     value: str
     help: str
@@ -40,58 +38,58 @@ class Argument:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """A command, and those below it."""
+class CommandNode:
+    """A command and its subcommands."""
 
     path: tuple[str, ...]
     help: str
     flags: tuple[Flag, ...]
     arguments: tuple[Argument, ...]
-    commands: tuple[Command, ...]
+    commands: tuple[CommandNode, ...]
 
     @property
     def name(self) -> str:
-        """As it is typed: 'tk bench offline'."""
+        """Command line: 'tk bench offline'."""
         return " ".join(self.path)
 
     @property
     def page(self) -> str:
-        """The name of its man page: 'tk-bench-offline'."""
+        """Name of the man page: 'tk-bench-offline'."""
         return "-".join(self.path)
 
     @property
     def summary(self) -> str:
-        """The first sentence of its help, on one line, without a full stop."""
+        """First sentence of the help, on one line, without a full stop."""
         return self.help.split("\n\n")[0].replace("\n", " ").split(". ")[0].rstrip(".")
 
     @property
     def rows(self) -> list[Option]:
-        """The settings among its flags."""
+        """Settings among the flags."""
         return [flag.row for flag in self.flags if flag.row is not None]
 
-    def walk(self) -> Iterator[Command]:
-        """It and all below it."""
+    def walk(self) -> Iterator[CommandNode]:
+        """Yield this command and all below it."""
         yield self
         for command in self.commands:
             yield from command.walk()
 
 
-def program() -> Command:
-    """`tk` with all that is below it."""
+def program() -> CommandNode:
+    """Return `tk` with all its subcommands."""
     return _command(tree(), ("tk",), None)
 
 
-def _command(command: Any, path: tuple[str, ...], parent: Any) -> Command:
+def _command(command: Any, path: tuple[str, ...], parent: Any) -> CommandNode:
     context = command.make_context(path[-1], [], parent=parent, resilient_parsing=True)
     rows = settings_of(command)
     params = command.get_params(context)
-    below = getattr(command, "commands", {})
-    return Command(
+    subcommands = getattr(command, "commands", {})
+    return CommandNode(
         path=path,
         help=inspect.cleandoc(command.help or ""),
         flags=tuple(_flag(p, rows, context) for p in params if p.param_type_name == "option"),
         arguments=tuple(_argument(p, rows) for p in params if p.param_type_name == "argument"),
-        commands=tuple(_command(one, (*path, name), context) for name, one in below.items()),
+        commands=tuple(_command(one, (*path, name), context) for name, one in subcommands.items()),
     )
 
 

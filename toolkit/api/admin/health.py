@@ -1,10 +1,11 @@
-"""GET /livez, /readyz, /health: what whoever runs the server asks."""
+"""GET /livez, /readyz, /health: probes."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from toolkit.api.http.routes import Access, access
 from toolkit.api.http.service import Service
 from toolkit.errors import ServerUnavailableError
 
@@ -12,15 +13,19 @@ router = APIRouter(tags=["operation"])
 
 
 @router.get("/livez", response_model=None)
+@access(Access.OPEN)
 async def livez() -> Response:
-    """200 while the process answers at all: restart it when this fails."""
+    """Return 200 while the process answers at all. Restart it if this fails."""
     return Response()
 
 
 @router.get("/health", response_model=None)
+@access(Access.OPEN)
 async def health(request: Request) -> Response:
-    """200 when the engine has made a step within the last second, or makes one now; else 503 with the cause. Of several
-    engines all have to, but for one that is being started again while the others work.
+    """Return 200 if the engine completes a step now or did so within the last second, else 503.
+
+    The error names the cause. With several engines all must pass, except one that restarts while
+    the others work.
     """
     service: Service = request.app.state.service
     await service.engine.check()
@@ -28,11 +33,13 @@ async def health(request: Request) -> Response:
 
 
 @router.get("/readyz", response_model=None)
+@access(Access.OPEN)
 async def readyz(request: Request) -> Response:
-    """200 when the engine, or one of several, is well as /health has it; 503 while the server shuts down, too: send it no
-    requests when this fails.
+    """Return 200 if the engine, or one of several, is healthy; 503 also while shutting down.
+
+    Send the server no requests while this fails.
     """
-    if request.app.state.gate.door.draining:
+    if request.app.state.gate.access_control.is_draining:
         raise ServerUnavailableError("The server is shutting down.")
     service: Service = request.app.state.service
     await service.engine.check_some()

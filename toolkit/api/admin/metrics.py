@@ -7,25 +7,28 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from toolkit.api.http.openapi import answers
+from toolkit.api.http.routes import Access, access
 from toolkit.api.http.service import Service
 from toolkit.metrics import CONTENT_TYPE
 from toolkit.version import __version__
 
-router = APIRouter()
+router = APIRouter(tags=["operation"])
 
 
 class Version(msgspec.Struct):
     version: str
 
 
-@router.get("/version", response_model=None, responses=answers(Version), tags=["operation"])
+@router.get("/version", response_model=None, responses=answers(Version))
+@access(Access.OPEN)
 async def version() -> Response:
-    """tk's version."""
+    """Return tk's version."""
     return Response(msgspec.json.encode(Version(__version__)), media_type="application/json")
 
 
-@router.get("/metrics", response_model=None, tags=["operation"])
+@router.get("/metrics", response_model=None)
+@access(Access.OPEN)
 async def metrics(request: Request) -> Response:
-    """Prometheus metrics."""
+    """Return Prometheus metrics."""
     service: Service = request.app.state.service
     return Response(await service.metrics(), media_type=CONTENT_TYPE)

@@ -1,4 +1,4 @@
-"""What whoever runs the server looks at and does: live requests, load, settings, the prefix cache."""
+"""Routes for operators: live requests, load, settings, the prefix cache."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import re
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from toolkit.api.http.openapi import answers, nothing
-from toolkit.api.http.security import require_admin
+from toolkit.api.http.routes import Access, access
 from toolkit.api.http.service import Service
 from toolkit.engine.messages import RequestInfo
 from toolkit.errors import ToolkitError
 from toolkit.version import __version__
 
 router = APIRouter(tags=["operation"])
-ADMIN = [Depends(require_admin)]
 
-_SECRET = ("api_key", "admin_key")
-"""Settings whose values are nobody's business."""
+_SECRET = ("api_key", "admin_key")  # settings redacted from /server_info
 
 _USERINFO = re.compile(r"^(\w+://)[^/?#]*@")
 
@@ -45,8 +43,7 @@ class Ended(msgspec.Struct):
 
 
 class Load(msgspec.Struct):
-    server_load: int
-    """Requests that the engine has."""
+    server_load: int  # requests in the engine
     num_requests_running: int
     num_requests_waiting: int
     kv_cache_usage: float
@@ -60,10 +57,11 @@ class ServerInfo(msgspec.Struct):
     device: dict[str, Any]
 
 
-@router.get("/ping", response_model=None, responses=nothing("The engine is well"))
-@router.post("/ping", response_model=None, responses=nothing("The engine is well"))
+@router.get("/ping", response_model=None, responses=nothing("The engine is healthy"))
+@router.post("/ping", response_model=None, responses=nothing("The engine is healthy"))
+@access(Access.OPEN)
 async def ping(request: Request) -> Response:
-    """As /health, for platforms that ask here."""
+    """Same as /health, for platforms that probe this path."""
     service: Service = request.app.state.service
     await service.engine.check()
     return Response()
@@ -71,7 +69,7 @@ async def ping(request: Request) -> Response:
 
 @router.get("/load", response_model=None, responses=answers(Load))
 async def load(request: Request) -> Response:
-    """How much the engine has to do, for balancers: of all API workers together."""
+    """Return the load of the engine, for load balancers. Covers all API workers."""
     service: Service = request.app.state.service
     found = await service.engine.live_requests()
     running = sum(one.state == "running" for one in found.requests)
@@ -79,61 +77,62 @@ async def load(request: Request) -> Response:
     return _json(Load(total, running, total - running, found.kv_cache_usage))
 
 
-@router.get("/tk/requests", response_model=None, responses=answers(Requests), dependencies=ADMIN)
+@router.get("/tk/requests", response_model=None, responses=answers(Requests))
+@access(Access.ADMIN)
 async def live_requests(request: Request) -> Response:
-    """Every live request: its state, age, tokens, speed, blocks and preemptions, and where it came from."""
+    """List live requests with state, age, tokens, speed, blocks, preemptions and origin."""
     service: Service = request.app.state.service
     return _json(Requests((await service.engine.live_requests()).requests))
 
 
-@router.delete(
-    "/tk/requests/{id:path}", response_model=None, responses=answers(Ended), dependencies=ADMIN
-)
+@router.delete("/tk/requests/{id:path}", response_model=None, responses=answers(Ended))
+@access(Access.ADMIN)
 async def end_request(id: str, request: Request) -> Response:
-    """Ends a live request, by the id of its answer or by that which /tk/requests tells. Its client gets what there is
-    of the answer, with the finish reason "abort".
+    """End a live request, by the id of its response or its id in /tk/requests.
+
+    Its client gets the response so far, with the finish reason "abort".
     """
     service: Service = request.app.state.service
     ended = (await service.engine.end_requests(id)).requests
     if not ended:
         raise NoSuchRequestError(
-            f"There is no live request {id[:128]!r}.", code="request_not_found"
+            f"No live request has the id {id[:128]!r}.", code="request_not_found"
         )
     return _json(Ended(id, len(ended)))
 
 
-@router.post(
-    "/reset_prefix_cache", response_model=None, responses=nothing("Forgotten"), dependencies=ADMIN
-)
+@router.post("/reset_prefix_cache", response_model=None, responses=nothing("The cache was cleared"))
+@access(Access.ADMIN)
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forgets the cached beginnings of prompts."""
+    """Clear the prefix cache."""
     service: Service = request.app.state.service
     service.engine.reset_prefix_cache()
     return Response()
 
 
-@router.get("/server_info", response_model=None, responses=answers(ServerInfo), dependencies=ADMIN)
+@router.get("/server_info", response_model=None, responses=answers(ServerInfo))
+@access(Access.ADMIN)
 async def server_info(request: Request) -> Response:
-    """The settings in force, without keys, and what the model runs on."""
+    """Return the current settings, without keys, and the device of the model."""
     service: Service = request.app.state.service
     engine = service.engine
     return _json(
         ServerInfo(
             __version__,
             service.model_name,
-            _shown(dataclasses.asdict(engine.config)),
-            _shown(dataclasses.asdict(service.config)),
+            _redacted(dataclasses.asdict(engine.config)),
+            _redacted(dataclasses.asdict(service.config)),
             msgspec.to_builtins(engine.info),
         )
     )
 
 
-def _shown(settings: dict[str, Any]) -> dict[str, Any]:
-    """Without the values that are secret, and without the passwords in URLs."""
+def _redacted(settings: dict[str, Any]) -> dict[str, Any]:
+    """Redact secret values and the passwords in URLs."""
 
     def one(name: str, value: Any) -> Any:
         if isinstance(value, dict):
-            return _shown(value)
+            return _redacted(value)
         if name in _SECRET and value:
             return "***"
         return _USERINFO.sub(r"\1", value) if isinstance(value, str) else value

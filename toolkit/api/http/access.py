@@ -1,4 +1,4 @@
-"""Who is let in with what, before anything is made of it: keys, draining, the queue, shares, and the body's limits."""
+"""Access control: keys, draining, the queue, limits per client, and limits of the body."""
 
 from __future__ import annotations
 
@@ -8,89 +8,65 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from toolkit.api.http.error_bodies import error_response
 from toolkit.api.http.limits import Admission, BodyTimeoutError, check_length, read_body
-from toolkit.api.http.openapi import DOCS_FILES
-from toolkit.api.http.security import Keys, Role, wants_key
+from toolkit.api.http.routes import Access
+from toolkit.api.http.security import Keys, Role, check_admin, missing_key
 from toolkit.api.http.service import Service
 from toolkit.errors import InvalidRequestError, ServerUnavailableError, ToolkitError
 
-OPEN = frozenset(
-    (
-        "/livez",
-        "/readyz",
-        "/health",
-        "/ping",
-        "/version",
-        "/metrics",
-        "/docs",
-        "/redoc",
-        "/openapi.json",
-    )
-)
-"""Paths that need no key."""
 
-_WORK = ("/v1/", "/tokenize", "/detokenize")
-"""How the paths begin that limits and draining are about."""
+class AccessControl:
+    """ASGI layer in front of the routes. Refuses a request before its body is read.
 
-
-class Door:
-    """ASGI layer in front of the routes. While `draining`, new work is refused and probes and metrics are still answered."""
+    `scope["state"]["access"]` is the access that the request needs.
+    """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         config = service.config
         self.app = app
         self._keys = Keys(config.api_key, config.admin_key)
         self._admission = Admission(config, service.engine)
-        self._root = config.root_path
-        self.draining = False
+        self.is_draining = False
+        """Model work is refused. Probes and metrics are still answered."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        begun = False
+        has_started = False
 
-        async def watched(message: Message) -> None:
-            nonlocal begun
-            begun = True
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
             await send(message)
 
         try:
-            with self._let_in(scope, headers):
-                await self.app(scope, await _received(headers, receive), watched)
+            with self._admit(scope, headers):
+                await self.app(scope, await _read(headers, receive), send_and_note)
         except ToolkitError as error:
-            if begun:
+            if has_started:
                 raise
             response = error_response(error, scope)
             if isinstance(error, BodyTimeoutError):
-                response.headers["Connection"] = (
-                    "close"  # what still comes of the body is no request
-                )
+                # The rest of the body may still come, and is not a request.
+                response.headers["Connection"] = "close"
             await response(scope, receive, send)
 
-    def is_work(self, scope: Scope) -> bool:
-        """Whether a request is for the engine, so that limits hold for it and draining waits for it."""
-        return scope["method"] == "POST" and self.path(scope).startswith(_WORK)
-
-    def path(self, scope: Scope) -> str:
-        """A request's path, without what a proxy in front has before it."""
-        path: str = scope["path"]
-        return path.removeprefix(self._root)
-
-    def _let_in(self, scope: Scope, headers: dict[bytes, bytes]) -> AbstractContextManager[None]:
-        """Raises a ToolkitError for whom it is not let in."""
-        path = self.path(scope)
+    def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> AbstractContextManager[None]:
+        """Return a context for the time of the request. Raises ToolkitError if it is refused."""
+        needed = scope["state"]["access"]
         role, key = self._keys.find(headers)
-        scope["state"]["role"] = role
-        if role is Role.NOBODY and path not in OPEN and not path.startswith(DOCS_FILES):
-            raise wants_key()
-        if not self.is_work(scope):
+        if role is Role.NONE and needed is not Access.OPEN:
+            raise missing_key()
+        if needed is Access.ADMIN:
+            check_admin(role, headers, scope["path"])
+        if needed is not Access.MODEL_WORK:
             return nullcontext()
-        if self.draining:
+        if self.is_draining:
             raise ServerUnavailableError("The server is shutting down and takes no new requests.")
         address = scope["client"][0] if scope.get("client") else None
         return self._admission.admitted(key if key >= 0 else address)
 
 
-async def _received(headers: dict[bytes, bytes], receive: Receive) -> Receive:
-    """A `receive` that gives the body in one piece, which has passed all limits."""
+async def _read(headers: dict[bytes, bytes], receive: Receive) -> Receive:
+    """Read the body and check its limits. Return a `receive` that yields it in one message."""
     length = headers.get(b"content-length")
     if length is None and b"transfer-encoding" not in headers:
         return receive
@@ -100,7 +76,7 @@ async def _received(headers: dict[bytes, bytes], receive: Receive) -> Receive:
         check_length(int(length[:20]))
     body: bytes | None = await read_body(receive)
 
-    async def once() -> Message:
+    async def receive_body() -> Message:
         nonlocal body
         if body is None:
             return await receive()
@@ -108,4 +84,4 @@ async def _received(headers: dict[bytes, bytes], receive: Receive) -> Receive:
         body = None
         return message
 
-    return once
+    return receive_body

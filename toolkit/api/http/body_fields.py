@@ -1,4 +1,4 @@
-"""Fields of a request that the server does not know: told in a header, or refused with `--strict`."""
+"""Request bodies. Unknown fields are named in a response header, or rejected with `--strict`."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from toolkit.errors import InvalidRequestError
 T = TypeVar("T")
 
 IGNORED = "X-Ignored-Fields"
-"""Header of an answer whose request had fields that nobody read: their names, separated by commas."""
-_MOST = 32
-"""Names in the header."""
+"""Response header with the names of fields that the server ignored, separated by commas."""
+_MAX_NAMES = 32  # in the header
 
 
 def encodable(value: T) -> T:
-    """JSON's escapes can spell half a surrogate pair, which is no character and cannot be sent on, and its numbers can
-    be larger than any that is.
+    """Check that MessagePack can encode a value. Raises ValueError.
+
+    JSON escapes allow lone surrogates, and its integers have any size.
     """
     try:
         msgspec.msgpack.encode(value)
@@ -50,9 +50,9 @@ Text = Annotated[str, AfterValidator(encodable)]
 
 
 TEXT, LIST = Tag("(text)"), Tag("(list)")
-"""Mark the branches of what may be a text or a list, for BY_KIND; no part of a parameter's name (see `errors`)."""
+"""Tags of a union of text and list. `validation_error` drops names in parentheses."""
 BY_KIND = Discriminator(lambda value: LIST.tag if isinstance(value, list) else TEXT.tag)
-"""Chooses between them, so that what is wrong with a list is not told as 'should be a string'."""
+"""Chooses the branch by type, so that an invalid list is not reported as 'should be a string'."""
 
 
 def _kind_of_prompts(value: Any) -> str:
@@ -62,27 +62,27 @@ def _kind_of_prompts(value: Any) -> str:
     return "(ids)" if type(first) is int else LIST.tag if isinstance(value, list) else TEXT.tag
 
 
-TO_FIRST_MISTAKE = Field(fail_fast=True)
-"""Of lists: what is refused is read no further, so that it costs no more than what is taken."""
-Ids = Annotated[list[StrictInt], TO_FIRST_MISTAKE]
+FAIL_FAST = Field(fail_fast=True)
+"""For lists: validation stops at the first error, so that an invalid list costs no more time."""
+Ids = Annotated[list[StrictInt], FAIL_FAST]
 Prompts = Annotated[
     Annotated[Text, TEXT]
-    | Annotated[list[Text], TO_FIRST_MISTAKE, LIST]
+    | Annotated[list[Text], FAIL_FAST, LIST]
     | Annotated[Ids, Tag("(ids)")]
-    | Annotated[list[Ids], TO_FIRST_MISTAKE, Tag("(lists)")],
+    | Annotated[list[Ids], FAIL_FAST, Tag("(lists)")],
     Discriminator(_kind_of_prompts),
 ]
-"""A text, token ids, or several of either; the first of a list says which."""
+"""A text, token ids, or a list of either. A list's first element decides which."""
 
 
 class Body(BaseModel):
-    """A part of a request. Fields that it does not have are kept apart, to be told of."""
+    """An object in a request. Unknown fields are kept, to be reported."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class WholeBody(Body):
-    """All of a request. Null is as good as nothing for its own fields, but those that have to be given, or may be null."""
+class RequestBody(Body):
+    """The body of a request. Null means the default for its optional fields that cannot be null."""
 
     _never_null: ClassVar[frozenset[str]] = frozenset()
 
@@ -110,59 +110,57 @@ class WholeBody(Body):
 
 
 class _Request(Request):
-    """One whose JSON is read several times as fast, as nobody else is served meanwhile."""
+    """Request that decodes JSON several times as fast. Decoding blocks the event loop."""
 
     async def json(self) -> Any:
         body = await self.body()
         try:
             return msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            return json.loads(
-                body
-            )  # it says where the mistake is, and takes some that are told of later
+            # Reports the position of an error, and accepts some bodies that are rejected later.
+            return json.loads(body)
 
 
 class Route(APIRoute):
-    """A route whose answers name the fields that were ignored."""
+    """Route whose responses name the ignored fields."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
-        async def handle_and_tell(request: Request) -> Response:
+        async def handle_and_name_ignored(request: Request) -> Response:
             response = await handle(_Request(request.scope, request.receive))
             ignored = getattr(request.state, "ignored_fields", None)
             if ignored:
                 response.headers[IGNORED] = ignored
             return response
 
-        return handle_and_tell
+        return handle_and_name_ignored
 
 
 def check_fields(request: Request, body: Body, *, strict: bool) -> None:
-    """Notes what of a body nobody will read, for the header. Raises InvalidRequestError instead when `strict`."""
+    """Store the names of unknown fields for the header. `strict`: raise InvalidRequestError."""
     names = list(unknown_fields(body))
     if not names:
         return
     if strict:
         raise InvalidRequestError(
-            f"There is no parameter {names[0]!r}, or it is not supported.", param=names[0][:256]
+            f"{names[0]!r} is not a supported parameter.", param=names[0][:256]
         )
-    shown = [quote(name[:64], safe="._-") for name in names[:_MOST]]
-    request.state.ignored_fields = ", ".join(shown + (["..."] if len(names) > _MOST else []))
+    shown = [quote(name[:64], safe="._-") for name in names[:_MAX_NAMES]]
+    request.state.ignored_fields = ", ".join(shown + (["..."] if len(names) > _MAX_NAMES else []))
 
 
-def unknown_fields(body: BaseModel, where: str = "") -> Iterator[str]:
-    """Names of the fields that no model has, as paths ("messages.1.weight"). One that is null asks for nothing."""
+def unknown_fields(body: BaseModel, prefix: str = "") -> Iterator[str]:
+    """Yield paths of unknown fields that are not null, such as "messages.1.weight"."""
     for name, value in (body.model_extra or {}).items():
         if value is not None:
-            yield where + name
+            yield prefix + name
     for name in body.model_fields_set:
         value = getattr(body, name)
         if isinstance(value, BaseModel):
-            yield from unknown_fields(value, f"{where}{name}.")
-        elif (
-            isinstance(value, list) and value and not isinstance(value[0], int)
-        ):  # token ids are many
+            yield from unknown_fields(value, f"{prefix}{name}.")
+        # Skip token ids, which are many.
+        elif isinstance(value, list) and value and not isinstance(value[0], int):
             for index, one in enumerate(value):
                 if isinstance(one, BaseModel):
-                    yield from unknown_fields(one, f"{where}{name}.{index}.")
+                    yield from unknown_fields(one, f"{prefix}{name}.{index}.")

@@ -1,4 +1,4 @@
-"""One HTTP connection: uvicorn's, with limits on what comes before a request is one, and answers to what is none."""
+"""HTTP connection: uvicorn's, with limits on request heads and error responses to invalid HTTP."""
 
 from __future__ import annotations
 
@@ -11,108 +11,111 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from toolkit.api.http.error_bodies import error_body
 from toolkit.errors import InvalidRequestError
 
-MAX_HEAD = 64 * 2**10
-"""Bytes of a request's line and headers."""
-HEAD_TIMEOUT = 30.0
-"""Seconds that they get to come in."""
+MAX_HEAD = 64 * 2**10  # bytes of a request's line and headers
+HEAD_TIMEOUT = 30.0  # seconds to receive them
 
 
 class Connection(HttpToolsProtocol):
-    """Closes connections that open and say nothing, never end their headers, or send what is no HTTP. It says why, unless there is an
-    answer to send, after which it closes.
+    """Closes connections that stay silent, never end their headers, or do not send HTTP.
+
+    Sends an error first, or completes the responses to earlier requests instead.
     """
 
     _size = 0
-    """Bytes of the head that is coming in; may count what follows in its packet, and leaves out what came together with another request."""
-    _shared = False
-    """Whether the packet that is being read has the end of a request, so that not all of it is the next one's head."""
-    _waiting: asyncio.TimerHandle | None = None
-    """Until the head has come in."""
+    """Bytes of the incoming head. Includes what follows the head in its last packet; excludes the
+    part in a packet that also has the end of another request.
+    """
+    _has_request_end = False  # in the current packet: not all of it is the next head
+    _head_timer: asyncio.TimerHandle | None = None  # set while a head is incoming
     _running: RequestResponseCycle | None = None
-    """The request that is being answered: not the newest, when several have come in one go."""
-    _ending = False
-    """Whether what came behind the last request was none: nothing more is read."""
+    """The request being answered. With pipelining it is not the newest one."""
+    _is_ending = False  # invalid data followed the last request: nothing more is read
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-        """Gives the client some time to say what it wants."""
+    def connection_made(  # type: ignore[override]  # as uvicorn declares it
+        self, transport: asyncio.Transport
+    ) -> None:
+        """Start the timer of the first head."""
         super().connection_made(transport)
-        self._expect_head()
+        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets what was awaited, and tells the request that is being answered."""
-        self._expect_no_head()
+        """Stop the timer, and report the disconnect to the request being answered."""
+        self._stop_head_timer()
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feeds the parser, and counts while it is in a head."""
-        if self._ending:
+        """Feed the parser, and check the size of the head."""
+        if self._is_ending:
             return
-        self._shared = False
+        self._has_request_end = False
         super().data_received(data)
-        if self._waiting is not None and not self._shared:
+        if self._head_timer is not None and not self._has_request_end:
             self._size += len(data)
             if self._size > MAX_HEAD:
-                self._refuse(431, f"The request's headers are larger than {MAX_HEAD // 2**10} KiB.")
+                self._reject(431, f"The request's headers are larger than {MAX_HEAD // 2**10} KiB.")
 
     def on_message_begin(self) -> None:
-        """A head begins."""
+        """Start the timer of a head."""
         super().on_message_begin()
-        if self._waiting is None:
-            self._expect_head()
+        if self._head_timer is None:
+            self._start_head_timer()
 
     def on_headers_complete(self) -> None:
-        """The head has come in."""
-        self._expect_no_head()
+        """Stop the timer: the head is complete."""
+        self._stop_head_timer()
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
-            _end_by_closing(self.cycle)
+            _end_with_connection(self.cycle)
 
     def on_message_complete(self) -> None:
-        """The body has come in, be it after the answer."""
+        """Mark the body as complete, also after the response."""
         super().on_message_complete()
         self.cycle.more_body = False
-        self._shared = True
+        self._has_request_end = True
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP."""
-        self._refuse(400, msg)
+        """Reject data that is not HTTP."""
+        self._reject(400, msg)
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]  # as uvicorn's
+    def _start_asgi_task(  # type: ignore[override]  # as uvicorn declares it
+        self, cycle: RequestResponseCycle, app: ASGIApp
+    ) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]  # Starlette's types of the same
+        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]  # Starlette's own types
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Nothing: it is the client's mistake, and answered as if it had not asked."""
+        """Log nothing: the request is answered as if it did not ask for an upgrade."""
 
-    def _expect_head(self) -> None:
+    def _start_head_timer(self) -> None:
         self._size = 0
-        message = f"The request's headers did not come within {HEAD_TIMEOUT:g} s."
-        self._waiting = self.loop.call_later(HEAD_TIMEOUT, self._refuse, 408, message)
+        message = f"The request's headers did not arrive within {HEAD_TIMEOUT:g} s."
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._reject, 408, message)
 
-    def _expect_no_head(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
-    def _refuse(self, status: int, message: str) -> None:
-        """Ends the connection: with an error, or with the answers to the requests that had come in whole."""
-        self._expect_no_head()
+    def _reject(self, status: int, message: str) -> None:
+        """End the connection with an error, or with the responses to earlier, complete requests."""
+        self._stop_head_timer()
         if self.transport.is_closing():
             return
-        if self.pipeline and self.pipeline[0][0].more_body:  # it is this one's body that is nothing
+        if self.pipeline and self.pipeline[0][0].more_body:  # the invalid data is in its body
             self.pipeline.popleft()
         last = self.pipeline[0][0] if self.pipeline else self._running
         if last is not None and not last.more_body and not last.response_complete:
             last.keep_alive = False
-            self._ending = True
+            self._is_ending = True
             return
         if last is None or not (last.more_body and last.response_started):
             body = error_body(InvalidRequestError(message))
             head = (
-                f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+                f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n"
+                "content-type: application/json\r\n"
                 f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
             )
             self.transport.write(head.encode() + body)
@@ -121,17 +124,15 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
 
-def _end_by_closing(cycle: RequestResponseCycle) -> None:
-    """An answer whose length is not known beforehand comes as it is, and not in chunks, which HTTP/1.0 does not have."""
+def _end_with_connection(cycle: RequestResponseCycle) -> None:
+    """Send a response of unknown length without chunks, which HTTP/1.0 does not have."""
     send = cycle.send
 
     async def send_plain(message: Message) -> None:
         cycle.chunked_encoding = False
         if message["type"] == "http.response.body":
             more = message.get("more_body", False)
-            cycle.expected_content_length = (
-                len(message.get("body", b"")) + more
-            )  # what uvicorn checks
-        await send(message)  # type: ignore[arg-type]  # Starlette's types of the same
+            cycle.expected_content_length = len(message.get("body", b"")) + more  # for uvicorn
+        await send(message)  # type: ignore[arg-type]  # Starlette's own types
 
     cycle.send = send_plain  # type: ignore[method-assign, assignment]

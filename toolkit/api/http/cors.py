@@ -1,4 +1,4 @@
-"""Cross-origin requests: which pages' scripts browsers let use the server."""
+"""Cross-origin requests (CORS): pages that browsers allow to use the server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.errors import InvalidRequestError
 
 
 def with_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
-    """Answers browsers' preflights, which bring no key, where pages of other origins are let in."""
+    """Wrap `app` if other origins are allowed. Preflights are answered here: they have no key."""
     if not config.allowed_origins:
         return app
     return _CORS(
@@ -28,7 +28,7 @@ def with_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
 
 
 class _CORS(CORSMiddleware):
-    """What it refuses has the body that all errors have."""
+    """Refuses preflights with the usual error body."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them."""
+"""Error responses, in the format of OpenAI's or Anthropic's interface."""
 
 from __future__ import annotations
 
@@ -25,40 +25,41 @@ class ErrorBody(msgspec.Struct):
 
 
 def error_detail(error: Exception) -> ErrorDetail:
-    """What a client is told of an error. A bug's text stays in the log."""
+    """Return the public fields of an error. The text of a bug stays in the log."""
     if isinstance(error, ToolkitError):
         return ErrorDetail(error.message, error.type, error.param, error.code)
-    return ErrorDetail(
-        "The server met an error of its own; its log has the details.", "internal_error"
-    )
+    return ErrorDetail("Internal error. See the server's log for details.", "internal_error")
 
 
 def error_body(error: Exception) -> bytes:
-    """The JSON of an error."""
+    """Return the JSON of an error."""
     return msgspec.json.encode(ErrorBody(error_detail(error)))
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status that says what an error says."""
+    """Return the HTTP status of an error."""
     return error.status if isinstance(error, ToolkitError) else 500
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether a request is to Anthropic's interface."""
+    """Return True for requests to Anthropic's interface."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", "")).startswith("/v1/messages")
 
 
 def anthropic_error(error: Exception, request_id: str) -> dict[str, Any]:
-    """The body of an error as Anthropic's clients expect it: what all errors have, with a type that they know."""
+    """Return the body of an error for Anthropic's clients.
+
+    It has the fields of all errors, and one of Anthropic's types.
+    """
     detail, status = error_detail(error), status_of(error)
     detail.type = _ANTHROPIC_TYPES.get(
         status, "invalid_request_error" if status < 500 else "api_error"
     )
-    told = msgspec.structs.asdict(detail)
+    fields = msgspec.structs.asdict(detail)
     if detail.code is not None:
-        told["details"] = {"error_code": detail.code}
-    return {"type": "error", "error": told, "request_id": request_id}
+        fields["details"] = {"error_code": detail.code}
+    return {"type": "error", "error": fields, "request_id": request_id}
 
 
 _ANTHROPIC_TYPES = {
@@ -74,7 +75,7 @@ _ANTHROPIC_TYPES = {
 
 
 def error_response(error: Exception, scope: Scope) -> Response:
-    """The answer to a request, in the words of the interface that it is to."""
+    """Return the response for an error, in the format of the interface that was called."""
     if speaks_anthropic(scope):
         body = msgspec.json.encode(anthropic_error(error, scope["state"]["request_id"]))
     else:
@@ -85,8 +86,9 @@ def error_response(error: Exception, scope: Scope) -> Response:
 
 
 def unreadable(error: BaseException | None) -> InvalidRequestError | None:
-    """What is wrong with a body that is not in its encoding, or has a number too long to be read, by what reading it raised; None for
-    any other error.
+    """Convert an error in decoding a body. Returns None for other errors.
+
+    Such a body has bytes that are not in its encoding, or too long a number.
     """
     if isinstance(error, UnicodeDecodeError):
         wrong, place = error.object[error.start], error.start + 1
@@ -101,16 +103,17 @@ def unreadable(error: BaseException | None) -> InvalidRequestError | None:
 
 
 def validation_error(errors: Sequence[Any]) -> InvalidRequestError:
-    """One readable sentence from pydantic's findings; of a union's several, the first."""
+    """Convert pydantic's errors into one message, about the first."""
     first = errors[0]
+    kind = first["type"]
+    message = str(first["ctx"]["error"] if kind == "value_error" else first["msg"])
     location = [part for part in first.get("loc") or () if not str(part).startswith("(")]
-    # A union's branch stands in the location too: the parameter's name is what comes first, with its index.
-    path = [str(part) for part in location if part != "body"][:1] + [
-        str(p) for p in location[2:] if isinstance(p, int)
-    ]
-    kind, message = first.get("type"), str(first.get("msg")).removeprefix("Value error, ")
     if kind in ("extra_forbidden", "missing"):
         path = [str(part) for part in location if part != "body"]
+    else:
+        # The branches of a union are in the location, too. Keep the parameter and its index.
+        path = [str(part) for part in location if part != "body"][:1]
+        path += [str(part) for part in location[2:] if isinstance(part, int)]
     name = ".".join(path)
     if kind == "json_invalid":
         problem = str(first.get("ctx", {}).get("error", message)).removesuffix(" at")
@@ -118,12 +121,11 @@ def validation_error(errors: Sequence[Any]) -> InvalidRequestError:
             f"The body is not valid JSON: {problem} at character {location[-1] + 1}."
         )
     if kind == "extra_forbidden":
-        return InvalidRequestError(
-            f"There is no parameter {name!r}, or it is not supported.", param=name
-        )
+        return InvalidRequestError(f"{name!r} is not a supported parameter.", param=name)
     if kind == "model_attributes_type" and not name:
         return InvalidRequestError(
-            "The body is not a JSON object, or not said to be one: send 'Content-Type: application/json'."
+            "The body is not a JSON object, or its type is not declared: send 'Content-Type: "
+            "application/json'."
         )
     if kind == "missing":
         return InvalidRequestError(f"{name or 'The body'} is missing.", param=name or None)

@@ -1,4 +1,4 @@
-"""What every request passes first: it gets an id, is counted and told of, whatever becomes of it."""
+"""The outermost layer: gives every request an id, counts it and logs it, whatever its outcome."""
 
 from __future__ import annotations
 
@@ -9,38 +9,42 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from toolkit.api.http.access import Door
+from toolkit.api.http.access import AccessControl
 from toolkit.api.http.cors import with_cors
 from toolkit.api.http.error_bodies import error_response, speaks_anthropic, status_of
 from toolkit.api.http.request_log import log_request
+from toolkit.api.http.routes import Access, RouteTable
 from toolkit.api.http.security import SECURITY_HEADERS, STRICT_TRANSPORT
 from toolkit.api.http.service import Service
 from toolkit.api.http.streaming import SERVER_SEND, ClientDisconnectedError
 from toolkit.api.http.tracing import Tracer
-from toolkit.engine.request_stats import RequestRecord, current_record
+from toolkit.engine.request_stats import RequestStats, current_stats
 from toolkit.metrics import HTTPMetrics
 
 logger = logging.getLogger(__name__)
 
-CLIENT_GONE = 499
+CLIENT_CLOSED_REQUEST = 499
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 class Gate:
-    """Outermost ASGI layer; behind it cross-origin requests are answered, and behind that is the door."""
+    """Outermost ASGI layer. Inside it come CORS, access control, and the application."""
 
-    def __init__(self, app: ASGIApp, service: Service, tracer: Tracer | None) -> None:
+    def __init__(
+        self, app: ASGIApp, routes: RouteTable, service: Service, tracer: Tracer | None
+    ) -> None:
         config = service.config
-        self.door = Door(app, service)
-        self._app = with_cors(self.door, config)
+        self.access_control = AccessControl(app, service)
+        self._app = with_cors(self.access_control, config)
+        self._routes = routes
+        self._root_path = config.root_path
         self._service = service
         self._metrics = HTTPMetrics(service.engine.metrics.registry)
         self._tracer = tracer
         self._logs_requests = not config.disable_log_requests
         self._headers = SECURITY_HEADERS + (STRICT_TRANSPORT if config.ssl_certfile else [])
-        self.num_active = 0
-        """Requests for work that are not answered in full."""
+        self.num_active = 0  # requests for model work whose response is not complete
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,14 +56,14 @@ class Gate:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         method = scope["method"]
-        if (
-            method == "HEAD"
-        ):  # whatever answers GET answers this, and the server leaves the body out
+        if method == "HEAD":  # GET's route answers it; the server leaves the body out
             scope = {**scope, "method": "GET"}
+        path = scope["path"].removeprefix(self._root_path)  # uvicorn puts it in front
+        state["access"] = self._routes.find(scope["method"], path)
         scope[SERVER_SEND] = send
         address = scope.get("client")
-        record = RequestRecord(time.monotonic(), address[0] if address else "")
-        current_record.set(record)
+        record = RequestStats(time.monotonic(), address[0] if address else "")
+        current_stats.set(record)
         names = (b"x-request-id", b"request-id") if speaks_anthropic(scope) else (b"x-request-id",)
         status = 0
 
@@ -71,12 +75,12 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), *own, *self._headers]
             await send(message)
 
-        is_work = self.door.is_work(scope)
+        is_work = state["access"] is Access.MODEL_WORK
         self.num_active += is_work
         try:
             await self._app(scope, receive, reply)
         except ClientDisconnectedError:
-            status = status or CLIENT_GONE
+            status = status or CLIENT_CLOSED_REQUEST
         except Exception as error:
             logger.exception("request %s to %s failed", request_id, scope["path"])
             if not status:
@@ -87,8 +91,7 @@ class Gate:
             self._metrics.observe(scope.get("route"), method, status, seconds)
             failed = status if record.error is None else status_of(record.error)
             if failed >= 400:
-                self._service.engine.metrics.failed(failed)
-            path = self.door.path(scope)
+                self._service.engine.metrics.count_error(failed)
             if is_work and self._logs_requests:
                 log_request(record, request_id, self._service.model_name, path, status, seconds)
             if is_work and self._tracer is not None:

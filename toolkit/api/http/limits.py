@@ -1,4 +1,4 @@
-"""How much a client may send and ask for, before anything is made of it."""
+"""Limits of a request's body, of the queue, and per client."""
 
 from __future__ import annotations
 
@@ -16,18 +16,12 @@ from toolkit.config import ServerConfig
 from toolkit.engine.async_llm import AsyncLLM
 from toolkit.errors import InvalidRequestError, ToolkitError
 
-MAX_BODY = 32 * 2**20
-"""Bytes of one request's body."""
-BODY_TIMEOUT = 120.0
-"""Seconds that a body gets to come in."""
-MAX_VALUES = 2**21
-"""Values of one body: more tokens than any context holds."""
-MAX_NESTS = 2**16
-"""Lists and objects of one body."""
-MAX_DEPTH = 64
-"""Lists and objects inside each other."""
-MAX_KNOWN_CLIENTS = 10_000
-"""Clients whose rate is known; the one heard of least lately is forgotten."""
+MAX_BODY = 32 * 2**20  # bytes
+BODY_TIMEOUT = 120.0  # seconds to receive a body
+MAX_VALUES = 2**21  # in a body; more than the tokens of any context
+MAX_NESTS = 2**16  # lists and objects in a body
+MAX_DEPTH = 64  # nesting of lists and objects
+MAX_KNOWN_CLIENTS = 10_000  # whose rates are stored; the least recent one is dropped
 
 
 class BodyTooLargeError(ToolkitError):
@@ -38,22 +32,24 @@ class BodyTooLargeError(ToolkitError):
 
 
 class BodyTimeoutError(ToolkitError):
-    """The body did not come in time."""
+    """The body did not arrive in time."""
 
     status = 408
     type = "timeout_error"
 
 
 class TooManyRequestsError(ToolkitError):
-    """Not now: the queue is full, or this client has its share."""
+    """The queue is full, or the client has reached a limit."""
 
     status = 429
     type = "rate_limit_error"
 
 
 async def read_body(receive: Receive) -> bytes:
-    """The whole body. Raises BodyTooLargeError, BodyTimeoutError, ClientDisconnectedError, and InvalidRequestError for
-    one that would make too many or too deeply nested objects.
+    """Receive a complete body.
+
+    Raises BodyTooLargeError, BodyTimeoutError, ClientDisconnectedError, and InvalidRequestError for
+    JSON with too many or too deeply nested values.
     """
     chunks, size, more = [], 0, True
     try:
@@ -67,46 +63,48 @@ async def read_body(receive: Receive) -> bytes:
                 more = message.get("more_body", False)
                 check_length(size)
     except TimeoutError:
-        raise BodyTimeoutError(f"The body did not come within {BODY_TIMEOUT:g} s.") from None
+        raise BodyTimeoutError(f"The body did not arrive within {BODY_TIMEOUT:g} s.") from None
     body = b"".join(chunks)
     check_shape(body)
     return body
 
 
 def check_length(size: int) -> None:
-    """Raises BodyTooLargeError."""
+    """Raise BodyTooLargeError for too many bytes."""
     if size > MAX_BODY:
         raise BodyTooLargeError(f"The body is larger than {MAX_BODY // 2**20} MiB.")
 
 
 def check_shape(body: bytes) -> None:
-    """Raises InvalidRequestError for JSON that has too many values or is nested too deeply, without reading it."""
+    """Raise InvalidRequestError for JSON with too many or too deeply nested values.
+
+    Counts characters, without parsing.
+    """
     if body.count(b",") > MAX_VALUES:
         raise InvalidRequestError(f"The body has more than {MAX_VALUES:,} values.")
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
         parts = body.replace(rb"\\", b"").replace(rb"\"", b"")
         if parts.count(b'"') > 2 * MAX_VALUES:
-            raise InvalidRequestError(f"The body has more than {MAX_VALUES:,} texts.")
-        left = b"".join(parts.split(b'"')[::2]).translate(
-            _ALIKE, _NOT_BRACKETS
-        )  # what stands between texts
+            raise InvalidRequestError(f"The body has more than {MAX_VALUES:,} strings.")
+        outside_strings = b"".join(parts.split(b'"')[::2])
+        left = outside_strings.translate(_SQUARE, _NOT_BRACKETS)
         if len(left) > 2 * MAX_NESTS:
             raise InvalidRequestError(f"The body has more than {MAX_NESTS:,} lists and objects.")
         for _ in range(MAX_DEPTH):
-            left = left.replace(b"[]", b"")  # the innermost
+            left = left.replace(b"[]", b"")  # the innermost pairs
             if not left:
                 return
         raise InvalidRequestError(
-            f"The body is nested more than {MAX_DEPTH} deep, or its brackets do not close."
+            f"The body is nested more than {MAX_DEPTH} levels deep, or a bracket is not closed."
         )
 
 
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_ALIKE = bytes.maketrans(b"{}", b"[]")
+_SQUARE = bytes.maketrans(b"{}", b"[]")
 
 
 class Admission:
-    """Whose work is let in: not more than may wait, and of each client not more than its share."""
+    """Admits work within the limits of the queue and of each client."""
 
     def __init__(self, config: ServerConfig, engine: AsyncLLM) -> None:
         self._config = config
@@ -114,17 +112,17 @@ class Admission:
         self._engine = engine
         self._open: dict[object, int] = {}
         self._budgets: OrderedDict[object, tuple[float, float]] = OrderedDict()
-        """For each client: how many requests it may make, as of when. It gains the rate each minute, up to the rate."""
+        """(requests left, as of when) per client: a bucket of one minute's requests."""
 
     @contextmanager
     def admitted(self, client: object) -> Iterator[None]:
-        """While a request of this client runs. Raises TooManyRequestsError."""
+        """Count a client's request as open within the block. Raises TooManyRequestsError."""
         check_queue(self._engine, self._config)
         if self._max_open is not None and self._open.get(client, 0) >= self._max_open:
             raise _refused(
                 self._engine,
                 "key",
-                f"{self._max_open} of your requests are open, which is the most.",
+                f"You have {self._max_open} open requests, the maximum.",
                 1.0,
             )
         if self._rate is not None:
@@ -145,34 +143,42 @@ class Admission:
         if len(self._budgets) > MAX_KNOWN_CLIENTS:
             self._budgets.popitem(last=False)
         if budget < 1:
-            message = f"More than {rate} requests in a minute."
+            message = f"You have sent more than {rate} requests in a minute."
             raise _refused(self._engine, "rate", message, (1 - budget) * 60 / rate)
 
 
 def check_queue(
     engine: AsyncLLM, config: ServerConfig, num_answers: int = 1, num_tokens: int = 0
 ) -> None:
-    """Whether so many answers, to prompts of so many tokens together, may come to those that wait. Each of several API
-    workers has its part of the queue; what can run at once need not wait. Raises TooManyRequestsError.
+    """Raise TooManyRequestsError if the queue cannot take more answers or prompt tokens.
+
+    Each of several API workers has an equal part of the queue. Answers that can run at once do not
+    count.
     """
     waiting, tokens = engine.num_waiting, engine.num_waiting_tokens
     most = math.ceil(config.max_queue / config.api_workers)
     if waiting >= most:
-        raise _refused(engine, "queue", f"{waiting} requests wait to run, which is the most.", 1.0)
+        raise _refused(engine, "queue", f"{waiting} requests wait to run, the maximum.", 1.0)
     free = max(0, engine.max_num_running - engine.stats.num_running)
     if waiting + num_answers - free > most:
-        message = f"{waiting} requests wait to run and {most} may, so that {num_answers} answers are too many at once."
+        message = (
+            f"{waiting} requests wait to run, of at most {most}, so {num_answers} more answers are "
+            "too many."
+        )
         raise _refused(engine, "queue", message, 1.0)
     if config.max_queue_tokens is None:
         return
     most = math.ceil(config.max_queue_tokens / config.api_workers)
-    if tokens and tokens + max(num_tokens, 1) > most:  # alone, any request may wait
-        message = f"Requests of {tokens} tokens wait to run and {most} may, so that {num_tokens or 'any'} more are too many."
+    if tokens and tokens + max(num_tokens, 1) > most:  # a single request may be larger
+        message = (
+            f"Requests of {tokens} tokens wait to run, of at most {most}, so {num_tokens or 'any'} "
+            "more are too many."
+        )
         raise _refused(engine, "queue", message, 1.0)
 
 
 def _refused(engine: AsyncLLM, reason: str, message: str, seconds: float) -> TooManyRequestsError:
-    engine.metrics.rejected(reason)
+    engine.metrics.count_rejection(reason)
     error = TooManyRequestsError(f"{message} Try again later.", code="rate_limit_exceeded")
     error.retry_after = math.ceil(seconds)
     return error

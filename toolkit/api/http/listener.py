@@ -1,4 +1,4 @@
-"""Where the server listens: an address and a port, or a Unix socket."""
+"""The listening socket: an address and a port, or a Unix socket. TLS."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
-import psutil
-
 from toolkit.config import ServerConfig
 from toolkit.errors import ConfigError
+from toolkit.hardware.ports import bind_failure
 
 
 def listen(config: ServerConfig) -> AbstractContextManager[socket.socket]:
-    """A bound socket, closed at the end. Raises ConfigError when somebody else has the place."""
+    """Bind the configured socket for the block. Raises ConfigError if it is in use."""
     return bind(config.host, config.port) if config.uds is None else bind_unix(config.uds)
 
 
 @contextlib.contextmanager
 def bind(host: str, port: int) -> Iterator[socket.socket]:
-    """A bound socket, closed at the end. Raises ConfigError naming the process that has the port."""
+    """Bind a socket for the block. Raises ConfigError; it names the process that uses the port."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
@@ -33,17 +32,18 @@ def bind(host: str, port: int) -> Iterator[socket.socket]:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         listener.bind(address)
-        # Until it listens, another server could bind beside it, and fail when both have loaded their models.
+        # With SO_REUSEADDR another server could bind too, as long as neither listens. It would fail
+        # only after loading its model.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         listener.close()
         if isinstance(error, PermissionError):
             raise ConfigError(
-                f"Port {port} is not for ordinary users: use --port 1024 or above.", param="port"
+                f"Port {port} needs root privileges: use --port 1024 or above.", param="port"
             ) from None
         raise ConfigError(
-            f"{host}:{port} cannot be listened on: {(error.strerror or str(error)).lower()}{_holder(port)}. "
-            "Use --port for another; 0 takes a free one.",
+            f"Cannot listen on {host}:{port}: {bind_failure(error, port)}. "
+            "Set another --port; 0 is any free port.",
             param="port",
         ) from None
     try:
@@ -52,24 +52,11 @@ def bind(host: str, port: int) -> Iterator[socket.socket]:
         listener.close()
 
 
-def _holder(port: int) -> str:
-    """Which process listens on a port, as far as the system tells."""
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            if (
-                connection.status == psutil.CONN_LISTEN
-                and connection.laddr[1:] == (port,)
-                and connection.pid
-            ):
-                command = " ".join(psutil.Process(connection.pid).cmdline())[:80]
-                return f", by process {connection.pid} ({command})"
-    return ""
-
-
 @contextlib.contextmanager
 def bind_unix(path: str) -> Iterator[socket.socket]:
-    """A bound Unix socket, closed and removed at the end. One that nobody listens on any more is replaced. Raises
-    ConfigError.
+    """Bind a Unix socket for the block, and remove it at the end. Raises ConfigError.
+
+    Replaces a socket that no process listens on.
     """
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
         try:
@@ -78,7 +65,7 @@ def bind_unix(path: str) -> Iterator[socket.socket]:
             listener.bind(path)
         except OSError as error:
             raise ConfigError(
-                f"--uds {path} cannot be listened on: {(error.strerror or str(error)).lower()}.",
+                f"Cannot listen on --uds {path}: {(error.strerror or str(error)).lower()}.",
                 param="uds",
             ) from None
         try:
@@ -96,7 +83,7 @@ def _is_abandoned(path: str) -> bool:
 
 
 def tls(config: ServerConfig) -> ssl.SSLContext | None:
-    """The server's side of TLS, None without. Raises ConfigError for files that cannot be used."""
+    """Return the TLS context, or None without TLS. Raises ConfigError for invalid files."""
     if config.ssl_certfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -105,7 +92,8 @@ def tls(config: ServerConfig) -> ssl.SSLContext | None:
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
-            f"--ssl-certfile {config.ssl_certfile} with --ssl-keyfile {config.ssl_keyfile} cannot be used: {error}.",
+            f"--ssl-certfile {config.ssl_certfile} with --ssl-keyfile {config.ssl_keyfile} cannot "
+            f"be used: {error}.",
             param="ssl_certfile",
         ) from None
     if config.ssl_ca_certs is not None:

@@ -1,4 +1,4 @@
-"""The OpenAPI document behind /docs: what the routes answer is described by the same structs that make the answers."""
+"""The OpenAPI document behind /docs. Response schemas come from the structs of the responses."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from toolkit.api.http.error_bodies import ErrorBody
 _REF = "#/components/schemas/{name}"
 _described: list[type[msgspec.Struct]] = [ErrorBody]
 
-DOCS_FILES = "/docs-files/"
-"""Where the scripts of /docs and /redoc are: they come from here, and not from a host that a closed network lacks."""
+DOCS_FILES = "/docs-files"
+"""Path of the scripts of /docs and /redoc, so that the pages work without internet access."""
 
 Responses = dict[int | str, dict[str, Any]]
 
 
 def answers(kind: type[msgspec.Struct] | str, *, stream: bool = False) -> Responses:
-    """For a route's `responses`: that it answers with such a struct, or with what a text says. `stream`: or with
-    server-sent events.
+    """Return a route's `responses`: a struct, or an object that a text describes.
+
+    `stream`: the response may also be server-sent events.
     """
     if isinstance(kind, str):
         schema: dict[str, Any] = {"type": "object", "description": kind}
@@ -30,26 +31,24 @@ def answers(kind: type[msgspec.Struct] | str, *, stream: bool = False) -> Respon
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if stream:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    return {200: {"description": "The answer", "content": content}}
+    return {200: {"description": "The response", "content": content}}
 
 
 def nothing(description: str) -> Responses:
-    """For a route whose answer is its status."""
+    """Return the `responses` of a route that returns only a status."""
     return {200: {"description": description}}
 
 
 def describe(app: FastAPI) -> None:
-    """Gives an application's document the schemas of the answers, the error that every route can answer with, and the
-    key.
-    """
-    made = app.openapi
+    """Add response schemas, the error response and the key to an application's document."""
+    make_document = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            _complete(made())
-        return made()
+            _complete(make_document())
+        return make_document()
 
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI documents it
 
 
 def _complete(document: dict[str, Any]) -> None:
@@ -63,9 +62,7 @@ def _complete(document: dict[str, Any]) -> None:
         for route in methods.values():
             route["responses"].pop("422", None)  # ours are 400
             content = route["responses"]["200"].get("content", {})
-            if content.get("application/json") == {
-                "schema": {}
-            }:  # FastAPI's, where nothing was said
+            if content.get("application/json") == {"schema": {}}:  # FastAPI's default
                 del content["application/json"]
             route["responses"]["default"] = {"description": "An error", "content": error}
     for name in ("HTTPValidationError", "ValidationError"):

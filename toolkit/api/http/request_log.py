@@ -1,19 +1,22 @@
-"""The log's line for each request."""
+"""The log line of each request."""
 
 from __future__ import annotations
 
 import logging
 
 from toolkit.api.http.error_bodies import error_detail
-from toolkit.engine.request_stats import RequestRecord
+from toolkit.engine.request_stats import RequestStats
 
 logger = logging.getLogger(__name__)
 
 
 def log_request(
-    record: RequestRecord, request_id: str, model: str, path: str, status: int, seconds: float
+    record: RequestStats, request_id: str, model: str, path: str, status: int, seconds: float
 ) -> None:
-    """One line, when the request is answered: never what was asked or said. `status` 499: the client went."""
+    """Log a request when it is answered, without its content.
+
+    `status` is 499 if the client has disconnected.
+    """
     if not logger.isEnabledFor(logging.INFO):
         return
     first, each = record.time_to_first_token, record.time_per_output_token
@@ -48,7 +51,7 @@ def log_request(
     )
 
 
-def _not_finished(record: RequestRecord) -> str:
+def _not_finished(record: RequestStats) -> str:
     if record.error is not None:
         return f" (not finished: {error_detail(record.error).message})"
     return "" if record.is_complete else " (not finished)"

@@ -1,4 +1,4 @@
-"""Server-sent events, and the end of requests whose client has gone."""
+"""Server-sent events, and cancellation of requests whose client has disconnected."""
 
 from __future__ import annotations
 
@@ -14,52 +14,46 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from toolkit.api.http.error_bodies import error_body
-from toolkit.engine.request_stats import current_record
+from toolkit.engine.request_stats import current_stats
 from toolkit.errors import ToolkitError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which clients pass over."""
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients ignore
 SERVER_SEND = "tk.send"
-"""Key of a scope: the server's own `send`, below every layer of the application. Those look at the beginning of an answer
-and pass its body on, at a cost for each token.
+"""Key of a scope: uvicorn's own `send`. The layers of the application wrap `send`, which costs time
+per token; they only look at the start of a response.
 """
-HOLE = "\0"
-"""What no model's name and no identifier is."""
+TEXT_SLOT = "\0"
+"""Placeholder for a text. It cannot occur in a model name or an id."""
 _encoder = msgspec.json.Encoder()
 
 
 class ClientDisconnectedError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has closed the connection."""
 
 
 def event(value: Any) -> bytes:
-    """One event's bytes."""
+    """Return the bytes of an event."""
     return b"data: " + _encoder.encode(value) + b"\n\n"
 
 
 class EventTemplate:
-    """Events that differ in one text alone: encoded once, but for that text."""
+    """Events that differ only in one text. The rest is encoded once."""
 
     def __init__(self, example: Any) -> None:
-        """`example`: the event with HOLE in the text's place."""
-        self._head, _, self._tail = event(example).partition(_encoder.encode(HOLE))
+        """`example`: the event with TEXT_SLOT in place of the text."""
+        self._head, _, self._tail = event(example).partition(_encoder.encode(TEXT_SLOT))
 
     def event(self, text: str) -> bytes:
-        """The bytes of the event with this text."""
+        """Return the bytes of the event with this text."""
         return self._head + _encoder.encode(text) + self._tail
 
 
 class EventStream(Response):
-    """Sends what a generator yields as it comes. When the client goes, the generator is closed at once,
-    wherever it waits. Where nothing has come for `keep_alive` seconds (0: however long), a comment is sent.
-
-    An error after the first byte is sent as `error_event` makes it, and ends the stream. `end` is called in the end,
-    come what may: a generator that was never begun has no `finally` of its own.
-    """
+    """Sends what a generator yields. If the client disconnects, closes the generator at once."""
 
     media_type = "text/event-stream"
 
@@ -72,15 +66,19 @@ class EventStream(Response):
             b"data: " + error_body(error) + b"\n\n" + DONE
         ),
     ) -> None:
+        """`end` is always called last: a generator that never started has not run its `finally`.
+
+        `keep_alive`: idle seconds after which a comment is sent; 0: never. `error_event`: bytes of
+        an error after the first byte, which ends the stream.
+        """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._end = end
         self._keep_alive = keep_alive or None
         self._error_event = error_event
-        self._sending = False
-        self._silent = True
-        """Whether nothing has been sent since it was last looked at, so that a comment is due."""
+        self._is_sending = False
+        self._is_idle = True  # nothing was sent since the last check for a comment
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send_body = scope.get(SERVER_SEND, send)
@@ -92,11 +90,11 @@ class EventStream(Response):
                     {sending, gone}, timeout=self._keep_alive, return_when=asyncio.FIRST_COMPLETED
                 )
             )[0]:
-                if self._silent and not self._sending:
+                if self._is_idle and not self._is_sending:
                     await send_body(
                         {"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True}
                     )
-                self._silent = True
+                self._is_idle = True
         finally:
             gone.cancel()
             if not sending.done():
@@ -115,32 +113,32 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             try:
                 async for chunk in events:
-                    self._sending, self._silent = True, False
+                    self._is_sending, self._is_idle = True, False
                     await send_body(
                         {"type": "http.response.body", "body": chunk, "more_body": True}
                     )
-                    self._sending = False
-                self._sending = True
+                    self._is_sending = False
+                self._is_sending = True
             except (OSError, asyncio.CancelledError):
                 raise
             except Exception as error:
-                self._sending = True
-                _note(error)
+                self._is_sending = True
+                _record_error(error)
                 chunk = self._error_event(error)
                 await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
         await send_body({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _note(error: Exception) -> None:
-    """Has the gate count an error that its status does not tell of."""
-    if (record := current_record.get()) is not None:
+def _record_error(error: Exception) -> None:
+    """Let the gate count an error of a response whose status is already sent."""
+    if (record := current_stats.get()) is not None:
         record.error = error
     if not isinstance(error, ToolkitError):
-        logger.error("a streamed answer could not be finished", exc_info=error)
+        logger.error("internal error in a streamed response", exc_info=error)
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes. Raises ClientDisconnectedError then."""
+    """Await `work`; cancel it if the client disconnects. Raises ClientDisconnectedError then."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request.receive))
     try:

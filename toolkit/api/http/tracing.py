@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: one span for each request."""
+"""OpenTelemetry traces: one span per request."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import threading
 import time
 from collections.abc import Mapping
 
-from toolkit.engine.request_stats import RequestRecord
+from toolkit.engine.request_stats import RequestStats
 from toolkit.errors import ConfigError
 from toolkit.version import __version__
 
-FLUSH_TIMEOUT = 1.0
-"""Seconds that the last spans get to be sent."""
+FLUSH_TIMEOUT = 1.0  # seconds to send the last spans
 
 
 class Tracer:
-    """Sends spans in the background, each a child of the one that the request's `traceparent` names. Attributes have
-    the names of OpenTelemetry's conventions for generative AI.
+    """Sends spans in the background. A span's parent is the one in the request's `traceparent`.
+
+    Attributes have the names of OpenTelemetry's conventions for generative AI.
     """
 
     def __init__(self, endpoint: str, model: str) -> None:
-        """`endpoint`: where OTLP over HTTP is taken. Raises ConfigError without the packages of the extra."""
+        """`endpoint`: URL for OTLP over HTTP. Raises ConfigError if OpenTelemetry is missing."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -43,14 +43,14 @@ class Tracer:
 
     def export(
         self,
-        record: RequestRecord,
+        record: RequestStats,
         headers: Mapping[bytes, bytes],
         request_id: str,
         path: str,
         status: int,
         seconds: float,
     ) -> None:
-        """Queues the span of a request that is answered."""
+        """Queue the span of an answered request."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         carrier = {
@@ -82,9 +82,8 @@ class Tracer:
         span.end(ended)
 
     def close(self) -> None:
-        """Sends what is queued, within FLUSH_TIMEOUT. The exporter tries for longer and cannot be told not to, so a
-        thread that nothing waits for has it.
-        """
+        """Send queued spans for at most FLUSH_TIMEOUT."""
+        # The exporter retries for longer and has no limit to set: a daemon thread is left behind.
         sending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         sending.start()
         sending.join(FLUSH_TIMEOUT)

@@ -1,0 +1,66 @@
+"""The table of GPU kernels is complete, and only it imports them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from toolkit.kernels.table import Kernels, kernels_for
+
+TOOLKIT = Path(__file__).parents[2] / "toolkit"
+TABLE = TOOLKIT.parent / "kernels" / "table.py"
+IMPORTS_ALLOWED = {"doctor/probe.py"}
+"""Modules that may import a Triton kernel: the probe compiles one in a new process."""
+
+
+@pytest.fixture
+def kernels() -> Kernels:
+    pytest.importorskip("triton")
+    return Kernels()
+
+
+def test_every_member_is_callable_or_a_limit(kernels):
+    members = vars(kernels)
+    limits = {name for name in members if re.match(r"(min|max)_", name)}
+    assert {type(members[name]) for name in limits} == {int}
+    assert all(callable(members[name]) for name in members.keys() - limits)
+
+
+def test_every_member_is_used(kernels):
+    source = "".join(path.read_text() for path in TOOLKIT.rglob("*.py"))
+    assert {name for name in vars(kernels) if not re.search(rf"kernels\.{name}\b", source)} == set()
+
+
+def test_cpus_have_no_kernels():
+    assert kernels_for(torch.device("cpu")) is None
+
+
+def test_without_triton_there_are_no_kernels(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert kernels_for.__wrapped__(torch.device("cuda", 0)) is None
+
+
+def triton_imports(node: ast.AST) -> list[str]:
+    """Return the modules of `kernels.triton` and `kernels.cublas` that a module imports to run."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return []
+    names = []
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    found = [one for one in names if re.match(r"toolkit\.kernels\.(triton|cublas)\b", one)]
+    return found + [one for child in ast.iter_child_nodes(node) for one in triton_imports(child)]
+
+
+def test_only_the_table_imports_triton_kernels():
+    found = {
+        str(path.relative_to(TOOLKIT)): triton_imports(ast.parse(path.read_text()))
+        for path in TOOLKIT.rglob("*.py")
+    }
+    assert {name for name, imports in found.items() if imports} == IMPORTS_ALLOWED

@@ -1,0 +1,78 @@
+"""Access to routes: declared by each route, and looked up before a request's body is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum, auto
+from typing import Any, TypeVar
+
+from starlette.routing import BaseRoute, Mount, Route
+
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+
+_DECLARED = "_declared_access"  # attribute of an endpoint
+_SAFE_METHODS = {"GET", "HEAD"}
+
+
+class Access(Enum):
+    """Conditions for calling a route."""
+
+    OPEN = auto()  # none
+    KEY = auto()  # an API key, if the server has keys
+    ADMIN = auto()  # the admin key, if the server has one
+    MODEL_WORK = auto()  # a key; the limits hold, and a server that drains refuses it
+
+
+def access(needed: Access) -> Callable[[Endpoint], Endpoint]:
+    """Declare the access of a route: a decorator below `@router.post(...)`.
+
+    A GET route may leave it out, and needs a key then.
+    """
+
+    def declare(endpoint: Endpoint) -> Endpoint:
+        setattr(endpoint, _DECLARED, needed)
+        return endpoint
+
+    return declare
+
+
+class RouteTable:
+    """Access of all routes. Uses the router's own patterns, in the router's order."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[Callable[[str], object], set[str] | None, Access]] = []
+
+    def add(self, routes: Iterable[BaseRoute], open_paths: Iterable[str] = ()) -> None:
+        """Append routes. Those at `open_paths` are open; they come from a library.
+
+        Raises AssertionError for a route of another method than GET that declares nothing.
+        """
+        for route in routes:
+            assert isinstance(route, Route | Mount), f"{route!r} has no path"
+            methods = route.methods if isinstance(route, Route) else None
+            needed = Access.OPEN if route.path in open_paths else _declared(route, methods)
+            self._rows.append((route.path_regex.match, methods, needed))
+
+    def find(self, method: str, path: str) -> Access:
+        """Return the access of the route that takes a request. `path` has no root path.
+
+        A request that no route takes needs a key, unless the path is open for another method. If it
+        is a POST, it counts as model work: it is logged, and the limits hold.
+        """
+        found = Access.MODEL_WORK if method == "POST" else Access.KEY
+        for match, methods, needed in self._rows:
+            if match(path):
+                if methods is None or method in methods:
+                    return needed
+                if needed is Access.OPEN:
+                    found = needed
+        return found
+
+
+def _declared(route: Route | Mount, methods: set[str] | None) -> Access:
+    endpoint = getattr(route, "endpoint", None)
+    declared: Access | None = getattr(endpoint, _DECLARED, None)
+    assert declared or (methods is not None and methods <= _SAFE_METHODS), (
+        f"{route!r} does not declare its access: add @access(...) to its endpoint."
+    )
+    return declared or Access.KEY
