@@ -5,8 +5,7 @@ products bring a GPU to its power limit, where another one is up to a seventh fa
 start-up the products of an engine's largest step are timed with each (`choosing`), and the choices
 are stored with the compiled kernels. Only algorithms whose results equal PyTorch's bitwise count.
 
-Source: NVIDIA's cuBLAS documentation, "Using the cuBLASLt API".
-"""
+Source: NVIDIA's cuBLAS documentation, "Using the cuBLASLt API"."""
 
 from __future__ import annotations
 
@@ -25,30 +24,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MIN_TOKENS = 4096
-"""Least rows of x for which the choice is worth its time."""
+MIN_TOKENS = 4096  # least rows of x for which the choice is worth its time
 CANDIDATES = 12
 SHORT_SECONDS, LONG_SECONDS, ROUNDS = 0.01, 0.04, 3
 """Time for each candidate: first all of them briefly, then those NEAR the fastest, ROUNDS times.
 
-The long time lets a candidate's power draw take effect.
-"""
-PROCEDURE = 1
-"""Version of this procedure. Raise it to discard stored choices."""
+The long time lets a candidate's power draw take effect."""
+PROCEDURE = 1  # version of this procedure. Raise it to discard stored choices
 NEAR, CLEARLY = 1.05, 0.99
 """Greatest times of a candidate: relative to the fastest, and to PyTorch's choice to replace it."""
-ALIGNMENT = 256
-"""Alignment of every address in bytes, as the heuristics assume."""
-TYPES = {torch.float16: 2, torch.bfloat16: 14}
-"""cudaDataType_t."""
+ALIGNMENT = 256  # alignment of every address in bytes, as the heuristics assume
+TYPES = {torch.float16: 2, torch.bfloat16: 14}  # cudaDataType_t
 FLOAT32, COMPUTE_FLOAT32, TRANSPOSED = 0, 68, 1
-TRANSPOSE_A, MAX_WORKSPACE = 3, 1
-"""Attributes of a product and of a query of the heuristics."""
+TRANSPOSE_A, MAX_WORKSPACE = 3, 1  # attributes of a product and of a query of the heuristics
 
 logger = logging.getLogger(__name__)
 
-Product = Callable[[Tensor, Tensor, Tensor], object]
-"""(x, W, out) -> None: out = x Wᵀ."""
+Product = Callable[[Tensor, Tensor, Tensor], object]  # (x, W, out) -> None: out = x Wᵀ
 
 _chosen: dict[tuple[object, ...], Product | None] = {}
 """By device, type and shape. None: PyTorch's choice."""
@@ -255,8 +247,7 @@ def _handle(_device: torch.device) -> ctypes.c_void_p:
 class _Plan:
     """A product described for cuBLASLt.
 
-    cuBLASLt is column-major: it computes outᵀ = W xᵀ from what it reads as Wᵀ and xᵀ.
-    """
+    cuBLASLt is column-major: it computes outᵀ = W xᵀ from what it reads as Wᵀ and xᵀ."""
 
     def __init__(self, x: Tensor, weight: Tensor) -> None:
         library, kind = _library(), TYPES[x.dtype]

@@ -3,10 +3,7 @@
 The KV cache of a layer is two tensors `[num_blocks, block_size, num_kv_heads, head_size]` in the
 queries' dtype or FP8. A request owns the blocks in its row of the block table. Its token at
 position p is in block `row[p // block_size]` at offset `p % block_size`. The queries of a step's
-requests are packed.
-"""
-
-from __future__ import annotations
+requests are packed."""
 
 from itertools import count
 
@@ -15,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
-"""Greatest number of e4m3 (Micikevicius et al., arXiv:2209.05433)."""
+FP8_MAX = 448.0  # greatest number of e4m3 (Micikevicius et al., arXiv:2209.05433)
 FP8_MIN_GREATEST = 2.0**-100
 """Least maximum of a row, so that the scale of zeros has a finite inverse."""
 
@@ -99,8 +95,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (norm(x + residual), x + residual) of rows `[num_tokens, size]`.
 
-    The sum is rounded to x's dtype before the norm.
-    """
+    The sum is rounded to x's dtype before the norm."""
     total = x if residual is None else x + residual
     wide = total.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
@@ -130,8 +125,7 @@ def embed_shard(indices: Tensor, table: Tensor, begin: int, count: int) -> Tenso
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + half) of the first dimensions of fp32 heads.
 
-    x: `[num_tokens, num_heads, head_size]`; cos, sin: `[num_tokens, half]`.
-    """
+    x: `[num_tokens, num_heads, head_size]`; cos, sin: `[num_tokens, half]`."""
     half = cos.shape[-1]
     cos, sin = cos.float()[:, None], sin.float()[:, None]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -155,8 +149,7 @@ def qk_norm_rope_write(
     """Return the queries of rows q | k | v, and store keys and values in the cache.
 
     Queries and keys are normed if there are weights, then rotated if there is a table `cos_sin`
-    `[max_model_len, 2, half]`, all in fp32. Returns `[num_tokens, num_heads, head_size]`.
-    """
+    `[max_model_len, 2, half]`, all in fp32. Returns `[num_tokens, num_heads, head_size]`."""
     heads = qkv.reshape(len(qkv), -1, k_cache.shape[3])
     q, k = heads[:, :num_heads].float(), heads[:, num_heads:-num_kv_heads].float()
     if q_weight is not None and k_weight is not None:
@@ -286,8 +279,7 @@ def choose(
 
     Draws from the tokens that pass top-k and min-p, by the running sum of weights in the
     vocabulary's order. A token outside top-p is rejected, and the next draw is among the likelier
-    ones.
-    """
+    ones."""
     logits = logits.double()
     best = logits.max()
     if not best.isfinite():
@@ -328,8 +320,7 @@ def uniform(seed: int, position: int, draw: int) -> float:
 def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return (tokens `[n, 1 + k]`, log-probabilities, ranks): given tokens, then the likeliest.
 
-    ranks `[n]`: of the given tokens.
-    """
+    ranks `[n]`: of the given tokens."""
     values = logits.double().log_softmax(-1)
     tokens = torch.cat((token_ids.clamp(min=0)[:, None], logits.topk(k, dim=-1).indices), dim=-1)
     rank = (logits > logits.gather(1, tokens[:, :1])).sum(-1) + 1
@@ -354,8 +345,7 @@ def penalize(
 def mask_logits(logits: Tensor, index: Tensor, masks: Tensor) -> None:
     """Set logits to -inf if their bit t % 32 of word t // 32 is not set, and past the last word.
 
-    logits: `[n, vocab]`; index: `[m]`, rows of it; masks: int32 `[m, words]`.
-    """
+    logits: `[n, vocab]`; index: `[m]`, rows of it; masks: int32 `[m, words]`."""
     for entry, words in zip(index.tolist(), masks.tolist(), strict=True):
         for token in range(logits.shape[1]):
             word = words[token // 32] if token // 32 < len(words) else 0
@@ -377,8 +367,7 @@ def expand_inputs(
     rows, seq_lens: `[num_reqs]`, each request's row in the state and its length with this step's
     tokens, its last ones; query_start_loc: `[num_reqs + 1]`; token_ids: `[num_rows, max_len]`;
     block_table: `[num_rows, max_blocks]`. Tokens past the last request are padding: id 0, position
-    0, slot -1.
-    """
+    0, slot -1."""
     ids, positions, slots = out
     for x, padding in ((ids, 0), (positions, 0), (slots, -1)):
         x.fill_(padding)
@@ -396,7 +385,6 @@ def expand_inputs(
 def copy_runs(target: Tensor, runs: Tensor, values: Tensor) -> None:
     """Copy runs of `values` into rows of `target` `[num_rows, width]`, in place.
 
-    runs: `[num_runs, 4]`, each (row, column, offset in `values`, length).
-    """
+    runs: `[num_runs, 4]`, each (row, column, offset in `values`, length)."""
     for row, column, begin, length in runs.tolist():
         target[row, column : column + length] = values[begin : begin + length]

@@ -1,7 +1,5 @@
 """The table of GPU kernels, from which the rest of `toolkit` takes them."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch
@@ -11,8 +9,7 @@ class Kernels:
     """Kernels of a GPU, by subject. They are documented where they are defined.
 
     Attributes of the object instead of its class are looked up without binding, in every layer.
-    Triton is imported here, so that CPUs never import it.
-    """
+    Triton is imported here, so that CPUs never import it."""
 
     def __init__(self) -> None:
         from toolkit.kernels import cublas

@@ -1,9 +1,6 @@
 """Errors shown to users, each as one paragraph: what happened, the evidence, what to do.
 
-Any other exception is a bug and keeps its traceback.
-"""
-
-from __future__ import annotations
+Any other exception is a bug and keeps its traceback."""
 
 import difflib
 from collections.abc import Iterable
@@ -12,8 +9,7 @@ from collections.abc import Iterable
 class ToolkitError(Exception):
     """An error that the user can fix.
 
-    `status` is the HTTP status; `type`, `code` and `param` are OpenAI's error fields.
-    """
+    `status` is the HTTP status; `type`, `code` and `param` are OpenAI's error fields."""
 
     status = 500
     type = "internal_error"

@@ -66,15 +66,13 @@ class LogStyle(msgspec.Struct, frozen=True):
 
 _CONTROLS = {
     code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)
-}
-"""Control characters and line separators, and the escapes that replace them."""
+}  # control characters and line separators, and the escapes that replace them
 
 
 def escape_controls(text: str) -> str:
     """Escape control characters, so that text from outside cannot control the terminal.
 
-    Line breaks stay.
-    """
+    Line breaks stay."""
     return "\n".join(line.translate(_CONTROLS) for line in text.split("\n"))
 
 

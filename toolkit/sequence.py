@@ -1,7 +1,5 @@
 """The specification of one request, carried from the front end to the device."""
 
-from __future__ import annotations
-
 import msgspec
 
 from toolkit.sampling.params import PoolingParams, SamplingParams
@@ -11,8 +9,7 @@ class SequenceSpec(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
     """Everything a request specifies, checked and resolved. Immutable.
 
     The front end creates and keeps it, so that a request survives its core. The scheduler and the
-    workers hold references to it. A new per-request attribute is one field here.
-    """
+    workers hold references to it. A new per-request attribute is one field here."""
 
     prompt_token_ids: list[int]
     params: SamplingParams

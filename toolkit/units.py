@@ -1,7 +1,5 @@
 """Byte sizes and large numbers as text."""
 
-from __future__ import annotations
-
 GIB = 2**30
 
 

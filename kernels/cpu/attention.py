@@ -1,7 +1,5 @@
 """Attention over the paged cache, and the transform of queries, keys and values before it."""
 
-from __future__ import annotations
-
 import ctypes
 
 import torch
@@ -47,8 +45,7 @@ class AttentionStep:
     """A step's tokens and requests, as in `toolkit.attention.AttentionBatch`, for all layers.
 
     positions, slot_mapping: int64 `[num_tokens]`; query_start_loc `[num_reqs + 1]`, seq_lens and
-    rows `[num_reqs]`, block_table `[num_rows, max_blocks]`: int32. Raises ValueError for others.
-    """
+    rows `[num_reqs]`, block_table `[num_rows, max_blocks]`: int32. Raises ValueError for others."""
 
     def __init__(
         self,
@@ -91,8 +88,7 @@ class Layer:
 
     `cos_sin` `[max_model_len, 2, half]`, `q_weight` and `k_weight` `[head_size]`: see
     `reference.qk_norm_rope_write`. All tensors are in fp32, or all in bfloat16. Raises ValueError
-    for others.
-    """
+    for others."""
 
     def __init__(
         self,
@@ -150,8 +146,7 @@ class Layer:
     def write(self, qkv: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Compute `reference.qk_norm_rope_write`. qkv: `[num_tokens, width]`, changed in place.
 
-        Returns the queries `[num_tokens, num_heads, head_size]`, a view of `qkv`.
-        """
+        Returns the queries `[num_tokens, num_heads, head_size]`, a view of `qkv`."""
         if (
             qkv.shape != (step.num_tokens, self.width)
             or qkv.dtype != self.dtype
@@ -169,8 +164,7 @@ class Layer:
     def attend(self, q: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Compute `reference.paged_attention`. There is no padding past the last request.
 
-        q: `[num_tokens, num_heads, head_size]`, strided in its first dimension.
-        """
+        q: `[num_tokens, num_heads, head_size]`, strided in its first dimension."""
         if (
             len(q) != step.num_tokens
             or q.dtype != self.dtype

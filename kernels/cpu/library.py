@@ -1,7 +1,5 @@
 """The library of CPU kernels: find it, choose the variant for this machine, call it."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +16,7 @@ POINTER, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 class Kernel:
     """A function of the library. `run` calls the variant in use with arguments of `argtypes`.
 
-    Pointers are integers (`tensor.data_ptr()`) or None. Callers check the arguments.
-    """
+    Pointers are integers (`tensor.data_ptr()`) or None. Callers check the arguments."""
 
     __slots__ = ("argtypes", "name", "run")
     run: Any
@@ -86,8 +83,7 @@ def num_threads() -> int:
 def bind_threads(cpus: Sequence[Sequence[int]]) -> bool:
     """Bind the pool's threads to processors by number. Return False if the system refuses.
 
-    The first entry is ignored: it is the caller's, and threads that it starts would inherit it.
-    """
+    The first entry is ignored: it is the caller's, and threads that it starts would inherit it."""
     if _library is None:
         return False
     return all(

@@ -1,7 +1,5 @@
 """Products with packed weights: fp32, bfloat16 and int8."""
 
-from __future__ import annotations
-
 import ctypes
 
 import torch
@@ -10,15 +8,13 @@ import torch.nn.functional as F
 from toolkit.kernels.cpu.library import POINTER, SIZE, Kernel, use_huge_pages
 
 ACTIVATIONS = {None: 0, "silu": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4}
-COLUMNS = 32
-"""Columns of y in a panel."""
+COLUMNS = 32  # columns of y in a panel
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _INPUT_DTYPES = {
     torch.float32: (torch.float32,),
     torch.bfloat16: (torch.bfloat16,),
     torch.int8: (torch.float32, torch.bfloat16),
-}
-"""Types of x by type of the weight."""
+}  # types of x by type of the weight
 _linear = Kernel("tk_linear", POINTER, POINTER, SIZE, SIZE, POINTER, SIZE)
 _rows = Kernel("tk_rows", POINTER, POINTER, SIZE, POINTER, SIZE)
 _pack = Kernel("tk_pack", POINTER, SIZE, SIZE, SIZE, POINTER)
@@ -45,8 +41,7 @@ class PackedLinear:
     """y = act(x Wᵀ + b), or act(gate) · up, with a copy of W in the kernels' own layout.
 
     weight: [out, in] in fp32, bfloat16, or int8 with `scale`, fp32 [out]; bias: [out]; activation:
-    a key of ACTIVATIONS; gated: W holds gate's rows, then up's, and y is half as wide.
-    """
+    a key of ACTIVATIONS; gated: W holds gate's rows, then up's, and y is half as wide."""
 
     has_rows = True
 
@@ -133,8 +128,7 @@ class PackedLinear:
         """Return rows of the weight, [n, in] in `dtype`: fp32 or bfloat16.
 
         indices: integers [n]; the rows of those out of range are zeros. Raises ValueError for
-        gated weights.
-        """
+        gated weights."""
         if self._weight.gated:
             raise ValueError("the rows of a gated weight are not contiguous")
         indices = indices.to(torch.int64).contiguous()

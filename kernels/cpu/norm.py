@@ -1,7 +1,5 @@
 """Norms, fused with the residual sum before them."""
 
-from __future__ import annotations
-
 import ctypes
 
 import torch
@@ -27,8 +25,7 @@ class _Norm(ctypes.Structure):
 class Norm:
     """`reference.add_rms_norm`, or with a bias `reference.add_layer_norm`.
 
-    weight, bias: `[size]`, both in fp32 or both in bfloat16. Raises ValueError for others.
-    """
+    weight, bias: `[size]`, both in fp32 or both in bfloat16. Raises ValueError for others."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
         parameters = [weight] if bias is None else [weight, bias]
@@ -51,8 +48,7 @@ class Norm:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (norm(x + residual), x + residual) of rows `[num_tokens, size]`.
 
-        The sum is written into `residual`.
-        """
+        The sum is written into `residual`."""
         shape, dtype = x.shape, self.dtype
         if len(shape) != 2 or shape[1] != self.size or x.dtype != dtype or not x.is_contiguous():
             raise ValueError(

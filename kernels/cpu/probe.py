@@ -1,7 +1,5 @@
 """Limits of the machine, to compare the other kernels with."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 
@@ -10,8 +8,7 @@ import torch
 from toolkit.kernels.cpu.library import POINTER, SIZE, Kernel
 from toolkit.kernels.cpu.linear import KINDS
 
-PART = 2**18
-"""Elements that a thread reads at a time."""
+PART = 2**18  # elements that a thread reads at a time
 ROUNDS, TASKS = 2**16, 32
 _read = Kernel("tk_probe_read", POINTER, SIZE, POINTER)
 _multiply = Kernel("tk_probe_multiply", SIZE, SIZE, SIZE, POINTER, POINTER)

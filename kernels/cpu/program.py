@@ -1,7 +1,5 @@
 """Recorded sequences of kernel calls, run without Python in between."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import weakref
@@ -18,8 +16,7 @@ from toolkit.kernels.cpu.library import POINTER, SIZE, Kernel, kernels
 
 MAX_ARGUMENTS = 6
 T = TypeVar("T")
-Call = tuple[int, tuple[Any, ...]]
-"""A kernel's address and its arguments."""
+Call = tuple[int, tuple[Any, ...]]  # A kernel's address and its arguments
 
 _run = Kernel("tk_run", POINTER, SIZE)
 _recording = threading.Lock()
@@ -58,8 +55,7 @@ class Program:
 class Recorder:
     """Records programs. They share the memory of their intermediate tensors.
 
-    So one runs at a time, and its results are valid until another one runs.
-    """
+    So one runs at a time, and its results are valid until another one runs."""
 
     def __init__(self) -> None:
         self._memory = _Memory()
@@ -69,8 +65,7 @@ class Recorder:
 
         The program reads and writes the same tensors again. The caller keeps those that it needs.
 
-        Raises UnrecordableError, after some of the calls, if anything but kernels computes.
-        """
+        Raises UnrecordableError, after some of the calls, if anything but kernels computes."""
         with _recording, _recorded() as calls, self._memory:
             result = function()
         return Program(calls, self._memory), result

@@ -1,7 +1,5 @@
 """The choice of tokens from logits."""
 
-from __future__ import annotations
-
 import torch
 
 from toolkit.kernels.cpu.library import POINTER, SIZE, Kernel
@@ -20,8 +18,7 @@ def sample(
 
     -1: the logits are not finite. logits: fp32 `[n, vocab]`; rows: int32 `[n]`, the requests' rows
     of `floats` and `ints` (`toolkit.sampling.sampling_state`); positions: int32 `[n]`, of the new
-    tokens. Raises ValueError for others.
-    """
+    tokens. Raises ValueError for others."""
     n, vocab = logits.shape
     types = [tensor.dtype for tensor in (logits, rows, positions, floats, ints)]
     if types != [torch.float32, torch.int32, torch.int32, torch.float32, torch.int64]:

@@ -1,7 +1,5 @@
 """The ASGI application."""
 
-from __future__ import annotations
-
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi_offline import FastAPIOffline

@@ -1,7 +1,5 @@
 """uvicorn with the application, in one process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

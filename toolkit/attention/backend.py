@@ -1,7 +1,5 @@
 """The interface of attention backends, and the choice among them."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -19,8 +17,7 @@ from toolkit.errors import ConfigError
 class AttentionBatch:
     """A step's tokens and requests. Tokens are packed, request after request.
 
-    Tensors are on the device and int32 unless noted.
-    """
+    Tensors are on the device and int32 unless noted."""
 
     positions: torch.Tensor  # [num_tokens]
     slot_mapping: torch.Tensor  # [num_tokens] int64, cache slot of each token; negative: none
@@ -33,8 +30,7 @@ class AttentionBatch:
     wanted: torch.Tensor | None = None
     """Tokens whose last hidden states are needed, int64. None: all.
 
-    The last layer skips the others after attention.
-    """
+    The last layer skips the others after attention."""
     order: torch.Tensor | None = None  # [num_reqs], requests by descending context length
     query_lens: npt.NDArray[np.int32] | None = None  # on the host; None in a captured step
     context_lens: npt.NDArray[np.int32] | None = (
@@ -59,8 +55,7 @@ class AttentionShape:
 class HeadTransform:
     """Transform of queries and keys: an RMS norm of each head (Qwen3), then a rotation.
 
-    A step whose tensors are None is skipped.
-    """
+    A step whose tensors are None is skipped."""
 
     cos_sin: torch.Tensor | None = None  # [max_model_len, 2, rotary_size / 2]
     q_weight: torch.Tensor | None = None  # [head_size]
@@ -72,8 +67,7 @@ class AttentionBackend(abc.ABC):
     """Writes keys and values into the cache and attends over it.
 
     Caches: [num_blocks, block_size, num_kv_heads, head_size], of the queries' type or FP8 (e4m3).
-    FP8 keys and values are rounded to nearest and clamped; products keep the queries' precision.
-    """
+    FP8 keys and values are rounded to nearest and clamped; products keep the queries' precision."""
 
     name: ClassVar[str]
     is_capturable: ClassVar[bool] = False
@@ -116,8 +110,7 @@ class AttentionBackend(abc.ABC):
         """Transform the heads and cache keys and values. Return the queries.
 
         qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_size].
-        Returns [num_tokens, num_heads, head_size].
-        """
+        Returns [num_tokens, num_heads, head_size]."""
 
     @abc.abstractmethod
     def attend(
@@ -130,8 +123,7 @@ class AttentionBackend(abc.ABC):
     ) -> torch.Tensor:
         """Return causal attention over the requests' cached tokens.
 
-        query, and the result: [num_tokens, num_heads, head_size].
-        """
+        query, and the result: [num_tokens, num_heads, head_size]."""
 
 
 BACKENDS = {
@@ -139,8 +131,7 @@ BACKENDS = {
     "flash": "toolkit.attention.flash:FlashBackend",
     "cpu": "toolkit.attention.cpu:CPUBackend",
     "torch": "toolkit.attention.torch:TorchBackend",
-}
-"""Backends in order of preference."""
+}  # backends in order of preference
 
 
 def choose_backend(

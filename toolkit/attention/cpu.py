@@ -2,10 +2,7 @@
 
 Where they cannot run (not built, a cache in FP8 or float16, heads larger than 256) each request's
 keys and values are gathered for PyTorch's fused attention, which takes 2 to 6 times as long in a
-decode step.
-"""
-
-from __future__ import annotations
+decode step."""
 
 from dataclasses import dataclass
 
@@ -94,8 +91,7 @@ class CPUBackend(AttentionBackend):
 def kernels_support(k_cache: torch.Tensor) -> bool:
     """Return True if the kernels attend over these keys.
 
-    k_cache: [num_blocks, block_size, num_kv_heads, head_size].
-    """
+    k_cache: [num_blocks, block_size, num_kv_heads, head_size]."""
     return cpu.available() and k_cache.dtype in DTYPES and k_cache.shape[3] <= MAX_HEAD_SIZE
 
 

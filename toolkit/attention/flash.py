@@ -1,7 +1,5 @@
 """The flash-attn backend: prompts by the installed flash-attn, decode steps by our kernel."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import torch
@@ -9,16 +7,14 @@ import torch
 from toolkit.attention.backend import AttentionBatch, AttentionShape
 from toolkit.attention.triton import TritonBackend
 
-FLASH_2_PAGE = 256
-"""flash-attn 2 needs a block size divisible by this."""
+FLASH_2_PAGE = 256  # flash-attn 2 needs a block size divisible by this
 
 
 class FlashBackend(TritonBackend):
     """`flash_attn.cute` (FlashAttention-4) on Hopper and Blackwell, `flash_attn` 2.x since Ampere.
 
     Both read the paged cache by block tables. Decode steps use our kernel: it comes closer to the
-    memory bandwidth, and flash-attn 4 does not split the keys of a request on Hopper.
-    """
+    memory bandwidth, and flash-attn 4 does not split the keys of a request on Hopper."""
 
     name = "flash"
     supports_fp8 = False

@@ -1,7 +1,5 @@
 """Queries, keys and values of the QKV projection, in plain PyTorch."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 
@@ -14,8 +12,7 @@ def split_heads(
     """Split qkv into heads. Return (queries, keys, values), queries and keys transformed.
 
     qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_size].
-    Returns [num_tokens, num_heads, head_size], and twice [num_tokens, num_kv_heads, head_size].
-    """
+    Returns [num_tokens, num_heads, head_size], and twice [num_tokens, num_kv_heads, head_size]."""
     heads = qkv.view(len(qkv), -1, shape.head_size)
     q, k, v = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
     if transform.q_weight is not None and transform.k_weight is not None:
@@ -30,8 +27,7 @@ def split_heads(
 def _angles(batch: AttentionBatch, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (cosines, sines) of the step's positions, gathered once for all layers.
 
-    Each is [num_tokens, 1, rotary_size / 2].
-    """
+    Each is [num_tokens, 1, rotary_size / 2]."""
     found: tuple[torch.Tensor, torch.Tensor] | None = batch.plan.get(("angles", id(table)))
     if found is None:
         angles = table[batch.positions]

@@ -1,7 +1,5 @@
 """The attention layer of a model: it holds its part of the KV cache and calls the backend."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
@@ -36,8 +34,7 @@ class Attention(nn.Module):
     def forward(self, qkv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Return attention [num_tokens, num_heads · head_size] of the step's tokens.
 
-        qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_size].
-        """
+        qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_size]."""
         out = self.backend.forward(
             qkv, self.k_cache, self.v_cache, batch, self.shape, self.transform
         )

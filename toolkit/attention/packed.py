@@ -1,8 +1,7 @@
 """Bidirectional attention over packed prompts, without a cache.
 
 PyTorch computes it: in 16 bits on a GPU by its flash attention over the packed prompts, else over
-groups of prompts of similar lengths, each padded to its longest.
-"""
+groups of prompts of similar lengths, each padded to its longest."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ class PackedBatch:
 def attend(qkv: torch.Tensor, batch: PackedBatch, num_heads: int) -> torch.Tensor:
     """Attend from every token of a prompt to all of them, scaled by head_size ** -0.5.
 
-    qkv: [num_tokens, 3 · num_heads · head_size]. Returns [num_tokens, num_heads · head_size].
-    """
+    qkv: [num_tokens, 3 · num_heads · head_size]. Returns [num_tokens, num_heads · head_size]."""
     qkv = qkv.view(len(qkv), 3, num_heads, -1)
     if _has_varlen(qkv.device, qkv.dtype):
         from torch.nn.attention.varlen import varlen_attn

@@ -1,7 +1,5 @@
 """The reference backend: plain PyTorch, on any device, slow."""
 
-from __future__ import annotations
-
 import torch
 
 from toolkit.attention.backend import (

@@ -1,7 +1,5 @@
 """The GPU backend: Triton kernels."""
 
-from __future__ import annotations
-
 import torch
 
 from toolkit.attention.backend import (

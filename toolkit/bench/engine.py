@@ -1,10 +1,7 @@
 """`tk bench offline`, `latency` and `prefill`: the engine in this process, without HTTP.
 
 Each command starts one engine. Each workload runs once to warm up and then `repeats` times. A row
-reports the fastest run and lists the times of all.
-"""
-
-from __future__ import annotations
+reports the fastest run and lists the times of all."""
 
 import gc
 import json

@@ -1,7 +1,5 @@
 """GPU profile of a short part of a run: a Chrome trace and the fraction of busy time."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -21,8 +19,7 @@ WINDOW = 0.35
 GPU_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
 """Categories of trace events that keep the GPU busy."""
 
-NUM_KERNELS = 20
-"""Kernels to list."""
+NUM_KERNELS = 20  # kernels to list
 
 
 class ProfiledLLM(LLM):
@@ -40,8 +37,7 @@ class _ProfileWindow:
     """Profiles from the first step after `begin` seconds to the first step WINDOW seconds later.
 
     Records only GPU activity and the calls to it: recording PyTorch's operators would slow down the
-    loop whose gaps are of interest.
-    """
+    loop whose gaps are of interest."""
 
     def __init__(self, begin: float) -> None:
         self._begin = begin
@@ -75,8 +71,7 @@ def profile_window(
 
     The part is in the middle of a long run, or all of a short one. Returns the window's length, the
     fraction of it in which a kernel ran, and the kernels that took longest. Raises EngineError if
-    nothing was recorded.
-    """
+    nothing was recorded."""
     with profile(activities=[ProfilerActivity.CUDA]):  # the first use takes a second
         torch.zeros(1, device="cuda")
         torch.cuda.synchronize()

@@ -1,7 +1,5 @@
 """One run of `tk bench`: find the model, warm up, measure, report."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import datetime
@@ -121,8 +119,7 @@ async def measure(
 
     `prepare` is called before the load with the model's name and the start time. Raises ServerError
     if no server answers, it lists no model, or no warm-up request succeeds, and ConfigError if the
-    dataset cannot be read.
-    """
+    dataset cannot be read."""
     config, dataset = resolve_config(config)
     async with HTTPClient(config.url, config.api_key, config.header) as http:
         await wait_until_ready(http, config.url, config.ready_check_timeout_sec)

@@ -1,7 +1,5 @@
 """`tk bench --find-max-rps`: the highest request rate at which a server meets the objectives."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys
@@ -19,12 +17,10 @@ from toolkit.config.load import BenchConfig
 
 DEFAULT_DURATION = 20.0
 """Seconds of a run if the config has neither a duration nor a number of requests."""
-FIRST_RATE = 1.0
-"""Requests per second of the first run if the config has no rate."""
+FIRST_RATE = 1.0  # requests per second of the first run if the config has no rate
 PRECISION = 1.05
 """Ratio of the lowest rate that failed to the highest that passed at which the search ends."""
-LOWEST, HIGHEST = 0.01, 100_000.0
-"""Limits of the search, in requests per second."""
+LOWEST, HIGHEST = 0.01, 100_000.0  # limits of the search, in requests per second
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +62,7 @@ def meets_objectives(outcome: Outcome) -> bool | None:
     """Return True if a run met the objectives, or None if a saturated client may have broken them.
 
     A late client makes requests look slower. A run that is good nevertheless passes, if requests
-    were sent at the configured rate. A run that is bad without the client's delays fails.
-    """
+    were sent at the configured rate. A run that is bad without the client's delays fails."""
     config, result = outcome.config, outcome.result
     if (result.good_share or 0.0) >= config.goodput_ratio:
         behind = (result.offered_rate or 0.0) > (result.sent_rate or 0.0) * PRECISION

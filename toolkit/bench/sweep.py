@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 DEFAULT = "max-concurrency=1,2,4,8,16,32,64"
 
-Point = dict[str, Any]
-"""Settings of one run that vary between runs."""
+Point = dict[str, Any]  # settings of one run that vary between runs
 
 
 def sweep_points(config: SweepConfig) -> list[Point]:

@@ -1,15 +1,11 @@
 """Workloads of the engine benchmarks. They depend only on a model's context and vocabulary."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 
-SHORT_CONTEXT = 1024
-"""Models with a context up to this many tokens get shorter prompts and answers."""
+SHORT_CONTEXT = 1024  # models with a context up to this many tokens get shorter prompts and answers
 
-MAX_TOKEN_ID = 10_000
-"""Highest token id in prompts. Every vocabulary of a usual size has it."""
+MAX_TOKEN_ID = 10_000  # highest token id in prompts. Every vocabulary of a usual size has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +36,7 @@ def offline(
 ) -> Workload:
     """Return prompts and answers of 100 to 1024 tokens each, 16 to 512 in a short context.
 
-    Lengths are uniform. nano-vllm publishes its throughput for this mix.
-    """
+    Lengths are uniform. nano-vllm publishes its throughput for this mix."""
     low, high = (16, 512) if context <= SHORT_CONTEXT else (100, 1024)
     low = low if shortest is None else shortest
     high = high if longest is None else longest

@@ -1,7 +1,5 @@
 """An answer while it is streamed: text, reasoning, tool calls, token counts and speed."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +7,7 @@ from typing import Any
 from toolkit.chat.delta import CallPart, ChatDelta, Usage
 
 MIN_INTERVAL = 0.001  # seconds; deltas closer together were buffered and do not show the speed
-Message = dict[str, Any]
-"""A message in the API's format: role, content, ..."""
+Message = dict[str, Any]  # A message in the API's format: role, content, ..
 
 
 @dataclass(slots=True)

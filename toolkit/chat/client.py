@@ -1,7 +1,5 @@
 """Client of an OpenAI-compatible server that streams chat answers."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
@@ -86,8 +84,7 @@ class ChatClient:
     async def ask(self, body: dict[str, Any]) -> AsyncGenerator[ChatDelta]:
         """Send a request and yield its answer. Cancelling ends the request on the server too.
 
-        Raises ServerError if the server cannot be reached, refuses, or disconnects.
-        """
+        Raises ServerError if the server cannot be reached, refuses, or disconnects."""
         try:
             async with self.http.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:

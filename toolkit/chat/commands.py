@@ -1,7 +1,5 @@
 """Slash commands of the chat."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -61,8 +59,7 @@ async def handle_line(session: Session, line: str) -> bool:
 async def run_command(session: Session, name: str, argument: str) -> bool:
     """Run a command, given by its name or an unambiguous prefix. Return False for /exit.
 
-    Raises ToolkitError if the command is unknown or fails.
-    """
+    Raises ToolkitError if the command is unknown or fails."""
     near = [known for known in COMMANDS if known.startswith(name)]
     known = name if name in COMMANDS else near[0] if len(near) == 1 else None
     if known is None:

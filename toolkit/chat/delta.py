@@ -1,7 +1,5 @@
 """Parts of a streamed answer, parsed from the API's JSON."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

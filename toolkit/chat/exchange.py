@@ -1,10 +1,7 @@
 """Asks one question and shows its answer.
 
 One task reads the answer, another draws it. Ctrl-C cancels the reader, which closes the connection
-and so ends the request on the server.
-"""
-
-from __future__ import annotations
+and so ends the request on the server."""
 
 import asyncio
 from typing import Any

@@ -1,7 +1,5 @@
 """The messages of a conversation, in the API's format."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +12,7 @@ SENT_KEYS = ("role", "content", "tool_calls", "tool_call_id")  # the reasoning i
 class Conversation:
     """Messages that are sent with every question.
 
-    Every question in `messages` has an answer. A question without one is in `unanswered`.
-    """
+    Every question in `messages` has an answer. A question without one is in `unanswered`."""
 
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
@@ -35,8 +32,7 @@ class Conversation:
         """Remove the last question with all messages after it, and return the question.
 
         An unanswered question comes first; it may be the results of tool calls. Returns an empty
-        list if nothing was asked.
-        """
+        list if nothing was asked."""
         if self.unanswered is not None:
             question, self.unanswered = self.unanswered, None
             return question

@@ -1,7 +1,5 @@
 """Images in a question."""
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 
@@ -39,8 +37,7 @@ def to_data_url(path: Path) -> str:
 async def why_images_are_refused(client: ChatClient, model: ModelInfo) -> str | None:
     """Return the reason why a model accepts no images; None if it does.
 
-    If the server does not list this, send it an image of one pixel.
-    """
+    If the server does not list this, send it an image of one pixel."""
     if model.accepts_images is not None:
         return None if model.accepts_images else "the server lists it without image input."
     image = {"type": "image_url", "image_url": {"url": PIXEL}}

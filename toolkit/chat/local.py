@@ -1,7 +1,5 @@
 """A private server: a child process on a free port of 127.0.0.1, with its own key."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -43,8 +41,7 @@ def local_server(
 
     `tick` is called with the seconds waited so far. `command` replaces `tk serve MODEL`; the flags
     for host and port are appended to it. Raises ServerError, with the end of the log, if the server
-    exits during start-up.
-    """
+    exits during start-up."""
     port = free_port()
     key = secrets.token_urlsafe(24)
     if command is None:
@@ -67,8 +64,7 @@ def local_server(
 def start(command: Sequence[str], log: Path, extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start a child that Ctrl-C does not reach and that, on Linux, ends with this process.
 
-    `extra`: environment variables to add.
-    """
+    `extra`: environment variables to add."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def die_with_parent() -> None:

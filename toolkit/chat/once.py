@@ -1,7 +1,5 @@
 """One question from the command line or a pipe. Only the answer goes to stdout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import orjson
@@ -21,8 +19,7 @@ STOPPED = 130
 async def answer_once(session: Session, question: str, *, is_continued: bool) -> int:
     """Ask the question, write the answer and return the exit code.
 
-    `is_continued`: add both to the saved conversation. Raises ServerError if no answer begins.
-    """
+    `is_continued`: add both to the saved conversation. Raises ServerError if no answer begins."""
     new = [{"role": "user", "content": question}]
     messages = session.conversation.build_messages(new)
     body = request_body(session.config, session.model.name, messages)

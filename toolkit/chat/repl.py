@@ -80,8 +80,7 @@ def make_prompt(
 ) -> PromptSession[str]:
     """Make a multi-line editor with completion and the history of earlier runs.
 
-    Without `output` it writes to the terminal: to stderr if stdout is redirected.
-    """
+    Without `output` it writes to the terminal: to stderr if stdout is redirected."""
     keys = KeyBindings()
 
     is_typing = has_focus(DEFAULT_BUFFER)  # not searching, which has its own Enter

@@ -1,7 +1,5 @@
 """The body of a chat request, built from the settings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`tk chat`: finds or starts a server, then runs the chat."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -107,8 +105,7 @@ def _newest_conversation() -> store.SavedConversation:
 def find_server(config: ChatConfig, terminal: Terminal) -> Iterator[tuple[Address, ModelInfo]]:
     """Yield a server and a model: at --url, else at the default address, else a private server.
 
-    Raises ServerError if it cannot be reached or started.
-    """
+    Raises ServerError if it cannot be reached or started."""
     if config.url is not None:
         address = Address(config.url, config.api_key)
         yield address, choose_model(address, config.model)
@@ -157,8 +154,7 @@ def find_default_server(config: ChatConfig, terminal: Terminal) -> tuple[Address
 def show_progress(terminal: Terminal, task: str) -> Iterator[Callable[[float], None]]:
     """Yield a function that shows the seconds that `task` has taken; a negative number ends it.
 
-    The spinner's thread starts with the first call, so that a child can be forked before.
-    """
+    The spinner's thread starts with the first call, so that a child can be forked before."""
     if not terminal.err_console.is_terminal:
         terminal.note(f"{task} ...")
         yield lambda seconds: None

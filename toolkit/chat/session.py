@@ -1,7 +1,5 @@
 """State of a chat: the conversation, its settings, and the question being entered."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,8 +56,7 @@ class Session:
     async def ask(self, new: list[Message]) -> Answer:
         """Send new messages, and show and save the answer, even if it is incomplete.
 
-        If there is no answer, the messages become the unanswered question.
-        """
+        If there is no answer, the messages become the unanswered question."""
         answer = await self.exchange(self.conversation.build_messages(new))
         if answer.is_empty:
             self.conversation.unanswered = new
@@ -72,8 +69,7 @@ class Session:
     async def ask_again(self, question: list[Message] | None = None) -> None:
         """Ask the last question again, or `question` instead.
 
-        If there is no answer, the conversation stays unchanged.
-        """
+        If there is no answer, the conversation stays unchanged."""
         before = replace(self.conversation, messages=[*self.conversation.messages])
         last = self.conversation.pop_question()
         self.tool_results = []

@@ -1,7 +1,5 @@
 """Folders for the files of tk chat."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

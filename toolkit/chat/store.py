@@ -1,7 +1,5 @@
 """Saved conversations: one JSON file each, readable only by its owner."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass

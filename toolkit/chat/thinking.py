@@ -1,7 +1,5 @@
 """Reasoning that a server leaves in the answer, between `<think>` and `</think>`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from toolkit.chat.delta import ChatDelta

@@ -1,7 +1,5 @@
 """The command line. Each subcommand is a module; heavy imports happen when a command runs."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -14,8 +12,7 @@ START = time.perf_counter()  # of the command
 def _open_closed_streams() -> None:
     """Open /dev/null for closed standard streams.
 
-    Otherwise sockets would get their descriptors, and writes to them would fail.
-    """
+    Otherwise sockets would get their descriptors, and writes to them would fail."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)

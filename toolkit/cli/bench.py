@@ -1,7 +1,5 @@
 """`tk bench`: load tests of servers, comparisons of results, and engine benchmarks."""
 
-from __future__ import annotations
-
 import typer
 
 from toolkit.cli.command import command, command_with_subcommands
@@ -47,8 +45,7 @@ def sweep(config: SweepConfig) -> None:
     """Make one run for each combination of flag values.
 
     tk bench sweep --vary rps=1,2,4,8 random-input-len=128,1024 makes eight runs, and prints a line
-    for each.
-    """
+    for each."""
     from toolkit.bench.sweep import run_sweep
 
     raise typer.Exit(run_sweep(config))
@@ -60,8 +57,7 @@ def compare(config: CompareConfig) -> None:
 
     A change counts if its probability under chance is below 1 %, by the confidence intervals of the
     results. These allow for the correlation of requests that run at the same time, but not for a
-    machine that is slower on some days: repeat the measurement when the result is close.
-    """
+    machine that is slower on some days: repeat the measurement when the result is close."""
     from toolkit.bench.report.compare import run_compare
 
     raise typer.Exit(run_compare(config))
@@ -79,8 +75,7 @@ def offline(
     """Measure the engine's throughput on requests of mixed lengths.
 
     All requests are submitted at once, and answers always have their full length. With
-    --load-format dummy the model needs no weights.
-    """
+    --load-format dummy the model needs no weights."""
     from toolkit.bench.engine import run_offline
 
     run_offline(
@@ -122,8 +117,7 @@ def prefill(
 ) -> None:
     """Measure the engine's throughput on long prompts.
 
-    Answers have one token.
-    """
+    Answers have one token."""
     from toolkit.bench.engine import run_prefill
 
     run_prefill(

@@ -1,7 +1,5 @@
 """`tk chat`."""
 
-from __future__ import annotations
-
 import typer
 
 from toolkit.cli.command import command
@@ -13,8 +11,7 @@ from toolkit.config.clients import ChatConfig
 def chat(config: ChatConfig) -> None:
     """Chat with a model in the terminal.
 
-    With a PROMPT or piped text it answers once, and only the answer goes to stdout.
-    """
+    With a PROMPT or piped text it answers once, and only the answer goes to stdout."""
     from toolkit.chat.run import run
 
     raise typer.Exit(run(config))

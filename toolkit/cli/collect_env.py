@@ -1,7 +1,5 @@
 """`tk collect-env`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from toolkit.cli.config import DEFAULT, every_setting
@@ -18,8 +16,7 @@ def collect_env() -> None:
     Versions, device, changed settings, and the problems that tk doctor finds.
 
     Keys, names of users and machines, addresses and the home folder are removed. Read the report
-    before you send it.
-    """
+    before you send it."""
     from toolkit.doctor.environment import markdown
     from toolkit.doctor.probe import Probe
 

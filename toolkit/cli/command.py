@@ -1,7 +1,5 @@
 """Typer commands made from the table of settings."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -29,8 +27,7 @@ def command_with_subcommands(
     """Register a command like `command`, and return a Typer app for its subcommands.
 
     The function runs if no subcommand is given. Subcommands have their own flags: a flag before a
-    subcommand's name is an error.
-    """
+    subcommand's name is an error."""
 
     def register(function: Callable[..., None]) -> typer.Typer:
         group = typer.Typer(cls=CommandGroup, rich_markup_mode=None)
@@ -81,8 +78,7 @@ def given_settings(
 ) -> dict[str, SourcedValue]:
     """Return the settings given by flag, variable or file, by name.
 
-    `flags`: parsed by Typer. `path`: the words of the command. `root`: Typer's object of `tk`.
-    """
+    `flags`: parsed by Typer. `path`: the words of the command. `root`: Typer's object of `tk`."""
     given = dict(flags)
     for row in rows:
         if row.type is tuple and not given.get(row.name):

@@ -1,7 +1,5 @@
 """`tk completion`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

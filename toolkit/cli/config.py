@@ -1,7 +1,5 @@
 """`tk config`."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -62,8 +60,7 @@ def show(
     """Print the current value of every setting, in tk.toml format.
 
     Keys are masked. A setting that is not set is shown with its default, or as a comment if it has
-    none.
-    """
+    none."""
     commands = _commands()
     if command is not None:
         path = tuple(re.split(r"[ .]", command.strip()))

@@ -26,8 +26,7 @@ def doctor(
     """Check whether this machine can serve, and say what to fix.
 
     Checks driver, PyTorch, kernels, compiler, memory, disk, limits, packages, settings, port,
-    downloads, manual and completions. Exits with 1 if a check fails; warnings do not count.
-    """
+    downloads, manual and completions. Exits with 1 if a check fails; warnings do not count."""
     from toolkit.doctor.probe import Probe
     from toolkit.doctor.report import report
 

@@ -1,9 +1,6 @@
 """Help on one screen: common options by subject, all of them with --help-all.
 
-Unknown flags and commands are errors that suggest the nearest names.
-"""
-
-from __future__ import annotations
+Unknown flags and commands are errors that suggest the nearest names."""
 
 import inspect
 import re
@@ -56,8 +53,7 @@ def repeat_flags(args: list[str], rows: dict[str, Option]) -> list[str]:
     """Repeat a flag before each of its values, so that it accepts several words as in vLLM.
 
     `--goodput ttft:200 tpot:50` becomes `--goodput ttft:200 --goodput tpot:50`. A word is a value
-    if it has the sign (`:` or `=`) of the flag's metavar.
-    """
+    if it has the sign (`:` or `=`) of the flag's metavar."""
     signs = {
         row.flag: "=" if "=" in (row.metavar or "") else ":"
         for row in rows.values()

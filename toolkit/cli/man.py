@@ -1,7 +1,5 @@
 """`tk man`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """`tk models`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -24,8 +22,7 @@ def models(
     """List local models.
 
     The demo model, model folders, and downloads from the hub. FITS: whether this machine has memory
-    for the weights and one request of full context length.
-    """
+    for the weights and one request of full context length."""
     from toolkit.inventory.listing import list_models
 
     list_models(folders or [Path()], as_json=json)

@@ -1,7 +1,5 @@
 """`tk pull`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer
@@ -22,8 +20,7 @@ def pull(
     """Download a model from the hub.
 
     Afterwards it can be served without the hub. An interrupted download is resumed, and complete
-    files are not downloaded again. The model's folder is printed to stdout.
-    """
+    files are not downloaded again. The model's folder is printed to stdout."""
     from toolkit.inventory.download import pull as run
 
     print(run(name, revision))

@@ -1,7 +1,5 @@
 """`tk rm`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer
@@ -19,8 +17,7 @@ def rm(
 ) -> None:
     """Remove downloaded models.
 
-    Asks first, then removes all their revisions from the hub's cache, and nothing else.
-    """
+    Asks first, then removes all their revisions from the hub's cache, and nothing else."""
     from toolkit.inventory.removal import remove
 
     raise typer.Exit(remove(names, yes=yes))

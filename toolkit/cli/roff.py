@@ -1,7 +1,5 @@
 """Man pages as plain text, for machines without `man`. Knows the macros of `tools.docs.roff`."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 

@@ -1,7 +1,5 @@
 """The tree of commands, and the error messages of the command line."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 import sys
@@ -22,8 +20,7 @@ EXIT_CODES = {
     1: "Internal error. The message says where its traceback is.",
     2: "Usage error: a flag, setting, model or server that cannot be used. The message says which.",
     130: "Ctrl-C.",
-}
-"""Exit codes of every command."""
+}  # exit codes of every command
 
 app = typer.Typer(
     name="tk",
@@ -77,8 +74,7 @@ def run() -> int:
 def explain(error: Exception) -> int:
     """Print an error to stderr and return the exit code. Errors of all commands end here.
 
-    A ToolkitError is one paragraph. A bug is one line; its traceback goes to `errors.log`.
-    """
+    A ToolkitError is one paragraph. A bug is one line; its traceback goes to `errors.log`."""
     if isinstance(error, ToolkitError):
         return _fail(error.message, 2)
     if isinstance(error, typer.TyperException):

@@ -1,7 +1,5 @@
 """`tk run`."""
 
-from __future__ import annotations
-
 import sys
 
 from toolkit.cli.command import command
@@ -31,8 +29,7 @@ def run(
 ) -> None:
     """Answer one prompt and exit.
 
-    The answer is streamed to stdout. Text piped to standard input is added to the prompt.
-    """
+    The answer is streamed to stdout. Text piped to standard input is added to the prompt."""
     if model.model is not None and config.prompt is None and " " in model.model:
         raise InvalidRequestError(
             f"{model.model!r} was given as the model's name. Use tk run MODEL PROMPT or, with the "

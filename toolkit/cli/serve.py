@@ -1,7 +1,5 @@
 """`tk serve`."""
 
-from __future__ import annotations
-
 import typer
 
 from toolkit.cli import START

@@ -1,7 +1,5 @@
 """`tk show`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer
@@ -24,8 +22,7 @@ def show(
     """Show the properties of a model.
 
     Architecture, parameters, context, tokenizer, chat template, license and files. If the model is
-    only on the hub, its description is downloaded, but not its weights.
-    """
+    only on the hub, its description is downloaded, but not its weights."""
     from toolkit.inventory.card import show as run
 
     run(model, revision, as_json=json)

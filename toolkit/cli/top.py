@@ -1,7 +1,5 @@
 """`tk top`."""
 
-from __future__ import annotations
-
 import typer
 
 from toolkit.cli.command import command
@@ -15,8 +13,7 @@ def top(config: TopConfig) -> None:
 
     Five pages: 1 overview, 2 live requests (sort, filter, open, end), 3 latency over time as
     heatmaps, 4 servers, 5 settings. ? lists the keys. Reads /metrics of tk and vLLM servers, and
-    /tk/requests and /server_info of tk servers, which need the admin key if the server has one.
-    """
+    /tk/requests and /server_info of tk servers, which need the admin key if the server has one."""
     from toolkit.top.run import run
 
     raise typer.Exit(run(config))

@@ -1,10 +1,7 @@
 """Model names for shell completion, from this machine or from a server.
 
 Runs without Typer and settings, so that it is fast. It never fails: an error would end up in the
-user's prompt.
-"""
-
-from __future__ import annotations
+user's prompt."""
 
 import json
 import os
@@ -18,8 +15,7 @@ def values(kind: str, words: Sequence[str]) -> list[str]:
     """Return the values of a word of this `kind` in the command line `words`.
 
     MODEL: models of this machine, or of the server that --url names. NAME: models of that server or
-    of the default one. DOWNLOADED: models in the hub's cache.
-    """
+    of the default one. DOWNLOADED: models in the hub's cache."""
     url = _option(words, URL_FLAGS) or os.environ.get("TK_URL")
     if kind == "NAME" or (kind == "MODEL" and url):
         key = _option(words, ("--api-key",)) or os.environ.get("TK_API_KEY")

@@ -1,7 +1,5 @@
 """Parsing of an OpenAI-compatible server's output: server-sent events and error bodies."""
 
-from __future__ import annotations
-
 from typing import Any
 from urllib.parse import urlsplit
 

@@ -1,7 +1,5 @@
 """Settings of `tk bench offline`, `latency` and `prefill`, which need no server."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from toolkit.config.engine import CacheConfig

@@ -1,7 +1,5 @@
 """Settings of the clients: `tk top` and `tk chat`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
@@ -166,8 +164,7 @@ class ChatConfig:
 def server_url(text: str) -> str:
     """Return the root URL of a server from `host:port` or a URL, with or without `/v1`.
 
-    Raises ConfigError if it is not an http(s) address.
-    """
+    Raises ConfigError if it is not an http(s) address."""
     url = text.strip() if "://" in text else f"http://{text.strip()}"
     url = url.rstrip("/").removesuffix("/v1").rstrip("/")
     try:

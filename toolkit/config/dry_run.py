@@ -1,7 +1,5 @@
 """Settings of `tk serve --dry-run`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from toolkit.config.fields import check_all, option

@@ -237,8 +237,7 @@ class EngineConfig:
     def from_settings(cls, settings: Mapping[str, Any]) -> EngineConfig:
         """Build from flat settings, such as those of `LLM(model, max_num_seqs=8)`.
 
-        Raises ConfigError for an unknown name or a value out of bounds.
-        """
+        Raises ConfigError for an unknown name or a value out of bounds."""
         known = {row.name for part in PARTS.values() for row in options(part)}
         for name in settings:
             if name not in known:

@@ -1,10 +1,7 @@
 """The table of settings. A field of a config class is a setting.
 
 Its name, type, default, bounds and help text define the flag, the TK_* variable, the tk.toml key
-and the documentation.
-"""
-
-from __future__ import annotations
+and the documentation."""
 
 import dataclasses
 import re
@@ -36,8 +33,7 @@ def option(
     """Declare a dataclass field that is a setting.
 
     `argument`: also a positional argument on the command line. `subject`: heading of this field
-    and those after it. `common`: part of the short help.
-    """
+    and those after it. `common`: part of the short help."""
     meta = {
         "help": help,
         "minimum": minimum,
@@ -110,8 +106,7 @@ class Option:
     def check(self, value: Any, source: str | None = None) -> Any:
         """Return the value, converted if nothing is lost by it.
 
-        Raises ConfigError that names `source` (default: the flag) and the accepted values.
-        """
+        Raises ConfigError that names `source` (default: the flag) and the accepted values."""
         source = source or self.flag
         if value is None and (self.optional or self.default is None):
             return None
@@ -125,9 +120,7 @@ class Option:
             )
         if self.choices and value not in self.choices:
             listed = ", ".join(str(choice) for choice in self.choices)
-            raise ConfigError(
-                f"{source} must be one of {listed}; got {value!r}.", param=self.name
-            )
+            raise ConfigError(f"{source} must be one of {listed}; got {value!r}.", param=self.name)
         number: Any = value
         if number != number:
             raise ConfigError(

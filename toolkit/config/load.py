@@ -1,7 +1,5 @@
 """Settings of the load generator: `tk bench`, `tk bench serve`, `sweep` and `compare`."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

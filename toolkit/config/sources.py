@@ -3,10 +3,7 @@
 The file is --config (TK_CONFIG), else tk.toml in the current folder, else the user's tk.toml. Its
 top-level keys apply to all commands that have them. Keys in a section, such as [serve] or
 [bench.offline], apply to that command only. Every command checks the complete file against the
-settings of all commands, so that a misspelled key is an error everywhere.
-"""
-
-from __future__ import annotations
+settings of all commands, so that a misspelled key is an error everywhere."""
 
 import os
 import tomllib
@@ -21,10 +18,8 @@ from toolkit.errors import ConfigError, did_you_mean
 
 FILE_VARIABLE = "TK_CONFIG"
 
-CommandPath = tuple[str, ...]
-"""Words of a command: ("bench", "offline")."""
-Known = Mapping[CommandPath, Collection[str]]
-"""Names of the settings of each command."""
+CommandPath = tuple[str, ...]  # words of a command: ("bench", "offline")
+Known = Mapping[CommandPath, Collection[str]]  # names of the settings of each command
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +43,7 @@ def resolve(
 
     `flags`: None for a flag not on the command line. `file`: value of --config. `known`: settings
     of all commands; other commands' keys in the file are no errors. Raises ConfigError for a
-    variable or a file that cannot be read, and for an unknown key or section.
-    """
+    variable or a file that cannot be read, and for an unknown key or section."""
     environment = os.environ if environment is None else environment
     path = settings_file(file, environment)
     from_file = {} if path is None else read_file(path, rows, command, known or {})
@@ -93,8 +87,7 @@ def read_file(
 ) -> dict[str, SourcedValue]:
     """Return a command's settings in a file; inner sections win. The whole file is checked.
 
-    Raises ConfigError for invalid TOML, and for an unknown key or section or an invalid value.
-    """
+    Raises ConfigError for invalid TOML, and for an unknown key or section or an invalid value."""
     try:
         content = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
@@ -113,8 +106,7 @@ def _entries(
 ) -> Iterator[tuple[CommandPath, str, Any]]:
     """Yield (section, setting, value) of a table, then of its sub-tables.
 
-    Raises ConfigError for an unknown setting or section.
-    """
+    Raises ConfigError for an unknown setting or section."""
     here = f" in [{'.'.join(section)}]" if section else ""
     names = {
         name

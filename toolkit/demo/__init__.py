@@ -1,7 +1,5 @@
 """The small demo model that ships with tk. `tools.demo` trains it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 __all__ = ["MODEL_DIR"]

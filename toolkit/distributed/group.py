@@ -23,8 +23,7 @@ _abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_pro
 TIMEOUT_SECONDS = 1800.0
 """Seconds that a rank waits for another: long, since one may be loading weights.
 
-The executor notices ranks that died or hang in a step.
-"""
+The executor notices ranks that died or hang in a step."""
 
 
 class PeerMemory(Protocol):
@@ -82,8 +81,7 @@ class Group:
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return [n, size · width] of every rank's [n, width], in rank order.
 
-        With several ranks the result is `out`, if one is given.
-        """
+        With several ranks the result is `out`, if one is given."""
         if self.size == 1:
             return x
         if self.peer_memory is not None and out is not None and self.peer_memory.all_gather(x, out):
@@ -146,16 +144,14 @@ class Group:
         return int(value)
 
 
-SINGLE = Group()
-"""The only rank of a model."""
+SINGLE = Group()  # the only rank of a model
 
 
 def connect(rank: int, size: int, rendezvous: Path | str, device: torch.device) -> Group:
     """Wait for all ranks, and return their group.
 
     `rendezvous`: a new, private folder, or the address tcp://HOST:PORT of a store.
-    Raises ConfigError if this process is a rank already.
-    """
+    Raises ConfigError if this process is a rank already."""
     if size == 1:
         return SINGLE
     if dist.is_initialized():

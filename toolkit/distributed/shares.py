@@ -62,8 +62,7 @@ def full_shard(total: int) -> Shard:
 def even_shard(total: int, what: str) -> Shard:
     """Return one of equal shards. `what`: the entries, for messages.
 
-    Raises ConfigError if the ranks do not divide the total.
-    """
+    Raises ConfigError if the ranks do not divide the total."""
     group = current_group()
     if total % group.size:
         raise ConfigError(

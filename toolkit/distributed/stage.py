@@ -5,8 +5,7 @@ background, by NCCL in the order of the device's work, outside CUDA graphs. Ever
 of all rows, and as many KV blocks as the rank that can hold the fewest. Devices send nothing back:
 the first rank of the last stage returns a step's tokens, and all stages get them with the next step
 of their rows (`SchedulerOutput.last_tokens`). So a request decodes in one step at a time
-(`scheduler.planner`).
-"""
+(`scheduler.planner`)."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ class Stage:
         self.link.send(x)
 
 
-SINGLE_STAGE = Stage()
-"""The only stage, with all layers."""
+SINGLE_STAGE = Stage()  # the only stage, with all layers
 
 
 class Link:

@@ -4,8 +4,7 @@ Faster than NCCL there. A CUDA graph holds these collectives like any other kern
 
 A sum is pushed into the other ranks' memory or read from it (one-shot, two-shot), whichever was
 fastest for its size at start; docs/notes/several-gpus.md has times. Each rank writes its logits
-into the memory of all ranks, at their place in each row, where the sampler reads them.
-"""
+into the memory of all ranks, at their place in each row, where the sampler reads them."""
 
 from __future__ import annotations
 
@@ -33,16 +32,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Algorithm = Literal["pushed", "one-shot", "two-shot", "NCCL"]
-WIDTH = 4096
-"""Length of the timed rows, in numbers of 16 bits."""
+WIDTH = 4096  # length of the timed rows, in numbers of 16 bits
 ROWS = tuple(2**power for power in range(14))
 _opened = False
 """True once this process has opened peer memory.
 
-PyTorch counts the rendezvous of a process, and ranks with different counts never meet.
-"""
-CALLS = 16
-"""Calls in a captured graph. The median of REPLAYS replays counts."""
+PyTorch counts the rendezvous of a process, and ranks with different counts never meet."""
+CALLS = 16  # calls in a captured graph. The median of REPLAYS replays counts
 REPLAYS = 5
 
 
@@ -132,8 +128,7 @@ class SymmetricMemory:
 def open_peer_memory(group: Group, device: torch.device) -> Group:
     """Return the group with peer memory, if its ranks are GPUs of one machine that allow it.
 
-    Sums use it only after `choose_algorithms`.
-    """
+    Sums use it only after `choose_algorithms`."""
     global _opened
     if group.size == 1 or group.size > 8 or device.type != "cuda" or not _is_on_one_machine(group):
         return group
@@ -178,8 +173,7 @@ def choose_algorithms(group: Group, device: torch.device) -> Group:
 def _is_on_one_machine(group: Group) -> bool:
     """Return True if all ranks are on one machine and in one container.
 
-    Memory handles are passed on by process id.
-    """
+    Memory handles are passed on by process id."""
     try:
         spaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("pid", "mnt", "net")]
         machine = "".join([Path("/proc/sys/kernel/random/boot_id").read_text(), *spaces])
@@ -220,8 +214,7 @@ def _measure(
 ) -> dict[int, dict[Algorithm, float]]:
     """Return microseconds of a sum and the norm after it, by bytes of the sum.
 
-    They are the slowest rank's, and so the same on all ranks.
-    """
+    They are the slowest rank's, and so the same on all ranks."""
     kernels, peers = memory.kernels, memory.peers
     add_rms_norm = kernels.add_rms_norm
     found: dict[int, dict[Algorithm, float]] = {}

@@ -1,7 +1,5 @@
 """`tk collect-env`: facts for a bug report, in Markdown, without private data."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess
@@ -25,8 +23,7 @@ VARIABLES = (
 """Prefixes of environment variables that affect tk."""
 OPTIONAL = ("triton", "flash-attn-4", "opentelemetry-sdk")
 
-SettingRow = tuple[str, str, str, str]
-"""(command, setting, value, origin)"""
+SettingRow = tuple[str, str, str, str]  # (command, setting, value, origin)
 
 
 def markdown(
@@ -35,8 +32,7 @@ def markdown(
     """Format the report.
 
     `facts`: of the probe. `findings`: those that did not pass are included. `changed`: settings
-    that differ from their defaults.
-    """
+    that differ from their defaults."""
     problems = [
         (str(one.status), f"{one.name}: {redact(one.text)}")
         for one in findings

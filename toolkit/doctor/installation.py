@@ -1,7 +1,5 @@
 """Checks of the installation: packages, settings, port, downloads, manual, completions."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

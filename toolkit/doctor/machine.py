@@ -1,7 +1,5 @@
 """Checks of the machine: driver, PyTorch, kernels, compiler, memory, disk, limits."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

@@ -1,9 +1,6 @@
 """Check PyTorch and Triton in a separate process: `python -m toolkit.doctor.probe` prints JSON.
 
-This keeps the doctor light, and alive if a broken library crashes its process.
-"""
-
-from __future__ import annotations
+This keeps the doctor light, and alive if a broken library crashes its process."""
 
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Redact private data from text: keys, names of the user and the machine, addresses."""
 
-from __future__ import annotations
-
 import getpass
 import ipaddress
 import re
@@ -15,8 +13,7 @@ SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH|HEAD
 _KEYS = re.compile(
     r"\b(?:hf|sk|gh[oprsu]|github_pat|xox[abp]|glpat|AKIA)[-_]?[A-Za-z0-9_-]{12,}"
     r"|(?<=Bearer )\S+|\b[A-Za-z0-9+/_-]{40,}={0,2}(?![\w./-])"
-)
-"""Common keys, and any word of 40 characters or more that is not part of a path."""
+)  # common keys, and any word of 40 characters or more that is not part of a path
 _HOST = re.compile(r"(?<=://)([^/\s\"']+)")
 _ADDRESS = re.compile(
     r"\b\d{1,3}(?:\.\d{1,3}){3}\b|(?<![\w:])[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){2,7}(?![\w:])"

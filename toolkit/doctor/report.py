@@ -1,7 +1,5 @@
 """`tk doctor`: print all findings, one line each, with fixes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 

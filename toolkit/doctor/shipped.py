@@ -1,7 +1,5 @@
 """Locations of man pages and completion scripts: in the checkout, or in the installed package."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """The engine for servers: cores run in their own processes, requests are asyncio streams."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random
@@ -63,8 +61,7 @@ class AsyncLLM:
 
     >>> async with AsyncLLM("gpt2") as llm:
     ...     async for output in llm.generate("The sea is"):
-    ...         print(output.outputs[0].text)
-    """
+    ...         print(output.outputs[0].text)"""
 
     info: WorkerInfo
     tokenizer: Tokenizer | None
@@ -160,8 +157,7 @@ class AsyncLLM:
     def start_reading(self, index: int = 0) -> asyncio.Task[None]:
         """Process a core's messages from now on, instead of its predecessor's.
 
-        If another process manages the core, the task ends with the error that ended the core.
-        """
+        If another process manages the core, the task ends with the error that ended the core."""
         replica = self.replicas[index]
         if replica.reader is not None:
             replica.reader.cancel()
@@ -284,8 +280,7 @@ class AsyncLLM:
     def _resume_elsewhere(self, stream: RequestStream) -> None:
         """Continue a request on another core from its prompt and the tokens generated so far.
 
-        Its reader notices only a pause. If no core is running, the request waits for one.
-        """
+        Its reader notices only a pause. If no core is running, the request waits for one."""
         replica = self._choose_core(stream)
         if replica is not None:
             has_started = any(sequence.token_ids for sequence in stream.state.sequences)
@@ -316,8 +311,7 @@ class AsyncLLM:
     async def end_requests(self, id: str) -> RequestList:
         """End the requests with this id, of any client, with the finish reason "abort".
 
-        Raises ServerUnavailableError if the engine does not answer.
-        """
+        Raises ServerUnavailableError if the engine does not answer."""
         return await self._query_cores(lambda client, ticket: EndRequests(id, client, ticket))
 
     async def _query_cores(self, query: Query) -> RequestList:
@@ -430,8 +424,7 @@ class AsyncLLM:
 
         If no core is running, they wait for the first replacement. Requests that exceed MAX_RESUMES
         fail. Cores known to have died together must be passed together, so that no request moves
-        from one to another of them.
-        """
+        from one to another of them."""
         gone = [self.replicas[index] for index in indices if self.replicas[index].is_running]
         for replica in gone:
             replica.disconnect()
@@ -472,8 +465,7 @@ class AsyncLLM:
         """Return if all cores are healthy: each has made a step lately, or makes one now.
 
         A restarting core is ignored while another is healthy. Raises ServerUnavailableError, or
-        EngineDeadError if a core is permanently lost.
-        """
+        EngineDeadError if a core is permanently lost."""
         if self.fatal_error is not None:
             raise self.fatal_error
         results = await asyncio.gather(

@@ -5,10 +5,7 @@ beams are ranked by log-probability over length to the power of `length_penalty`
 `early_stopping` decides when to stop.
 
 It runs in the front end. Every step sends complete beams again: the prefix cache holds the tokens
-that are computed already, also those that several beams share.
-"""
-
-from __future__ import annotations
+that are computed already, also those that several beams share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,8 +29,7 @@ class BeamSearch:
     """Search over one prompt.
 
     While it is not `is_finished`, run a request for each of `prompts` with `step_params`, and pass
-    the reported log-probabilities to `advance`.
-    """
+    the reported log-probabilities to `advance`."""
 
     def __init__(
         self, prompt_token_ids: list[int], params: BeamSearchParams, eos_token_ids: Sequence[int]
@@ -57,8 +53,7 @@ class BeamSearch:
             ignore_eos=True,
         )
         self._open = [Beam([], 0.0)]
-        self._done: list[tuple[float, Beam]] = []
-        """Best ended beams with their scores, best first."""
+        self._done: list[tuple[float, Beam]] = []  # best ended beams with their scores, best first
 
     @property
     def is_finished(self) -> bool:

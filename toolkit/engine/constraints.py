@@ -1,7 +1,5 @@
 """Grammars of live requests and the token masks of their next tokens."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,15 +9,13 @@ from toolkit.sampling.params import THINK_END, THINK_START
 from toolkit.scheduler import Request
 from toolkit.text.tokenizer import Tokenizer
 
-WAIT_SECONDS = 0.002
-"""Longest wait for a compilation, in seconds, if the engine has no other work."""
+WAIT_SECONDS = 0.002  # longest wait for a compilation, in seconds, if the engine has no other work
 
 
 class Constraints:
     """Compiles grammars in threads, and queues each request once its grammar is compiled.
 
-    Requests that wait for a compilation add no cost to a step: a callback reports its end.
-    """
+    Requests that wait for a compilation add no cost to a step: a callback reports its end."""
 
     def __init__(self, read_tokenizer: Callable[[], Tokenizer | None], vocab_size: int) -> None:
         self._compiler = GrammarCompiler(
@@ -95,8 +91,7 @@ def token_table(tokenizer: Tokenizer | None, vocab_size: int, end_ids: Sequence[
     """Return the model's tokens with the text that they add to an answer.
 
     Tokens that delimit parts of an answer (tool calls, reasoning) count as text, even if the
-    tokenizer marks them as special.
-    """
+    tokenizer marks them as special."""
     if tokenizer is None:
         raise ValueError("the model has no tokenizer")
     known = range(min(vocab_size, tokenizer.size))

@@ -1,7 +1,5 @@
 """The engine's loop: schedule, execute, update."""
 
-from __future__ import annotations
-
 import logging
 import random
 import time
@@ -96,8 +94,7 @@ class EngineCore:
 
     def add(self, new: EngineRequest) -> None:
         """Add n sequences that share the prompt's blocks. Raises ValueError if the cache is too
-        small.
-        """
+        small."""
         if new.client not in self._clients:
             self._clients.append(new.client)
         leader: Request | None = None
@@ -236,8 +233,7 @@ class EngineCore:
     def _set_masks(self, index: int) -> None:
         """Send the grammar masks of a step, whose earlier tokens are all known now.
 
-        The device computes meanwhile. The next step is not launched yet.
-        """
+        The device computes meanwhile. The next step is not launched yet."""
         step, pending = self._steps[index]
         if not len(step.constrained):
             return
@@ -260,8 +256,7 @@ class EngineCore:
     def _recover(self, step: SchedulerOutput, error: Exception) -> dict[int, list[EngineOutput]]:
         """Recover from a failed step: give up some of its requests and recompute the others.
 
-        Raises the error if no step can run any more.
-        """
+        Raises the error if no step can run any more."""
         if is_fatal(error) or isinstance(error, WorkersLostError):
             raise error
         self.failure = f"{type(error).__name__}: {error}"
@@ -359,8 +354,7 @@ class _FailedStep:
         """Raise the error and drop the reference to it.
 
         The error's traceback keeps the step's memory alive. A reference cycle through this object
-        would delay its release until the garbage collector runs.
-        """
+        would delay its release until the garbage collector runs."""
         error, self._error = self._error, None
         assert error is not None, "already raised"
         try:

@@ -1,7 +1,5 @@
 """Turn prompts and parameters into requests: tokenize, check, resolve defaults."""
 
-from __future__ import annotations
-
 import json
 import sys
 import uuid
@@ -43,8 +41,7 @@ class InputProcessor:
         """Return (the prompt if it is text, the request).
 
         Unless it is streamed, the core may report all tokens at the end. Raises
-        InvalidRequestError, for example for an empty prompt or a token outside the vocabulary.
-        """
+        InvalidRequestError, for example for an empty prompt or a token outside the vocabulary."""
         self.require_generation()
         text, token_ids = self._tokenize(prompt)
         if not token_ids:
@@ -237,8 +234,7 @@ class InputProcessor:
 def load_default_sampling(folder: Path) -> dict[str, Any]:
     """Read sampling defaults from the model's generation_config.json, as SamplingParams fields.
 
-    `do_sample: false` means greedy decoding. Raises CheckpointError for values out of range.
-    """
+    `do_sample: false` means greedy decoding. Raises CheckpointError for values out of range."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return {}

@@ -1,7 +1,5 @@
 """The engine in the caller's process, for offline work. The interface follows vLLM's."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time
@@ -57,8 +55,7 @@ class LLM:
 
         `settings` are the flags of `tk serve`, with underscores; `config` replaces them. `executor`
         replaces the one that would be created. `report` is called with the name and seconds of each
-        start-up phase. Raises ToolkitError.
-        """
+        start-up phase. Raises ToolkitError."""
         self.config = config or EngineConfig.from_settings({"model": model, **settings})
         wanted = self.config.model
         self.folder = locate(wanted.model, wanted.revision)
@@ -92,8 +89,7 @@ class LLM:
 
         `sampling_params`: one for all prompts, or one per prompt. `use_tqdm`: show progress on a
         terminal. Raises InvalidRequestError before anything runs if a prompt is invalid, and
-        EngineError if a request failed.
-        """
+        EngineError if a request failed."""
         many = _as_list(prompts)
         params = _params_per_prompt(
             self.get_default_sampling_params() if sampling_params is None else sampling_params,
@@ -158,8 +154,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return the `beam_width` best completions of each prompt by beam search, best first.
 
-        Each has its `cumulative_logprob`. Raises InvalidRequestError.
-        """
+        Each has its `cumulative_logprob`. Raises InvalidRequestError."""
         prompt_params = SamplingParams(
             max_tokens=params.max_tokens, stop_token_ids=params.stop_token_ids
         )
@@ -195,8 +190,7 @@ class LLM:
 
         `dimensions`: length to cut vectors to, if the model was trained for it.
         `truncate_prompt_tokens`: tokens to keep of each prompt, -1: the model's maximum. Raises
-        InvalidRequestError if the model has no embeddings, or a text is empty or too long.
-        """
+        InvalidRequestError if the model has no embeddings, or a text is empty or too long."""
         size = self._pooling.embedding_size(dimensions)
         inputs = self._pooling.prepare_texts(
             cast(list[str | list[int]], _as_list(prompts)), truncate_prompt_tokens
@@ -220,8 +214,7 @@ class LLM:
         """Score each query with its document, or one query with each document.
 
         The score is a cross-encoder's output, else the cosine similarity of embeddings. Raises
-        InvalidRequestError.
-        """
+        InvalidRequestError."""
         firsts = [queries] if isinstance(queries, str) else list(queries)
         seconds = [documents] if isinstance(documents, str) else list(documents)
         job = self._pooling.prepare_comparison(
@@ -309,8 +302,7 @@ class LLM:
         """Yield (request id, delta) until all of these requests have ended.
 
         Several such loops may be open. The output of one loop's requests is kept while another
-        runs.
-        """
+        runs."""
         unfinished = sum(len(state.sequences) for state in states)
         while unfinished:
             while not woken:

@@ -1,7 +1,5 @@
 """Messages between front ends and engine cores: msgspec structs, sent as MessagePack."""
 
-from __future__ import annotations
-
 import msgspec
 
 from toolkit.config import EngineConfig
@@ -15,8 +13,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, tag="add"):
     """A request and how its answers are delivered.
 
     The client (a front end) and a number identify each of its n sequences: `number` and the n - 1
-    numbers after it. A front end uses each number once.
-    """
+    numbers after it. A front end uses each number once."""
 
     id: str
     spec: SequenceSpec
@@ -25,12 +22,10 @@ class EngineRequest(msgspec.Struct, kw_only=True, tag="add"):
     seed: int | None = None  # of the first sequence, if the front end has drawn one
     arrival: float = 0.0  # on the machine's monotonic clock
     origin: str = ""  # address of the HTTP client
-    index: int | None = None
-    """Compute only this one of the n answers. None: all n."""
+    index: int | None = None  # compute only this one of the n answers. None: all n
     output_token_ids: list[int] = []
     """Tokens of sequence `index` that a core generated before it died."""
-    num_prompt_logprobs: int = 0
-    """Prompt positions whose log-probabilities that core had reported."""
+    num_prompt_logprobs: int = 0  # prompt positions whose log-probabilities that core had reported
 
     @property
     def num_sequences(self) -> int:
@@ -110,8 +105,7 @@ class EngineOutputs(msgspec.Struct, tag="outputs"):
     """Results of one step for one front end."""
 
     outputs: list[EngineOutput] = []
-    numbers: bytes = b""
-    """int64 numbers of the sequences that got one token and nothing else."""
+    numbers: bytes = b""  # int64 numbers of the sequences that got one token and nothing else
     token_ids: bytes = b""  # int32 token of each of them
     stats: EngineStats | None = None  # only for the first front end
     scheduled: list[int] = []  # sequences that started to run in this step
@@ -175,8 +169,7 @@ class Failed(msgspec.Struct, tag="failed"):
     """The core ends with an error.
 
     `kind` is the name of a ToolkitError class. It is empty for a bug, whose traceback is in the
-    log.
-    """
+    log."""
 
     kind: str
     message: str

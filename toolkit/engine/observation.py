@@ -1,7 +1,5 @@
 """Update metrics from the statistics of a core's step."""
 
-from __future__ import annotations
-
 from toolkit.metrics import Metrics
 from toolkit.scheduler.stats import COUNTERS, EngineStats
 

@@ -73,8 +73,7 @@ class SequenceState:
     index: int
     number: int
     detokenizer: IncrementalDetokenizer | None  # None if no text is needed
-    stream: TextStream | None
-    """Receives plain tokens. None if stop strings must be found."""
+    stream: TextStream | None  # receives plain tokens. None if stop strings must be found
     delta: Delta | None = None  # output not read yet
     is_finished: bool = False
     token_ids: list[int] = field(default_factory=list)
@@ -205,8 +204,7 @@ class OutputProcessor:
     def _process_columns(self, message: EngineOutputs, now: float, changes: StepChanges) -> None:
         """Process sequences that got one token and nothing else.
 
-        A busy server runs this loop for every token, so it does as little as possible.
-        """
+        A busy server runs this loop for every token, so it does as little as possible."""
         numbers = np.frombuffer(message.numbers, np.int64).tolist()
         tokens = np.frombuffer(message.token_ids, np.int32).tolist()
         find, gaps = self._sequences.get, changes.gaps

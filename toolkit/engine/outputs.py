@@ -1,7 +1,5 @@
 """Outputs of the Python API. Their fields follow vLLM's."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 
@@ -14,8 +12,7 @@ class Logprob:
     decoded_token: str
 
 
-PositionLogprobs = dict[int, Logprob]
-"""By token id. The token in the output comes first."""
+PositionLogprobs = dict[int, Logprob]  # by token id. The token in the output comes first
 
 
 @dataclass(slots=True)

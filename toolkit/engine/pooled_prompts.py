@@ -4,8 +4,7 @@ A pooled prompt is a request that ends with its prompt. Its last step returns a 
 token, in the only EngineOutput of the sequence. A decoder computes the prompt in chunks, among
 other requests, and keeps the partial result by row (`pooling.accumulator`). An encoder has no cache
 and computes complete prompts (`worker.encoder_runner`); the scheduler is the same, with one block
-per request and `chunks_prompts` off.
-"""
+per request and `chunks_prompts` off."""
 
 from __future__ import annotations
 
@@ -168,8 +167,7 @@ class PoolingProcessor:
         """Check texts or token ids.
 
         `truncate`: tokens to keep of each, -1: the model's maximum. Raises InvalidRequestError for
-        one that is empty, too long, or has a token outside the vocabulary.
-        """
+        one that is empty, too long, or has a token outside the vocabulary."""
         max_tokens = self._max_tokens(truncate)
         return [
             self._prepare_text((one,), max_tokens, _item_name(param, i, given))
@@ -194,8 +192,7 @@ class PoolingProcessor:
         """Pair each first text with its second one, or a single first text with every second one.
 
         `names`: their names in errors. Raises InvalidRequestError, also for counts that do not
-        match.
-        """
+        match."""
         info = self.require_task("embed", "score")
         for texts, name in zip((firsts, seconds), names, strict=True):
             if not texts:

@@ -1,10 +1,7 @@
 """Descriptions of live requests for monitoring.
 
 A core lists and ends the requests of all its clients, between two steps, so that any API worker can
-answer for the server.
-"""
-
-from __future__ import annotations
+answer for the server."""
 
 import re
 from collections.abc import Iterable

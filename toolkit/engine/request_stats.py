@@ -1,10 +1,7 @@
 """Engine statistics of one HTTP request, for its log line and trace.
 
 The engine finds them in a context variable when it starts a request, and adds the stream. The
-counts are those of the streams, read when the request is answered: tokens cost nothing extra.
-"""
-
-from __future__ import annotations
+counts are those of the streams, read when the request is answered: tokens cost nothing extra."""
 
 from contextvars import ContextVar
 

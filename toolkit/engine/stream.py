@@ -1,7 +1,5 @@
 """Streamed output of one AsyncLLM request."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The interface between the engine's loop and the workers."""
 
-from __future__ import annotations
-
 import abc
 from typing import Any, Protocol
 
@@ -19,8 +17,7 @@ class Pending(Protocol):
     def constrain(self, masks: Masks) -> None:
         """Give masks to a step with grammar-constrained requests, one row each; it samples then.
 
-        Called while this step computes, before the next one is executed.
-        """
+        Called while this step computes, before the next one is executed."""
 
 
 class Executor(abc.ABC):

@@ -1,7 +1,5 @@
 """Messages over a pair of connected sockets: each is its length in eight bytes, then itself."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from contextlib import suppress
@@ -9,8 +7,7 @@ from contextlib import suppress
 from toolkit.executor.rank_messages import FromRank, ToRank, encode
 from toolkit.framing import HEADER, frame
 
-LINGER = 2.0
-"""Seconds in which the other end may read the last message."""
+LINGER = 2.0  # seconds in which the other end may read the last message
 
 
 class SocketChannel:
@@ -46,8 +43,7 @@ class SocketChannel:
     def finish(self) -> None:
         """Stop sending, and wait until the other end has read everything.
 
-        Over TCP, closing at once may discard data in transit.
-        """
+        Over TCP, closing at once may discard data in transit."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             self._socket.settimeout(LINGER)

@@ -1,7 +1,5 @@
 """Choose the executor for an engine's settings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,8 +21,7 @@ def start_executor(
     """Load the model, in this process or in ranks.
 
     `on_failure`: see `MultiprocExecutor`. `parent`: folder for files that ranks of this machine
-    share. Raises ToolkitError; WorkersLostError if a rank ended for no reason of the user's.
-    """
+    share. Raises ToolkitError; WorkersLostError if a rank ended for no reason of the user's."""
     backend = config.parallel.distributed_executor_backend
     if config.parallel.world_size == 1 and backend == "mp":
         return UniprocExecutor(config, folder, report)

@@ -1,7 +1,5 @@
 """Ranks on this machine: the engine's process is rank 0, the others are its children."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import subprocess

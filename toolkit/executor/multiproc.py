@@ -3,10 +3,7 @@
 Every rank gets the same encoded steps and masks and applies them to its own state. Those of the
 last stage sample the same tokens from the same gathered logits, so only one of them returns
 results, and sends them only if it is another process. All report the phases of their start-up, and
-send heartbeats while they are busy.
-"""
-
-from __future__ import annotations
+send heartbeats while they are busy."""
 
 import logging
 import queue
@@ -51,8 +48,7 @@ T = TypeVar("T")
 REPORT_GRACE = 1.0
 """Seconds to wait for reports of other ranks after one has ended: the first to report may not know
 the cause."""
-WATCH_INTERVAL = 0.5
-"""Seconds between checks for steps that take too long."""
+WATCH_INTERVAL = 0.5  # seconds between checks for steps that take too long
 
 OnFailure = Callable[[str, str], None]
 """Called with the ToolkitError class (or "") and the message, when this process may be stuck."""
@@ -63,8 +59,7 @@ class MultiprocExecutor(Executor):
 
     When a rank ends, or a step takes longer than `--worker-timeout`, no rank can continue: the step
     raises WorkersLostError. If this process may be stuck in a collective, `on_failure` is called
-    from another thread.
-    """
+    from another thread."""
 
     def __init__(
         self,
@@ -88,16 +83,13 @@ class MultiprocExecutor(Executor):
         )
         self._results: queue.SimpleQueue[ModelOutput | None] = queue.SimpleQueue()
         """Results from another process in step order. None: a rank has ended."""
-        self._busy_since: float | None = None
-        """Time at which this thread began to wait for a step."""
+        self._busy_since: float | None = None  # time at which this thread began to wait for a step
         self._steps = 0
-        self._has_started = False
-        """True once all ranks have started."""
+        self._has_started = False  # True once all ranks have started
         self._started, self._ranks = ranks, ranks.others
         self._names = {0: "rank 0"} | {rank.rank: rank.name for rank in self._ranks}
         self._progress = Progress(rank.rank for rank in self._ranks)
-        self._worker: Worker | None = None
-        """Worker of rank 0, if it is in this process."""
+        self._worker: Worker | None = None  # worker of rank 0, if it is in this process
         self._listeners = [
             threading.Thread(
                 target=self._read_rank, args=(rank,), daemon=True, name=f"rank-{rank.rank}"
@@ -194,8 +186,7 @@ class MultiprocExecutor(Executor):
     def _run_guarded(self, call: Callable[[], T], told: bytes | None = None) -> T:
         """Send a message to the ranks, then make a call here and return its result.
 
-        Its error counts as the loss of the ranks, which may be at another point by now.
-        """
+        Its error counts as the loss of the ranks, which may be at another point by now."""
         self._busy_since = time.monotonic()
         try:
             if told is not None:

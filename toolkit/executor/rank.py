@@ -41,8 +41,7 @@ from toolkit.hardware.parent import exit_with_parent
 if TYPE_CHECKING:
     from toolkit.worker.model_runner import PendingOutput
 
-ORPHAN_TIMEOUT = 2.0
-"""Seconds that a rank gets to end by itself when its engine is gone."""
+ORPHAN_TIMEOUT = 2.0  # seconds that a rank gets to end by itself when its engine is gone
 
 
 class RankProcess:
@@ -53,16 +52,14 @@ class RankProcess:
         self._channel, self._is_remote = channel, far
         self._rank = 0
         self._steps = 0
-        self._busy = True
-        """True during start-up and steps."""
+        self._busy = True  # True during start-up and steps
         self._received: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
         """Messages from another machine. None: the other end is gone."""
 
     def run(self) -> bool:
         """Serve until the engine ends this rank, or is gone. Return True if it ended it.
 
-        Errors are reported to the engine only.
-        """
+        Errors are reported to the engine only."""
         if self._is_remote:
             threading.Thread(target=self._receive_all, daemon=True, name="hear").start()
         return self._report_errors(self._serve)

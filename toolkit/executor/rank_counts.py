@@ -1,7 +1,5 @@
 """Check that a model can be split over a number of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,7 @@ from toolkit.models.build import build_model, load_config
 from toolkit.models.pipeline_split import split_layers
 from toolkit.models.registry import CausalLM, resolve_architecture
 
-MOST = 64
-"""Sizes to try for the list of possible ones."""
+MOST = 64  # sizes to try for the list of possible ones
 
 
 def require_size(config: EngineConfig, folder: Path) -> None:

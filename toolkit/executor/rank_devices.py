@@ -1,7 +1,5 @@
 """Devices of the ranks. They must be alike, since ranks compute the same steps together."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 
@@ -12,19 +10,16 @@ from toolkit.units import size
 
 logger = logging.getLogger(__name__)
 
-MIN_MEMORY_RATIO = 0.95
-"""Memory ratio from which two devices count as equal: drivers reserve some."""
+MIN_MEMORY_RATIO = 0.95  # memory ratio from which two devices count as equal: drivers reserve some
 
 
 class DeviceReport(msgspec.Struct, frozen=True):
     """One rank's device."""
 
     name: str
-    capability: str = ""
-    """CUDA compute capability."""
+    capability: str = ""  # CUDA compute capability
     multiprocessors: int = 0
-    memory: int = 0
-    """Bytes. Only of GPUs: ranks on CPUs may share memory."""
+    memory: int = 0  # bytes. Only of GPUs: ranks on CPUs may share memory
 
     @property
     def kind(self) -> tuple[str, int]:
@@ -57,8 +52,7 @@ def report(wanted: str, rank: int) -> DeviceReport:
 def require_alike(devices: Mapping[str, DeviceReport]) -> None:
     """Raise ConfigError if devices differ in kind; log a warning if only their memory does.
 
-    `devices`: by name of the rank.
-    """
+    `devices`: by name of the rank."""
     if len({device.kind for device in devices.values()}) > 1:
         raise ConfigError(
             f"The devices of one engine differ: "

@@ -1,7 +1,5 @@
 """Causes of a rank's end, and the rank to blame when several end."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from toolkit.errors import WorkersLostError, error_of_kind
@@ -14,8 +12,7 @@ _LOST_PEER = (
     "Broken pipe",
     "timed out",
     "Timed out",
-)
-"""Parts of the messages with which gloo and NCCL report that another rank is gone."""
+)  # parts of the messages with which gloo and NCCL report that another rank is gone
 
 
 def cause_of(error: Exception) -> Cause:

@@ -1,7 +1,5 @@
 """Messages between the engine's process and ranks: MessagePack, arrays as (type, shape, bytes)."""
 
-from __future__ import annotations
-
 import enum
 from typing import Any
 
@@ -109,14 +107,10 @@ class Log(msgspec.Struct, tag=True):
 class Cause(enum.StrEnum):
     """Why a rank ended. The order is that of blame: the first is the most likely root cause."""
 
-    KILLED = "killed"
-    """Its process ended without a report."""
-    HUNG = "hung"
-    """It did not finish a step in time."""
-    FAILED = "failed"
-    """It met an error of its own."""
-    LOST_PEER = "lost_peer"
-    """It missed another rank."""
+    KILLED = "killed"  # its process ended without a report
+    HUNG = "hung"  # it did not finish a step in time
+    FAILED = "failed"  # it met an error of its own
+    LOST_PEER = "lost_peer"  # it missed another rank
 
 
 class Broken(msgspec.Struct, tag=True):

@@ -1,16 +1,12 @@
 """Progress of the ranks, from their heartbeats."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 
 from toolkit.executor.rank_messages import Heartbeat
 
-HEARTBEAT_INTERVAL = 0.5
-"""Seconds between heartbeats of a busy rank."""
-SILENCE = 4 * HEARTBEAT_INTERVAL
-"""Seconds without a heartbeat after which a rank counts as silent."""
+HEARTBEAT_INTERVAL = 0.5  # seconds between heartbeats of a busy rank
+SILENCE = 4 * HEARTBEAT_INTERVAL  # seconds without a heartbeat after which a rank counts as silent
 
 
 class Progress:

@@ -1,7 +1,5 @@
 """Interface to an engine's ranks, wherever they run."""
 
-from __future__ import annotations
-
 import abc
 from pathlib import Path
 
@@ -35,12 +33,10 @@ class Rank(abc.ABC):
 class Ranks(abc.ABC):
     """The ranks of one engine that have their own processes, all started.
 
-    If rank 0 is not among them, it is the engine's process.
-    """
+    If rank 0 is not among them, it is the engine's process."""
 
     others: list[Rank]
-    rendezvous: Path | str
-    """Meeting point of the ranks: a new private folder, or tcp://HOST:PORT."""
+    rendezvous: Path | str  # meeting point of the ranks: a new private folder, or tcp://HOST:PORT
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -1,7 +1,5 @@
 """Channels over TCP between machines. A caller proves that it has the key without sending it."""
 
-from __future__ import annotations
-
 import hmac
 import queue
 import secrets
@@ -14,8 +12,7 @@ from collections.abc import Callable, Collection
 from toolkit.executor.channel import SocketChannel
 
 KEY_SIZE = 32
-PROOF_TIMEOUT = 5.0
-"""Seconds that a caller has to prove itself."""
+PROOF_TIMEOUT = 5.0  # seconds that a caller has to prove itself
 PEER_TIMEOUT = 10
 """Seconds without an acknowledgement after which a machine is lost. One without power closes no
 connection."""
@@ -37,8 +34,7 @@ class TCPListener:
     ) -> dict[int, SocketChannel]:
         """Wait until these ranks have called. Raises TimeoutError.
 
-        `look` is called regularly, and raises an error if a rank will never call.
-        """
+        `look` is called regularly, and raises an error if a rank will never call."""
         deadline = time.monotonic() + patience
         found: dict[int, SocketChannel] = {}
         known: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()

@@ -1,7 +1,5 @@
 """One worker in the engine's process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

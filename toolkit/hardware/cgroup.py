@@ -1,10 +1,7 @@
 """CPU time and memory that Linux control groups (versions 1 and 2) allow this process.
 
 A group's limit applies to all groups inside it, so every group from this process's own up to the
-root counts.
-"""
-
-from __future__ import annotations
+root counts."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """CPU cores that this process may use, and the threads that an engine runs on them."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +25,8 @@ class Core:
 class Cores:
     """Cores and CPU time that this process may use."""
 
-    all: tuple[Core, ...]
-    """Cores, sorted by processor and memory node."""
-    quota: float | None
-    """CPU time limit of the control groups, in cores. None: no limit."""
+    all: tuple[Core, ...]  # cores, sorted by processor and memory node
+    quota: float | None  # CPU time limit of the control groups, in cores. None: no limit
 
     @property
     def is_limited(self) -> bool:
@@ -57,8 +53,7 @@ class ThreadPlan:
 def find_cores(root: Path = ROOT, allowed: set[int] | None = None) -> Cores:
     """Find the usable cores.
 
-    `root`: folder with sys and proc. `allowed`: hardware threads; default: the CPU affinity.
-    """
+    `root`: folder with sys and proc. `allowed`: hardware threads; default: the CPU affinity."""
     if allowed is None:
         allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     cores = {_core(root, cpu, allowed) for cpu in allowed}
@@ -87,8 +82,7 @@ def plan_threads(
     on one processor, where threads reach each other and its memory quickly; weights and cache lie
     where these threads first write them. With a requested number, or with less CPU time than
     cores, the system places the threads. The server's own thread is never bound; it finds the
-    other hardware threads free.
-    """
+    other hardware threads free."""
     if requested is not None:
         return ThreadPlan(requested)
     if cores.is_limited:

@@ -1,7 +1,5 @@
 """The device that `tk serve` would run on, and its memory, from the driver and the system."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +23,7 @@ class Device:
 def find_device(wanted: str = "auto", count: int = 1) -> Device:
     """Find the fullest of the first `count` GPUs, else the CPU. `wanted`: auto, cuda or cpu.
 
-    Raises ConfigError if there are fewer GPUs.
-    """
+    Raises ConfigError if there are fewer GPUs."""
     gpus = find_gpus() if wanted != "cpu" else []
     if gpus and count > len(gpus):
         raise ConfigError(

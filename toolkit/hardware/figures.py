@@ -1,7 +1,5 @@
 """Memory constants shared by the worker and by the estimate of `tk serve --dry-run`."""
 
-from __future__ import annotations
-
 CPU_CACHE_SHARE = 0.4
 """Share of a CPU machine's free memory, with the weights loaded, that the KV cache gets."""
 SAMPLING_BYTES = 10

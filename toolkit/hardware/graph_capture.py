@@ -1,7 +1,5 @@
 """Capture of CUDA graphs, and what must not happen meanwhile."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,8 +17,7 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
 
     No garbage is collected meanwhile: it may contain graphs of an engine that is no longer used,
     and destroying these during a capture is an error that spoils it. After an error the graph is
-    reset: NCCL does not end while a graph contains one of its calls.
-    """
+    reset: NCCL does not end while a graph contains one of its calls."""
     with _lock:
         collects = gc.isenabled()
         gc.disable()

@@ -1,7 +1,5 @@
 """Free memory of a device, and out-of-memory errors."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Iterator
@@ -24,8 +22,7 @@ def available(device: torch.device, used: int = 0) -> int:
     """Return the bytes that can still be allocated.
 
     On a CPU: within the container's limit and, with several engines, within this engine's share,
-    of which `used` bytes are used.
-    """
+    of which `used` bytes are used."""
     if device.type == "cuda":
         with suppress(RuntimeError):  # PyTorch may refuse after a failed capture
             empty_cache()  # memory of an earlier model in this process, for example

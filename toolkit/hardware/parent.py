@@ -1,7 +1,5 @@
 """A process that never outlives its parent, however the parent ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

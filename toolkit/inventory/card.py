@@ -1,7 +1,5 @@
 """`tk show`: describe a model."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
@@ -72,8 +70,7 @@ def tokenizer(checkpoint: Checkpoint) -> str | None:
 def license_of(checkpoint: Checkpoint) -> str | None:
     """Return the license in README.md's header, else the first line of LICENSE, else None.
 
-    The header's format: https://huggingface.co/docs/hub/model-cards.
-    """
+    The header's format: https://huggingface.co/docs/hub/model-cards."""
     head = re.match(r"---\n(.*?)\n---", checkpoint.read("README.md"), re.DOTALL)
     named = re.search(
         r"^license(?:_name)?: *[\"']?([^\s\"']+)", head[1] if head else "", re.MULTILINE

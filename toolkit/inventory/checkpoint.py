@@ -1,7 +1,5 @@
 """Describe a checkpoint from config.json and its safetensors headers, without loading it."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct
@@ -36,8 +34,7 @@ TYPES = {
     "BF16": "bfloat16",
     "F8_E4M3": "fp8",
     "F8_E5M2": "fp8",
-}
-"""Our names for safetensors' types."""
+}  # our names for safetensors' types
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 """Buffers in old checkpoints."""
@@ -262,8 +259,7 @@ def read_header(file: Path) -> list[Tensor]:
     """Return the tensors of a safetensors file. Raises CheckpointError if cut short or invalid.
 
     A file is the length of its header in eight bytes, the header in JSON, and the tensors' bytes
-    (https://huggingface.co/docs/safetensors).
-    """
+    (https://huggingface.co/docs/safetensors)."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))

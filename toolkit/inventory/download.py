@@ -1,7 +1,5 @@
 """`tk pull`: download a model into the hub's cache, with huggingface_hub."""
 
-from __future__ import annotations
-
 import fnmatch
 import os
 import shutil
@@ -18,18 +16,17 @@ from toolkit.inventory.console import print_note
 from toolkit.models import hub
 from toolkit.units import size
 
+# Format of the progress bar, for tqdm.
 FORMAT = (
     "{desc}  {percentage:3.0f} % {bar} {n_fmt}iB of {total_fmt}iB, {rate_fmt}, {remaining} left"
 )
-"""Format of the progress bar, for tqdm."""
 
 
 def pull(name: str, revision: str | None) -> Path:
     """Download all files that `tk serve` needs, and return the model's folder.
 
     Cached files are kept, and broken connections resumed. Raises ModelNotFoundError if the hub
-    does not answer, has no such model or denies access, and CheckpointError if the disk is full.
-    """
+    does not answer, has no such model or denies access, and CheckpointError if the disk is full."""
     if hub.is_path(name):
         raise ConfigError(
             f"tk pull takes the name of a model on the hub, such as org/model; got {name!r}."

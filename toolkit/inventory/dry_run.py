@@ -1,7 +1,5 @@
 """`tk serve --dry-run`: estimate whether a model fits, without loading it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.config import EngineConfig
@@ -15,8 +13,7 @@ from toolkit.units import count, size
 def dry_run(engine: EngineConfig, *, as_json: bool) -> int:
     """Print the memory that a model needs. Return the exit code: 0 if it fits, else 1.
 
-    Raises ToolkitError for a model that is missing or unsupported.
-    """
+    Raises ToolkitError for a model that is missing or unsupported."""
     checkpoint = find_checkpoint(engine.model.model, engine.model.revision)
     device = find_device(engine.device.device, engine.parallel.num_local_devices)
     result = estimate(checkpoint, engine, device)

@@ -3,10 +3,7 @@
 Sizes of weights and cache are exact. The memory of a step is estimated here; on a GPU the worker
 measures it. The arithmetic is the worker's: weights from the headers of the safetensors files (of a
 model on the hub by range requests), the cache from config.json, free memory from NVML or the
-system. Tests compare the results with a worker's `WorkerInfo`.
-"""
-
-from __future__ import annotations
+system. Tests compare the results with a worker's `WorkerInfo`."""
 
 import dataclasses
 import re
@@ -26,18 +23,15 @@ from toolkit.units import GIB, size
 
 CPU_RUNTIME = 400 * 2**20
 """Memory of a CPU server's processes without weights and cache: 223 MiB idle (2026-11-21)."""
-CUDA_RUNTIME = 700 * 2**20
-"""Memory of a process's CUDA context, kernels and workspaces."""
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
-"""Layer number in a decoder's tensor names."""
+CUDA_RUNTIME = 700 * 2**20  # memory of a process's CUDA context, kernels and workspaces
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # layer number in a decoder's tensor names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """Memory of one device: sizes in bytes, lengths in tokens.
 
-    With pipeline stages: of the stage with the least room for its cache.
-    """
+    With pipeline stages: of the stage with the least room for its cache."""
 
     device: Device
     parallel: ParallelConfig
@@ -107,8 +101,7 @@ def estimate(checkpoint: Checkpoint, engine: EngineConfig, device: Device) -> Es
     """Estimate the memory that a model needs.
 
     Raises CheckpointError for an unsupported model or one of unknown size, and ConfigError for
-    settings that the model does not support.
-    """
+    settings that the model does not support."""
     config: Any = checkpoint.config
     if device.kind == "cpu":
         ranks = engine.parallel.num_local_devices

@@ -1,7 +1,5 @@
 """Find models: the demo model, folders, the hub's cache, and the hub."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,8 +56,7 @@ def cached_repos() -> list[Any]:
 def find_checkpoint(model: str | None, revision: str | None = None) -> Checkpoint:
     """Find a model by the name that `tk serve` takes. Downloads only its description.
 
-    Raises ModelNotFoundError and CheckpointError as `models.hub.locate` does.
-    """
+    Raises ModelNotFoundError and CheckpointError as `models.hub.locate` does."""
     if model is None or Path(model).expanduser().exists() or hub.is_path(model):
         return read_folder(hub.locate(model), model or DEMO)
     snapshot = hub.cached_snapshot(model, revision, with_weights=True)

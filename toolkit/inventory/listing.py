@@ -1,7 +1,5 @@
 """`tk models`: list local models, and whether they fit on this machine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

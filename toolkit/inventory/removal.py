@@ -1,7 +1,5 @@
 """`tk rm`: remove models from the hub's cache, and from nowhere else."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from pathlib import Path
@@ -17,8 +15,7 @@ def remove(names: list[str], *, yes: bool) -> int:
     """Remove models after a question. Return the exit code: 1 if the answer is no.
 
     Raises ModelNotFoundError for a model that is not in the cache, and ConfigError if stdin is not
-    a terminal and `yes` is not set.
-    """
+    a terminal and `yes` is not set."""
     repos = _repos(names)
     total = sum(repo.size_on_disk for repo in repos)
     for repo in repos:

@@ -1,7 +1,5 @@
 """Embedding tables."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -11,8 +9,7 @@ from toolkit.kernels.table import kernels_for
 from toolkit.weights.packed import Packed
 from toolkit.weights.slots import Slot, Slots
 
-ALIGNMENT = 64
-"""On a GPU a table's number of rows is a multiple of this."""
+ALIGNMENT = 64  # on a GPU a table's number of rows is a multiple of this
 
 
 class Embedding(nn.Module):
@@ -79,8 +76,7 @@ def vocabulary_shard(size: int) -> Shard:
 def vocabulary_table(size: int, hidden: int) -> torch.Tensor:
     """Return an empty table for this rank's tokens, with as many rows as the other ranks have.
 
-    Rows past the last token are zero.
-    """
+    Rows past the last token are zero."""
     shard = vocabulary_shard(size)
     table = padded_table(shard.max_count, hidden)
     if not shard.is_full:

@@ -30,8 +30,7 @@ class Linear(nn.Module):
     Under tensor parallelism each rank has, by `split`, all of W (None), a shard of its rows and so
     of the output ("out"), or a shard of its columns for that part of the input ("in"). These are
     column- and row-parallel in Megatron-LM (arXiv:1909.08053). With "in", y is this rank's part
-    of a sum over the ranks, which the next norm computes.
-    """
+    of a sum over the ranks, which the next norm computes."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -71,8 +70,7 @@ class Linear(nn.Module):
         """Return True if products with as many rows as x are fused with the norms around them.
 
         Not in float16, where rows may overflow before they are scaled, nor with FP8 weights, where
-        it is slower.
-        """
+        it is slower."""
         kernels = kernels_for(x.device)
         if kernels is None or self.group.size > 1 or len(x) < 2 or x.dtype != torch.bfloat16:
             return False
@@ -88,8 +86,7 @@ class Linear(nn.Module):
     ) -> Unscaled:
         """Return the RMS norm of product + residual, which is written into `residual`.
 
-        weight: the norm's; square_sums: see `_Normalization.after`. Needs `can_fuse_norms`.
-        """
+        weight: the norm's; square_sums: see `_Normalization.after`. Needs `can_fuse_norms`."""
         kernels = kernels_for(x.device)
         assert kernels is not None
         assert self.activation is None
@@ -122,8 +119,7 @@ class Linear(nn.Module):
     def pack(self) -> None:
         """Pack the weight for a CPU, if it has such a layout, and free the plain weight.
 
-        Called once, after loading.
-        """
+        Called once, after loading."""
         self.packed = pack(
             self.weight.detach(),
             self._bias(),
@@ -188,8 +184,7 @@ class OutputHead(Linear):
     """Projection from hidden states to logits.
 
     The weight is padded with rows whose logits are never read: rows of logits then begin at an
-    aligned address, which GPUs read and write faster.
-    """
+    aligned address, which GPUs read and write faster."""
 
     def __init__(self, hidden: int, vocab_size: int, tied: Embedding | None = None) -> None:
         """`tied`: the embedding that shares the weight."""
@@ -210,8 +205,7 @@ class OutputHead(Linear):
     ) -> torch.Tensor:
         """Return logits [n, vocab_size] of x [n, hidden].
 
-        On a GPU they are a view of `buffer` [n, rows of all ranks' weights], if it is given.
-        """
+        On a GPU they are a view of `buffer` [n, rows of all ranks' weights], if it is given."""
         assert isinstance(x, torch.Tensor), "the last norm's output is complete"
         kernels = kernels_for(x.device)
         own = buffer if self.group.size == 1 else None

@@ -25,8 +25,7 @@ class _Normalization(nn.Module, abc.ABC):
 
     The sum may be written into `residual`. Under tensor parallelism an x with a residual is a
     row-parallel product: the ranks' parts are summed here, in the same kernel where that is
-    fastest.
-    """
+    fastest."""
 
     bias: nn.Parameter | None
     packed: Norm | None = None  # computes it on a CPU
@@ -69,8 +68,7 @@ class _Normalization(nn.Module, abc.ABC):
         """Apply the norm to product(x) and residual. The norm's output is the input of `into`.
 
         square_sums: fp64 zeros [len(x) or more], not shared with other calls; None if the products
-        fuse no norms (`Linear.can_fuse_norms`).
-        """
+        fuse no norms (`Linear.can_fuse_norms`)."""
         both: tuple[torch.Tensor, torch.Tensor] = self(product(x), residual)
         return both
 

@@ -4,10 +4,7 @@ A step of one request is short, so Python's time between its hundred kernels cou
 for gpt2 in fp32, and of 8 ms in int8.
 
 There is one recording for each number of requests. Layers that compute with more than kernels
-(several ranks, another attention backend, a cache in FP8) cannot be recorded and are called.
-"""
-
-from __future__ import annotations
+(several ranks, another attention backend, a cache in FP8) cannot be recorded and are called."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,8 +41,7 @@ class Replay:
     """Runs the layers of a step by replaying a recording for as many tokens, or calls them.
 
     Everything else that layers read (weights, the cache) stays in place as long as the block table
-    does.
-    """
+    does."""
 
     def __init__(self) -> None:
         self._recorder = Recorder()

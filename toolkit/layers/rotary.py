@@ -1,7 +1,5 @@
 """Rotary position embedding (Su et al., 2021), with every scaling of Transformers' Llama."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,8 +41,7 @@ def inverse_frequencies(
 ) -> tuple[torch.Tensor, float]:
     """Return (inverse frequencies [size / 2] in fp32, factor on cosines and sines).
 
-    Raises CheckpointError if the config's `rope_parameters` cannot be used.
-    """
+    Raises CheckpointError if the config's `rope_parameters` cannot be used."""
     kind = config.rope_parameters.get("rope_type", "default")
     if kind not in SCALINGS:
         raise CheckpointError(f"Unsupported rope_type {kind!r}. Supported: {', '.join(SCALINGS)}.")
@@ -74,8 +71,7 @@ def inverse_frequencies(
 class Rope:
     """Inputs of a scaling.
 
-    Of `config`, scalings read `max_position_embeddings` at most, if their parameters lack it.
-    """
+    Of `config`, scalings read `max_position_embeddings` at most, if their parameters lack it."""
 
     config: Any
     parameters: dict[str, Any]
@@ -133,8 +129,7 @@ def _proportional(rope: Rope) -> tuple[torch.Tensor, float]:
 def _dynamic(rope: Rope) -> tuple[torch.Tensor, float]:
     """Dynamic NTK scaling (section 3.3 of Peng et al., 2023).
 
-    Past the trained length, the base grows with the length.
-    """
+    Past the trained length, the base grows with the length."""
     factor, trained_len = rope.parameters["factor"], rope.config.max_position_embeddings
     length = max(rope.max_model_len, trained_len)
     growth = factor * length / trained_len - (factor - 1)
@@ -144,8 +139,7 @@ def _dynamic(rope: Rope) -> tuple[torch.Tensor, float]:
 def _yarn(rope: Rope) -> tuple[torch.Tensor, float]:
     """YaRN (Peng et al., 2023): interpolate low frequencies, keep high ones, with a ramp between.
 
-    Section 3.4 gives the factor on cosines and sines.
-    """
+    Section 3.4 gives the factor on cosines and sines."""
     parameters, extension = rope.parameters, rope.extension
     fast, slow = parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1
 
@@ -203,8 +197,7 @@ def _llama3(rope: Rope) -> tuple[torch.Tensor, float]:
     """Llama 3.1's scaling (Grattafiori et al., 2024).
 
     Low frequencies are divided by the factor, high ones are kept, and those between are
-    interpolated by their turns within the trained length.
-    """
+    interpolated by their turns within the trained length."""
     parameters = rope.parameters
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     inv_freq = 1.0 / rope.wavelengths()
@@ -221,5 +214,4 @@ SCALINGS: dict[str, Callable[[Rope], tuple[torch.Tensor, float]]] = {
     "longrope": _longrope,
     "llama3": _llama3,
     "proportional": _proportional,
-}
-"""Scalings by `rope_type`. They return (inverse frequencies in fp32, factor on cos and sin)."""
+}  # scalings by `rope_type`. They return (inverse frequencies in fp32, factor on cos and sin)

@@ -96,8 +96,7 @@ class Throughput:
     def take(self, now: float) -> tuple[float, float, float]:
         """Return (steps, tokens computed, tokens generated) per second since the last call.
 
-        `now`: time.monotonic().
-        """
+        `now`: time.monotonic()."""
         steps, computed, generated = (count / (now - self._since) for count in self._counts)
         self._since, self._counts = now, [0, 0, 0]
         return steps, computed, generated
@@ -270,8 +269,7 @@ class Metrics:
     def observe_throughput(self) -> tuple[float, float, float]:
         """Set each engine's gauges.
 
-        Returns (steps, tokens computed, tokens generated) per second, summed over engines.
-        """
+        Returns (steps, tokens computed, tokens generated) per second, summed over engines."""
         now, total = time.monotonic(), (0.0, 0.0, 0.0)
         for one in self.engines.values():
             steps, computed, generated = one.throughput.take(now)
@@ -396,8 +394,7 @@ class HTTPMetrics:
     def observe(self, route: object, method: str, status: int, seconds: float) -> None:
         """Count a request. `route` is the one that matched, or None.
 
-        The label is the route: raw paths would make a series for every mistyped URL.
-        """
+        The label is the route: raw paths would make a series for every mistyped URL."""
         handler = str(getattr(route, "path", "none"))
         family = f"{status // 100}xx" if status else "none"
         self._requests.labels(method, family, handler).inc()

@@ -1,7 +1,5 @@
 """CPU time and memory of the server's processes, and state of its GPUs, read on each scrape."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -35,8 +33,7 @@ GPU_READINGS: dict[str, tuple[str, Callable[[Any, Any], float]]] = {
         "Temperature.",
         lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
     ),
-}
-"""Metrics of a GPU: help text, and a function of (NVML, device handle)."""
+}  # metrics of a GPU: help text, and a function of (NVML, device handle)
 
 
 class ProcessMetrics(Collector):

@@ -1,7 +1,5 @@
 """Merge the metrics of a server's processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import chain
 
@@ -42,8 +40,7 @@ def merge(snapshots: Iterable[list[Family]]) -> list[Family]:
     """Add up samples of the same name and labels. Of creation times, take the earliest.
 
     Gauges are added too: one process sets a gauge and the others leave it at 0, or each sets its
-    part.
-    """
+    part."""
     families: dict[str, Family] = {}
     known: dict[tuple[str, ...], Sample] = {}
     for family in chain.from_iterable(snapshots):

@@ -1,7 +1,5 @@
 """BERT (Devlin et al., 2019): text encoder and cross-encoder."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

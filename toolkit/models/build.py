@@ -1,7 +1,5 @@
 """Read a checkpoint's config.json and build its model. `weights.loader` loads the weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

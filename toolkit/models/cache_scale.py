@@ -4,10 +4,7 @@ e4m3 has full precision from 2^-6 to 448, and less or none outside. So keys are 
 power of two and queries divided by it; values, and the output projection, in the same way. The
 scales are folded into the weights: this adds no rounding (except near the ends of float16's range)
 and no work per step. The size of keys and values is computed from the weights, since the norm
-before them gives inputs of a known size.
-"""
-
-from __future__ import annotations
+before them gives inputs of a known size."""
 
 import math
 
@@ -18,8 +15,7 @@ from toolkit.models.decoder import Decoder, DecoderLayer
 
 TARGET_RMS = 16.0
 """Approximate RMS of the largest entry of a key or value after scaling. It leaves a factor of 28
-to e4m3's maximum, and of 1,000 to where precision starts to drop.
-"""
+to e4m3's maximum, and of 1,000 to where precision starts to drop."""
 MAX_EXPONENT = 8  # larger powers of two cost precision in float16 weights
 
 

@@ -45,8 +45,7 @@ class DecoderLayer(nn.Module, abc.ABC):
         """Return (down's input, residual). If `wanted` is given, only for those tokens.
 
         x: output of `attn_norm`. `down` is left to the caller: the norm after it belongs to the
-        next layer, and the two may be fused.
-        """
+        next layer, and the two may be fused."""
         y = self.attn(self.qkv(x), batch)
         if wanted is not None:
             y, residual = y[wanted], residual[wanted]

@@ -1,7 +1,5 @@
 """GPT-2 (Radford et al., 2019)."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

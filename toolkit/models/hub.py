@@ -1,7 +1,5 @@
 """Find a model's files by its name: a local folder, the hub's cache, or a download."""
 
-from __future__ import annotations
-
 import errno
 import fnmatch
 import os
@@ -24,8 +22,7 @@ def locate(model: str | None, revision: str | None = None) -> Path:
     """Return a model's folder: `model` itself, or its snapshot in the hub's cache.
 
     A missing snapshot is downloaded. None is the demo model. Raises ModelNotFoundError with the
-    places searched, and CheckpointError for a folder that is not a model.
-    """
+    places searched, and CheckpointError for a folder that is not a model."""
     if model is None:
         from toolkit.demo import MODEL_DIR
 
@@ -67,8 +64,7 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
     """Translate errors of calls to the hub about a model.
 
     Raises HubUnreachableError, ModelNotFoundError if the hub has no such model or denies access,
-    and CheckpointError if the cache cannot be written.
-    """
+    and CheckpointError if the cache cannot be written."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -125,8 +121,7 @@ def fetch(
     """Download a model and return its folder. Cached files are kept, interrupted ones resumed.
 
     `with_card`: also README and license. `bar`: tqdm class that shows progress. Raises as
-    `hub_errors` does.
-    """
+    `hub_errors` does."""
     with hub_errors(name, revision):
         from huggingface_hub import model_info, snapshot_download
 

@@ -1,9 +1,6 @@
 """Llama 2, 3, 3.1 and later (Touvron et al., 2023; Grattafiori et al., 2024).
 
-Mistral, Qwen2 and Qwen3 are this decoder with other values in `Variant`.
-"""
-
-from __future__ import annotations
+Mistral, Qwen2 and Qwen3 are this decoder with other values in `Variant`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +22,7 @@ class Variant:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    sliding_windows: tuple[int, ...] = ()
-    """Window of each layer; 0: full attention. Empty: all 0."""
+    sliding_windows: tuple[int, ...] = ()  # window of each layer; 0: full attention. Empty: all 0
 
 
 class LlamaLayer(DecoderLayer):

@@ -1,7 +1,5 @@
 """Mistral (Jiang et al., 2023): Llama's decoder with a sliding window."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.models.llama import Llama, Variant, sliding_windows

@@ -1,9 +1,6 @@
 """Parsed config.json: types are checked, old spellings accepted, and defaults are Transformers'.
 
-Reading it without Transformers saves seconds at every start.
-"""
-
-from __future__ import annotations
+Reading it without Transformers saves seconds at every start."""
 
 from typing import Annotated, Any
 
@@ -18,10 +15,8 @@ class ArchitectureConfig(msgspec.Struct, kw_only=True):
     """Fields that every kind has."""
 
     architectures: list[str]
-    dtype: str | None = None
-    """Type that the weights were saved in, by PyTorch's name."""
-    torch_dtype: str | None = None
-    """Old spelling of `dtype`; read that."""
+    dtype: str | None = None  # type that the weights were saved in, by PyTorch's name
+    torch_dtype: str | None = None  # old spelling of `dtype`; read that
     vocab_size: Size
     tie_word_embeddings: bool = False
 
@@ -34,8 +29,7 @@ def auto_dtype(config: ArchitectureConfig, *, on_gpu: bool) -> str:
 
     On a GPU: the checkpoint's 16-bit type, else bfloat16. On a CPU: bfloat16 for a bfloat16
     checkpoint if our kernels are available, else float32. float16 would lose precision as
-    bfloat16, and has no fast products on a CPU.
-    """
+    bfloat16, and has no fast products on a CPU."""
     if on_gpu:
         return config.dtype if config.dtype in ("bfloat16", "float16") else "bfloat16"
     return "bfloat16" if config.dtype == "bfloat16" and cpu.available() else "float32"
@@ -177,8 +171,7 @@ class BertConfig(ArchitectureConfig, kw_only=True):
     pad_token_id: int = 0
     position_embedding_type: str = "absolute"
     is_decoder: bool = False
-    num_labels: Size = 2
-    """Labels of a classifier. The length of `id2label` replaces it."""
+    num_labels: Size = 2  # labels of a classifier. The length of `id2label` replaces it
     id2label: dict[str, Any] | None = None
     sentence_transformers: dict[str, Any] | None = None
     sbert_ce_default_activation_function: str | None = None
@@ -215,15 +208,13 @@ KINDS: dict[str, type[ArchitectureConfig]] = {
     "bert": BertConfig,
     "roberta": RobertaConfig,
     "xlm-roberta": XLMRobertaConfig,
-}
-"""Config classes by config.json's `model_type`."""
+}  # config classes by config.json's `model_type`
 
 
 def parse_config(raw: dict[str, Any]) -> ArchitectureConfig:
     """Parse the content of a config.json.
 
-    Raises ValueError for a value of the wrong type, a contradiction, or an unsupported feature.
-    """
+    Raises ValueError for a value of the wrong type, a contradiction, or an unsupported feature."""
     kind = KINDS.get(str(raw.get("model_type")))
     if kind is None:
         raise ValueError(

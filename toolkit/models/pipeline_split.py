@@ -1,7 +1,5 @@
 """Split of a model's layers over pipeline stages. Imports no torch."""
 
-from __future__ import annotations
-
 from toolkit.errors import ConfigError
 
 
@@ -11,8 +9,7 @@ def split_layers(total: int, stages: int, layer: int, head: int) -> list[int]:
     `layer`, `head`: cost of one layer and of the output head, in bytes read per step. The last
     stage has the head. The embedding costs next to nothing.
 
-    Raises ConfigError if there are fewer layers than stages.
-    """
+    Raises ConfigError if there are fewer layers than stages."""
     if total < stages:
         raise ConfigError(
             f"--pipeline-parallel-size {stages}: the model has {total} layers, and each stage "

@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5 (Yang et al., 2024): Llama's decoder with biases on query, key and value."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.models.llama import Llama, Variant, sliding_windows

@@ -1,7 +1,5 @@
 """Qwen3 (Yang et al., 2025): Llama's decoder with a norm on each head's query and key."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.models.llama import Llama, Variant, sliding_windows

@@ -1,7 +1,5 @@
 """Supported architectures, and the interface of a model."""
 
-from __future__ import annotations
-
 import abc
 from importlib import import_module
 from typing import Any, ClassVar
@@ -35,21 +33,18 @@ SUPPORTED = {
     "XLMRobertaForSequenceClassification": "toolkit.models.roberta:RobertaScorer",
 }
 """Classes by name in config.json's `architectures`. A decoder's `...Model` has no output head: it
-only pools.
-"""
+only pools."""
 
 
 class Model(nn.Module, abc.ABC):
     """A transformer over packed tokens.
 
-    Its parameters are uninitialized, on the default device and in the default dtype.
-    """
+    Its parameters are uninitialized, on the default device and in the default dtype."""
 
     vocab_size: int
     hidden_size: int
     dtype: torch.dtype  # of the activations
-    unused: ClassVar[tuple[str, ...]] = ()
-    """Substrings of checkpoint tensor names to ignore."""
+    unused: ClassVar[tuple[str, ...]] = ()  # substrings of checkpoint tensor names to ignore
 
     def __init__(self, config: Any, max_model_len: int) -> None:
         super().__init__()
@@ -110,8 +105,7 @@ class CausalLM(Model):
 
         token_ids: [num_tokens]. hidden: [num_tokens, hidden], the previous stage's output. On the
         last stage returns the normalized last hidden states [num_tokens, hidden], or only those of
-        `batch.wanted`; on other stages the next stage's `hidden`.
-        """
+        `batch.wanted`; on other stages the next stage's `hidden`."""
 
     def logits(self, hidden: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
         """Map [n, hidden] to logits [n, vocab_size]. On a GPU they are written to `buffer`."""

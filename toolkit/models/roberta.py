@@ -1,9 +1,6 @@
 """RoBERTa (Liu et al., 2019) and XLM-RoBERTa (Conneau et al., 2020).
 
-They are BERT with positions that start after the padding token's id.
-"""
-
-from __future__ import annotations
+They are BERT with positions that start after the padding token's id."""
 
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Pooling in a decoder: prompts run in chunks, among requests that generate."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 
@@ -34,8 +32,7 @@ class PromptPooling:
     ) -> tuple[list[int], torch.Tensor] | None:
         """Return (indices among the step's samples, vectors [n, size]) of prompts that end here.
 
-        None if no prompt ends in this step. hidden: [num_tokens, hidden_size].
-        """
+        None if no prompt ends in this step. hidden: [num_tokens, hidden_size]."""
         ends = step.num_tokens.cumsum()
         sample = step.samples.cumsum() - 1
         samples, pooled = [], []

@@ -1,7 +1,5 @@
 """Choose the pooling head of a model from its folder and the settings."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -46,8 +44,7 @@ def encoder_head(
 ) -> tuple[Head, PoolingInfo]:
     """Return the head of an encoder.
 
-    Raises ToolkitError for a head that cannot be read, and for settings that the model lacks.
-    """
+    Raises ToolkitError for a head that cannot be read, and for settings that the model lacks."""
     for name, value in (
         ("attention_backend", config.device.attention_backend),
         ("kv_cache_dtype", config.cache.kv_cache_dtype),
@@ -80,8 +77,7 @@ def decoder_pooling(
 ) -> tuple[PromptPooling, PoolingInfo] | None:
     """Return the pooling of a decoder, or None if it only generates.
 
-    Raises CheckpointError for a mode that cannot be computed from chunks of a prompt.
-    """
+    Raises CheckpointError for a mode that cannot be computed from chunks of a prompt."""
     if config.model.pooling is None and not has_pooling(folder) and has_head(model_config):
         return None
     pooling = read_pooling(folder, _MODE_OF[config.model.pooling], "lasttoken")

@@ -1,7 +1,5 @@
 """Pool the hidden states of a prompt into one vector, with sentence-transformers' semantics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
@@ -21,8 +19,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "ReLU": torch.relu,
     "GELU": F.gelu,
     "Sigmoid": torch.sigmoid,
-}
-"""Functions by the name of their class in torch.nn."""
+}  # functions by the name of their class in torch.nn
 
 
 def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -66,8 +63,7 @@ class Pooler(nn.Module):
         """Pool complete prompts.
 
         hidden: [num_tokens, hidden_size], packed. lengths: [n] int64 on the same device. Returns
-        [n, size].
-        """
+        [n, size]."""
         return self.finish(
             torch.cat([pool(mode, hidden, lengths) for mode in self.config.modes], dim=1)
         )

@@ -2,10 +2,7 @@
 
 A sentence-transformers folder lists its modules in modules.json: Transformer, Pooling, and
 optionally Dense and Normalize, each with its own subfolder
-(https://sbert.net/docs/sentence_transformer/usage/custom_models.html).
-"""
-
-from __future__ import annotations
+(https://sbert.net/docs/sentence_transformer/usage/custom_models.html)."""
 
 import json
 from pathlib import Path
@@ -24,22 +21,19 @@ _OLD_NAMES = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
-}
-"""Modes by the flags of old folders, in the order of concatenation."""
+}  # modes by the flags of old folders, in the order of concatenation
 _NO_LIMIT = 10**9  # tokenizers without a limit have a larger model_max_length
 
 
 class PoolingInfo(msgspec.Struct, kw_only=True):
     """Properties of a pooling model."""
 
-    task: str
-    """`embed`: a vector for a text. `score`: a number for a pair of texts."""
+    task: str  # `embed`: a vector for a text. `score`: a number for a pair of texts
     size: int  # of a vector
     normalizes: bool = False  # vectors have length 1
     dimensions: list[int] | None = None
     """Sizes that vectors can be truncated to (Matryoshka; Kusupati et al., 2022). Empty: any size.
-    None: not supported.
-    """
+    None: not supported."""
 
 
 class Dense(msgspec.Struct, frozen=True):
@@ -68,8 +62,7 @@ def has_pooling(folder: Path) -> bool:
 def read_pooling(folder: Path, mode: str | None, default: str) -> PoolingConfig:
     """Read the pooling settings. `mode` replaces the folder's; `default` if there is neither.
 
-    Raises CheckpointError for settings that cannot be read or are not supported.
-    """
+    Raises CheckpointError for settings that cannot be read or are not supported."""
     try:
         config = _read_modules(folder) if has_pooling(folder) else PoolingConfig(modes=(default,))
     except CheckpointError:

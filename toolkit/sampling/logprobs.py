@@ -1,7 +1,5 @@
 """Log-probabilities of chosen and likeliest tokens."""
 
-from __future__ import annotations
-
 import torch
 
 
@@ -11,8 +9,7 @@ def gather_logprobs(
     """Return (tokens [n, 1 + k], log-probabilities [n, 1 + k] fp32, rank of the first [n]).
 
     logits: [n, vocab]. token_ids: [n], reported first, then the k likeliest. All values of a token
-    come from one tensor, so that they are equal to the last bit wherever it appears.
-    """
+    come from one tensor, so that they are equal to the last bit wherever it appears."""
     logprobs = logits.float().log_softmax(dim=-1)
     wanted = token_ids.clamp(min=0).to(torch.int64)[:, None]
     own = logprobs.gather(-1, wanted)

@@ -1,7 +1,5 @@
 """Sampling parameters of a request. Names, defaults and meanings are vLLM's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,8 +12,7 @@ THINK_START, THINK_END = "<think>", "</think>"  # mark the reasoning in an answe
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 256
-MAX_TEXT = 16_384
-"""Characters of all `stop` strings, and of all `bad_words`."""
+MAX_TEXT = 16_384  # characters of all `stop` strings, and of all `bad_words`
 MAX_BEAM_WIDTH = 64
 _MAX_INT = 2**31 - 1
 _INTEGERS = (
@@ -33,28 +30,24 @@ _INTEGERS = (
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Rules by which one request's tokens are chosen and it ends. Lengths are in tokens.
 
-    Raises InvalidRequestError for a value out of range.
-    """
+    Raises InvalidRequestError for a value out of range."""
 
     n: int = 1
     temperature: float = 1.0
-    top_k: int = 0
-    """0 or -1: every token."""
+    top_k: int = 0  # 0 or -1: every token
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    """The only tokens that can be chosen. None: all."""
+    allowed_token_ids: list[int] | None = None  # the only tokens that can be chosen. None: all
     bad_words: list[str] | None = None
     """Texts that the answer must not contain: the token that would complete one is not chosen."""
     bad_words_token_ids: list[list[int]] | None = None
     """Token sequences that it must not contain. The engine adds those of `bad_words`."""
     seed: int | None = None
-    max_tokens: int | None = 16
-    """None: up to the end of the context."""
+    max_tokens: int | None = 16  # None: up to the end of the context
     min_tokens: int = 0
     ignore_eos: bool = False
     stop: list[str] | str | None = None
@@ -165,8 +158,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """Parameters of beam search. Names and meanings are those of Transformers.
 
     A beam's score is the sum of its tokens' log-probabilities, divided by its length to the power
-    of `length_penalty`. Raises InvalidRequestError for a value out of range.
-    """
+    of `length_penalty`. Raises InvalidRequestError for a value out of range."""
 
     beam_width: int
     max_tokens: int

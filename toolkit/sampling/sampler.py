@@ -3,10 +3,7 @@
 The order is vLLM's: log-probabilities of the raw logits; then logit bias and forbidden end tokens,
 penalties, grammars, temperature, min-p, top-k, top-p. `sample` is the only place that has it. A
 random choice depends on the request's seed and the position alone: the same seed gives the same
-text in any batch and after any preemption.
-"""
-
-from __future__ import annotations
+text in any batch and after any preemption."""
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +36,7 @@ def sample(
     of the sampled token. masked: indices of requests with a grammar, and their masks.
 
     With the device's `kernels` the tokens are int32, and are written into `token_ids`; else they
-    are int64.
-    """
+    are int64."""
     steps = (
         _TorchSteps(state, token_ids, rows, lengths)
         if kernels is None
@@ -112,8 +108,7 @@ def choose(
 ) -> torch.Tensor:
     """Return the next tokens [n] int64 by temperature, min-p, top-k and top-p.
 
-    -1 where the logits are not finite.
-    """
+    -1 where the logits are not finite."""
     device = logits.device
     rows_on_device = torch.from_numpy(rows).to(device, torch.int64)
     best, greedy = logits.max(dim=-1)
@@ -135,8 +130,7 @@ def choose(
 def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Draw indices [n] from rows of unnormalized probabilities [n, k].
 
-    The index is where the running sum first exceeds `uniform` [n] of the total.
-    """
+    The index is where the running sum first exceeds `uniform` [n] of the total."""
     sums = probabilities.cumsum(dim=-1, dtype=torch.float64)
     index = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
     return index.clamp_(max=probabilities.shape[-1] - 1)
@@ -145,8 +139,7 @@ def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def uniform_at(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return numbers in [0, 1) [n] fp64 that depend on seed and position alone.
 
-    SplitMix64's finalizer (Steele et al., 2014).
-    """
+    SplitMix64's finalizer (Steele et al., 2014)."""
     x = seeds + (positions + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x = (x ^ _shift_right(x, shift)) * factor  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -165,8 +158,7 @@ def _keep_likely(
     """Return the probabilities, zero where top-k, min-p or top-p exclude a token.
 
     They stay in vocabulary order, and tokens as likely as the last one kept are kept too. So the
-    draw depends neither on the sorting of equals nor on the batch.
-    """
+    draw depends neither on the sorting of equals nor on the batch."""
     vocab = probabilities.shape[-1]
     top_k = state.ints[rows_on_device, 0]
     top_p, min_p = (state.floats[rows_on_device, i, None] for i in (1, 2))
@@ -197,8 +189,7 @@ def add_biases(
     """Add logit biases and exclude forbidden tokens, in place.
 
     Forbidden are tokens other than `allowed_token_ids`, completions of bad words, and end tokens
-    before `min_tokens`.
-    """
+    before `min_tokens`."""
     where, tokens, values = [], [], []
     for index, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         if not state.biases[row]:
@@ -241,8 +232,7 @@ def _allow_only(logits: torch.Tensor, allowed: torch.Tensor) -> None:
 def _forbid(logits: torch.Tensor, output: torch.Tensor, sequences: list[list[int]]) -> None:
     """Exclude the last token of each sequence whose other tokens end the output.
 
-    logits: [vocab]. output: [num_output] int32, on the device: the host may not know the newest.
-    """
+    logits: [vocab]. output: [num_output] int32, on the device: the host may not know the newest."""
     possible = [one for one in sequences if len(one) - 1 <= len(output)]
     if not possible:
         return
@@ -261,8 +251,7 @@ def mask_logits(logits: torch.Tensor, index: torch.Tensor, masks: torch.Tensor) 
     """Exclude tokens whose bit is not set, in place.
 
     logits: [n, vocab]. index: [m] int64, rows of the logits. masks: [m, words] int32
-    (`grammar.Masks`).
-    """
+    (`grammar.Masks`)."""
     bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device) & 1
     allowed = torch.zeros(len(masks), logits.shape[1], dtype=torch.bool, device=logits.device)
     known = bits.flatten(1)[:, : logits.shape[1]].bool()

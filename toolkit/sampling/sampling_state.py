@@ -1,7 +1,5 @@
 """Sampling parameters of the running requests, one row each, on the host and on the device."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,8 +13,7 @@ class SamplingState:
 
     `floats` [num_rows, 6] fp32: temperature, top_p, min_p, repetition, presence and frequency
     penalty. `ints` [num_rows, 3] int64: top_k, seed, number of prompt tokens. Both exist on the
-    host and on the device.
-    """
+    host and on the device."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.device = device

@@ -1,8 +1,7 @@
 """Structured outputs: a JSON schema, a regular expression, a choice of texts, a grammar.
 
 Each becomes an llguidance grammar (https://github.com/guidance-ai/llguidance). The front end checks
-it; the core follows it token by token (`grammar`).
-"""
+it; the core follows it token by token (`grammar`)."""
 
 from __future__ import annotations
 
@@ -25,16 +24,12 @@ T = TypeVar("T")
 MAX_SIZE = 64 * 1024
 """Characters of a grammar. Together with llguidance's limits this bounds the time of a compilation:
 the worst that we found takes a second, a usual one a millisecond."""
-MAX_RULES = 1000
-"""Rules or references of a grammar: llguidance recurses over them."""
-STACK_BYTES = 64 * 1024 * 1024
-"""Stack of the compiling threads, enough for MAX_RULES."""
-MAX_LEXER_STATES = 32_768
-"""Per request; 1 to 2 kB each."""
+MAX_RULES = 1000  # rules or references of a grammar: llguidance recurses over them
+STACK_BYTES = 64 * 1024 * 1024  # stack of the compiling threads, enough for MAX_RULES
+MAX_LEXER_STATES = 32_768  # per request; 1 to 2 kB each
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Between the parts of JSON. Bounded, because confused models write line breaks without end."""
-_NOTHING_FITS = "NoExtensionBias"
-"""Start of llguidance's error if a grammar allows no text at all."""
+_NOTHING_FITS = "NoExtensionBias"  # start of llguidance's error if a grammar allows no text at all
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -43,25 +38,19 @@ class StructuredOutputsParams(
 ):
     """Constraint on an answer: exactly one of the first five fields. The names are vLLM's.
 
-    Raises InvalidRequestError for none or several, and for values of the wrong kind.
-    """
+    Raises InvalidRequestError for none or several, and for values of the wrong kind."""
 
-    json: dict[str, Any] | str | None = None
-    """JSON schema, or its text."""
-    json_object: bool = False
-    """Any JSON object."""
+    json: dict[str, Any] | str | None = None  # JSON schema, or its text
+    json_object: bool = False  # any JSON object
     regex: str | None = None
     """Regular expression that the complete answer matches (Rust syntax, no look-around)."""
     choice: list[str] | None = None
-    grammar: str | None = None
-    """Lark with llguidance's extensions, or GBNF."""
-    lenient: bool = False
-    """Ignore what cannot be enforced in a JSON schema, instead of refusing it."""
+    grammar: str | None = None  # Lark with llguidance's extensions, or GBNF
+    lenient: bool = False  # ignore what cannot be enforced in a JSON schema, instead of refusing it
     reasoning: Literal["begun", "possible"] | None = None
     """The answer may begin with unconstrained reasoning, up to `</think>`. begun: the prompt has
     started it. possible: the answer may start it with `<think>`."""
-    param: str = "structured_outputs"
-    """Name of the field in the request, for error messages."""
+    param: str = "structured_outputs"  # name of the field in the request, for error messages
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
@@ -77,8 +66,7 @@ class StructuredOutputsParams(
     def to_grammar(self) -> str:
         """Return the constraint as an llguidance grammar, checked. Takes up to a second; cached.
 
-        Raises InvalidRequestError, with the cause, if it cannot be enforced or is too large.
-        """
+        Raises InvalidRequestError, with the cause, if it cannot be enforced or is too large."""
         try:
             if self.choice is not None:
                 return _checked("choice", json.dumps(self.choice), False)

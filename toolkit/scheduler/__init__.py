@@ -6,8 +6,7 @@ that one contract covers chunked prefill, prefix cache hits, preemption and resu
 
 There are three layers, each a subclass of the one before: `live_requests` keeps the requests with
 their blocks and rows, `planner` makes the steps, `scheduler` applies their results and recovers
-from failures.
-"""
+from failures."""
 
 from toolkit.scheduler.block_pool import BlockPool, HostBlockPool
 from toolkit.scheduler.output import (

@@ -1,7 +1,5 @@
 """KV cache blocks: reference counts, and the prefix cache over their content."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -16,8 +14,7 @@ class BlockPool:
 
     A full block is found by the hash of all tokens up to its end. A block without references is
     free but can still be found until it is allocated again. The free list is in
-    least-recently-used order, blocks without content first. Every operation is O(1) per block.
-    """
+    least-recently-used order, blocks without content first. Every operation is O(1) per block."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -60,8 +57,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference from each block of a request, given in token order.
 
-        The last blocks are reused first: the beginning of a prompt is shared more often.
-        """
+        The last blocks are reused first: the beginning of a prompt is shared more often."""
         for block in reversed(blocks):
             references = self._references[block] - 1
             if references < 0:
@@ -130,6 +126,5 @@ class HostBlockPool:
 def hash_block(parent: BlockHash, tokens: bytes, extra: str = "") -> BlockHash:
     """Return 16 bytes of BLAKE2b over the parent's hash, the tokens (int32) and an extra key.
 
-    The hash is cryptographic because a collision would show one user the cache of another.
-    """
+    The hash is cryptographic because a collision would show one user the cache of another."""
     return blake2b(b"".join((parent, tokens, extra.encode())), digest_size=16).digest()

@@ -1,12 +1,9 @@
 """Lifetimes of cached blocks, measured on a sample of them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 
-SAMPLED = 64
-"""One block in 64 is watched, so that the cost does not show."""
+SAMPLED = 64  # one block in 64 is watched, so that the cost does not show
 
 
 class BlockWatch:
@@ -18,10 +15,8 @@ class BlockWatch:
         self._used: dict[int, float] = {}
         self.lifetimes: list[float] = []
         """Seconds from allocation to eviction. All lists are of lives that ended since `take`."""
-        self.idle: list[float] = []
-        """Seconds from the last use to eviction."""
-        self.reuse_gaps: list[float] = []
-        """Seconds between two uses by requests."""
+        self.idle: list[float] = []  # seconds from the last use to eviction
+        self.reuse_gaps: list[float] = []  # seconds between two uses by requests
 
     def on_allocate(self, block: int) -> None:
         """Note that a block was allocated."""

@@ -1,7 +1,5 @@
 """The requests that have not ended, and the blocks and rows that they hold."""
 
-from __future__ import annotations
-
 import bisect
 import heapq
 from collections.abc import Collection
@@ -11,7 +9,7 @@ from toolkit.scheduler.policy import POLICIES, Rank
 from toolkit.scheduler.request import FinishReason, Request, RequestStatus
 from toolkit.scheduler.rows import Rows
 from toolkit.scheduler.stats import EngineStats
-from toolkit.scheduler.step import StepInFlight, RunningBatch, StepBuilder
+from toolkit.scheduler.step import RunningBatch, StepBuilder, StepInFlight
 
 
 class LiveRequests:
@@ -33,8 +31,7 @@ class LiveRequests:
     ) -> None:
         """`chunks_prompts`: a prompt may span several steps; else a long one gets its own step.
 
-        `num_stages`: pipeline stages; that many steps in flight have different requests.
-        """
+        `num_stages`: pipeline stages; that many steps in flight have different requests."""
         self.block_size = block_size
         self.num_stages = num_stages
         self.chunks_prompts = chunks_prompts
@@ -51,8 +48,7 @@ class LiveRequests:
         self._rows = Rows(max_num_seqs, block_size)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_rows_released = 0
-        self._batch: RunningBatch | None = None
-        """None if `running` has changed since it was made."""
+        self._batch: RunningBatch | None = None  # None if `running` has changed since it was made
         self._in_flight: dict[int, StepInFlight] = {}
         self._suspects: list[Request] = []
         self._num_unexplained_failures = 0
@@ -64,8 +60,7 @@ class LiveRequests:
     def add(self, request: Request, *, is_queued: bool = True) -> None:
         """Add a request. Raises ValueError if it does not fit into the whole cache.
 
-        `is_queued`: it may be scheduled at once, not only after `enqueue`.
-        """
+        `is_queued`: it may be scheduled at once, not only after `enqueue`."""
         longest = min(request.num_prompt_tokens + request.spec.max_tokens, self.max_model_len)
         if self._blocks_for(longest) > self.pool.num_blocks:
             raise ValueError(
@@ -176,8 +171,7 @@ class LiveRequests:
         """Add the request's full blocks to the prefix cache, as far as their tokens are known.
 
         Blocks of the step being scheduled count: a later reader's step runs after it, or the same
-        step writes them before they are read.
-        """
+        step writes them before they are read."""
         first = request.num_registered_blocks
         full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size
         if first < full and request.cacheable:

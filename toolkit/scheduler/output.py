@@ -1,7 +1,5 @@
 """Steps and their results: the messages between scheduler and workers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,8 +37,7 @@ class SchedulerOutput:
     A row is a place in the workers' state that a request keeps while it runs. The arrays are
     parallel, one entry per scheduled request: `rows`, `num_tokens` (to compute now, starting at
     `num_computed`) and `samples` (its next token is sampled). Copies run before the step:
-    `swap_out` (block, host block), then `swap_in` (host block, block).
-    """
+    `swap_out` (block, host block), then `swap_in` (host block, block)."""
 
     step: int
     rows: IntArray
@@ -71,8 +68,7 @@ class TokenLogprobs:
     """Log-probabilities at the sampled positions of one step, in order of its sampling requests.
 
     `token_ids`, `logprobs`: [num_sampled, 1 + k], the chosen token first, then the k likeliest.
-    `ranks`: [num_sampled], 1 for the likeliest token.
-    """
+    `ranks`: [num_sampled], 1 for the likeliest token."""
 
     token_ids: IntArray
     logprobs: FloatArray
@@ -92,8 +88,7 @@ class ModelOutput:
     """Results of a step.
 
     `token_ids`: [num_sampled], in the order of the step's sampling requests; -1 marks a request
-    whose logits were not finite.
-    """
+    whose logits were not finite."""
 
     step: int
     token_ids: IntArray

@@ -1,7 +1,5 @@
 """Plan the next step: which requests compute how many tokens, in which blocks."""
 
-from __future__ import annotations
-
 import bisect
 import heapq
 
@@ -10,7 +8,7 @@ import numpy as np
 from toolkit.scheduler.live_requests import LiveRequests
 from toolkit.scheduler.output import IntArray, NewRow, SchedulerOutput
 from toolkit.scheduler.request import Request, RequestStatus
-from toolkit.scheduler.step import BoolArray, StepInFlight, RunningBatch, StepBuilder, BatchPart
+from toolkit.scheduler.step import BatchPart, BoolArray, RunningBatch, StepBuilder, StepInFlight
 
 
 class Planner(LiveRequests):
@@ -19,8 +17,7 @@ class Planner(LiveRequests):
     With a pipeline of `num_stages`, as many steps are in flight, and no request samples in two of
     them: it is scheduled again once its token has come back, and the token travels with the step.
     A step takes no more than its share of the requests that decode, and of new ones, so that every
-    stage has a step. Chunks of a prompt follow each other without waiting.
-    """
+    stage has a step. Chunks of a prompt follow each other without waiting."""
 
     def schedule(self) -> SchedulerOutput | None:
         """Return the next step, or None if all wait for the tokens of steps in flight."""
@@ -53,8 +50,7 @@ class Planner(LiveRequests):
         Return False, with nothing changed, if there are too few blocks. The result is that of
         `_schedule_one_by_one`, in NumPy; Python runs only for requests that need a block or compute
         a prompt. Blocks that decoding fills are registered when they are released: no request looks
-        for them sooner.
-        """
+        for them sooner."""
         batch, rows = self._current_batch(), self._rows
         if not batch.requests:
             return True
@@ -145,8 +141,7 @@ class Planner(LiveRequests):
     def _make_room(self, request: Request, num_tokens: int, step: StepBuilder) -> bool:
         """Give the request blocks for its next tokens, preempting from the highest rank down.
 
-        Return False if the request itself was preempted.
-        """
+        Return False if the request itself was preempted."""
         while True:
             need = self._blocks_for(request.num_computed_tokens + num_tokens) - len(request.blocks)
             blocks = self.pool.allocate(max(0, need))
@@ -171,8 +166,7 @@ class Planner(LiveRequests):
     def _num_wanted(self, request: Request) -> int:
         """Return the tokens that the request would compute now.
 
-        None if its last token is in flight, or if another request is being tried alone.
-        """
+        None if its last token is in flight, or if another request is being tried alone."""
         if self._suspects and request is not self._suspects[0]:
             return 0
         if self.num_stages > 1 and request.num_in_flight:
@@ -221,8 +215,7 @@ class Planner(LiveRequests):
     def _admit(self, request: Request, step: StepBuilder) -> bool:
         """Give a waiting request a row and blocks for its first tokens.
 
-        Return False, with nothing changed, if there are too few blocks.
-        """
+        Return False, with nothing changed, if there are too few blocks."""
         if request.status is RequestStatus.SWAPPED:
             cached: list[int] = []
             num_computed = request.num_computed_tokens

@@ -1,13 +1,10 @@
 """Scheduling policies: the order among requests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from toolkit.scheduler.request import Request
 
-Rank = tuple[int, int]
-"""The request with the lower rank is scheduled first and preempted last."""
+Rank = tuple[int, int]  # the request with the lower rank is scheduled first and preempted last
 
 
 def by_arrival(request: Request) -> Rank:

@@ -22,10 +22,8 @@ NUM_COUNTS = 3
 class RequestStatus(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
-    PREEMPTED = "preempted"
-    """Waiting again; its cache was dropped and is recomputed."""
-    SWAPPED = "swapped"
-    """Waiting again; its cache is in host memory."""
+    PREEMPTED = "preempted"  # waiting again; its cache was dropped and is recomputed
+    SWAPPED = "swapped"  # waiting again; its cache is in host memory
     FINISHED = "finished"
 
 
@@ -44,49 +42,37 @@ class Request:
     token that such a step samples is counted by `num_in_flight` until it is known.
 
     While the request runs, its counts and newest tokens are in the scheduler's `Rows`, where a step
-    changes those of all requests at once. The properties read them there.
-    """
+    changes those of all requests at once. The properties read them there."""
 
     id: str
     spec: SequenceSpec
-    arrival: int = 0
-    """Rank among requests of one priority."""
+    arrival: int = 0  # rank among requests of one priority
     seed: int = 0
     cache_salt: str = ""
     """Salt of its block hashes: the spec's, or its own where prefix caching is off."""
-    cacheable: bool = True
-    """Its blocks are shared with other requests."""
+    cacheable: bool = True  # its blocks are shared with other requests
     leader: Request | None = None
     """The sibling (n > 1) whose prompt blocks this one shares once they are computed."""
-    client: int = 0
-    """Number of the front end that sent it."""
-    number: int = 0
-    """The front end's number of the sequence."""
-    grammar: GrammarState | None = None
-    """Grammar that constrains its tokens."""
+    client: int = 0  # number of the front end that sent it
+    number: int = 0  # the front end's number of the sequence
+    grammar: GrammarState | None = None  # grammar that constrains its tokens
 
     status: RequestStatus = RequestStatus.WAITING
     row: int = -1
-    num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache at first admission."""
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     blocks: list[int] = field(default_factory=list)
     host_blocks: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
     num_registered_blocks: int = 0
-    name: str = ""
-    """Request id in the front end, shared by siblings."""
-    origin: str = ""
-    """Address of the HTTP client."""
-    arrived_at: float = 0.0
-    """Seconds on the machine's monotonic clock, like `first_run_at`."""
+    name: str = ""  # request id in the front end, shared by siblings
+    origin: str = ""  # address of the HTTP client
+    arrived_at: float = 0.0  # seconds on the machine's monotonic clock, like `first_run_at`
     first_run_at: float = 0.0
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
-    """The stop token that ended it, unless it is the model's own."""
+    stop_reason: int | None = None  # the stop token that ended it, unless it is the model's own
     stop_token_ids: frozenset[int] = frozenset()
-    num_prompt_logprobs: int = 0
-    """Prompt positions whose log-probabilities have been reported."""
+    num_prompt_logprobs: int = 0  # prompt positions whose log-probabilities have been reported
     _counts: IntArray = field(default_factory=lambda: np.zeros(NUM_COUNTS, np.int32))
     _outputs: list[int] = field(default_factory=list)
     _tail: IntArray | None = None
@@ -156,8 +142,7 @@ class Request:
     def stops_from(self) -> int:
         """Number of tokens, prompt and output, from which on a stop token ends it.
 
-        A grammar enforces `min_tokens` itself.
-        """
+        A grammar enforces `min_tokens` itself."""
         return self.num_prompt_tokens + (self.params.min_tokens if self.grammar is None else 0)
 
     @property

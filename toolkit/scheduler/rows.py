@@ -1,7 +1,5 @@
 """Running requests as columns, so that a step costs NumPy calls instead of a loop."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 
@@ -19,18 +17,14 @@ class Rows:
     `counts` [3, num_rows] holds the counts of running requests: `Request` reads and writes its own,
     the scheduler many at once. `tails` [num_rows, width] holds each row's newest tokens, position p
     at p modulo the width; the request copies them before they are overwritten
-    (`Request.flush_tail`).
-    """
+    (`Request.flush_tail`)."""
 
     def __init__(self, num_rows: int, block_size: int) -> None:
         self.counts = np.zeros((NUM_COUNTS, num_rows), np.int32)
         self.computed, self.tokens, self.in_flight = self.counts
-        self.prompts = np.zeros(num_rows, np.int32)
-        """Tokens of the prompt."""
-        self.capacity = np.zeros(num_rows, np.int32)
-        """Tokens that the row's blocks hold."""
-        self.limit = np.zeros(num_rows, np.int32)
-        """Number of tokens with which the request ends."""
+        self.prompts = np.zeros(num_rows, np.int32)  # tokens of the prompt
+        self.capacity = np.zeros(num_rows, np.int32)  # tokens that the row's blocks hold
+        self.limit = np.zeros(num_rows, np.int32)  # number of tokens with which the request ends
         self.stops_from = np.zeros(num_rows, np.int32)
         """Number of tokens from which on a stop token ends it."""
         self.taken_at = np.full(num_rows, NO_STEP, np.int32)
@@ -39,8 +33,7 @@ class Rows:
         """True if its token is reported by itself, not in the step's columns."""
         self.is_final_only = np.zeros(num_rows, np.bool_)
         """True if nothing is reported before its end."""
-        self.constrained = np.zeros(num_rows, np.bool_)
-        """True if a grammar constrains its tokens."""
+        self.constrained = np.zeros(num_rows, np.bool_)  # True if a grammar constrains its tokens
         self.clients = np.zeros(num_rows, np.int32)
         self.numbers = np.zeros(num_rows, np.int64)
         self.stops = np.full((num_rows, 0), NO_TOKEN, np.int32)

@@ -1,13 +1,11 @@
 """Scheduler: plans steps (`planner`), takes in their tokens, and recovers from failed ones."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from toolkit.scheduler.output import IntArray, ModelOutput, PromptLogprobs, SchedulerOutput
 from toolkit.scheduler.planner import Planner
 from toolkit.scheduler.request import FinishReason, Request, RequestStatus
-from toolkit.scheduler.step import StepInFlight, RowArray, StepBuilder, StepResult, StepResults
+from toolkit.scheduler.step import RowArray, StepBuilder, StepInFlight, StepResult, StepResults
 
 
 class Scheduler(Planner):
@@ -18,8 +16,7 @@ class Scheduler(Planner):
     step samples its next token.
 
     Steps may be scheduled before the tokens of earlier ones are known. Each running request is then
-    assumed to continue by one token; tokens past its end are dropped in `update`.
-    """
+    assumed to continue by one token; tokens past its end are dropped in `update`."""
 
     def update(self, output: SchedulerOutput, result: ModelOutput) -> StepResults:
         """Append a step's tokens and end the requests that are done."""
@@ -116,8 +113,7 @@ class Scheduler(Planner):
 
         Out of memory halves the budget and the number of running requests. Any other failure runs
         the step's requests one at a time until the one that fails alone is found. Return the
-        requests that end with an error.
-        """
+        requests that end with an error."""
         step = self._in_flight.get(output.step)
         requests = (
             []

@@ -1,41 +1,31 @@
 """Figures that an engine reports after each step."""
 
-from __future__ import annotations
-
 from typing import Annotated, get_type_hints
 
 import msgspec
 
 Counter = Annotated[int, "counter"]
 """Events since the last report. The metric of the same name is incremented by it."""
-Mean = Annotated[float, "mean"]
-"""A gauge whose value for several engines is the mean, not the sum."""
+Mean = Annotated[float, "mean"]  # A gauge whose value for several engines is the mean, not the sum
 
 
 class EngineStats(msgspec.Struct, array_like=True):
     """Gauges, and counts since the last report.
 
     A new counter is one `Counter` field here, the metric of the same name in `toolkit.metrics`, and
-    the place that counts.
-    """
+    the place that counts."""
 
     num_running: int = 0
     num_waiting: int = 0
-    kv_cache_usage: Mean = 0.0
-    """Share of the blocks in use, 0 to 1."""
-    prefix_cache_queries: Counter = 0
-    """Tokens looked up in the prefix cache."""
-    prefix_cache_hits: Counter = 0
-    """Tokens found there."""
+    kv_cache_usage: Mean = 0.0  # share of the blocks in use, 0 to 1
+    prefix_cache_queries: Counter = 0  # tokens looked up in the prefix cache
+    prefix_cache_hits: Counter = 0  # tokens found there
     num_preemptions: Counter = 0
-    num_tokens: int = 0
-    """Tokens that the step computed."""
-    num_sampled: int = 0
-    """Tokens that the step sampled."""
+    num_tokens: int = 0  # tokens that the step computed
+    num_sampled: int = 0  # tokens that the step sampled
     work: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Least work of the step: operations, bytes read, bytes written, of weights and KV cache."""
-    block_times: list[list[float]] = []
-    """Seconds, as `BlockWatch.take` returns them."""
+    block_times: list[list[float]] = []  # seconds, as `BlockWatch.take` returns them
 
 
 _HINTS = get_type_hints(EngineStats, include_extras=True)
@@ -45,8 +35,7 @@ COUNTERS = tuple(name for name, hint in _HINTS.items() if hint is Counter)
 def total(several: list[EngineStats]) -> EngineStats:
     """Return the numbers of several engines together: sums, and means of shares.
 
-    `work` and `block_times`, which belong to one step, are left out.
-    """
+    `work` and `block_times`, which belong to one step, are left out."""
     if len(several) == 1:
         return several[0]
     together = EngineStats()

@@ -21,8 +21,7 @@ class StepResult:
 
     request: Request
     token_id: int | None = None
-    sample: int = -1
-    """Index of its token among those the step sampled."""
+    sample: int = -1  # index of its token among those the step sampled
     prompt_logprobs: PromptLogprobs | None = None
     error: str | None = None
 
@@ -33,8 +32,7 @@ class StepResults:
 
     `clients`, `numbers`, `token_ids` [num_plain]: requests that got a token and nothing else.
     `others`: requests with more to report. A request that reports only at its end is in neither
-    before then.
-    """
+    before then."""
 
     clients: IntArray
     numbers: npt.NDArray[np.int64]
@@ -90,8 +88,7 @@ class StepBuilder:
     """A step being built: a batch of running requests, then others one by one."""
 
     budget: int
-    most_requests: int = sys.maxsize
-    """Number of requests from which on no other is admitted."""
+    most_requests: int = sys.maxsize  # number of requests from which on no other is admitted
     together: BatchPart | None = None
     requests: list[Request] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
@@ -117,5 +114,4 @@ class StepInFlight:
     requests: list[Request]
     rows: RowArray
     admitted: list[Request]
-    num_rows_released: int
-    """Rows released before it was scheduled."""
+    num_rows_released: int  # rows released before it was scheduled

@@ -1,10 +1,7 @@
 """API worker: one of several processes that serve HTTP requests.
 
 `Supervisor` runs `python -m toolkit.serving.api_worker DESCRIPTOR`. Standard input is the control
-channel, DESCRIPTOR the socket over which it hands over connections.
-"""
-
-from __future__ import annotations
+channel, DESCRIPTOR the socket over which it hands over connections."""
 
 import asyncio
 import logging

@@ -59,8 +59,7 @@ class FrontEnd(Protocol):
     async def start(self, listener: socket.socket, report: Report) -> ServedModel:
         """Load the model and serve on a bound socket.
 
-        Raises ToolkitError for problems that the user can fix.
-        """
+        Raises ToolkitError for problems that the user can fix."""
         ...
 
     async def drain(self) -> None:

@@ -35,8 +35,7 @@ async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -
 
     `started_at`: start of the command, by `time.perf_counter`. Returns the exit code: 130 after
     Ctrl-C during start-up. Raises ToolkitError for problems that the user can fix, and
-    EngineDeadError when the engine dies.
-    """
+    EngineDeadError when the engine dies."""
     LogStyle.of(config.log_level, config.log_format).apply()
     config = _load_key_file(config)
     tls(config)  # report errors in its files before the model is loaded

@@ -1,7 +1,5 @@
 """The summary that is printed when the server is ready."""
 
-from __future__ import annotations
-
 import shlex
 import socket
 import sys

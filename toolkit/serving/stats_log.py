@@ -1,7 +1,5 @@
 """Throughput in the log and the gauges, and metrics that describe the server."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import platform

@@ -1,7 +1,5 @@
 """Front end with several API workers, on one port and with the same engine cores."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket
@@ -111,8 +109,7 @@ class Supervisor:
     Workers import modules and read the tokenizer while the cores load. A prepared worker gets the
     state of all cores at that time. Connections are handed over as file descriptors, over a pair of
     sockets. A worker that cannot read a core's messages exits and is replaced. The requests of a
-    worker that has exited are lost, and removed from the cores.
-    """
+    worker that has exited are lost, and removed from the cores."""
 
     def __init__(self, engine: EngineConfig, server: ServerConfig, name: str) -> None:
         """`name`: the model's name in the API."""

@@ -1,10 +1,7 @@
 """Render a conversation with a model's Jinja chat template, like Transformers.
 
 Templates come from checkpoints and, if the server allows it, from clients. They are not trusted:
-they run in the sandbox of `template_sandbox`.
-"""
-
-from __future__ import annotations
+they run in the sandbox of `template_sandbox`."""
 
 import functools
 from collections.abc import Sequence
@@ -64,8 +61,7 @@ class ChatTemplates:
         variables: the template's own, such as enable_thinking.
 
         Raises ValueError or TypeError for a wrong conversation, jinja2.TemplateError from the
-        template, and any error of its expressions on values of the wrong type.
-        """
+        template, and any error of its expressions on values of the wrong type."""
         template = self._choose(chat_template, tools)
         if not messages:
             raise ValueError("the conversation is empty")
@@ -106,8 +102,7 @@ def read_templates(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, 
     """Return a folder's templates by name.
 
     They are in `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, or in
-    tokenizer_config.json.
-    """
+    tokenizer_config.json."""
     files = {
         path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
     }
@@ -133,8 +128,7 @@ def templates_by_name(value: Any) -> dict[str, str]:
 def load_template(file_or_source: str) -> str:
     """Return the template of `--chat-template`. A value with a brace is a template, not a file.
 
-    Raises ConfigError if the file cannot be read, or is not a template.
-    """
+    Raises ConfigError if the file cannot be read, or is not a template."""
     from jinja2 import TemplateSyntaxError
 
     source = file_or_source

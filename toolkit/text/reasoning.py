@@ -1,7 +1,5 @@
 """Answers with reasoning first: `<think>...</think>`, then the content."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 
@@ -30,8 +28,7 @@ def reasoning_after(
 class ReasoningSplitter:
     """Splits one answer, as it arrives, into reasoning and the rest, without space at the markers.
 
-    The output does not depend on how the text is split.
-    """
+    The output does not depend on how the text is split."""
 
     def __init__(self, reasoning: Reasoning | None) -> None:
         steps = {None: self._pass, "possible": self._maybe_open, "begun": self._open}

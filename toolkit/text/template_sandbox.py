@@ -3,8 +3,7 @@
 The time limit is checked in every iteration of a loop and every call of a macro. The size of a text
 is checked before it is built: joined, repeated, replaced, padded or formatted. A list or dict is
 measured before it is printed or compared: it may contain one long text, or one list, many times.
-The limits hold in the thread that renders, so nothing keeps running.
-"""
+The limits hold in the thread that renders, so nothing keeps running."""
 
 from __future__ import annotations
 
@@ -24,10 +23,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import jinja2
 
-MAX_SECONDS = 5.0
-"""A conversation of a million tokens takes a fraction of a second."""
-MAX_CHARACTERS = 32 * 1024 * 1024
-"""Limit of a text, and of the items of a list."""
+MAX_SECONDS = 5.0  # A conversation of a million tokens takes a fraction of a second
+MAX_CHARACTERS = 32 * 1024 * 1024  # limit of a text, and of the items of a list
 _MAX_POWER_BITS = 4096
 
 # Compilation has no deadline.
@@ -269,8 +266,7 @@ _CONTAINERS: Any = (
     type({}.values()),
     type({}.items()),
 )
-_PLAIN_TYPES = frozenset((str, int, float, bool, type(None)))
-"""Types of most values: a fast path."""
+_PLAIN_TYPES = frozenset((str, int, float, bool, type(None)))  # types of most values: a fast path
 
 
 def _checked(value: Any) -> Any:
@@ -325,8 +321,7 @@ def _check_precision(value: Any, precision: int = 0, method: str = "common") -> 
 def _check_format(text: Any, *values: Any, **named: Any) -> None:
     """Refuse large widths and those from an argument (`%*d`, `{:{}}`).
 
-    An argument can be printed once per placeholder.
-    """
+    An argument can be printed once per placeholder."""
     text = str(_checked(text))
     if _WIDE_FORMAT.search(text):
         raise _limit_error("it formats with a width that is too large or comes from an argument")
@@ -346,8 +341,7 @@ _CHECKS: dict[str, Callable[..., None]] = {
     "round": _check_precision,
     "sum": _check_start,
     "wordwrap": _check_wrapped,
-}
-"""Check of the arguments of a filter, or of a method of a text or number. The text comes first."""
+}  # check of the arguments of a filter, or of a method of a text or number. The text comes first
 _PASSING_FILTERS = frozenset(
     ("attr", "count", "d", "default", "first", "items", "last", "length", "list", "map", "random",
      "reject", "rejectattr", "reverse", "select", "selectattr")

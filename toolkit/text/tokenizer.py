@@ -1,7 +1,5 @@
 """Convert text to tokens and back."""
 
-from __future__ import annotations
-
 import codecs
 import functools
 import json
@@ -21,15 +19,13 @@ _NO_SPACE_BEFORE = re.compile(r"[.?!,]|n't|'(?:m|s|ve|re)")
 class Tokenizer:
     """Tokenizer and chat templates of a model. It knows the bytes of each token, to stream text.
 
-    Token ids are those of Transformers; `tokenizer_files` lists the exceptions.
-    """
+    Token ids are those of Transformers; `tokenizer_files` lists the exceptions."""
 
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
         """`chat_template`: a file or a template to use instead of the folder's.
 
         Raises CheckpointError if the folder has no usable tokenizer, ConfigError for a bad
-        template.
-        """
+        template."""
         try:
             self._files = read_tokenizer(folder)
         except Exception as error:  # the libraries raise many types for a broken file
@@ -90,8 +86,7 @@ class Tokenizer:
 
         `limit`: tokens to keep; the end of the longer text is cut first. Returns (ids, start of
         the second text, 0 if its tokens have no type id of their own). Raises InvalidRequestError
-        for text that is not valid Unicode.
-        """
+        for text that is not valid Unicode."""
         try:
             return self._files.encode_texts(texts, limit)
         except (TypeError, UnicodeEncodeError):
@@ -116,8 +111,7 @@ class Tokenizer:
 
         Only the template can write special tokens. In messages, tools and other options they are
         ordinary text, unless `allow_special_tokens`. `check` gets the rendered text before it is
-        tokenized, and may raise.
-        """
+        tokenized, and may raise."""
         template = options.pop("chat_template", None)
         given = {"messages": messages, **options}
         separator = None
@@ -143,8 +137,7 @@ class Tokenizer:
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Return the prompt of a conversation. `options` are those of `ChatTemplates.render`.
 
-        Raises InvalidRequestError if there is no template, or if it refuses the messages.
-        """
+        Raises InvalidRequestError if there is no template, or if it refuses the messages."""
         if not self.has_chat_template and options.get("chat_template") is None:
             raise InvalidRequestError(
                 "This model's tokenizer has no chat template, so it cannot take chat messages. "
@@ -272,8 +265,7 @@ class TextStream:
 class SpacedTextStream(TextStream):
     """Keeps special tokens, with a space between each and its neighbours.
 
-    Transformers' `decode` calls this `spaces_between_special_tokens`.
-    """
+    Transformers' `decode` calls this `spaces_between_special_tokens`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer, skip_special_tokens=False)
@@ -296,8 +288,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.j
 def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer | None:
     """Return the folder's tokenizer; None if it has no tokenizer files.
 
-    `chat_template`: a file or a template to use instead of the folder's.
-    """
+    `chat_template`: a file or a template to use instead of the folder's."""
     if not any((folder / name).is_file() for name in _FILES):
         return None
     return Tokenizer(folder, chat_template)
@@ -349,8 +340,7 @@ def _unused_character(value: Any) -> str:
 def _decode_word_piece(token: str, decoder: dict[str, Any]) -> str:
     """Put a space before a token that begins a word. Other tokens have a prefix, which is removed.
 
-    With `cleanup` there is no space before punctuation and English endings either.
-    """
+    With `cleanup` there is no space before punctuation and English endings either."""
     if token.startswith(decoder["prefix"]):
         return token.removeprefix(decoder["prefix"])
     if decoder["cleanup"] and _NO_SPACE_BEFORE.match(token):
@@ -361,8 +351,7 @@ def _decode_word_piece(token: str, decoder: dict[str, Any]) -> str:
 def _byte_of_character() -> dict[str, int]:
     """Return the byte of each character in byte-level BPE (GPT-2).
 
-    A printable byte is its own character; the others are U+0100 and the following ones.
-    """
+    A printable byte is its own character; the others are U+0100 and the following ones."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)

@@ -5,8 +5,7 @@ to every process that imports it, so it is used only if there is no `tokenizer.j
 
 Transformers' classes replace parts of some pipelines in the file. Here the file decides. The token
 ids are the same for the tokenizers published with GPT-2, Llama 3, Mistral, Qwen2 and Qwen3. For
-Llama 2 they would differ, so the prefix of words follows Transformers' `LlamaTokenizer`.
-"""
+Llama 2 they would differ, so the prefix of words follows Transformers' `LlamaTokenizer`."""
 
 from __future__ import annotations
 
@@ -37,15 +36,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "GPT2Tokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END},
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
-}
-"""Special tokens of Transformers' classes, for files that name none, such as GPT-2's."""
+}  # special tokens of Transformers' classes, for files that name none, such as GPT-2's
 
 _DEFAULT_CLASSES = {
     "gpt2": "GPT2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
     "qwen3_moe": "Qwen2Tokenizer",
-}
-"""Class by model type, for files that name none."""
+}  # class by model type, for files that name none
 _FIXED_CLASSES = {"mistral": "TokenizersBackend", "qwen2": "Qwen2Tokenizer"}
 """Class by model type, regardless of the files: published ones name the wrong class."""
 
@@ -197,8 +194,7 @@ def _rebuild_as_llama(backend: Backend, config: dict[str, Any]) -> None:
     """Put `▁` where Transformers' LlamaTokenizer does.
 
     It comes before the first word only or, with `legacy`, also after each special token. Llama 2's
-    files put it after each special token, and before a leading space.
-    """
+    files put it after each special token, and before a leading space."""
     from tokenizers import decoders, pre_tokenizers
 
     prefix = config.get("add_prefix_space")
@@ -267,8 +263,7 @@ def _add_missing(
 ) -> None:
     """Add special tokens that the file lacks or has as ordinary tokens.
 
-    A declaration that differs from the file's replaces it.
-    """
+    A declaration that differs from the file's replaces it."""
     from tokenizers import AddedToken
 
     present: Iterable[AddedToken] = backend.get_added_tokens_decoder().values()

@@ -1,10 +1,7 @@
 """Formats of tool calls in a model's text: a grammar that enforces each, and a streaming parser.
 
 A parser's output does not depend on how the text is split. Text that is not a call is content. A
-call is reported once its name is known and its arguments begin; an answer may be cut off inside.
-"""
-
-from __future__ import annotations
+call is reported once its name is known and its arguments begin; an answer may be cut off inside."""
 
 import abc
 import json
@@ -65,8 +62,7 @@ Steps = Generator[None, None, None]
 class ToolFormat(abc.ABC):
     """Parser of one answer, in one format."""
 
-    markers: ClassVar[tuple[str, ...]] = ()
-    """Texts around calls. Often each is a special token."""
+    markers: ClassVar[tuple[str, ...]] = ()  # texts around calls. Often each is a special token
 
     def __init__(self, names: Sequence[str], *, parallel: bool = True) -> None:
         """`names`: functions that exist. Without `parallel`, only the first call counts."""

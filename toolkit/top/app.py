@@ -1,7 +1,5 @@
 """The dashboard application: layout, actions of the keys, and redrawing."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from functools import partial

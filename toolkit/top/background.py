@@ -1,7 +1,5 @@
 """Detection of a light terminal background, by a query to the terminal."""
 
-from __future__ import annotations
-
 import os
 import re
 import select
@@ -12,8 +10,7 @@ TIMEOUT = 1.0  # seconds for the terminal's answer
 QUERY = b"\x1b]11;?\x1b\\\x1b[c"
 """Asks for the background color, then for the terminal's type.
 
-All terminals answer the second query, so those without the first one cause no timeout.
-"""
+All terminals answer the second query, so those without the first one cause no timeout."""
 TYPE = re.compile(rb"\x1b\[\?[\d;]*c")  # answer to the second query
 
 

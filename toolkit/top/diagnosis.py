@@ -1,7 +1,5 @@
 """Diagnosis of a server: its bottleneck, the evidence, and the flag to change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -208,8 +206,7 @@ RULES: tuple[Callable[[ServerCase], Diagnosis | None], ...] = (
     check_idle,
     check_client,
     report_load,
-)
-"""Rules, the most important first."""
+)  # rules, the most important first
 
 
 def setting(server: Server, name: str) -> Any:

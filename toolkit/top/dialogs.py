@@ -1,7 +1,5 @@
 """Dialogs over a page: help, one request in detail, a question."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Key bindings and their help."""
 
-from __future__ import annotations
-
 from textual.binding import Binding, BindingType
 
 FAR = 1_000_000_000  # more rows than any table has
@@ -31,8 +29,7 @@ BINDINGS: list[BindingType] = [
     Binding("shift+tab", "next_page(-1)", "Previous page", priority=True),
     Binding("t", "theme", "Light or dark"),
     Binding("ctrl+c", "quit", show=False, priority=True),
-]
-"""Bindings of the screen; dialogs have their own."""
+]  # bindings of the screen; dialogs have their own
 
 HELP = (
     ("1 2 3 4 5", "Overview, requests, latency, servers, config"),

@@ -1,7 +1,5 @@
 """Snapshots for pipes and scripts: one fact per line, or JSON."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict
 from typing import Any
@@ -28,8 +26,7 @@ def as_json(state: State) -> str:
     """Return the servers as JSON, and as `total` all together.
 
     Times are in seconds, rates per second, sizes in bytes, shares from 0 to 1. Numbers that a
-    server does not report are null.
-    """
+    server does not report are null."""
     content = {
         "schema": SCHEMA,
         "time": time.time(),

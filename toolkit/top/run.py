@@ -1,7 +1,5 @@
 """`tk top`: the dashboard, or one snapshot without a terminal."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys
@@ -70,8 +68,7 @@ def add_demo_history(state: State, interval: float) -> None:
 async def take_readings(state: State, recorder: RecordingWriter | None) -> None:
     """Read each server twice, an interval apart, or a recording to its end.
 
-    Raises ToolkitError if no server answers.
-    """
+    Raises ToolkitError if no server answers."""
     try:
         await asyncio.gather(
             *(_read_server(state, index, recorder) for index in range(len(state.servers)))

@@ -1,7 +1,5 @@
 """State of the dashboard: the servers, the one in focus, and their numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from toolkit.top.diagnosis import Diagnosis, diagnose, worst

@@ -1,7 +1,5 @@
 """All numbers on the screen, for one server or several together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,8 +14,7 @@ MEANS = {"kv", "gpu", "batch", *LATENCIES}  # averaged over servers; other point
 class View:
     """Numbers of one or several servers. None: not reported, or not known yet.
 
-    Rates are per second, shares from 0 to 1.
-    """
+    Rates are per second, shares from 0 to 1."""
 
     model: str = ""
     version: str = ""
@@ -59,8 +56,7 @@ class View:
 def view_of(servers: Sequence[Server], *, since_start: bool = False) -> View:
     """Combine servers into one view, without those that do not answer, unless it is the only one.
 
-    `since_start`: means and latencies are since the servers' start, not over the window.
-    """
+    `since_start`: means and latencies are since the servers' start, not over the window."""
     shown = _answering(servers)
     pairs = [
         (None if since_start else one.first, one.last) for one in shown if one.last is not None

@@ -1,7 +1,5 @@
 """Numbers as the screen and the snapshot show them. Unknown numbers are a dash."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from toolkit import units

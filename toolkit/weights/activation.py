@@ -1,7 +1,5 @@
 """Activation functions, by kind and by the names in config.json."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -2,10 +2,7 @@
 
 Products of few rows are bound by reading the weight: they leave x in 16 bits, which costs nothing
 and is more exact. In products of many rows x is quantized too, with a scale for each token, for the
-FP8 rate of the tensor cores.
-"""
-
-from __future__ import annotations
+FP8 rate of the tensor cores."""
 
 import torch
 
@@ -14,10 +11,8 @@ from toolkit.kernels import reference
 from toolkit.kernels.table import kernels_for
 
 DTYPE = torch.float8_e4m3fn
-MIN_CAPABILITY = (8, 9)
-"""Ada, the first GPUs with FP8 arithmetic."""
-ALIGNMENT = 16
-"""Divisor of both sizes of a weight for `torch._scaled_mm`."""
+MIN_CAPABILITY = (8, 9)  # ada, the first GPUs with FP8 arithmetic
+ALIGNMENT = 16  # divisor of both sizes of a weight for `torch._scaled_mm`
 
 
 def require(device: torch.device, dtype: torch.dtype) -> None:
@@ -55,8 +50,7 @@ def linear(
 ) -> torch.Tensor:
     """Return act(x (W · scale)ᵀ + b), or act(gate) · up if W holds gate's rows, then up's.
 
-    x: [num_tokens, in] in 16 bits; weight: FP8 [out, in]; scale: fp32 [out]; bias: [out].
-    """
+    x: [num_tokens, in] in 16 bits; weight: FP8 [out, in]; scale: fp32 [out]; bias: [out]."""
     kernels = kernels_for(x.device)
     if kernels is None:
         return reference.linear_fp8(x, weight, scale, bias, activation, gated)
@@ -82,8 +76,7 @@ def product(
 ) -> torch.Tensor:
     """Return (x · x_scale) (W · scale)ᵀ + b in `dtype`.
 
-    x: FP8 [num_tokens, in]; x_scale: fp32 [num_tokens, 1].
-    """
+    x: FP8 [num_tokens, in]; x_scale: fp32 [num_tokens, 1]."""
     # Some GPUs' kernels cannot write fp16, or add a bias for some numbers of rows.
     y = torch._scaled_mm(
         x,

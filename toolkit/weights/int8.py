@@ -1,10 +1,7 @@
 """Linear layers with int8 weights on CPUs, with a scale for each row of the weight.
 
 Products convert x to int8 too, with a scale for each token: one instruction (VNNI) multiplies four
-elements and adds them up.
-"""
-
-from __future__ import annotations
+elements and adds them up."""
 
 import torch
 

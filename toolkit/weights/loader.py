@@ -26,8 +26,7 @@ _NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 class Loadable(Protocol):
     """A module that weights can be loaded into."""
 
-    unused: ClassVar[tuple[str, ...]]
-    """Substrings of checkpoint tensor names to ignore."""
+    unused: ClassVar[tuple[str, ...]]  # substrings of checkpoint tensor names to ignore
 
     def slots(self) -> Slots: ...
 
@@ -48,8 +47,7 @@ def find_weights(
 
     `elsewhere`: names of tensors that another stage of the model needs. Raises CheckpointError
     with the file and the tensor that are wrong, missing or cut short: at once if the file headers
-    show it, else while loading.
-    """
+    show it, else while loading."""
     fill: Callable[[threading.Event], None]
     if load_format == "dummy":
         fill = partial(_fill_dummy, model, seed)
@@ -95,8 +93,7 @@ class _SlotTable:
     def find(self, file: Path, name: str, shape: tuple[int, ...]) -> Sequence[Slot]:
         """Return a tensor's slots; none if it is not needed.
 
-        Raises CheckpointError if the model has no such tensor, or one of another shape.
-        """
+        Raises CheckpointError if the model has no such tensor, or one of another shape."""
         known = _known_name(name, self._slots)
         if known is None:
             if name.endswith(_NOT_WEIGHTS) or name == "lm_head.weight":
@@ -207,8 +204,7 @@ def _known_name(name: str, slots: Collection[str]) -> str | None:
     """Return the slot's name for a checkpoint's tensor name, or None.
 
     The base model's prefix may be missing. Old BERT checkpoints call a norm's weight and bias
-    gamma and beta.
-    """
+    gamma and beta."""
     if name.endswith((".gamma", ".beta")):
         name = name.replace(".gamma", ".weight").replace(".beta", ".bias")
     if name in slots:

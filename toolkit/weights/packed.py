@@ -1,7 +1,5 @@
 """Weights in the layout that is fastest for matrix products on a CPU."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch
@@ -9,8 +7,7 @@ import torch
 from toolkit.kernels import cpu
 from toolkit.weights.activation import FUNCTIONS
 
-ONEDNN_ROWS = 16
-"""Rows of x that oneDNN's layout is optimized for. It works with any number."""
+ONEDNN_ROWS = 16  # rows of x that oneDNN's layout is optimized for. It works with any number
 
 
 class Packed(Protocol):
@@ -40,8 +37,7 @@ def pack(
 
     Uses our kernels, or oneDNN if they were not built. Measured on one Zen 4 core, half of gpt2's
     layers in fp32, oneDNN's time over ours: 2.3 at one row, 1.7 at 4, 1.3 at 16, 1.07 at 64, 0.97
-    at 512.
-    """
+    at 512."""
     if cpu.available() and weight.dtype in (torch.float32, torch.bfloat16, torch.int8):
         from toolkit.kernels.cpu.linear import PackedLinear
 

@@ -1,7 +1,5 @@
 """Weight quantization: the methods, and the one used by the model that is being built."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -44,8 +42,7 @@ def quantizes_head() -> bool:
     """Return whether the output head of the model being built is quantized too.
 
     On a CPU it is: small models spend a third of their time there. On GPUs the head keeps the
-    checkpoint's precision, which matters most there.
-    """
+    checkpoint's precision, which matters most there."""
     return _building.get() == "int8"
 
 

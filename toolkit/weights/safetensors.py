@@ -1,8 +1,7 @@
 """Reader of safetensors files, in chunks with read-ahead: the host never holds a second copy.
 
 A file is the length of its header in eight bytes, the header in JSON, and the tensors' bytes in
-row-major order (https://huggingface.co/docs/safetensors).
-"""
+row-major order (https://huggingface.co/docs/safetensors)."""
 
 from __future__ import annotations
 
@@ -131,8 +130,7 @@ class _Chunk:
 def read_header(file: Path) -> list[StoredTensor]:
     """Return the tensors of a file, in the header's order.
 
-    Raises CheckpointError if it is cut short or not a safetensors file.
-    """
+    Raises CheckpointError if it is cut short or not a safetensors file."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -156,8 +154,7 @@ def read_into(
 ) -> None:
     """Read each tensor into its slot, which has its shape. Once `stop` is set, skip the rest.
 
-    Raises CheckpointError if a file cannot be read.
-    """
+    Raises CheckpointError if a file cannot be read."""
     try:
         if any(slot.target.is_cuda for _, slot in tensors):
             read_buffered(tensors, stop, pinned=True)
@@ -195,8 +192,7 @@ def read_buffered(
 ) -> None:
     """Read for a GPU: threads read into a few pinned buffers, and this thread starts the copies.
 
-    A single thread reads even a cached file at only a fraction of the bus's speed.
-    """
+    A single thread reads even a cached file at only a fraction of the bus's speed."""
     size = max(
         [
             CHUNK,

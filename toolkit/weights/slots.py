@@ -91,8 +91,7 @@ class JoinedSlot:
         return self.parts[0].shape
 
 
-Slots = dict[str, Slot | JoinedSlot]
-"""Slots by tensor name in the checkpoint."""
+Slots = dict[str, Slot | JoinedSlot]  # slots by tensor name in the checkpoint
 
 
 def plain_slots(module: torch.nn.Module, name: str) -> Slots:

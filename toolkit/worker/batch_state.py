@@ -1,7 +1,5 @@
 """Running requests on the device, one stable row each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +29,7 @@ class BatchState:
 
     `token_ids` [num_rows, max_model_len + 1] int32: prompt and output. The device writes sampled
     tokens, so that the next step can read them before the host has seen them. `block_table`
-    [num_rows, max_blocks] int32.
-    """
+    [num_rows, max_blocks] int32."""
 
     def __init__(
         self, num_rows: int, max_model_len: int, block_size: int, device: torch.device

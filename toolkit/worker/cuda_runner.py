@@ -1,7 +1,5 @@
 """Runs steps on a GPU, common ones as CUDA graphs, from inputs to sampled tokens."""
 
-from __future__ import annotations
-
 import bisect
 import functools
 from collections.abc import Sequence
@@ -27,10 +25,8 @@ from toolkit.worker.model_runner import ModelRunner, Sample, Sampled
 
 MIXED_TOKENS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 """Padded token counts of captured steps that mix prompts and next tokens."""
-SMALL_MIXED = 512
-"""Number of tokens up to which padding costs next to nothing."""
-MIN_FILL = 0.75
-"""Share of tokens from which a larger captured step is faster than no graph."""
+SMALL_MIXED = 512  # number of tokens up to which padding costs next to nothing
+MIN_FILL = 0.75  # share of tokens from which a larger captured step is faster than no graph
 MAX_MIXED_CONTEXT = 8192
 """Longest context of a decoding request in a mixed graph, which does not split its keys."""
 
@@ -50,8 +46,7 @@ class CudaRunner(ModelRunner):
 
     A graph is a complete step: inputs, model, sampler, state update. Requests with penalties,
     biases or grammars are sampled again after it, from its logits. Pipeline stages receive hidden
-    states before the graph and send them after it.
-    """
+    states before the graph and send them after it."""
 
     state: CudaBatchState
 
@@ -75,8 +70,7 @@ class CudaRunner(ModelRunner):
             shape = state.max_tokens, model.hidden_size
             self._received = torch.zeros(shape, dtype=model.dtype, device=self.device)
         self._sampled = torch.empty(num_rows, dtype=torch.int32, device=self.device)
-        self._decode: list[Graph] = []
-        """Sorted by number of requests; `_mixed` by number of tokens."""
+        self._decode: list[Graph] = []  # sorted by number of requests; `_mixed` by number of tokens
         self._mixed: list[Graph] = []
         self._pool: Any = None
 
@@ -116,8 +110,7 @@ class CudaRunner(ModelRunner):
     def _forward(self, shape: StepShape) -> torch.Tensor:
         """Run the step that was sent, and sample its tokens.
 
-        Return logits [num_reqs, vocab], or hidden states for the next stage.
-        """
+        Return logits [num_reqs, vocab], or hidden states for the next stage."""
         inputs = self.state.expand(shape)
         if not self.model.stage.is_last:
             return self._compute(inputs.token_ids, inputs.batch)
@@ -201,8 +194,7 @@ class CudaRunner(ModelRunner):
     def capture(self, shapes: Sequence[StepShape]) -> None:
         """Capture a graph per shape, on the current stream.
 
-        The largest comes first: the others then fit into its memory.
-        """
+        The largest comes first: the others then fit into its memory."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         for shape in shapes:
             self.state.send(_EMPTY)

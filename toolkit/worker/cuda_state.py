@@ -1,7 +1,5 @@
 """Batch state on a GPU: the host sends little, without waiting, and kernels expand it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,8 +28,7 @@ class StepInputs:
 class CudaBatchState(BatchState):
     """The state, and input buffers with fixed addresses, so that CUDA graphs can read them.
 
-    One extra row belongs to the padding: requests without tokens, and tokens without a slot.
-    """
+    One extra row belongs to the padding: requests without tokens, and tokens without a slot."""
 
     def __init__(
         self,

@@ -1,7 +1,5 @@
 """Asynchronous copies to the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

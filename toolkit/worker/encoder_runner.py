@@ -1,7 +1,5 @@
 """Runs steps of an encoder: packed complete prompts, one vector each."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,15 +1,12 @@
 """A worker's description of itself, without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec
 
 from toolkit.pooling.settings import PoolingInfo
 
-Report = Callable[[str, float], None]
-"""Called with the name and the seconds of a start-up phase."""
+Report = Callable[[str, float], None]  # called with the name and the seconds of a start-up phase
 
 
 class WorkerInfo(msgspec.Struct, kw_only=True):
@@ -28,18 +25,12 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     weight_bytes: int
     cache_bytes: int
     async_scheduling: bool
-    world_size: int = 1
-    """Ranks that share the model. Sizes are those of one rank."""
-    model_parameters: int = 0
-    """Parameters of the unsharded model."""
-    attention_size: int = 0
-    """Query heads times head size, summed over layers."""
-    generates: bool = True
-    """Prompts can be continued."""
-    chunks_prompts: bool = True
-    """A prompt can be computed in several steps."""
-    pooling: PoolingInfo | None = None
-    """Set if prompts can be pooled."""
+    world_size: int = 1  # ranks that share the model. Sizes are those of one rank
+    model_parameters: int = 0  # parameters of the unsharded model
+    attention_size: int = 0  # query heads times head size, summed over layers
+    generates: bool = True  # prompts can be continued
+    chunks_prompts: bool = True  # A prompt can be computed in several steps
+    pooling: PoolingInfo | None = None  # set if prompts can be pooled
 
     @property
     def token_bytes(self) -> float:

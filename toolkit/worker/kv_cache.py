@@ -1,7 +1,5 @@
 """Memory of the KV cache, on the device and, for preempted requests, on the host."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 
@@ -13,15 +11,13 @@ from toolkit.errors import ConfigError
 from toolkit.models.registry import CausalLM
 from toolkit.weights import fp8
 
-SWAP_PIECE = 2**26
-"""Bytes per copy between device and host."""
+SWAP_PIECE = 2**26  # bytes per copy between device and host
 
 
 class KVCache:
     """Blocks [num_layers, 2, num_blocks, block_size, num_kv_heads, head_size].
 
-    The second dimension is keys, then values.
-    """
+    The second dimension is keys, then values."""
 
     def __init__(
         self,

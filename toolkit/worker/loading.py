@@ -1,14 +1,11 @@
 """Loading of weights in a thread, so that kernels can be compiled meanwhile."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 
 import torch
 
-Fill = Callable[[threading.Event], None]
-"""Fills a model. Stops early when the event is set."""
+Fill = Callable[[threading.Event], None]  # fills a model. Stops early when the event is set
 
 
 class Loading:

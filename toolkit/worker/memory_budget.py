@@ -1,7 +1,5 @@
 """Checks that weights and one request fit into memory, and the size of the KV cache."""
 
-from __future__ import annotations
-
 import os
 
 import torch
@@ -32,8 +30,7 @@ def cache_blocks(
     """Return (blocks on the device, blocks on the host).
 
     `room`: free bytes for the cache. `most_useful`: blocks of max_num_seqs full-length requests; on
-    a CPU, more would waste memory.
-    """
+    a CPU, more would waste memory."""
     swap = (
         config.swap_space
         if config.swap_space is not None

@@ -1,10 +1,7 @@
 """Runs steps: inputs, model, sampler, state update.
 
 `ModelRunner` serves CPUs, and GPUs without Triton. `CudaRunner` does the same with Triton's kernels
-and CUDA graphs.
-"""
-
-from __future__ import annotations
+and CUDA graphs."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +25,7 @@ from toolkit.worker.batch_state import BatchState, StepShape
 from toolkit.worker.delivery import copy_barrier, to_host
 from toolkit.worker.kv_cache import KVCache
 
-PROMPT_LOGPROBS_CHUNK = 256
-"""Positions whose logits are in memory at once."""
+PROMPT_LOGPROBS_CHUNK = 256  # positions whose logits are in memory at once
 
 Logprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -65,8 +61,7 @@ class Sampled:
     """Sampled tokens, on the device.
 
     The step's sampling requests have the tokens at the indices `which` of `tokens`. `logprobs` are
-    in the same order, if any request asked for them.
-    """
+    in the same order, if any request asked for them."""
 
     tokens: torch.Tensor
     which: npt.NDArray[np.int64]
@@ -80,8 +75,7 @@ Sample = Callable[[Masks | None], Sampled]
 class ModelRunner:
     """Owns the device's state; every call applies one step to it."""
 
-    pooling: PromptPooling | None = None
-    """Set if the model pools prompts."""
+    pooling: PromptPooling | None = None  # set if the model pools prompts
 
     def __init__(
         self, model: CausalLM, backend: AttentionBackend, cache: KVCache, state: BatchState
@@ -156,8 +150,7 @@ class ModelRunner:
     def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor | None, Sample]:
         """Return (hidden states [num_tokens, hidden] if needed, the sampling function).
 
-        Sampling also writes the tokens into the state.
-        """
+        Sampling also writes the tokens into the state."""
         token_ids, batch = self.state.inputs(step)
         which = np.flatnonzero(step.samples)
         if len(which) == len(token_ids) and not self._keeps_hidden(step):

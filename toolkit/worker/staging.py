@@ -1,7 +1,5 @@
 """Asynchronous copies to the device through pinned buffers, used in turn."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Steps before the first request: they compile kernels, select products, and measure memory."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 
@@ -34,8 +32,7 @@ class WarmUp:
         """Run steps of every kind, so that no request waits for a kernel.
 
         These are prompts, and next tokens of many requests and of one, after long and short
-        contexts (attention splits long ones).
-        """
+        contexts (attention splits long ones)."""
         self.run_largest_step()
         self._run_step(
             1, 1, params=SamplingParams(temperature=1.0, repetition_penalty=1.1, logprobs=1)
@@ -53,8 +50,7 @@ class WarmUp:
         """Compile the kernels of all kinds of steps in parallel: in turn, they dominate a start.
 
         `padded`: also those of captured steps, which are the shapes with small products, whose
-        kernels depend on the number of tokens, and the largest.
-        """
+        kernels depend on the number of tokens, and the largest."""
         info, kernels, shapes = self._info, self._cuda_runner.kernels, []
         if padded:
             shapes = graph_shapes(
@@ -77,8 +73,7 @@ class WarmUp:
     def peak_bytes(self, *, samples: bool) -> int:
         """Return the peak bytes of the largest step, including those outside PyTorch.
 
-        `samples`: include the memory of sampling with penalties.
-        """
+        `samples`: include the memory of sampling with penalties."""
         torch.cuda.reset_peak_memory_stats()
         self.run_largest_step()
         torch.cuda.synchronize()
@@ -91,8 +86,7 @@ class WarmUp:
         """Return the bytes that CUDA graphs will take.
 
         The largest takes all its activations, which the others share. Each other one takes as much
-        as the second does.
-        """
+        as the second does."""
         assert isinstance(self._runner, ModelRunner)
         empty_cache()  # else memory of earlier steps would count for the first
         free = [torch.cuda.mem_get_info()[0]]

@@ -49,8 +49,7 @@ from toolkit.worker.warm_up import WarmUp
 logger = logging.getLogger(__name__)
 
 
-ABORT_TIMEOUT = 20.0
-"""Seconds to wait for another thread that disconnects from the ranks."""
+ABORT_TIMEOUT = 20.0  # seconds to wait for another thread that disconnects from the ranks
 
 
 class Worker:
@@ -73,8 +72,7 @@ class Worker:
     ) -> None:
         """`rendezvous`: meeting point of the ranks of a sharded model (`distributed.connect`).
 
-        `num_local_ranks`: ranks on this machine, itself included. 0: all ranks of all engines.
-        """
+        `num_local_ranks`: ranks on this machine, itself included. 0: all ranks of all engines."""
         self._num_local_ranks = num_local_ranks
         self.config = config
         self.folder = folder
@@ -166,8 +164,7 @@ class Worker:
     def close(self, *, lost: bool = False) -> None:
         """Free the model and the device's memory, and disconnect from other ranks. No step follows.
 
-        `lost`: a step in flight may never end; its memory is kept until the process ends.
-        """
+        `lost`: a step in flight may never end; its memory is kept until the process ends."""
         if self._rendezvous is not None:
             self._release()
         runner: ModelRunner | None = vars(self).pop("runner", None)
@@ -220,8 +217,7 @@ class Worker:
         """Use the worker's stream: the default one cannot be captured.
 
         All work is on one stream. Kernels on a second one would slow each kernel of every graph by
-        0.4 us on an H200: 8 % of a step of 128 requests.
-        """
+        0.4 us on an H200: 8 % of a step of 128 requests."""
         return torch.cuda.stream(self._stream) if self._stream else nullcontext()
 
     def _start_encoder(
@@ -450,8 +446,7 @@ class Worker:
 
         Frees the runner used for measuring. Kernels are compiled before the weights are `loaded`.
         Not called with --num-gpu-blocks-override, nor for encoders: then kernels are compiled when
-        they are first launched, and products keep PyTorch's choice of algorithm.
-        """
+        they are first launched, and products keep PyTorch's choice of algorithm."""
         warm_up = WarmUp(self.runner, self.info, self.config.scheduler.max_num_seqs)
         capturable = self.runner.backend.is_capturable
         has_kernels = kernels_for(device) is not None
@@ -506,8 +501,7 @@ class _Phases:
 
     def __init__(self, report: Report) -> None:
         self.report = report
-        self._inside = 0.0
-        """Seconds of nested phases."""
+        self._inside = 0.0  # seconds of nested phases
 
     @contextmanager
     def __call__(self, name: str, before: float = 0.0) -> Iterator[None]:

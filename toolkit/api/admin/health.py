@@ -1,7 +1,5 @@
 """GET /livez, /readyz, /health: probes."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -25,8 +23,7 @@ async def health(request: Request) -> Response:
     """Return 200 if the engine completes a step now or did so within the last second, else 503.
 
     The error names the cause. With several engines all must pass, except one that restarts while
-    the others work.
-    """
+    the others work."""
     service: Service = request.app.state.service
     await service.engine.check()
     return Response()
@@ -37,8 +34,7 @@ async def health(request: Request) -> Response:
 async def readyz(request: Request) -> Response:
     """Return 200 if the engine, or one of several, is healthy; 503 also while shutting down.
 
-    Send the server no requests while this fails.
-    """
+    Send the server no requests while this fails."""
     if request.app.state.gate.access_control.is_draining:
         raise ServerUnavailableError("The server is shutting down.")
     service: Service = request.app.state.service

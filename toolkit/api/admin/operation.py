@@ -1,7 +1,5 @@
 """Routes for operators: live requests, load, settings, the prefix cache."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any
@@ -90,8 +88,7 @@ async def live_requests(request: Request) -> Response:
 async def end_request(id: str, request: Request) -> Response:
     """End a live request, by the id of its response or its id in /tk/requests.
 
-    Its client gets the response so far, with the finish reason "abort".
-    """
+    Its client gets the response so far, with the finish reason "abort"."""
     service: Service = request.app.state.service
     ended = (await service.engine.end_requests(id)).requests
     if not ended:

@@ -1,7 +1,5 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -42,14 +40,12 @@ _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
     "call": ("input_json_delta", "partial_json"),
-}
-"""Event type of a block's text, and the field that holds the text."""
+}  # event type of a block's text, and the field that holds the text
 _PARAM_NAMES = {
     "stop": "stop_sequences",
     "prompt": "messages",
     "response_format": "output_config.format",
-}
-"""Chat parameters whose name differs here."""
+}  # chat parameters whose name differs here
 
 # ---- requests
 

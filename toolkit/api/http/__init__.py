@@ -8,5 +8,4 @@ A request passes these, in this order, before it costs the engine anything:
 - `access`: key, draining, the queue, the client's limits; then size, time, nesting and number of
   values of the body, without parsing it (`limits`)
 - `openai.generation.start_group`: all its prompts start, or none; they must fit the queue, and the
-  parameters that they share and their log-probabilities are bounded
-"""
+  parameters that they share and their log-probabilities are bounded"""

@@ -1,7 +1,5 @@
 """Access control: keys, draining, the queue, limits per client, and limits of the body."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,16 +15,14 @@ from toolkit.errors import InvalidRequestError, ServerUnavailableError, ToolkitE
 class AccessControl:
     """ASGI layer in front of the routes. Refuses a request before its body is read.
 
-    `scope["state"]["access"]` is the access that the request needs.
-    """
+    `scope["state"]["access"]` is the access that the request needs."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         config = service.config
         self.app = app
         self._keys = Keys(config.api_key, config.admin_key)
         self._admission = Admission(config, service.engine)
-        self.is_draining = False
-        """Model work is refused. Probes and metrics are still answered."""
+        self.is_draining = False  # model work is refused. Probes and metrics are still answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])

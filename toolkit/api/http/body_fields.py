@@ -1,7 +1,5 @@
 """Request bodies. Unknown fields are named in a response header, or rejected with `--strict`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Coroutine, Iterator
 from types import NoneType
@@ -35,8 +33,7 @@ _MAX_NAMES = 32  # in the header
 def encodable(value: T) -> T:
     """Check that MessagePack can encode a value. Raises ValueError.
 
-    JSON escapes allow lone surrogates, and its integers have any size.
-    """
+    JSON escapes allow lone surrogates, and its integers have any size."""
     try:
         msgspec.msgpack.encode(value)
     except (UnicodeEncodeError, RecursionError):
@@ -71,8 +68,7 @@ Prompts = Annotated[
     | Annotated[Ids, Tag("(ids)")]
     | Annotated[list[Ids], FAIL_FAST, Tag("(lists)")],
     Discriminator(_kind_of_prompts),
-]
-"""A text, token ids, or a list of either. A list's first element decides which."""
+]  # A text, token ids, or a list of either. A list's first element decides which
 
 
 class Body(BaseModel):

@@ -1,7 +1,5 @@
 """HTTP connection: uvicorn's, with limits on request heads and error responses to invalid HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import http
 
@@ -18,13 +16,11 @@ HEAD_TIMEOUT = 30.0  # seconds to receive them
 class Connection(HttpToolsProtocol):
     """Closes connections that stay silent, never end their headers, or do not send HTTP.
 
-    Sends an error first, or completes the responses to earlier requests instead.
-    """
+    Sends an error first, or completes the responses to earlier requests instead."""
 
     _size = 0
     """Bytes of the incoming head. Includes what follows the head in its last packet; excludes the
-    part in a packet that also has the end of another request.
-    """
+    part in a packet that also has the end of another request."""
     _has_request_end = False  # in the current packet: not all of it is the next head
     _head_timer: asyncio.TimerHandle | None = None  # set while a head is incoming
     _running: RequestResponseCycle | None = None

@@ -1,7 +1,5 @@
 """Cross-origin requests (CORS): pages that browsers allow to use the server."""
 
-from __future__ import annotations
-
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response

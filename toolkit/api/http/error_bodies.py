@@ -1,7 +1,5 @@
 """Error responses, in the format of OpenAI's or Anthropic's interface."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -50,8 +48,7 @@ def speaks_anthropic(scope: Scope) -> bool:
 def anthropic_error(error: Exception, request_id: str) -> dict[str, Any]:
     """Return the body of an error for Anthropic's clients.
 
-    It has the fields of all errors, and one of Anthropic's types.
-    """
+    It has the fields of all errors, and one of Anthropic's types."""
     detail, status = error_detail(error), status_of(error)
     detail.type = _ANTHROPIC_TYPES.get(
         status, "invalid_request_error" if status < 500 else "api_error"
@@ -88,8 +85,7 @@ def error_response(error: Exception, scope: Scope) -> Response:
 def unreadable(error: BaseException | None) -> InvalidRequestError | None:
     """Convert an error in decoding a body. Returns None for other errors.
 
-    Such a body has bytes that are not in its encoding, or too long a number.
-    """
+    Such a body has bytes that are not in its encoding, or too long a number."""
     if isinstance(error, UnicodeDecodeError):
         wrong, place = error.object[error.start], error.start + 1
         return InvalidRequestError(

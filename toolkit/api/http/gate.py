@@ -1,7 +1,5 @@
 """The outermost layer: gives every request an id, counts it and logs it, whatever its outcome."""
 
-from __future__ import annotations
-
 import logging
 import re
 import time

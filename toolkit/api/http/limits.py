@@ -1,7 +1,5 @@
 """Limits of a request's body, of the queue, and per client."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
@@ -49,8 +47,7 @@ async def read_body(receive: Receive) -> bytes:
     """Receive a complete body.
 
     Raises BodyTooLargeError, BodyTimeoutError, ClientDisconnectedError, and InvalidRequestError for
-    JSON with too many or too deeply nested values.
-    """
+    JSON with too many or too deeply nested values."""
     chunks, size, more = [], 0, True
     try:
         async with asyncio.timeout(BODY_TIMEOUT):
@@ -78,8 +75,7 @@ def check_length(size: int) -> None:
 def check_shape(body: bytes) -> None:
     """Raise InvalidRequestError for JSON with too many or too deeply nested values.
 
-    Counts characters, without parsing.
-    """
+    Counts characters, without parsing."""
     if body.count(b",") > MAX_VALUES:
         raise InvalidRequestError(f"The body has more than {MAX_VALUES:,} values.")
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
@@ -153,8 +149,7 @@ def check_queue(
     """Raise TooManyRequestsError if the queue cannot take more answers or prompt tokens.
 
     Each of several API workers has an equal part of the queue. Answers that can run at once do not
-    count.
-    """
+    count."""
     waiting, tokens = engine.num_waiting, engine.num_waiting_tokens
     most = math.ceil(config.max_queue / config.api_workers)
     if waiting >= most:

@@ -1,7 +1,5 @@
 """The listening socket: an address and a port, or a Unix socket. TLS."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -56,8 +54,7 @@ def bind(host: str, port: int) -> Iterator[socket.socket]:
 def bind_unix(path: str) -> Iterator[socket.socket]:
     """Bind a Unix socket for the block, and remove it at the end. Raises ConfigError.
 
-    Replaces a socket that no process listens on.
-    """
+    Replaces a socket that no process listens on."""
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
         try:
             if _is_abandoned(path):

@@ -1,7 +1,5 @@
 """The OpenAPI document behind /docs. Response schemas come from the structs of the responses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -21,8 +19,7 @@ Responses = dict[int | str, dict[str, Any]]
 def answers(kind: type[msgspec.Struct] | str, *, stream: bool = False) -> Responses:
     """Return a route's `responses`: a struct, or an object that a text describes.
 
-    `stream`: the response may also be server-sent events.
-    """
+    `stream`: the response may also be server-sent events."""
     if isinstance(kind, str):
         schema: dict[str, Any] = {"type": "object", "description": kind}
     else:

@@ -1,7 +1,5 @@
 """The log line of each request."""
 
-from __future__ import annotations
-
 import logging
 
 from toolkit.api.http.error_bodies import error_detail
@@ -15,8 +13,7 @@ def log_request(
 ) -> None:
     """Log a request when it is answered, without its content.
 
-    `status` is 499 if the client has disconnected.
-    """
+    `status` is 499 if the client has disconnected."""
     if not logger.isEnabledFor(logging.INFO):
         return
     first, each = record.time_to_first_token, record.time_per_output_token

@@ -1,7 +1,5 @@
 """Access to routes: declared by each route, and looked up before a request's body is read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import Any, TypeVar
@@ -26,8 +24,7 @@ class Access(Enum):
 def access(needed: Access) -> Callable[[Endpoint], Endpoint]:
     """Declare the access of a route: a decorator below `@router.post(...)`.
 
-    A GET route may leave it out, and needs a key then.
-    """
+    A GET route may leave it out, and needs a key then."""
 
     def declare(endpoint: Endpoint) -> Endpoint:
         setattr(endpoint, _DECLARED, needed)
@@ -45,8 +42,7 @@ class RouteTable:
     def add(self, routes: Iterable[BaseRoute], open_paths: Iterable[str] = ()) -> None:
         """Append routes. Those at `open_paths` are open; they come from a library.
 
-        Raises AssertionError for a route of another method than GET that declares nothing.
-        """
+        Raises AssertionError for a route of another method than GET that declares nothing."""
         for route in routes:
             assert isinstance(route, Route | Mount), f"{route!r} has no path"
             methods = route.methods if isinstance(route, Route) else None
@@ -57,8 +53,7 @@ class RouteTable:
         """Return the access of the route that takes a request. `path` has no root path.
 
         A request that no route takes needs a key, unless the path is open for another method. If it
-        is a POST, it counts as model work: it is logged, and the limits hold.
-        """
+        is a POST, it counts as model work: it is logged, and the limits hold."""
         found = Access.MODEL_WORK if method == "POST" else Access.KEY
         for match, methods, needed in self._rows:
             if match(path):

@@ -1,7 +1,5 @@
 """API keys, the admin key, and the security headers of every response."""
 
-from __future__ import annotations
-
 import hmac
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
@@ -53,8 +51,7 @@ class Keys:
         """Return a request's role, and the index of its key (-1: no accepted key).
 
         The key is in 'Authorization: Bearer KEY' or, as Anthropic's clients send it, in
-        'X-API-Key: KEY'. Every accepted key is compared, each in constant time.
-        """
+        'X-API-Key: KEY'. Every accepted key is compared, each in constant time."""
         given = _given_key(headers)
         role, found = self._without_key, -1
         for index, (key, key_role) in enumerate(self._roles):

@@ -1,7 +1,5 @@
 """The served model, as the routes use it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -44,8 +42,7 @@ def service_for(request: Request, body: Body) -> Service:
     """Return the service for a request.
 
     Raises ModelNotFoundError if the request names another model, and InvalidRequestError for an
-    unknown field if the server is strict.
-    """
+    unknown field if the server is strict."""
     service: Service = request.app.state.service
     check_fields(request, body, strict=service.config.strict)
     service.check_model(getattr(body, "model", None))

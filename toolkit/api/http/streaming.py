@@ -1,7 +1,5 @@
 """Server-sent events, and cancellation of requests whose client has disconnected."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -24,10 +22,8 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients ignore
 SERVER_SEND = "tk.send"
 """Key of a scope: uvicorn's own `send`. The layers of the application wrap `send`, which costs time
-per token; they only look at the start of a response.
-"""
-TEXT_SLOT = "\0"
-"""Placeholder for a text. It cannot occur in a model name or an id."""
+per token; they only look at the start of a response."""
+TEXT_SLOT = "\0"  # placeholder for a text. It cannot occur in a model name or an id
 _encoder = msgspec.json.Encoder()
 
 
@@ -69,8 +65,7 @@ class EventStream(Response):
         """`end` is always called last: a generator that never started has not run its `finally`.
 
         `keep_alive`: idle seconds after which a comment is sent; 0: never. `error_event`: bytes of
-        an error after the first byte, which ends the stream.
-        """
+        an error after the first byte, which ends the stream."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events

@@ -1,7 +1,5 @@
 """OpenTelemetry traces: one span per request."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping
@@ -16,8 +14,7 @@ FLUSH_TIMEOUT = 1.0  # seconds to send the last spans
 class Tracer:
     """Sends spans in the background. A span's parent is the one in the request's `traceparent`.
 
-    Attributes have the names of OpenTelemetry's conventions for generative AI.
-    """
+    Attributes have the names of OpenTelemetry's conventions for generative AI."""
 
     def __init__(self, endpoint: str, model: str) -> None:
         """`endpoint`: URL for OTLP over HTTP. Raises ConfigError if OpenTelemetry is missing."""

@@ -77,8 +77,7 @@ class AnswerPlan:
         """Return `params` with the answer's grammar, keeping special tokens that mark its parts.
 
         Required calls drop stop strings and stop tokens: those are for text, and would cut
-        arguments. Raises InvalidRequestError for constraints that exclude each other.
-        """
+        arguments. Raises InvalidRequestError for constraints that exclude each other."""
         constraint = self._constraint(params.structured_outputs)
         if self.needs_call:
             params = msgspec.structs.replace(params, stop=[], stop_token_ids=[])

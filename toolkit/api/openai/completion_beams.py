@@ -1,7 +1,5 @@
 """Beam search for completions: each step requests one token of every unfinished beam."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import Sequence
@@ -30,8 +28,7 @@ async def run_beam_search(
     """Return the finished search of each prompt. `truncate`: the request's truncate_prompt_tokens.
 
     Raises InvalidRequestError for a prompt that cannot run, TooManyRequestsError, EngineError if
-    a request fails, and RequestTimeoutError if the complete search takes too long.
-    """
+    a request fails, and RequestTimeoutError if the complete search takes too long."""
     if len(prompts) * params.beam_width > MAX_BEAMS:
         raise InvalidRequestError(
             f"{len(prompts)} prompts with {params.beam_width} beams each exceed the limit of "

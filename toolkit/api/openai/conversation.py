@@ -1,7 +1,5 @@
 """Shared by chats, responses and Anthropic's messages: the prompt of a conversation, its answer."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,8 +27,7 @@ LONG_CONVERSATION = 20_000
 class AnswerPart:
     """New text of an answer: reasoning, content or the arguments of a call.
 
-    The first part of a call has its id and name.
-    """
+    The first part of a call has its id and name."""
 
     kind: Literal["reasoning", "text", "call"]
     text: str
@@ -89,8 +86,7 @@ async def encode_conversation(service: Service, body: ChatRequest) -> list[int]:
     """Return the prompt tokens of a conversation.
 
     A long conversation, or one with its own template, is rendered in a thread: the event loop
-    stays free. Raises InvalidRequestError if the chat template refuses the messages.
-    """
+    stays free. Raises InvalidRequestError if the chat template refuses the messages."""
     options = body.template_options(trusted=service.config.trust_request_chat_template)
     if tools := body.callable_tools:
         options["tools"] = [tool.model_dump(exclude_none=True, by_alias=True) for tool in tools]

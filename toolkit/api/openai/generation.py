@@ -1,7 +1,5 @@
 """Start the engine requests of one HTTP request and merge their answers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import uuid
@@ -68,8 +66,7 @@ async def start_group(
 ) -> AnswerGroup:
     """Start all prompts or, if one cannot run, none. Raises InvalidRequestError.
 
-    Engine ids get a random suffix: two clients may send the same X-Request-Id.
-    """
+    Engine ids get a random suffix: two clients may send the same X-Request-Id."""
     num_answers = len(prompts) * params.n
     if num_answers > MAX_ANSWERS:
         raise InvalidRequestError(
@@ -108,8 +105,7 @@ def _check_size(num_prompts: int, params: SamplingParams, max_model_len: int) ->
     """Raises InvalidRequestError for a request that would take too much memory.
 
     Shared parameters are copied for each prompt, and answers are collected before they are sent.
-    A single answer is bounded by the model's context.
-    """
+    A single answer is bounded by the model's context."""
     if num_prompts > 1 and num_prompts * params.size > MAX_COPIED:
         raise InvalidRequestError(
             f"{num_prompts} prompts with {params.size} tokens and characters each in "

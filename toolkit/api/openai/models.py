@@ -1,7 +1,5 @@
 """GET /v1/models."""
 
-from __future__ import annotations
-
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response

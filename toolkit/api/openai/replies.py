@@ -1,7 +1,5 @@
 """Replies of the completions, chat and models routes, as msgspec structs: they encode fast."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Builds a response from the parts of an answer: as one object, or as server-sent events."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any

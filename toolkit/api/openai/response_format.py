@@ -1,7 +1,5 @@
 """Constraints on an answer: OpenAI's `response_format` and vLLM's `structured_outputs`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field

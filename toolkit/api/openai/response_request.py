@@ -1,7 +1,5 @@
 """Requests of /v1/responses, and their conversion to chat requests."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag

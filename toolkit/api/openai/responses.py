@@ -1,7 +1,5 @@
 """POST /v1/responses: OpenAI's Responses API, for text and functions. Nothing is stored."""
 
-from __future__ import annotations
-
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -22,8 +20,7 @@ _PARAM_NAMES = {
     "prompt": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
-}
-"""Chat parameters whose name differs here."""
+}  # chat parameters whose name differs here
 
 
 @router.post(

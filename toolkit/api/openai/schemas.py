@@ -1,7 +1,5 @@
 """Requests for completions and chats, as pydantic models: they validate, and document the API."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -28,8 +26,7 @@ from toolkit.api.openai.tools import Tool, ToolCall, ToolChoice, select_tools
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import MAX_STOP_STRINGS, BeamSearchParams, SamplingParams
 
-Int = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-"""Range of the engine's arrays and messages."""
+Int = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # range of the engine's arrays and messages
 MAX_MESSAGES = 16_384  # of one conversation; also parts of one message
 MAX_TOOLS = 128  # of one request
 MAX_BIASES = 65_536  # tokens of one logit_bias
@@ -397,8 +394,7 @@ class ChatRequest(SamplingFields):
         """Return the chat template's input other than the messages.
 
         `trusted`: the request may bring its own template. Raises InvalidRequestError for options
-        that exclude each other, or that the server does not allow.
-        """
+        that exclude each other, or that the server does not allow."""
         if self.chat_template is not None and not trusted:
             raise InvalidRequestError(
                 "This server accepts no chat template in a request. "

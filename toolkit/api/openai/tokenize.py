@@ -1,7 +1,5 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info: the tokenizer without the model."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """Tools of a request, and the calls that a model makes."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal
 
@@ -67,8 +65,7 @@ class ToolCall(Body):
     def to_template(self) -> dict[str, Any]:
         """Return the call with parsed arguments, as chat templates expect them.
 
-        Raises InvalidRequestError for arguments that are not JSON.
-        """
+        Raises InvalidRequestError for arguments that are not JSON."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError) as error:

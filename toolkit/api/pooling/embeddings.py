@@ -1,7 +1,5 @@
 """POST /v1/embeddings."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import AsyncGenerator
 from typing import Literal

@@ -73,8 +73,7 @@ class PoolingJob:
         """Return one vector per input. A disconnect of the client aborts the run.
 
         In the queue, it counts as the inputs that the engine has at once, with the tokens of all.
-        Raises TooManyRequestsError and EngineError.
-        """
+        Raises TooManyRequestsError and EngineError."""
         num_tokens = sum(len(one.token_ids) for one in inputs)
         check_queue(self._engine, self._config, num_concurrent(self._engine, inputs), num_tokens)
         # Engine ids get a random suffix: two clients may send the same X-Request-Id.

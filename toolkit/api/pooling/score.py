@@ -1,7 +1,5 @@
 """POST /v1/score and /v1/rerank, with the fields of vLLM, and of Jina's and Cohere's rerankers."""
 
-from __future__ import annotations
-
 import time
 
 import msgspec

@@ -1,7 +1,5 @@
 """Times the tokens of a streamed answer."""
 
-from __future__ import annotations
-
 from array import array
 from itertools import pairwise
 from operator import index
@@ -75,8 +73,7 @@ class StreamTimer:
 
         Servers send an event for every token, also when its text is held back or empty (half a
         character). If the server's own count agrees, such events count as tokens. Otherwise only
-        events with text count, or all events if none has text although there are tokens.
-        """
+        events with text count, or all events if none has text although there are tokens."""
         times, sizes, is_known = self.times, self.chunk_tokens, self.has_chunk_counts
         total = self.reported_tokens
         if not is_known and total in (len(sizes), len(sizes) - self.ends_empty):

@@ -1,10 +1,7 @@
 """Arrival times of requests. The schedule is fixed before the run, so a slow send delays no other.
 
 Every schedule is a renewal process of one request per second on average, stretched so that its rate
-at each moment is the configured one.
-"""
-
-from __future__ import annotations
+at each moment is the configured one."""
 
 import math
 
@@ -13,15 +10,13 @@ from numpy.typing import NDArray
 
 from toolkit.config.load import BenchConfig
 
-Times = NDArray[np.float64]
-"""Seconds after the start, ascending, `[num_requests]`."""
+Times = NDArray[np.float64]  # seconds after the start, ascending, `[num_requests]`
 
 
 def schedule(config: BenchConfig, seed: int) -> Times:
     """Return the arrivals of a config that has a rate.
 
-    The schedule ends after `max_requests` arrivals or at `duration` seconds, whichever is first.
-    """
+    The schedule ends after `max_requests` arrivals or at `duration` seconds, whichever is first."""
     rng = np.random.default_rng(seed)
     count, duration = config.max_requests, config.duration
     if config.ramp_up_strategy is None:
@@ -68,8 +63,7 @@ def ramp_by_time(unit: Times, start: float, end: float, duration: float, strateg
     """Stretch arrivals so that the rate goes from `start` at 0 to `end` after `duration` seconds.
 
     Later arrivals are dropped. An arrival of the unit process at u happens when the integral of the
-    rate reaches u.
-    """
+    rate reaches u."""
     grid = np.linspace(0.0, 1.0, 10_001)
     rates = rate_at(grid, start, end, strategy)
     steps = (rates[1:] + rates[:-1]) / 2 * np.diff(grid) * duration

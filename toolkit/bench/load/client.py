@@ -1,7 +1,5 @@
 """Sends requests and times their answers. Bytes are timed when read, before they are parsed."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 
@@ -13,8 +11,7 @@ from toolkit.bench.load.http_client import HTTPClient
 from toolkit.bench.load.record import RequestRecord
 from toolkit.client.wire import RequestFailedError, ServerError, error_message
 
-READY_CHECK_INTERVAL = 0.5
-"""Seconds between attempts to reach a server that is starting."""
+READY_CHECK_INTERVAL = 0.5  # seconds between attempts to reach a server that is starting
 
 
 class Clock:
@@ -31,8 +28,7 @@ async def wait_until_ready(http: HTTPClient, url: str, patience: float) -> None:
     """Wait until the server answers, for at most `patience` seconds.
 
     During that time an HTTP error of 500 or above is no answer: a proxy sends one for a server that
-    is still starting. Raises ServerError.
-    """
+    is still starting. Raises ServerError."""
     end = time.perf_counter() + patience
     while True:
         try:

@@ -1,7 +1,5 @@
 """Prompts. Generated ones depend on the seed alone and differ between requests."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,8 +23,7 @@ WORDS = """
     guy moment air teacher force education foot boy age policy music market
 """.split()  # noqa: SIM905  # a list of 106 literals reads worse
 
-PREFIX, WARMUP, BLOCK = 1, 2, 3
-"""Keys of the random streams that do not belong to a single request."""
+PREFIX, WARMUP, BLOCK = 1, 2, 3  # keys of the random streams that do not belong to a single request
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,7 @@ async def closed_loop(
 ) -> None:
     """Keep `concurrency` requests in flight until `count` are sent or `duration` seconds are over.
 
-    Appends a record for each request. A request is scheduled when an earlier one ends.
-    """
+    Appends a record for each request. A request is scheduled when an earlier one ends."""
     numbers = count_up()
 
     async def send_repeatedly() -> None:
@@ -78,8 +77,7 @@ async def sleep_until(due: float, clock: Callable[[], float]) -> None:
     """Sleep until `clock` reads `due`.
 
     Timers are half a millisecond off, so the last millisecond of a long wait polls the clock.
-    A client that is behind still yields once, so that other tasks send and Ctrl-C is handled.
-    """
+    A client that is behind still yields once, so that other tasks send and Ctrl-C is handled."""
     wait = due - clock()
     if wait > 5 * TIMER_RESOLUTION:
         await asyncio.sleep(wait - TIMER_RESOLUTION)

@@ -1,7 +1,5 @@
 """Event loop and file limit of a client process."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress

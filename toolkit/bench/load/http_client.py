@@ -1,8 +1,7 @@
 """HTTP/1.1 client of the load generator: one callback per read, no task or future per body chunk.
 
 A general client spends more time on a server-sent event than the server does, so a benchmark would
-measure the client.
-"""
+measure the client."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class HTTPClient:
     async def post(self, path: str, body: bytes, on_chunk: OnChunk) -> tuple[int, bytes]:
         """Send JSON and return (status, body). With status 200 the body goes to `on_chunk` instead.
 
-        Raises RequestFailedError, and any exception of `on_chunk`.
-        """
+        Raises RequestFailedError, and any exception of `on_chunk`."""
         return await self._send(b"POST", path, body, on_chunk)
 
     async def _send(

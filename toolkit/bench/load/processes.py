@@ -1,8 +1,7 @@
 """Client processes. The parent distributes the load, starts all clients and collects their results.
 
 Messages are MessagePack over standard input and output. A client exits when its standard input
-closes.
-"""
+closes."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ from toolkit.framing import frame, read_frame
 START_DELAY = 0.05
 """Seconds from the start message to the start, so that all clients start together."""
 
-REPORT_INTERVAL = 0.25
-"""Seconds between reports of a client's counts."""
+REPORT_INTERVAL = 0.25  # seconds between reports of a client's counts
 
 
 class ClientReady(msgspec.Struct, tag="ready"):

@@ -24,8 +24,7 @@ class RequestRecord:
     """Times and counts of one request. Times are None until they are known.
 
     `started` is when the client began with it. `sent` is later if the request had to wait because
-    `--max-concurrency` requests were in flight.
-    """
+    `--max-concurrency` requests were in flight."""
 
     number: int
     scheduled: float
@@ -86,8 +85,7 @@ class RequestRecord:
         """Return the seconds between tokens, one for each token after the first chunk.
 
         A chunk's gap is spread evenly over its tokens. Without token counts all chunks are assumed
-        to carry the same number.
-        """
+        to carry the same number."""
         gaps = np.frombuffer(self.chunk_gaps, dtype=np.float64)
         if self.has_token_counts:
             sizes = np.frombuffer(self.chunk_tokens, dtype=np.int64)

@@ -1,7 +1,5 @@
 """Datasets read from files. Requests follow the order of the file and start over at its end."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterable, Sequence
@@ -26,17 +24,14 @@ from toolkit.bench.load.dataset import (
 from toolkit.config.load import BenchConfig
 from toolkit.errors import ConfigError
 
-CHARACTERS_PER_TOKEN = 4
-"""Estimate for English text, which needs no tokenizer."""
+CHARACTERS_PER_TOKEN = 4  # estimate for English text, which needs no tokenizer
 
 MIN_LEN, MAX_PROMPT_LEN, MAX_TOTAL_LEN = 4, 1024, 2048
 """Lengths of ShareGPT conversations that are kept, in tokens, as in vLLM."""
 
-BLOCK_SIZE = 512
-"""Tokens per id in a trace's `hash_ids`."""
+BLOCK_SIZE = 512  # tokens per id in a trace's `hash_ids`
 
-BLOCK_CACHE_SIZE = 4096
-"""Blocks to keep. Generating one takes microseconds."""
+BLOCK_CACHE_SIZE = 4096  # blocks to keep. Generating one takes microseconds
 
 INPUT_KEYS = ("input_length", "ContextTokens", "Request tokens")
 OUTPUT_KEYS = ("output_length", "GeneratedTokens", "Response tokens")

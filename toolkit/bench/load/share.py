@@ -1,7 +1,5 @@
 """One client's share of the load: of n clients, client i sends requests i, i + n, i + 2n, …"""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import math
@@ -24,8 +22,7 @@ from toolkit.config.load import BenchConfig
 TOKENS_PER_CLIENT = 10_000
 """Tokens per second that one client handles easily: about a tenth of what fills its core."""
 
-CONCURRENCY_PER_CLIENT = 64
-"""Requests in flight per client when the token rate is unknown."""
+CONCURRENCY_PER_CLIENT = 64  # requests in flight per client when the token rate is unknown
 
 CORES_PER_CLIENT = 4
 """Cores per client. The server is often on the same machine and needs the others."""

@@ -1,7 +1,5 @@
 """Description of the client's machine."""
 
-from __future__ import annotations
-
 import os
 import platform
 from pathlib import Path

@@ -26,8 +26,7 @@ IGNORED_SETTINGS = {
     *("seed", "url", "clients", "num_warmups", "ready_check_timeout_sec"),
     *("goodput", "goodput_ratio", "percentile_metrics", "metric_percentiles"),
     *("json", "save_result", "result_dir", "result_filename", "metadata"),
-}
-"""Settings that may differ between two results of the same load."""
+}  # settings that may differ between two results of the same load
 
 ResultDocument = Mapping[str, Any]
 

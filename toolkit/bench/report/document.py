@@ -1,7 +1,5 @@
 """Machine-readable results: one JSON document, and one line of JSON per request."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -22,8 +20,7 @@ SECRET_SETTINGS = ("api_key", "header")
 def as_json(outcome: Outcome) -> dict[str, Any]:
     """Return the result. Keys that end in _s hold seconds; unknown numbers are null.
 
-    `_ci` is a 95 % confidence interval. An open end is null.
-    """
+    `_ci` is a 95 % confidence interval. An open end is null."""
     result = outcome.result
     return {
         "schema": SCHEMA,

@@ -1,7 +1,5 @@
 """HTML report of a result: one file with plots that needs no network."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from html import escape
 from importlib.resources import files
@@ -26,8 +24,7 @@ from toolkit.bench.report.wording import (
 
 MIN_BINS, MAX_BINS = 20, 120
 """Bins of the timeline. Each has several requests, so that it shows the load and not noise."""
-MAX_DOTS = 3000
-"""Requests to draw as dots. A larger run is subsampled."""
+MAX_DOTS = 3000  # requests to draw as dots. A larger run is subsampled
 TAIL = (10, 25, 50, 75, 90, 95, 99, 99.5, 99.9, 99.95, 99.99)
 """Percentiles to draw. Those that need more values than there are get left out."""
 TAIL_TICKS = (

@@ -1,7 +1,5 @@
 """Outcome of a run."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """SVG plots without a library: lines, areas and points over linear or logarithmic axes.
 
-Colours are CSS classes (s0, s1, … for series), so they follow the page's style and dark mode.
-"""
+Colours are CSS classes (s0, s1, … for series), so they follow the page's style and dark mode."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 WIDTH, HEIGHT = 560, 250
-LEFT, RIGHT, TOP, BOTTOM = 62, 12, 14, 40
-"""Margins for the labels of the axes."""
+LEFT, RIGHT, TOP, BOTTOM = 62, 12, 14, 40  # margins for the labels of the axes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """Detects a client that is too slow to measure the server."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from toolkit.bench.load.record import ClientResult

@@ -23,10 +23,8 @@ Values = Floats | tuple[float, ...]
 
 NUM_BLOCKS = 20
 """Consecutive parts of a run for confidence intervals, by the method of batch means: requests that
-run at the same time are correlated.
-"""
-MIN_BLOCK_SIZE = 2
-"""Requests per block. In a shorter run each request is a block."""
+run at the same time are correlated."""
+MIN_BLOCK_SIZE = 2  # requests per block. In a shorter run each request is a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +135,7 @@ def evaluate(
     """Compute the result of a run.
 
     `is_paced`: arrivals had a schedule, so that a late send matters. `objectives`: limits of a good
-    request in seconds, by metric. `is_steady_load`: the load was not a ramp.
-    """
+    request in seconds, by metric. `is_steady_load`: the load was not a ramp."""
     records = [record for client in clients for record in client.records]
     done = [r for r in records if r.ok]
     sent = [r for r in records if r.sent is not None]

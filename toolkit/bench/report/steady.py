@@ -1,7 +1,5 @@
 """Steady part of a run: after the load has built up and before it drains."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,8 +8,7 @@ import numpy as np
 from toolkit.bench.load.record import Floats, RequestRecord
 from toolkit.bench.report.summary import IntervalEstimate
 
-NUM_BINS = 60
-"""Time bins, each with its mean number of requests in flight."""
+NUM_BINS = 60  # time bins, each with its mean number of requests in flight
 MIN_SECONDS = 1.0  # of a steady window
 NUM_BATCHES = 10
 STUDENT_95 = 2.262157
@@ -38,8 +35,7 @@ def steady_window(records: Sequence[RequestRecord]) -> TimeWindow | None:
 
     The build-up ends where MSER (White, An Effective Truncation Heuristic for Bias Reduction in
     Simulation Output, 1997) cuts, so that the mean number of requests in flight has the smallest
-    error. A run that would lose half of its time was never steady.
-    """
+    error. A run that would lose half of its time was never steady."""
     sent = [r.sent for r in records if r.sent is not None]
     if not sent or max(sent) - min(sent) < MIN_SECONDS:
         return None

@@ -3,8 +3,7 @@
 The interval of a percentile uses order statistics (Hahn and Meeker, Statistical Intervals, section
 5.2). It assumes no shape, and is open at an end for which there are too few values. Values of one
 group (tokens of a request, requests of the same seconds) are correlated, so they count as fewer, by
-the design effect (Kish, Survey Sampling, section 5.4).
-"""
+the design effect (Kish, Survey Sampling, section 5.4)."""
 
 from __future__ import annotations
 
@@ -19,10 +18,8 @@ from numpy.typing import NDArray
 from toolkit.bench.load.record import Floats
 
 PERCENTILES = (50.0, 90.0, 99.0)
-NORMAL_95 = 1.959964
-"""Half width of a 95 % interval in standard errors."""
-Indices = NDArray[np.int64]
-"""Group number of each value."""
+NORMAL_95 = 1.959964  # half width of a 95 % interval in standard errors
+Indices = NDArray[np.int64]  # group number of each value
 MAX_EXACT = 5_000
 """Values up to which the binomial distribution is summed; beyond, a normal one approximates it."""
 
@@ -53,8 +50,7 @@ class Summary:
     ) -> Summary | None:
         """Summarize groups of values, correlated within a group. Returns None if there are none.
 
-        Percentiles interpolate linearly between the two nearest ranks.
-        """
+        Percentiles interpolate linearly between the two nearest ranks."""
         sizes = [len(group) for group in groups]
         values = np.concatenate(
             [np.asarray(group, dtype=np.float64) for group in groups] or [np.empty(0)]
@@ -111,8 +107,7 @@ class Summary:
 def _error_of_mean(deviations: Floats, of_group: Indices) -> float:
     """Return the standard error of the mean of grouped values; infinite with one group.
 
-    It is corrected so that NORMAL_95 times it is a 95 % interval also for few groups.
-    """
+    It is corrected so that NORMAL_95 times it is a 95 % interval also for few groups."""
     sums = np.bincount(of_group, deviations)[np.bincount(of_group) > 0]
     degrees = len(sums) - 1
     if degrees < 1:
@@ -147,8 +142,7 @@ def _interval(ordered: Floats, share: float, count: int) -> tuple[float | None, 
 def _ranks(count: int, share: float) -> tuple[int, int]:
     """Return the ranks, from 1, of the order statistics around a quantile of `count` values.
 
-    0 and `count` + 1 stand for minus and plus infinity.
-    """
+    0 and `count` + 1 stand for minus and plus infinity."""
     if count > MAX_EXACT:
         spread = NORMAL_95 * math.sqrt(count * share * (1 - share))
         low, high = math.floor(count * share - spread), math.ceil(count * share + spread) + 1

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-MAX_COLUMNS = 4
-"""Percentiles that fit as columns. If there are more, percentiles are rows."""
+MAX_COLUMNS = 4  # percentiles that fit as columns. If there are more, percentiles are rows
 
 
 def print_table(console: Console, outcome: Outcome) -> None:

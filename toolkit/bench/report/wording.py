@@ -1,7 +1,5 @@
 """Descriptions of a run's load and problems, for the table and the HTML report."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
@@ -10,8 +8,7 @@ from toolkit.bench.report.saturation import REMEDY
 from toolkit.bench.report.stats import RunResult
 from toolkit.config.load import BenchConfig
 
-MULTI_TOKEN = 1.01
-"""Mean tokens per chunk above which chunks are reported to carry several tokens."""
+MULTI_TOKEN = 1.01  # mean tokens per chunk above which chunks are reported to carry several tokens
 TITLES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
 """Displayed names of the latencies."""
 

@@ -1,7 +1,5 @@
 """Copying to the clipboard, by a desktop program if there is one, else by the terminal."""
 
-from __future__ import annotations
-
 import base64
 import os
 import shutil
@@ -16,8 +14,7 @@ PROGRAMS = (
     ("DISPLAY", ("xsel", "--clipboard", "--input")),
     ("TMUX", ("tmux", "load-buffer", "-w", "-")),  # -w: to the terminal's clipboard, too
     ("HOME", ("pbcopy",)),
-)
-"""(environment variable that must be set, command that reads the text from stdin)"""
+)  # (environment variable that must be set, command that reads the text from stdin)
 TIMEOUT = 5.0  # seconds
 
 

@@ -1,7 +1,5 @@
 """Display of an answer while it is streamed."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from toolkit.chat.answer_view import Answer

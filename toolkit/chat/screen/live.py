@@ -1,7 +1,5 @@
 """Answers on a terminal: Markdown whose last block is redrawn while it grows."""
 
-from __future__ import annotations
-
 import time
 
 from rich.style import Style

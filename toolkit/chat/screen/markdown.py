@@ -1,7 +1,5 @@
 """Streamed Markdown: finished blocks, and a draft of the last one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,8 +45,7 @@ THEME = Theme(
         "markdown.table.border": "dim",
         "markdown.table.header": "bold",
     }
-)
-"""Uses only those of the terminal's own colors that are readable on dark and light backgrounds."""
+)  # uses only those of the terminal's own colors that are readable on dark and light backgrounds
 
 CODE_THEME = ANSISyntaxTheme(
     {
@@ -81,8 +78,7 @@ UNDECIDED = re.compile(
     | \|.*                  # a row of a table
     """,
     re.VERBOSE,
-)
-"""Matches a last line (without indent) whose meaning depends on the next characters."""
+)  # matches a last line (without indent) whose meaning depends on the next characters
 CODE_SPAN = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 EMPHASIS = re.compile(r"\*\*|\*|~~")
 OPEN_LINK = re.compile(r"!?\[[^\[\]]{0,100}(\](\([^()]{0,300})?)?$")
@@ -183,8 +179,7 @@ class MarkdownBlock:
 class MarkdownStream:
     """Parses Markdown as it arrives. All blocks but the last one are finished.
 
-    A link whose address is defined below it is shown as it is written.
-    """
+    A link whose address is defined below it is shown as it is written."""
 
     def __init__(self) -> None:
         self.rest = ""

@@ -1,7 +1,5 @@
 """The last lines on the screen, which can be redrawn."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from typing import TextIO
@@ -19,8 +17,7 @@ class Region:
     """Lines at the end of the screen.
 
     A redraw writes the lines from the first changed one on, in one update, so that nothing
-    flickers. Lines that have scrolled off the top of the screen can no longer change.
-    """
+    flickers. Lines that have scrolled off the top of the screen can no longer change."""
 
     def __init__(self, out: TextIO, size: Callable[[], os.terminal_size]) -> None:
         self._out = out

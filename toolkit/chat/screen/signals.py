@@ -1,7 +1,5 @@
 """Handlers of Ctrl-C and Ctrl-Z while no prompt reads the keyboard."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

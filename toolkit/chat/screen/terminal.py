@@ -1,7 +1,5 @@
 """The terminal: answers go to stdout, everything else to stderr; keys come from stdin."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

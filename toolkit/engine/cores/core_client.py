@@ -1,7 +1,5 @@
 """Front end's connection to a core, and the core's process."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os
@@ -44,15 +42,13 @@ STOP_TIMEOUT = 10.0  # seconds for the core to exit after a Stop
 
 CoreMessage = (
     EngineOutputs | RequestList | PrefixCacheCleared | StartupPhase | Ready | StepReport | Pong
-)
-"""Messages of a live core."""
+)  # messages of a live core
 
 
 class CoreLink:
     """Messages between one front end and a core.
 
-    They are MessagePack over ZMQ, on Unix sockets in a folder that only this user can open.
-    """
+    They are MessagePack over ZMQ, on Unix sockets in a folder that only this user can open."""
 
     client: int = 0  # number of this front end
 
@@ -112,8 +108,7 @@ class CoreLink:
     def _on_socket_event(self) -> None:
         """Handle a socket event.
 
-        Reading ZMQ's event flags also resets the descriptor, even if nothing waits.
-        """
+        Reading ZMQ's event flags also resets the descriptor, even if nothing waits."""
         if has_message(self._from_core):
             self._wake_receiver()
 
@@ -124,8 +119,7 @@ class CoreLink:
     def _receive_available(self) -> list[CoreMessage]:
         """Return all messages that have arrived.
 
-        ZMQ's descriptor signals new messages only after all earlier ones are read.
-        """
+        ZMQ's descriptor signals new messages only after all earlier ones are read."""
         messages: list[CoreMessage] = []
         while has_message(self._from_core):
             message: FromCore = self._decoder.decode(self._from_core.recv())
@@ -141,8 +135,7 @@ class CoreClient(CoreLink):
     """The first front end: starts the core's process and detects its exit or hang.
 
     A core hangs if it makes no step within `--worker-timeout`. After PING_AFTER seconds of silence
-    it gets a Ping, which it answers between two steps, and for which an idle core runs none.
-    """
+    it gets a Ping, which it answers between two steps, and for which an idle core runs none."""
 
     def __init__(self, launch: Launch, startup_timeout: float = math.inf) -> None:
         """Start the process. `ready` raises after `startup_timeout` seconds of silence."""
@@ -199,8 +192,7 @@ class CoreClient(CoreLink):
         """Wait for messages and return all that have arrived.
 
         Raises the error that ended the core: a ToolkitError of start-up, else EngineDeadError with
-        the cause, which may be a hang.
-        """
+        the cause, which may be a hang."""
         waited = False
         while True:
             code = self._process.poll()
@@ -238,8 +230,7 @@ class CoreClient(CoreLink):
     async def kill_and_wait(self) -> None:
         """Kill the process and wait for its exit, which frees its resources.
 
-        The sockets stay open. Messages sent from now on are lost.
-        """
+        The sockets stay open. Messages sent from now on are lost."""
         if self._process.poll() is None:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)

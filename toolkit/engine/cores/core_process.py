@@ -1,9 +1,6 @@
 """Engine core in its own process, started by `CoreClient`.
 
-Usage: `python -m toolkit.engine.cores.core_process SOCKETS`.
-"""
-
-from __future__ import annotations
+Usage: `python -m toolkit.engine.cores.core_process SOCKETS`."""
 
 import gc
 import logging
@@ -50,15 +47,13 @@ from toolkit.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-CANARY = -1
-"""Client of the requests that only prove that a step runs. Its output is discarded."""
+CANARY = -1  # client of the requests that only prove that a step runs. Its output is discarded
 
 
 class CoreProcess:
     """Reads requests, steps the core, and sends the results. Sleeps on the socket without work.
 
-    Each client has its own outbox. Client 0 also gets start-up phases and the final error.
-    """
+    Each client has its own outbox. Client 0 also gets start-up phases and the final error."""
 
     def __init__(self, sockets: str) -> None:
         self._sockets = sockets
@@ -208,8 +203,7 @@ class CoreProcess:
     def _exit_with_error(self, kind: str, message: str) -> None:
         """Send the error that ended the engine to client 0 and exit.
 
-        Called from a thread other than the stuck one.
-        """
+        Called from a thread other than the stuck one."""
         context = zmq.Context()
         outbox = open_socket(context, zmq.PUSH)
         outbox.connect(address(self._sockets, "out0"))

@@ -59,8 +59,7 @@ def _environments(config: EngineConfig) -> list[dict[str, str]]:
     """Return the environment of each core: its GPUs, or its share of the memory free now.
 
     Cores cannot see each other's memory use. With Ray, which chooses the devices, the environments
-    are empty.
-    """
+    are empty."""
     parallel = config.parallel
     count, each = parallel.data_parallel_size, parallel.world_size
     needs_gpus = config.device.device != "cpu" and parallel.distributed_executor_backend != "ray"

@@ -1,7 +1,5 @@
 """State of one engine core in a front end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
@@ -122,8 +120,7 @@ class Replica:
         """True if the core neither hangs nor fails its requests repeatedly.
 
         A core that fails requests quickly looks idle, so the router avoids it. After a while it is
-        tried again.
-        """
+        tried again."""
         now = time.monotonic()
         hangs = self._probed_at and now - self._probed_at > PROBE_TIMEOUT
         return not hangs and (
@@ -159,8 +156,7 @@ class Replica:
         """Return if the core has made a step lately, or makes one now.
 
         Raises ServerUnavailableError if it is restarting or does not answer in time,
-        EngineDeadError if it is permanently lost.
-        """
+        EngineDeadError if it is permanently lost."""
         now = time.monotonic()
         if self.probe(now):
             with contextlib.suppress(TimeoutError):

@@ -6,10 +6,7 @@ it like a preempted one. Clients see a pause. Greedy answers, and those with a s
 that the dead core would have given, because a choice depends on seed and position alone. A request
 that meets more deaths than `async_llm.MAX_RESUMES` gets an error: it may be the cause of them.
 
-A core that hangs, or whose messages cannot be read, is killed and replaced in the same way.
-"""
-
-from __future__ import annotations
+A core that hangs, or whose messages cannot be read, is killed and replaced in the same way."""
 
 import asyncio
 import logging
@@ -46,8 +43,7 @@ class CoreRestarter:
 
         `cause`: the error of the previous core. Its process is killed first, because two do not fit
         on a device. `num_open`: requests that wait for the core. Raises EngineDeadError with the
-        cause after the last attempt.
-        """
+        cause after the last attempt."""
         await self._core.kill_and_wait()
         # A hang is detected long after the core's last message.
         if self._core.last_message_at - self._alive_since > STABLE_AFTER:

@@ -1,7 +1,5 @@
 """Routing of requests to one of several engine cores."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +11,7 @@ import numpy as np
 from toolkit.sequence import SequenceSpec
 
 BLOCK = 16  # tokens of the shortest prefix that is tracked
-GROWTH = 8
-"""Each tracked prefix is longer than the previous one by at most 1/8, or by one block."""
+GROWTH = 8  # each tracked prefix is longer than the previous one by at most 1/8, or by one block
 ANSWER_TOKENS = 64
 """Estimated tokens of an open answer. max_tokens is mostly far above the actual length."""
 
@@ -48,8 +45,7 @@ class Router:
     So a prompt goes to the core that has cached its prefix, until that core is so busy that
     computing the prefix again elsewhere is faster than waiting. The first block breaks ties, so
     that several front ends agree. Each of them knows the prefixes and costs of its own requests
-    only. The supervisor sends them the number of sequences on each core, at most every 20 ms.
-    """
+    only. The supervisor sends them the number of sequences on each core, at most every 20 ms."""
 
     def __init__(self, num_cores: int) -> None:
         self._loads = [0] * num_cores
@@ -115,8 +111,7 @@ class Router:
 class _SeenPrefixes:
     """Most recent prefixes of a core, limited by the size of its cache.
 
-    The core's cache also evicts the least recently used blocks.
-    """
+    The core's cache also evicts the least recently used blocks."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -1,7 +1,5 @@
 """Several cores in their own processes, behind the interface of `EngineCore`, for `LLM`."""
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import random
@@ -44,8 +42,7 @@ class SeveralCores:
     """Has `add`, `step` and `abort` like `EngineCore`; the router chooses the core of each request.
 
     Cores are not restarted: if one dies, `step` raises EngineDeadError with the cause. Messages are
-    sent and received in a thread with its own event loop, independent of the caller's.
-    """
+    sent and received in a thread with its own event loop, independent of the caller's."""
 
     def __init__(self, config: EngineConfig, folder: Path, report: Report) -> None:
         """Raises like the executor of `EngineCore`."""

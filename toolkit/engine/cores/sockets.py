@@ -1,10 +1,7 @@
 """ZMQ sockets between front ends and a core.
 
 The core binds `in`, to which all front ends push. Each front end binds `out` plus its number, to
-which the core pushes.
-"""
-
-from __future__ import annotations
+which the core pushes."""
 
 import zmq
 
@@ -29,8 +26,7 @@ def address(folder: str, name: str) -> str:
 def has_message(socket: Socket) -> bool:
     """Return True if a message can be received now.
 
-    Cheaper than polling. Resets the socket's file descriptor.
-    """
+    Cheaper than polling. Resets the socket's file descriptor."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 

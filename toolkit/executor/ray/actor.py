@@ -1,7 +1,5 @@
 """A rank in a Ray actor, on the machine that Ray has chosen."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 from dataclasses import dataclass
@@ -20,12 +18,9 @@ from toolkit.version import __version__
 class ActorPlace:
     """The machine of an actor."""
 
-    node: str
-    """Ray's id of the machine."""
-    gpus: tuple[str, ...]
-    """Ids of the actor's GPUs."""
-    cores: int
-    """CPU cores that may be used."""
+    node: str  # Ray's id of the machine
+    gpus: tuple[str, ...]  # ids of the actor's GPUs
+    cores: int  # CPU cores that may be used
     versions: str
     has_model: bool
 
@@ -49,8 +44,7 @@ class RankActor:
         """Run a rank until it ends.
 
         `here`: this machine's address in the cluster. `gpus`: GPUs of all ranks on this machine, so
-        that NCCL finds the links between them.
-        """
+        that NCCL finds the links between them."""
         resume_with_parent()
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus

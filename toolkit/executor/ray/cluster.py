@@ -1,7 +1,5 @@
 """Joining a Ray cluster, and reserving devices in it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -16,18 +14,15 @@ from toolkit.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-ROOM_TIMEOUT = 30.0
-"""Seconds to wait for devices to become free."""
-ROOM_NOTICE = 2.0
-"""Seconds after which the wait is logged."""
+ROOM_TIMEOUT = 30.0  # seconds to wait for devices to become free
+ROOM_NOTICE = 2.0  # seconds after which the wait is logged
 
 
 class Cluster:
     """The cluster, while this process is one of its drivers: until the last user leaves."""
 
     _num_users = 0
-    _joined = False
-    """True if this class made the process a driver, and not its user."""
+    _joined = False  # True if this class made the process a driver, and not its user
 
     def __init__(self) -> None:
         """Join the cluster at RAY_ADDRESS, else the one of this machine. Raises ConfigError."""
@@ -46,8 +41,7 @@ class Cluster:
     def place(self, config: EngineConfig) -> tuple[str, Any]:
         """Return (resource, placement group): one bundle per rank, on as few machines as possible.
 
-        Raises ConfigError if the cluster has no room.
-        """
+        Raises ConfigError if the cluster has no room."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
         wanted, device = config.parallel.world_size, config.device.device

@@ -3,10 +3,7 @@
 tk joins a cluster and never starts one. No rank is in the engine's process. All messages, and the
 log lines of actors, take the TCP channel that each actor opens to the engine (`tcp_channel`). An
 actor ends with its channel. The placement group ends with the engine's process, which makes room
-for its replacement.
-"""
-
-from __future__ import annotations
+for its replacement."""
 
 import logging
 import socket
@@ -31,8 +28,7 @@ from toolkit.logs import LogStyle
 
 logger = logging.getLogger(__name__)
 
-START = 120.0
-"""Seconds for an actor to start: Python and PyTorch may come over a network."""
+START = 120.0  # seconds for an actor to start: Python and PyTorch may come over a network
 END_REASON_TIMEOUT = 0.7
 """Seconds for Ray to report how an actor ended: less than others wait for it."""
 
@@ -170,16 +166,14 @@ def order(place: ActorPlace, own_node: str) -> tuple[bool, str]:
 def visible_gpus(place: ActorPlace, places: Sequence[ActorPlace]) -> str:
     """Return the GPUs of all ranks on the machine.
 
-    NCCL finds the links between them; a rank takes the one at its number modulo their count.
-    """
+    NCCL finds the links between them; a rank takes the one at its number modulo their count."""
     return ",".join(gpu for other in places if other.node == place.node for gpu in other.gpus)
 
 
 def require_alike(places: Sequence[ActorPlace], addresses: Mapping[str, str], folder: Path) -> None:
     """Raise ConfigError if machines lack the model or have other versions.
 
-    `addresses`: by node id.
-    """
+    `addresses`: by node id."""
     lacking = sorted({addresses[place.node] for place in places if not place.has_model})
     if lacking:
         raise ConfigError(

@@ -1,7 +1,5 @@
 """Frame of every page: title, tabs, bottleneck and keys."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

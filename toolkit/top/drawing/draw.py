@@ -1,7 +1,5 @@
 """Bars, charts and heatmaps in characters."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -48,8 +46,7 @@ def axis_top(value: float) -> float:
 def sparkline(points: Iterable[Point], width: int, style: str = "spark") -> Line:
     """Draw a chart of one line, the newest point at the right. Unknown points are blank.
 
-    The highest column leaves an eighth free, so that adjacent lines stay apart.
-    """
+    The highest column leaves an eighth free, so that adjacent lines stay apart."""
     shown = _newest(points, width)
     top = max((point for point in shown if point is not None), default=0.0) or 1.0
     text = "".join(
@@ -106,8 +103,7 @@ def time_axis(ages: Sequence[float], width: int) -> Line:
 def heatmap(history: Iterable[Sequence[float]], width: int, height: int, *, colors: bool) -> Block:
     """Draw counts by band (upwards) over time (to the right).
 
-    With colors, a line of text has two rows of cells.
-    """
+    With colors, a line of text has two rows of cells."""
     shown = list(history)[-(width - LABEL) :] if width > LABEL else []
     used = [band for band, counts in enumerate(zip(*shown, strict=True)) if any(counts)]
     if not used:
@@ -145,8 +141,7 @@ def _runs(character: str, pairs: Iterable[tuple[int, int]]) -> Line:
 def _rows(lowest: int, highest: int, count: int) -> list[tuple[int, int]]:
     """Return `count` ranges of bands (from, to), the slowest first, that cover those in use.
 
-    Several rows may share a band.
-    """
+    Several rows may share a band."""
     num_bands = highest - lowest + 1
     each = -(-num_bands // count)  # bands per row
     if each > 1 or num_bands == count:

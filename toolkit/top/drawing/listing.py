@@ -1,7 +1,5 @@
 """Table that can be sorted, filtered and scrolled: its state and its drawing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -19,8 +17,7 @@ class Column(Generic[T]):
     """A column: `text` of a cell, and `key` to sort by.
 
     On a narrow screen, columns with the highest `spare` are dropped first. A column with `most`
-    grows up to that width.
-    """
+    grows up to that width."""
 
     title: str
     width: int
@@ -43,8 +40,7 @@ class Listing(Generic[T]):
     """A table of rows of any kind.
 
     `name_of` identifies a row, so that the cursor stays on it while others come and go. `searched`
-    is the text that the filter matches. `sort` is the title of a column, or None for no sorting.
-    """
+    is the text that the filter matches. `sort` is the title of a column, or None for no sorting."""
 
     def __init__(
         self,

@@ -1,19 +1,14 @@
 """Lines of styled text, as the dashboard draws them. They are built and tested without a terminal.
 
-Styles are names, which `palette` turns into colors.
-"""
-
-from __future__ import annotations
+Styles are names, which `palette` turns into colors."""
 
 from collections.abc import Iterable
 from itertools import zip_longest
 
 from rich.cells import cell_len, set_cell_size
 
-Line = list[tuple[str, str]]
-"""(text, style) from left to right."""
-Block = list[Line]
-"""Lines from top to bottom."""
+Line = list[tuple[str, str]]  # (text, style) from left to right
+Block = list[Line]  # lines from top to bottom
 
 GAP = 2  # columns between blocks side by side
 

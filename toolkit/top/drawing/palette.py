@@ -1,7 +1,5 @@
 """Colors: two Textual themes, and the style names of `paint` in each and without colors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

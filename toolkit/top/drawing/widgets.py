@@ -1,7 +1,5 @@
 """Textual widget that shows drawn lines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Protocol, cast

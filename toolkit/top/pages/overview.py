@@ -1,7 +1,5 @@
 """Overview page: throughput, load, cache, GPU and latencies."""
 
-from __future__ import annotations
-
 from toolkit.top import wording
 from toolkit.top.drawing.draw import bar, chart, sparkline, time_axis, usage_style
 from toolkit.top.drawing.paint import Block, Line, heading, side_by_side, split_width, spread

@@ -1,7 +1,5 @@
 """Base class of the pages."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from toolkit.top.drawing.listing import Listing

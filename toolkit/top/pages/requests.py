@@ -1,7 +1,5 @@
 """Requests page: the table of live requests, and one request in detail."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

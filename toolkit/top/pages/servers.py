@@ -1,7 +1,5 @@
 """Servers page: one line per server."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from toolkit.top import wording

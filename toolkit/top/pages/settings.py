@@ -1,7 +1,5 @@
 """Config page: settings of the servers, side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

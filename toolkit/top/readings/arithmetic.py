@@ -1,7 +1,5 @@
 """Rates of counters and quantiles of histograms, between two readings."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -27,8 +25,7 @@ class Latency:
 def counter_increase(name: str, old: Reading | None, new: Reading) -> float | None:
     """Return the increase of a counter, since the server's start if `old` is None.
 
-    None: there is no such counter.
-    """
+    None: there is no such counter."""
     now = new.numbers.get(name)
     if now is None:
         return None
@@ -61,8 +58,7 @@ def refine_first_bucket(histogram: Histogram) -> Histogram:
     The other buckets hold at least their lower bounds, so the rest of the sum is the most that the
     first one can hold. If the mean in it is far below its middle, its observations are distributed
     exponentially (the least assumption for a known mean) instead of evenly. For example, a first
-    bucket of 300 ms has all waits of an empty queue.
-    """
+    bucket of 300 ms has all waits of an empty queue."""
     if not histogram.buckets or histogram.buckets[0][0] > 0:
         return histogram
     (_, up_to, count), *others = histogram.buckets
@@ -101,8 +97,7 @@ def requests_per_step(
 ) -> float | None:
     """Return the mean batch size.
 
-    Without a histogram of it, take generated tokens per step: each running request gets one.
-    """
+    Without a histogram of it, take generated tokens per step: each running request gets one."""
     if batch_sizes.count or not steps.count or generated is None:
         return mean(batch_sizes)
     return generated / steps.count
@@ -112,8 +107,7 @@ def quantiles(buckets: Sequence[Bucket], wanted: Sequence[float]) -> list[float 
     """Return the quantiles `wanted`, ascending, of observations spread evenly in their buckets.
 
     For one histogram, this is Prometheus' `histogram_quantile`. Buckets of several may overlap.
-    All are None without observations.
-    """
+    All are None without observations."""
     total = sum(count for _, _, count in buckets)
     if total <= 0:
         return [None] * len(wanted)
@@ -151,8 +145,7 @@ def quantiles(buckets: Sequence[Bucket], wanted: Sequence[float]) -> list[float 
 def has_restarted(old: Reading, new: Reading) -> bool:
     """Return True if counters restarted in between, so that they cannot be subtracted.
 
-    When one of several processes is replaced, some counters only fall a little.
-    """
+    When one of several processes is replaced, some counters only fall a little."""
     if old.start_time != new.start_time and None not in (old.start_time, new.start_time):
         return True
     counters = (

@@ -1,7 +1,5 @@
 """Simulated servers of `tk top --demo`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from typing import Any

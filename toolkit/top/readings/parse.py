@@ -1,10 +1,7 @@
 """Parser for the Prometheus text that the dashboard needs.
 
 A server's text has a thousand lines, and only the values change. Names and labels are parsed once
-and cached, which makes this twenty times as fast as the general parser.
-"""
-
-from __future__ import annotations
+and cached, which makes this twenty times as fast as the general parser."""
 
 import math
 import re
@@ -43,16 +40,14 @@ PARTS = {
     "process_resident_memory_bytes": "process",
     "gpu_utilization_perc": "gpu",
     "gpu_power_watts": "gpu",
-}
-"""Metrics that are also read by label."""
+}  # metrics that are also read by label
 INFOS = {"build_info", "config_info", "cache_config_info"}
 RENAMED = {
     "gpu_cache_usage_perc": "kv_cache_usage_perc",
     "gpu_prefix_cache_queries_total": "prefix_cache_queries_total",
     "gpu_prefix_cache_hits_total": "prefix_cache_hits_total",
     "time_per_output_token_seconds": "inter_token_latency_seconds",
-}
-"""Names in older versions of vLLM, and the current ones."""
+}  # names in older versions of vLLM, and the current ones
 
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"')
 _SERIES = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*\s*(?:\{.*\})?")

@@ -1,7 +1,5 @@
 """Periodic reading of all servers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 
@@ -15,8 +13,7 @@ RETRY = 1.0  # least seconds between attempts to reach a server that does not an
 class Reader:
     """Reads every server of the state each `state.interval` seconds.
 
-    Calls `changed` after each reading, and `failed` on an error that is not the server's.
-    """
+    Calls `changed` after each reading, and `failed` on an error that is not the server's."""
 
     def __init__(
         self,

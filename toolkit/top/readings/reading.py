@@ -1,7 +1,5 @@
 """One reading of a server: shared by the dashboard, recordings and the demo."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -11,8 +9,7 @@ class Histogram(msgspec.Struct, array_like=True, frozen=True):
     """Observations by bucket.
 
     `buckets` are (above, up to, count), ascending, without the empty ones. Values above the last
-    bound count as equal to it, as in Prometheus' `histogram_quantile`.
-    """
+    bound count as equal to it, as in Prometheus' `histogram_quantile`."""
 
     count: float = 0.0
     sum: float = 0.0
@@ -41,20 +38,17 @@ class Reading(msgspec.Struct, omit_defaults=True):
 
     If the server could not be read, `error` says why and the rest is empty. `requests` is None if
     they were not asked for, or if the server does not list them; then `no_requests` says why.
-    `settings` come with the first reading of a connection.
-    """
+    `settings` come with the first reading of a connection."""
 
     url: str
     time: float  # seconds on a monotonic clock
     wall: float  # seconds since 1970
     error: str = ""
-    numbers: dict[str, float] = {}
-    """Sums over engines and models; means where a sum makes no sense."""
+    numbers: dict[str, float] = {}  # sums over engines and models; means where a sum makes no sense
     parts: dict[str, dict[str, float]] = {}
     """Numbers by the value of a label: finished by reason, errors by code, power by GPU."""
     histograms: dict[str, Histogram] = {}
-    labels: dict[str, str] = {}
-    """Labels of info metrics: versions and settings."""
+    labels: dict[str, str] = {}  # labels of info metrics: versions and settings
     model: str = ""
     version: str = ""
     requests: list[LiveRequest] | None = None

@@ -1,7 +1,5 @@
 """Recordings: JSON lines. The first is a header, each other one a reading."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import IO
 
@@ -52,8 +50,7 @@ class RecordingWriter:
 class RecordedSource:
     """One server of a recording.
 
-    `read` returns its next reading, None after the last. One line of the file is in memory.
-    """
+    `read` returns its next reading, None after the last. One line of the file is in memory."""
 
     def __init__(self, path: str, url: str) -> None:
         self.url = url

@@ -1,9 +1,6 @@
 """A simulated server: requests arrive, wait, run and finish by a few rules, in simulated time.
 
-For `tk top --demo` and tests. No number in it is measured. The same seed gives the same run.
-"""
-
-from __future__ import annotations
+For `tk top --demo` and tests. No number in it is measured. The same seed gives the same run."""
 
 import math
 from bisect import bisect_left

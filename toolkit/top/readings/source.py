@@ -1,7 +1,5 @@
 """Sources of readings: a server over HTTP."""
 
-from __future__ import annotations
-
 import time
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -45,8 +43,7 @@ class LiveRequests(msgspec.Struct):
 class HTTPSource:
     """A server's `/metrics`, and the live requests and settings of a tk server.
 
-    `transport` replaces the network in tests.
-    """
+    `transport` replaces the network in tests."""
 
     def __init__(
         self,

@@ -1,7 +1,5 @@
 """Changes between two readings of each of several servers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
