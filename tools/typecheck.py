@@ -1,8 +1,7 @@
 """Check the types of `toolkit`, `tools` and `kernels`: `python -m tools.typecheck`.
 
 `kernels/` is installed as `toolkit.kernels`, which mypy does not find. So mypy runs in a folder of
-links with that layout.
-"""
+links with that layout."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ def gated_activation(gate_up: Tensor, kind: str, out: Tensor | None = None) -> T
     """Return act(gate) * up for rows gate | up (Shazeer, arXiv:2002.05202), computed in fp32.
 
     gate_up: `[num_tokens, 2 * size]`, contiguous. Returns `[num_tokens, size]`. Raises ValueError
-    for a kind that is not in KINDS.
-    """
+    for a kind that is not in KINDS."""
     return _activate(gate_up, kind, gate_up.shape[-1] // 2, True, out)
 
 

@@ -19,8 +19,7 @@ class _Once(AsyncCompileMode):  # type: ignore[misc]  # Triton is untyped
     """Requests each kernel once.
 
     Triton's own class requests it at each launch until all are compiled, which takes ten times as
-    long as a launch.
-    """
+    long as a launch."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         super().__init__(pool, ignore_errors=True)
@@ -55,8 +54,7 @@ class _Loading(ThreadPoolExecutor):
         return super().submit(loaded)
 
 
-_LOCK = threading.Lock()
-"""Held while the launches of a thread are replaced by compilations."""
+_LOCK = threading.Lock()  # held while the launches of a thread are replaced by compilations
 
 
 @contextmanager
@@ -65,8 +63,7 @@ def compiled_side_by_side(num_threads: int) -> Iterator[None]:
 
     Nothing is launched, so kernels' outputs stay unchanged. All kernels are compiled at the end,
     unless they were already. One that does not compile raises where it is launched later. Other
-    threads launch as usual; a second caller waits.
-    """
+    threads launch as usual; a second caller waits."""
 
     def launched(kernel: Any, grid: Any) -> Any:
         if threading.get_ident() == this:

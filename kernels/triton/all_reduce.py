@@ -12,8 +12,7 @@ All ranks add in rank order, so their results are bitwise the same.
 
 Sums alternate between two slots from call to call. A rank that writes to a slot again has received
 something from every peer in the call in between, which the peers entered only after they had read
-that slot. So no other synchronization is needed.
-"""
+that slot. So no other synchronization is needed."""
 
 # mypy: allow-incomplete-defs
 # Kernels annotate constexpr parameters only.
@@ -31,16 +30,11 @@ from .pdl import release, supported, wait
 
 MAX_PROGRAMS = 256
 """Most programs of a call. They wait for each other, so all must run at once: two per processor."""
-SLOT_BYTES = 2**18
-"""Bytes of a program's slot."""
-MAX_BYTES = MAX_PROGRAMS * SLOT_BYTES
-"""Most bytes of a sum."""
-GATHER_WIDTH = 2048
-"""Numbers of a row that a program sends at a time."""
-MAX_PUSHED_ROWS = 128
-"""Most rows of a pushed sum: one program per row."""
-MAX_PUSHED_WIDTH = 8192
-"""Most numbers of 16 bits in a row of a pushed sum."""
+SLOT_BYTES = 2**18  # bytes of a program's slot
+MAX_BYTES = MAX_PROGRAMS * SLOT_BYTES  # most bytes of a sum
+GATHER_WIDTH = 2048  # numbers of a row that a program sends at a time
+MAX_PUSHED_ROWS = 128  # most rows of a pushed sum: one program per row
+MAX_PUSHED_WIDTH = 8192  # most numbers of 16 bits in a row of a pushed sum
 FLAGS_OFFSET = 2 * MAX_BYTES
 """Offset of the flags in a buffer: by program and rank, the last call that was signalled."""
 PUSHED_OFFSET = FLAGS_OFFSET + 4 * 8 * MAX_PROGRAMS
@@ -62,8 +56,7 @@ class Peers:
     calls: Tensor
     """Calls by program of this rank, int32 [2, MAX_PROGRAMS]: with flags, and pushed.
 
-    What a program reads is never older than the call before, so counts may wrap around.
-    """
+    What a program reads is never older than the call before, so counts may wrap around."""
 
 
 def make_peers(rank: int, addresses: Tensor) -> Peers:
@@ -75,8 +68,7 @@ def make_peers(rank: int, addresses: Tensor) -> Peers:
 def release_peers(buffer: Tensor, peers: Peers) -> None:
     """End kernels that wait for a lost rank, by flags in this rank's buffer. Later sums are wrong.
 
-    Must run on another stream: the kernels block theirs.
-    """
+    Must run on another stream: the kernels block theirs."""
     flag_calls, pushed_calls = peers.calls.cpu()
     flags = buffer[FLAGS_OFFSET:][: 4 * peers.size * MAX_PROGRAMS].view(torch.int32)
     flags.copy_((2 * flag_calls + 2**30)[:, None].expand(-1, peers.size).reshape(-1))
@@ -103,8 +95,7 @@ def _blocks(x: Tensor, parts: int) -> tuple[int, int, int]:
 def all_reduce(x: Tensor, peers: Peers, two_shot: bool = False) -> Tensor:
     """Return the sum of all ranks' x, added in fp32. x must pass `fits`.
 
-    All ranks make the same calls, with x of the same size.
-    """
+    All ranks make the same calls, with x of the same size."""
     if not fits(x, peers.size, two_shot):
         raise ValueError(f"x of {x.nbytes} bytes is too large for all_reduce, or not contiguous")
     out = torch.empty_like(x)
@@ -232,8 +223,7 @@ def all_gather(x: Tensor, out: Tensor, outs: Tensor, peers: Peers) -> None:
     Other ranks write into a rank's `out` once they get here, so a sum must separate its last reader
     from the next call.
 
-    Raises ValueError for an `out` of another shape, and for tensors that are not contiguous.
-    """
+    Raises ValueError for an `out` of another shape, and for tensors that are not contiguous."""
     num_rows, width = x.shape
     if (
         not x.is_contiguous()
@@ -283,8 +273,7 @@ def _barrier(
 ):
     """Wait for the ranks' programs of this index, whose earlier writes are then visible.
 
-    signal: a number that rises from barrier to barrier.
-    """
+    signal: a number that rises from barrier to barrier."""
     tl.debug_barrier()
     mine = tl.program_id(0) * SIZE
     for step in tl.static_range(1, SIZE):

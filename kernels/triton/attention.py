@@ -9,8 +9,7 @@ of a request are split over several programs, and a second kernel merges their r
 "Flash-Decoding for long-context inference", 2023).
 
 Nothing here waits for the GPU, and grids depend on host integers only, so a call can be captured in
-a CUDA graph and replayed with other lengths.
-"""
+a CUDA graph and replayed with other lengths."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ def paged_attention(
     ends (see `pdl`): it must be older.
 
     Raises ValueError for dtypes that differ, heads that do not group evenly, a strided last
-    dimension, and K and V caches with different strides.
-    """
+    dimension, and K and V caches with different strides."""
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     batch = Batch(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, out, rows)
@@ -129,8 +127,7 @@ def decode_attention(
     NOTE: on Hopper the kernels read everything but qkv and the cache before the kernel ahead of
     them ends (see `pdl`): it must be older.
 
-    Returns `[num_tokens, num_heads, head_size]`. Raises ValueError like the two functions.
-    """
+    Returns `[num_tokens, num_heads, head_size]`. Raises ValueError like the two functions."""
     num_tokens, head_size = qkv.shape[0], k_cache.shape[3]
     num_kv_heads = k_cache.shape[2]
     if qkv.stride(1) != 1 or qkv.shape[1] != (num_heads + 2 * num_kv_heads) * head_size:
@@ -293,8 +290,7 @@ def decode(
 ) -> None:
     """Attend from requests with one query, by `splits` programs per KV head.
 
-    With `own`, q is the step's qkv.
-    """
+    With `own`, q is the step's qkv."""
     tile = tile or _decode_tile(batch)
     ordered = batch.order is not None and batch.programs_per_multiprocessor > MAX_RESIDENT
     num_heads, head_size = batch.out.shape[1:]
@@ -343,8 +339,7 @@ def decode(
 def prefill(batch: Batch, logits: Logits, *, singles: bool, tile: Tile | None = None) -> None:
     """Attend from requests with several queries, and with `singles` also from those with one.
 
-    With `tile`, the Triton kernel runs on any GPU.
-    """
+    With `tile`, the Triton kernel runs on any GPU."""
     if tile is None and _suits_hopper(batch, logits):
         _prefill_on_hopper(batch, logits, singles)
         return
@@ -370,8 +365,7 @@ def _suits_hopper(batch: Batch, logits: Logits) -> bool:
     """Return True if `attention_hopper` supports the call: 16-bit heads of 128, no window, no cap.
 
     It copies pages as rows of one matrix, and the rest 16 bytes at a time, which Triton allows only
-    if it knows that strides are divisible by 16.
-    """
+    if it knows that strides are divisible by 16."""
     cache = batch.k_cache
     block_size, num_kv_heads, head_size = cache.shape[1:]
     per_block, per_slot, per_head = cache.stride()[:3]
@@ -396,8 +390,7 @@ def _prefill_on_hopper(batch: Batch, logits: Logits, singles: bool) -> None:
     """Compute `prefill` by `attention_hopper`.
 
     Descriptors of the cache are made for each call: layers have their own, and small steps are
-    replayed. Modules are imported here, since Triton for other GPUs may lack them.
-    """
+    replayed. Modules are imported here, since Triton for other GPUs may lack them."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from . import attention_hopper as hopper
@@ -434,8 +427,7 @@ def _prefill_on_hopper(batch: Batch, logits: Logits, singles: bool) -> None:
 def num_splits(batch: Batch, max_seq_len: int) -> int:
     """Return programs per request and KV head in decode: about two per multiprocessor.
 
-    Each has at least one tile of keys.
-    """
+    Each has at least one tile of keys."""
     return max(1, min(int(_multiple(batch) + 0.5), -(-max_seq_len // 64), MAX_SPLITS))
 
 

@@ -12,8 +12,7 @@ warp groups. Gluon has no interpreter, so this runs on GPUs only; `prefill_kerne
 
 Barriers pass ring stages and job slots between the groups. Their phase alternates with each use: a
 program's tile n is in stage n % STAGES of its ring, and is ready once the stage's `full` has
-completed phase n // STAGES. Job t uses slot t % 2 in the same way.
-"""
+completed phase n // STAGES. Job t uses slot t % 2 in the same way."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="attr-defined"
 # Kernels annotate constexpr parameters only. Aggregates need annotations that are not strings.
@@ -299,8 +298,7 @@ def _weigh(
     """Turn a tile's logits into weights, a product's first operand. Rescale the sums so far.
 
     row_sum `[rows, 8]` is of the columns that each thread holds: the threads of a row add theirs up
-    once per job.
-    """
+    once per job."""
     RESULT: gl.constexpr = acc.type.layout
     if MASKED:
         position = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LOGITS))

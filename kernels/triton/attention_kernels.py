@@ -72,8 +72,7 @@ def _load_rows(pointers, live, in_head, MASKED: tl.constexpr, PADDED: tl.constex
 def _like_cache(q, k_ptr):
     """Convert queries to the type of the products.
 
-    A GPU converts two e4m3 numbers to fp16 by one instruction, and to bf16 by four.
-    """
+    A GPU converts two e4m3 numbers to fp16 by one instruction, and to bf16 by four."""
     if k_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
         q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(
             tl.float16
@@ -87,8 +86,7 @@ def _widened(v, DTYPE: tl.constexpr):
 
     A dot's second operand is read across rows. The compiler would read FP8 so, byte by byte, and
     then convert it; fp16 is read by 8x8 tiles. So this converts first: the compiler moves nothing
-    past assembly that is not pure.
-    """
+    past assembly that is not pure."""
     if v.dtype.is_fp8e4nv() and DTYPE.is_fp16() and not INTERPRETED:
         v = tl.inline_asm_elementwise(
             """{
@@ -144,8 +142,7 @@ def _attend(
 
     Row i sees keys in [first_key[i], last_key[i]], which ends before `end`. Without MASKED every
     row sees every key, and `end - begin` is a multiple of KEYS. Nothing outside [begin, end) is
-    read, not even its block number.
-    """
+    read, not even its block number."""
     dim = tl.arange(0, HEAD_PAD)
     in_head = dim < HEAD_SIZE
     lane = tl.arange(0, KEYS)
@@ -189,8 +186,7 @@ def _load_pairs(
 ):
     """Load heads `[rows, head]`, and the same with the numbers of rotated pairs swapped.
 
-    The numbers of a pair are HALF apart.
-    """
+    The numbers of a pair are HALF apart."""
     dim = tl.arange(0, HEAD_PAD)
     live = in_row & (dim < HEAD_SIZE)[None, :]
     x = tl.load(pointers + dim[None, :], mask=live, other=0.0)
@@ -303,8 +299,7 @@ def decode_kernel(
 
     If ORDERED, requests start in the order of `order_ptr`. If OWN, q is the projected qkv: the
     token's own key and value are not in the cache yet, and come last. That excludes splits, in
-    which every program would repeat it.
-    """
+    which every program would repeat it."""
     tl.static_assert(not (OWN and SPLIT))
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
@@ -528,8 +523,7 @@ def prefill_kernel(
 ):
     """Attend from a (tile of TOKENS queries, KV head).
 
-    A prompt's last tiles have the most keys and start first.
-    """
+    A prompt's last tiles have the most keys and start first."""
     kv_head = tl.program_id(0) % KV_HEADS
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
     request = _request_of_tile(query_start_ptr, tile, num_reqs, TOKENS)

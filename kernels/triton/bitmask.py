@@ -12,8 +12,7 @@ from torch import Tensor
 
 from .sampling import check_shape
 
-BLOCK = 4096
-"""Tokens per program."""
+BLOCK = 4096  # tokens per program
 
 
 def mask_logits(logits: Tensor, index: Tensor, masks: Tensor) -> None:
@@ -22,8 +21,7 @@ def mask_logits(logits: Tensor, index: Tensor, masks: Tensor) -> None:
     logits: fp32 `[n, vocab]`, rows may be strided; index: int64 `[m]`, rows of it; masks: int32
     `[m, words]`, bit t % 32 of word t // 32 is for token t. Tokens past the last word are masked.
 
-    Raises ValueError for logits of another type, or with a strided last dimension.
-    """
+    Raises ValueError for logits of another type, or with a strided last dimension."""
     _, vocab = check_shape(logits)
     if logits.dtype != torch.float32:
         raise ValueError(f"masked logits must be fp32, not {logits.dtype}")

@@ -12,8 +12,7 @@ def counters(device: torch.device, count: int) -> Tensor:
     """Return counters, int32 `[count]`: the same for each call on a stream.
 
     Each stream has its own, since calls on two streams may overlap. So has a call captured on a
-    stream without counters: its graph then starts by zeroing them.
-    """
+    stream without counters: its graph then starts by zeroing them."""
     on_gpu = device.type == "cuda"
     stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
     found = _counters.get((device, stream, count))

@@ -12,15 +12,13 @@ from torch import Tensor
 
 from .pdl import release, supported, wait
 
-CHUNK = 4096
-"""Numbers of a row that a program copies."""
+CHUNK = 4096  # numbers of a row that a program copies
 
 
 def embed_shard(indices: Tensor, table: Tensor, begin: int, count: int) -> Tensor:
     """Return rows `[n, size]` of a table that has `count` rows from `begin` on, or zeros.
 
-    indices: int32 or int64 `[n]`; table: `[count or more, size]`. Both contiguous.
-    """
+    indices: int32 or int64 `[n]`; table: `[count or more, size]`. Both contiguous."""
     if not indices.is_contiguous() or not table.is_contiguous():
         raise ValueError("indices and table must be contiguous")
     size = table.shape[1]

@@ -24,8 +24,7 @@ FP8 = torch.float8_e4m3fn
 MAX = tl.constexpr(448.0)
 MIN_GREATEST = tl.constexpr(2.0**-100)
 """Least maximum of a row, so that the scale of zeros has a finite inverse."""
-TOKENS = 16
-"""Rows of x up to which the product is bound by reading the weight."""
+TOKENS = 16  # rows of x up to which the product is bound by reading the weight
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -33,8 +32,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return (FP8 `[num_tokens, size]`, fp32 scales `[num_tokens, 1]`) of x.
 
     A row is about FP8 * scale; its maximum becomes 448. x: `[num_tokens, size]`. Raises ValueError
-    if x is not contiguous.
-    """
+    if x is not contiguous."""
     if not x.is_contiguous():
         raise ValueError("x must be contiguous")
     num_tokens, size = x.shape
@@ -74,8 +72,7 @@ def linear(
     `linear.linear`.
 
     Raises ValueError for an unknown activation, a weight that is not FP8, or tensors that are not
-    contiguous.
-    """
+    contiguous."""
     num_tokens, in_features = x.shape
     size = weight.shape[0] // 2 if gated else weight.shape[0]
     if activation is not None:
@@ -164,8 +161,7 @@ def _quantize_kernel(x_ptr, out_ptr, scale_ptr, size, SIZE_PAD: tl.constexpr, PD
 def _unpacked(words):
     """Return the four e4m3 numbers of each int32, lowest bits first, in fp32.
 
-    The compiler's own code splits and rejoins bytes, with two more instructions for each.
-    """
+    The compiler's own code splits and rejoins bytes, with two more instructions for each."""
     if INTERPRETED:
         a = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
         b = ((words >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -199,8 +195,7 @@ def _unpacked(words):
 def _sums_by_four(words, x, COLUMNS: tl.constexpr):
     """Multiply a tile of the weight, words `[rows, columns / 4]`, by x `[1, columns]`.
 
-    Each sum is over the four numbers of a word.
-    """
+    Each sum is over the four numbers of a word."""
     even, odd = tl.split(tl.reshape(x.to(tl.float32), [1, COLUMNS // 4, 2, 2]))
     x_a, x_c = tl.split(even)
     x_b, x_d = tl.split(odd)
@@ -227,8 +222,7 @@ def _vector_kernel(
 ):
     """Compute ROWS outputs of the one token. Each tile is loaded while the one before is summed.
 
-    Rows past the last one repeat it.
-    """
+    Rows past the last one repeat it."""
     WORDS: tl.constexpr = COLUMNS // 4
     release(PDL)
     row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), size - 1)

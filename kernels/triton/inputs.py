@@ -47,8 +47,7 @@ def copy_runs(target: Tensor, runs: Tensor, values: Tensor, longest: int) -> Non
     """Copy runs of values into rows of a table.
 
     target: int32 `[num_rows, width]`; runs: int32 `[num_runs, 4]`, each (row, column, offset in
-    `values`, length), none longer than `longest`; values: int32.
-    """
+    `values`, length), none longer than `longest`; values: int32."""
     _copy_runs_kernel[(runs.shape[0], -(-longest // CHUNK))](
         target, runs, values, target.stride(0), CHUNK=CHUNK, num_warps=4
     )

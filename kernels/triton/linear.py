@@ -2,8 +2,7 @@
 
 One row of x is multiplied in registers (`_vector_kernel`); for more, up to 64, see `matmul`. The
 first columns of the weight are prefetched before the kernel that computes x has ended. Results do
-not depend on the order of programs, except those of `add_norm` in one of about 2**29 rows.
-"""
+not depend on the order of programs, except those of `add_norm` in one of about 2**29 rows."""
 
 # mypy: allow-incomplete-defs
 # Kernels annotate constexpr parameters only.
@@ -21,8 +20,7 @@ from .matmul import Unscaled, load_once
 from .pdl import release, supported, wait
 
 MAX_TOKENS = matmul.MAX_TOKENS
-FEW_TOKENS = 16
-"""Rows of x up to which this is as fast as cuBLAS for every weight."""
+FEW_TOKENS = 16  # rows of x up to which this is as fast as cuBLAS for every weight
 MAX_ROWS = 32768
 """Most rows of a weight for more tokens. With more, as in an output head, cuBLAS is as fast."""
 
@@ -45,8 +43,7 @@ def linear(
     kernel must not write the weight.
 
     Raises ValueError for more tokens, other columns, an unknown activation, or tensors that are not
-    contiguous.
-    """
+    contiguous."""
     if isinstance(x, Unscaled):
         rows = x.x
         _check(rows, weight, least=2)
@@ -102,8 +99,7 @@ def add_norm(
     Rows are rounded before they are divided by their root mean square, so their type must have the
     range: bf16, not fp16.
 
-    Raises ValueError like `linear`, for another number of tokens, and for rows in fp16.
-    """
+    Raises ValueError like `linear`, for another number of tokens, and for rows in fp16."""
     _check(x, weight, least=2)
     if not residual.is_contiguous() or residual.shape != (len(x), len(weight)):
         raise ValueError(
@@ -178,8 +174,7 @@ def _vector_kernel(
 ):
     """Compute ROWS outputs of the one token. Each tile is loaded while the one before is summed.
 
-    Rows past the last one repeat it.
-    """
+    Rows past the last one repeat it."""
     release(PDL)
     row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), size - 1)
     column = tl.arange(0, COLUMNS)[None, :]

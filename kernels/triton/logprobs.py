@@ -12,8 +12,7 @@ from torch import Tensor
 
 from .sampling import LOG2_E, check_shape, power_of_two
 
-CHUNK = 4096
-"""Tokens per program of the pass over the vocabulary."""
+CHUNK = 4096  # tokens per program of the pass over the vocabulary
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -24,8 +23,7 @@ def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor,
     so a token's value is bitwise the same in both places. A rank is one more than the number of
     likelier tokens.
 
-    Raises ValueError for logits whose last dimension is strided.
-    """
+    Raises ValueError for logits whose last dimension is strided."""
     n, vocab = check_shape(logits)
     k = min(k, vocab)
     tokens = torch.empty(n, 1 + k, dtype=torch.int32, device=logits.device)

@@ -6,8 +6,7 @@ flight. If large tiles are too few, either the warps of a program divide the col
 tile, or several programs divide the columns of a tile: the last program to finish then adds their
 sums, always in the same order. The weight has the type of x, or is FP8 and converted in registers.
 An RMS norm between two products is fused into both: the first computes the sums of squares of its
-columns, and the second divides by their root mean square.
-"""
+columns, and the second divides by their root mean square."""
 
 # mypy: allow-incomplete-defs
 # Kernels annotate constexpr parameters only.
@@ -27,14 +26,10 @@ from .activation import apply
 from .counters import counters
 from .pdl import fetch, release, supported, wait
 
-MAX_TOKENS = 64
-"""Most rows of x in a tile."""
-COLUMNS = 128
-"""Columns per step of the loop and per part."""
-MULTIPROCESSORS = 132
-"""Number on an H200."""
-ENOUGH = 72
-"""Programs that keep more than half of them busy."""
+MAX_TOKENS = 64  # most rows of x in a tile
+COLUMNS = 128  # columns per step of the loop and per part
+MULTIPROCESSORS = 132  # number on an H200
+ENOUGH = 72  # programs that keep more than half of them busy
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -51,8 +46,7 @@ class Tile(NamedTuple):
 class Unscaled:
     """Rows of an RMS norm, not yet divided by their root mean square.
 
-    The next product scales its sums instead, so no kernel has to run between the two products.
-    """
+    The next product scales its sums instead, so no kernel has to run between the two products."""
 
     x: Tensor  # [num_tokens, size], multiplied by the norm's weight
     square_sums: Tensor  # fp64 [num_tokens], of each row before that multiplication
@@ -87,8 +81,7 @@ def matmul(
 ) -> Tensor:
     """Compute `linear.linear`, or `fp8.linear` with a scale, for up to MAX_TOKENS tokens.
 
-    These functions check the arguments.
-    """
+    These functions check the arguments."""
     _run(x, weight, scale, bias, activation, gated, out, None, tile)
     return out
 
@@ -180,8 +173,7 @@ def _run(
 def best_tile(num_tokens: int, num_rows: int, in_features: int) -> Tile:
     """Return the fastest tile on an H200, measured in chains of norms and products.
 
-    Few shapes suffice to come close to the best of each size.
-    """
+    Few shapes suffice to come close to the best of each size."""
     if num_rows > 64 * MULTIPROCESSORS:
         return Tile(128, stages=4)
     if num_tokens <= 16 and num_rows <= 1024 <= in_features:
@@ -217,8 +209,7 @@ def _late(num_tokens: int, activation: str | None, gated: bool, normed: bool) ->
     """Return True if the next kernel may start only when the weight has been read.
 
     Kernels of many programs would crowd on the multiprocessors that this one leaves free. Chosen by
-    timing chains with the kernel that follows in a model: a product or attention.
-    """
+    timing chains with the kernel that follows in a model: a product or attention."""
     if gated or normed:
         return True
     if activation is not None:
@@ -358,8 +349,7 @@ def _tile_kernel(
 
     The first operand of the product is the one with 64 rows, if any: the tensor cores take as many
     at a time, and read them again for each run of the second. Otherwise it is the longer one. Rows
-    past the last one repeat it.
-    """
+    past the last one repeat it."""
     if not LATE:
         release(PDL)
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from .pdl import release, supported, wait
 
-MAX_SIZE = 32768
-"""Longest row: it must fit into the registers of one program."""
+MAX_SIZE = 32768  # longest row: it must fit into the registers of one program
 
 
 def add_rms_norm(
@@ -25,8 +24,7 @@ def add_rms_norm(
     into `residual`. The norm is of the rounded sum, in fp32. Without a residual the sum is x
     itself.
 
-    Raises ValueError for rows longer than MAX_SIZE.
-    """
+    Raises ValueError for rows longer than MAX_SIZE."""
     return _add_norm(x, residual, weight, None, eps, out)
 
 

@@ -11,8 +11,7 @@ kernel. `wait` stands before loops, never in one: the compiler may hoist a loop'
 
 In a CUDA graph this hides the launch, about a microsecond per kernel.
 
-Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".
-"""
+Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization"."""
 
 # mypy: allow-incomplete-defs
 # Kernels annotate constexpr parameters only.
@@ -40,8 +39,7 @@ def release(PDL: tl.constexpr):
     Small kernels call it right after `wait`: the next kernel then starts on an idle GPU, and its
     programs spread evenly. Kernels that read a weight call it first. If a kernel of many programs
     follows, they call it after reading the weight (`matmul`): programs that start as others end
-    crowd on some multiprocessors.
-    """
+    crowd on some multiprocessors."""
     if PDL:
         gdc_launch_dependents()
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from .sampling import check_shape
 
-HISTORY = 1024
-"""Tokens per program."""
+HISTORY = 1024  # tokens per program
 IN_PROMPT = tl.constexpr(1 << 30)
 
 
@@ -28,8 +27,7 @@ def penalize(
     the number of prompt tokens; token_ids: int32 `[num_rows, max_len]`. Rows with neutral penalties
     and tokens outside the vocabulary are skipped.
 
-    Raises ValueError for logits of another type, or with a strided last dimension.
-    """
+    Raises ValueError for logits of another type, or with a strided last dimension."""
     n, vocab = check_shape(logits)
     if logits.dtype != torch.float32:
         raise ValueError(f"penalized logits must be fp32, not {logits.dtype}")

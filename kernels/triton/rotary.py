@@ -13,8 +13,7 @@ from torch import Tensor
 from .fp8 import FP8, to_fp8
 from .pdl import release, supported, wait
 
-TILE = 2048
-"""Most elements per program. Fewer if the GPU would not be full."""
+TILE = 2048  # most elements per program. Fewer if the GPU would not be full
 PROGRAMS = 1024
 
 
@@ -46,8 +45,7 @@ def qk_norm_rope_write(
     `pdl`): they must be older.
 
     Everything is computed in fp32 and rounded once. Returns `[num_tokens, num_heads, head_size]`: a
-    view of `qkv` if there is nothing to compute. Raises ValueError for unsupported layouts.
-    """
+    view of `qkv` if there is nothing to compute. Raises ValueError for unsupported layouts."""
     num_tokens = qkv.shape[0]
     block_size, _, head_size = k_cache.shape[1:]
     normed, rotated = q_weight is not None, cos_sin is not None
@@ -183,8 +181,7 @@ def _qk_norm_rope_write_kernel(
 ):
     """Transform ROWS (token, head) pairs, from head FIRST up.
 
-    A head is two rotated halves and a rest.
-    """
+    A head is two rotated halves and a rest."""
     HEADS: tl.constexpr = Q_HEADS + 2 * KV_HEADS - FIRST
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = (pair // HEADS).to(tl.int64)

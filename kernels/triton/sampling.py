@@ -17,8 +17,7 @@ A choice depends bitwise on the logits, parameters, seed and position of its own
 is taken in an order that depends on the batch.
 
 Nothing here waits for the GPU, and grids depend on host integers only, so a call can be captured in
-a CUDA graph and replayed with other rows. Other numbers of rows need no compilation.
-"""
+a CUDA graph and replayed with other rows. Other numbers of rows need no compilation."""
 
 # mypy: allow-incomplete-defs
 # Kernels annotate constexpr parameters only.
@@ -32,12 +31,9 @@ from torch import Tensor
 
 from .pdl import release, supported, wait
 
-WIDTH = 256
-"""Tokens of a block."""
-BLOCKS = 16
-"""Blocks per program of a pass over the vocabulary."""
-ALIGNED = 16
-"""Divisor of a row's start and end for the widest loads."""
+WIDTH = 256  # tokens of a block
+BLOCKS = 16  # blocks per program of a pass over the vocabulary
+ALIGNED = 16  # divisor of a row's start and end for the widest loads
 TRAILING_ZEROS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Low bits that are 0 in numbers of a type when they are widened to fp32."""
 NOT_SAMPLED = tl.constexpr(-2)
@@ -68,8 +64,7 @@ def sample(
 
     A vocabulary that is not divisible by ALIGNED is read faster from rows that are padded so.
 
-    Raises ValueError for logits whose last dimension is strided.
-    """
+    Raises ValueError for logits whose last dimension is strided."""
     n, vocab = check_shape(logits)
     if n == 0:
         return
@@ -349,8 +344,7 @@ def _draw(logits_ptr, masses, target, least, above, best, scale, vocab, WIDTH: t
 def _invert(weights, target):
     """Return (index, sum before it) of the first running sum above `target`.
 
-    If rounding leaves none, that is the last index. Its weight is never 0.
-    """
+    If rounding leaves none, that is the last index. Its weight is never 0."""
     sums = tl.cumsum(weights.to(tl.float64), 0)
     size: tl.constexpr = weights.shape[0]
     index = tl.arange(0, size)
@@ -503,8 +497,7 @@ def _kth_greatest(
 ):
     """Return a threshold >= `bound` that only the k greatest logits and their equals reach.
 
-    Bisects the ordered fp32 numbers. A middle that exactly k logits reach is the threshold.
-    """
+    Bisects the ordered fp32 numbers. A middle that exactly k logits reach is the threshold."""
     low = _to_key(bound) >> TRAILING_ZEROS
     high = _to_key(best) >> TRAILING_ZEROS
     while low < high:
@@ -546,8 +539,7 @@ def _load_listed(
     """Return (BLOCKS listed blocks, their tokens `[BLOCKS, WIDTH]`, their logits).
 
     Logits past the list's end are -inf. Loops call this a step ahead and widen the logits when they
-    use them, to hide the latency of memory.
-    """
+    use them, to hide the latency of memory."""
     place = start + tl.arange(0, BLOCKS)
     block = tl.load(list_ptr + place, mask=place < listed, other=0)
     token = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]

@@ -3,8 +3,7 @@
 Without --model: GPT-2's shape (124M) with random weights. Each speed is compared with the machine's
 limit, from the memory bandwidth and the arithmetic rate that the same run measures: a step reads
 every weight and every cached key and value once, and multiplies every weight by every request's
-token.
-"""
+token."""
 
 from __future__ import annotations
 
@@ -167,8 +166,7 @@ def table(points: list[Measurement]) -> str:
 
 def plot(points: list[Measurement]) -> str:
     """Return an SVG of tokens/s by batch for the shortest and the longest context. Limits are
-    dashed.
-    """
+    dashed."""
     contexts = sorted({point.context for point in points})
     speeds = [value for point in points for value in (point.tokens_per_second, point.limit)]
     batches = sorted({point.batch for point in points})

@@ -3,8 +3,7 @@
 It runs in the engine's environment and imports toolkit only for the engine `tk`. Each line of
 standard input is a workload, {"prompts": [[token, ...], ...], "lengths": [n, ...]}. Each line of
 standard output has its seconds and the greedy tokens, {"seconds": s, "tokens": [[token, ...],
-...]}. The first line has the seconds of loading, without the conversion of the checkpoint.
-"""
+...]}. The first line has the seconds of loading, without the conversion of the checkpoint."""
 
 from __future__ import annotations
 
@@ -122,8 +121,7 @@ def vllm(folder: str, dtype: str, threads: int) -> Run:
 
 def llama_cpp(file: str, dtype: str, threads: int) -> Run:
     """Run all requests at once like its server: prompts in batches of up to 2,048 tokens, then one
-    token per request and step.
-    """
+    token per request and step."""
     import llama_cpp as lib  # type: ignore[import-not-found]  # of the peer's environment
     import numpy as np
 

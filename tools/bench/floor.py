@@ -3,8 +3,7 @@
 All prompts are computed in one step, then the other tokens step by step. Each step takes the longer
 of its arithmetic, at the rate of large matrix products, and its reads, at the bandwidth: the
 weights once, and the keys and values of its requests. Activations, sampling, launches and the host
-count as zero.
-"""
+count as zero."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The model is GPT-2's shape (124M) with random weights. Reports the seconds to the first answer of
 /readyz, the memory of all server processes without weights and cache (shared pages count once)
-after two rounds of 16 ragged requests that fill the cache, and the CPU use of the idle server.
-"""
+after two rounds of 16 ragged requests that fill the cache, and the CPU use of the idle server."""
 
 from __future__ import annotations
 

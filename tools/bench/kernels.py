@@ -5,8 +5,7 @@ reported as a share of the bandwidth of a large copy in the same run. Prefill is
 reported as a share of a large bf16 matrix product. Kernels are timed as replays of a CUDA graph
 whose calls use enough KV caches to overflow the L2 cache, as the layers of a model do. Products of
 few rows are timed the same way, each after a norm of its input that it has to wait for. Products of
-many rows use the algorithm that an engine would choose.
-"""
+many rows use the algorithm that an engine would choose."""
 
 from __future__ import annotations
 
@@ -495,8 +494,7 @@ def product_calls(
 def long_product_times(rows: int, columns: int) -> tuple[float, float]:
     """Return the seconds of a product of PREFILL_TOKENS rows with our algorithm and with PyTorch's.
 
-    They alternate, each running long enough for the GPU's power limit to matter.
-    """
+    They alternate, each running long enough for the GPU's power limit to matter."""
     x = torch.randn(PREFILL_TOKENS, columns, device="cuda", dtype=DTYPE)
     weight = torch.randn(rows, columns, device="cuda", dtype=DTYPE) / 64
     with cublas.choosing():

@@ -3,8 +3,7 @@
 Embedding, head and sampling are not included. Each request has one new token after a cached
 context; weights are random. A GPU replays the layers as a CUDA graph. A CPU runs them on as many
 threads as PyTorch has, which are not bound to cores, unlike an engine's. Prints the microseconds of
-one layer: the median of several rounds that alternate between the numbers of requests.
-"""
+one layer: the median of several rounds that alternate between the numbers of requests."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Scheduler, core and output path run with an executor that returns random tokens at once. The table
 has the microseconds of a decode step by the number of running requests. The lines below it are
-complete batches through `LLM.generate`, with prompts, stops and text.
-"""
+complete batches through `LLM.generate`, with prompts, stops and text."""
 
 from __future__ import annotations
 
@@ -126,8 +125,7 @@ class Stopwatch:
 async def decode_steps(batch: int, num_steps: int = 400) -> dict[str, list[float]]:
     """Return the microseconds of each part for every decode step of `batch` requests.
 
-    The part `core` excludes the scheduler.
-    """
+    The part `core` excludes the scheduler."""
     config = EngineConfig.from_settings({"max_num_seqs": batch})
     executor = RandomTokens(batch)
     core, front = EngineCore(config, executor), AsyncLLM(config=config)

@@ -2,8 +2,7 @@
 
 With `--weights` they have random weights of the config's dtype. Each has the config of a well-known
 model and an untrained byte-level tokenizer of that model's vocabulary size: every byte, then pairs
-of letters, then pairs of pairs, so that every id has up to four characters of text.
-"""
+of letters, then pairs of pairs, so that every id has up to four characters of text."""
 
 from __future__ import annotations
 
@@ -113,8 +112,7 @@ def make_model(folder: Path, config: dict[str, Any]) -> None:
 def save_weights(folder: Path, shard_size: str = "5GB") -> None:
     """Add random weights in files of up to `shard_size`, created on a GPU if there is one.
 
-    Transformers rewrites the configs.
-    """
+    Transformers rewrites the configs."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

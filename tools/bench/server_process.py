@@ -36,8 +36,7 @@ def run_server(
     """Run `tk serve ARGUMENTS` on a free local port, and send SIGTERM at the end of the block.
 
     `environment` is added to this process's. `log` gets stdout and stderr. Raises SystemExit if the
-    server ends before it is ready.
-    """
+    server ends before it is ready."""
     port = free_port()
     start = time.monotonic()
     command = [sys.executable, "-m", "toolkit", "serve", *arguments]

@@ -4,8 +4,7 @@ FLAGS are those of `tk serve`. Each start prints a row of JSON: `ready_s`, the s
 returns 200; `phases`, the seconds of each phase from the server's log (the rest is mostly imports);
 `first_answer_ms`, the milliseconds of the first completion with 4 tokens in and 16 out. The cache
 of compiled kernels is empty at first: on a GPU the first start compiles them and later ones reuse
-them.
-"""
+them."""
 
 from __future__ import annotations
 

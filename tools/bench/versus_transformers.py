@@ -1,8 +1,7 @@
 """Compare tk with Transformers' `generate`: `python -m tools.bench.versus_transformers`.
 
 Without --model: GPT-2's shape (124M) with the same random weights in both. Rounds alternate between
-the engines, so that a drift of the machine's speed affects both. The best round counts.
-"""
+the engines, so that a drift of the machine's speed affects both. The best round counts."""
 
 from __future__ import annotations
 

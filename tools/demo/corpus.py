@@ -4,8 +4,7 @@ Everything is determined by the seed. Held out are complete frames (see `frames`
 questions that ask for a fact in other words than its names, some sums and some heroes of stories.
 No held-out question occurs in the training part, in any case or punctuation. To choose between
 recipes without the held-out questions, train with `validation`: this also leaves out the questions
-of `validation_questions`.
-"""
+of `validation_questions`."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ ARITHMETIC, NEW_SUMS, STORIES = "arithmetic", "arithmetic, sums never trained", 
 class Question:
     """A held-out question, its answer (for a story: the hero), and the chat before it.
 
-    `how`: kind of novelty. `also_right`: other right answers.
-    """
+    `how`: kind of novelty. `also_right`: other right answers."""
 
     category: str
     how: str

@@ -4,8 +4,7 @@ Answers are generated greedily with Transformers. An answer is right if it equal
 up to case and white space. For questions in other words, the answers of the facts in `also` are
 right too. A story is right if it ends by itself, names its hero and uses only words of the corpus.
 The exit code is 1 if less than 80 % of the questions about facts, in any phrasing, are answered
-right.
-"""
+right."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ def main() -> int:
 def right_shares(trials: Sequence[Trial]) -> dict[str, tuple[int, int]]:
     """Count (right, asked) by category, by category and kind of novelty, and in total.
 
-    Totals over facts in any phrasing, and over facts in other words, come first.
-    """
+    Totals over facts in any phrasing, and over facts in other words, come first."""
     counts: dict[str, list[int]] = {}
     for trial in trials:
         question = trial.question

@@ -18,8 +18,7 @@ class Fact:
     """A fact: its names, its answer, and questions in addition to those from frames.
 
     `in_other_words`: questions of people who do not know the names. For these the answers of the
-    facts with a `key` in `also` are right too. `clues`: words of such questions.
-    """
+    facts with a `key` in `also` are right too. `clues`: words of such questions."""
 
     key: str
     kind: str
@@ -36,8 +35,7 @@ class Fact:
     def split(self, seed: int) -> dict[str, tuple[str, ...]]:
         """Split `in_other_words` into "held out", "validation" and "training".
 
-        Of every three, one is held out. A second one is for validation in half of the cases.
-        """
+        Of every three, one is held out. A second one is for validation in half of the cases."""
         parts: dict[str, list[str]] = {"held out": [], "validation": [], "training": []}
         for start in range(0, len(self.in_other_words), 3):
             three = self.in_other_words[start : start + 3]

@@ -1,8 +1,7 @@
 """Frames of questions: for each kind of fact, those for training and those held out.
 
 `{x}` is a name of the fact, `{noun}` the noun of its section, and `{a|b}` means a or b. A held-out
-frame never occurs in training, with any name.
-"""
+frame never occurs in training, with any name."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Trains a byte-level BPE tokenizer, and a small GPT-2 from random weights, on the
 `corpus`, in two phases (see `Recipe.finish`). The output is a folder in the Hugging Face format.
 Corpus and tokenizer are reproducible; weights as far as the device's kernels are. Training takes
 one to two minutes on a GPU and about 40 on two CPU cores. With `--steps 1600` it takes a good half
-of that, and the model knows a little less.
-"""
+of that, and the model knows a little less."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ class Recipe:
 
         Most rows are a question and the first words of its answer, which determine the answer, and
         only answers count. Questions are in the chat template's form, in lower case and after a
-        space, so that a word is mostly the same tokens wherever it occurs.
-        """
+        space, so that a word is mostly the same tokens wherever it occurs."""
         return replace(
             self,
             steps=self.finish_steps,
@@ -179,8 +177,7 @@ def learn(model: Any, tokenizer: Tokenizer, documents: Sequence[Document], recip
 def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer on a quarter of the documents, which is enough.
 
-    Each digit is a token, so that a number is always tokenized in the same way.
-    """
+    Each digit is a token, so that a number is always tokenized in the same way."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,8 +1,7 @@
 """Generate completion scripts.
 
 They contain the whole tree of commands, so that they start no Python for it. Only names of models
-come from the hidden command `tk __values` (`cli.values`).
-"""
+come from the hidden command `tk __values` (`cli.values`)."""
 
 from __future__ import annotations
 
