@@ -1,21 +1,18 @@
 """Pytest plugin that loads the CPU kernels from the library at SANITIZED_KERNELS."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from typing import Any
 
-_load = ctypes.CDLL
 
+class SanitizedCDLL(ctypes.CDLL):
+    """Loader that takes the sanitized library in place of the kernels' own."""
 
-def _sanitized(name: Any, *args: Any, **kwargs: Any) -> ctypes.CDLL:
-    return _load(
-        os.environ["SANITIZED_KERNELS"] if str(name).endswith("_kernels.so") else name,
-        *args,
-        **kwargs,
-    )
+    def __init__(self, name: Any, *args: Any, **kwargs: Any) -> None:
+        if str(name).endswith("_kernels.so"):
+            name = os.environ["SANITIZED_KERNELS"]
+        super().__init__(name, *args, **kwargs)
 
 
 # `library` always loads from its own folder, so this replaces the loader.
-ctypes.CDLL = _sanitized  # type: ignore[misc,assignment]  # a function for a class
+ctypes.CDLL = SanitizedCDLL  # type: ignore[misc]
