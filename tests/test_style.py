@@ -25,7 +25,9 @@ PACKAGES = sorted(
     }
 )
 
-STARTS = re.compile(r"(What|Of|Where|How|Whether|Who|Which|That|As)\b")
+STARTS = re.compile(
+    r"(What|Of|Where|How|Whether|Who|Which|That|As|Also|Same|The same|Like|And|But|It|They)\b"
+)
 """A docstring starts with a verb, or with the thing itself."""
 AVOIDED = re.compile(
     r"\b(beside|anew|likewise|nobody|in vain|to mend|be mended|mends?|tells?|told|telling|"

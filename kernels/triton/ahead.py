@@ -43,7 +43,9 @@ class _Once(AsyncCompileMode):  # type: ignore[misc]  # Triton is untyped
 
 
 class _Loading(ThreadPoolExecutor):
-    """Also loads compiled kernels onto the device: some versions of Triton call a C compiler."""
+    """Pool of threads that compile kernels and load them onto the device.
+
+    Loading is here because some versions of Triton call a C compiler for it."""
 
     def submit(self, compile_fn: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
         def loaded() -> Any:

@@ -202,7 +202,7 @@ def test_too_long_conversation_is_refused_with_the_limit(client: openai.OpenAI) 
 
 
 def test_top_logprobs_are_normalized_over_the_vocabulary(client: openai.OpenAI) -> None:
-    """They are not normalized over the reported tokens only."""
+    """Log-probabilities are not normalized over the reported tokens only."""
     entry = (
         client.chat.completions.create(max_tokens=1, logprobs=True, top_logprobs=100, **GREEDY)
         .choices[0]

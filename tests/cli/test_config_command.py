@@ -34,7 +34,7 @@ def show(tmp_path: Path):
 
 
 def test_config_show_output_is_a_complete_settings_file(show, tmp_path):
-    """It has every setting of every command, with its value or as a comment."""
+    """The file has every setting of every command, with its value or as a comment."""
     first = show()
     assert (first.returncode, first.stderr) == (0, "")
     content = tomllib.loads(first.stdout)

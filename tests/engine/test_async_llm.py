@@ -138,7 +138,7 @@ async def test_core_deaths_count_only_for_requests_open_at_the_time(scripted):
 
 
 async def test_answers_share_the_prompt_after_a_restart(scripted, checkpoint):
-    """They use 4 blocks of prompt and one more per answer, although prefix caching is off."""
+    """Answers use 4 blocks of prompt and one more per answer, although prefix caching is off."""
     llm, core = scripted
     llm.start_request(request("four", prompt=list(range(64)), n=4))
     await core.say(EngineOutputs([EngineOutput(number, [number + 5]) for number in range(4)]))

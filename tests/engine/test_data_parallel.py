@@ -183,7 +183,7 @@ async def test_a_hung_core_is_avoided_without_health_checks(
 
 
 async def test_a_cleared_prefix_cache_attracts_no_requests(scripted: Pair) -> None:
-    """Also if another front end cleared the cache."""
+    """Check this too when another front end cleared the cache."""
     llm, first, second = scripted
     known = list(range(400))
     llm.start_request(request("one", prompt=known)).close()

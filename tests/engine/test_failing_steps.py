@@ -148,7 +148,7 @@ def run_with_one_failure(
 
 
 def test_memory_of_a_failed_step_is_free_at_once(llm, monkeypatch):
-    """Also the model after shutdown. The garbage collector is off: it may not run for long."""
+    """Check that shutdown frees the model, too. The garbage collector is off for the test."""
     gc.collect()
     gc.disable()
     try:

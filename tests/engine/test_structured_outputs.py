@@ -468,7 +468,7 @@ def test_requests_with_an_invalid_grammar_end_once_with_the_cause(llm, monkeypat
 
 
 def test_a_chain_of_the_maximum_number_of_rules_works(llm):
-    """It would overflow a thread's default stack."""
+    """Recursion would overflow a thread's default stack."""
     count = MAX_RULES - 10
     rules = "\n".join([f'r{i}: "x" | /[a-z]+/ r{i + 1}' for i in range(count)] + [f'r{count}: "y"'])
     [[(text, _)]] = texts(llm, params(8, grammar=f"start: r0\n{rules}"))

@@ -289,7 +289,7 @@ class TestStopStrings:
 
 
 def test_a_stop_string_before_min_tokens_ends_nothing_later():
-    """It is held back as the start of a longer one and must not count when that fails."""
+    """A held start of a longer stop string must not count when that fails."""
     from tests import checkpoints
     from toolkit.engine.output_processor import IncrementalDetokenizer
 

@@ -157,7 +157,7 @@ def test_calls_of_other_threads_are_not_recorded(layers: Layers) -> None:
 
 
 def test_recording_does_not_load_pytorchs_compiler() -> None:
-    """It would delay the first answer by seconds."""
+    """Compiling would delay the first answer by seconds."""
     code = """
 import sys, torch
 from toolkit.kernels.cpu.linear import PackedLinear

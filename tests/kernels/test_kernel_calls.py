@@ -37,7 +37,7 @@ def test_rows_run_and_count_their_bytes(calls, make, monkeypatch):
 
 
 def test_layer_norms_move_four_rows_per_token(calls, make, monkeypatch):
-    """They read x and residual, and write the sum and the norm."""
+    """The kernels read x and residual, and write the sum and the norm."""
     monkeypatch.setattr(calls, "COLD_BYTES", 0)
     shape = calls.LayerShape(hidden=32, inner=48, heads=4, kv_heads=2, head_size=16)
     rows = {row.name: row.num_bytes for row in calls.layer_rows(5, make, shape)}

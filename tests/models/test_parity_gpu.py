@@ -255,7 +255,7 @@ def test_memory_of_cuda_graphs_is_subtracted_from_the_cache(checkpoint):
 
 @pytest.mark.alone
 def test_shutdown_frees_the_memory(checkpoint):
-    """Also for another process, and for another engine in this one."""
+    """Check that another process, and another engine in this one, can use it."""
     settings = {"gpu_memory_utilization": 0.5, "max_num_seqs": 8, "dtype": "bfloat16"}
     # The first allocates memory that stays with the process.
     for name in ("gpt2", "gpt2", "llama3-gqa"):

@@ -264,7 +264,7 @@ def test_with_priority_an_urgent_request_keeps_its_blocks():
 @pytest.mark.parametrize("budget", [4, 16, 100])
 @pytest.mark.parametrize("since", [0, 3])
 def test_only_the_faulty_request_fails(depth, budget, since):
-    """Also if its prompt takes several steps, of which only the last one fails."""
+    """Check this too when its prompt takes several steps, of which only the last one fails."""
     requests = [
         make_request(f"{i}", [2 + i] * (5 + 3 * i), max_tokens=20, ignore_eos=True, seed=i)
         for i in range(5)

@@ -98,7 +98,7 @@ def test_fifty_streams_survive_the_death_of_the_engine(
 def test_request_options_hold_after_the_engine_s_death(
     start: Callable[..., Server], model: Any
 ) -> None:
-    """The same requests give the same answers with a death and without."""
+    """Equal requests give the same answers with a death and without."""
     server = start("--enable-prefix-caching", model=model)
     common = {"prompt": "Once more", "max_tokens": 120, "ignore_eos": True}
     bodies = [

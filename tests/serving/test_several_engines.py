@@ -92,7 +92,7 @@ def test_requests_of_both_engines_are_listed_and_ended(server: Server) -> None:
 def test_streams_of_a_dead_engine_continue_on_the_other(
     server: Server, reference: Reference
 ) -> None:
-    """They do not wait for its successor, whose start is held back."""
+    """Streams do not wait for its successor, whose start is held back."""
     _, killed = server.cores
     with server.holding("toolkit.engine.cores.core_process"):
         answers = asyncio.run(streamed(server, BODIES, killed.kill))

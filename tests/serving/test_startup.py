@@ -223,7 +223,7 @@ def test_a_start_up_error_is_one_message_and_exit_code_2(
 
 
 def test_the_length_named_by_the_little_memory_message_fits(base: Server) -> None:
-    """This server has that length and the same memory."""
+    """The server has that length and the same memory."""
     body = {"prompt": "x" * 100, "max_tokens": SMALL_TOKENS - 100, "ignore_eos": True}
     answer = base.http.post("/v1/completions", json=body)
     assert answer.json()["usage"]["total_tokens"] == SMALL_TOKENS

@@ -89,7 +89,7 @@ class Result(msgspec.Struct, tag=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True):
-    """Sent by a busy rank: the number of steps it has done."""
+    """Sign of life of a busy rank: the number of steps it has done."""
 
     rank: int
     steps: int

@@ -322,7 +322,7 @@ class Metrics:
         gauge.labels(*self._values, *labels.values()).set(1)
 
     def observe_machine(self, *, gpu: bool) -> None:
-        """Also report the server's processes and, if `gpu` is set, the GPUs."""
+        """Report the server's processes and, if `gpu` is set, the GPUs."""
         from toolkit.metrics.machine import GPUMetrics, ProcessMetrics
 
         self.registry.register(ProcessMetrics(self._prefix))

@@ -77,7 +77,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """The same for the tokens at prompt positions `start`, `start + 1`, …"""
+    """Log-probabilities of the tokens at prompt positions `start`, `start + 1`, …"""
 
     start: int
     values: TokenLogprobs

@@ -59,7 +59,7 @@ class ServerInfo(msgspec.Struct):
 @router.post("/ping", response_model=None, responses=nothing("The engine is healthy"))
 @access(Access.OPEN)
 async def ping(request: Request) -> Response:
-    """Same as /health, for platforms that probe this path."""
+    """Report the server's health like /health, for platforms that probe this path."""
     service: Service = request.app.state.service
     await service.engine.check()
     return Response()
