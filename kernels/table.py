@@ -24,6 +24,7 @@ class Kernels:
             inputs,
             linear,
             logprobs,
+            matmul,
             norm,
             penalties,
             rotary,
@@ -34,7 +35,7 @@ class Kernels:
         self.linear = linear.linear
         self.linear_add_norm = linear.add_norm
         self.fits_linear = linear.fits
-        self.max_linear_tokens = linear.MAX_TOKENS
+        self.row_classes = matmul.ROW_CLASSES
         self.large_linear = cublas.linear
         self.choosing_large_linear = cublas.choosing
         self.min_choice_tokens = cublas.MIN_TOKENS
@@ -80,6 +81,7 @@ class Kernels:
 
         # Warm-up
         self.compiled_side_by_side = ahead.compiled_side_by_side
+        self.late_compilations = ahead.LateCompilations
 
 
 @cache

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from toolkit.kernels.triton import norm
-from toolkit.kernels.triton.ahead import compiled_side_by_side
+from toolkit.kernels.triton.ahead import LateCompilations, compiled_side_by_side
 
 compilers: list[int] = []  # the thread of each compilation
 loaded: list[str] = []
@@ -126,3 +126,12 @@ num_compiled = len(compilers)
 with compiled_side_by_side(2):
     launch_norms(2)
 assert len(compilers) == num_compiled
+
+late = LateCompilations()
+launch_norms(2)
+assert late.take() == 0
+broken_kernel[(1,)](torch.zeros(8), WIDTH=2)
+assert (late.take(), late.take()) == (1, 0)
+late.stop()
+broken_kernel[(1,)](torch.zeros(8), WIDTH=1)
+assert late.take() == 0, "another engine starts"

@@ -171,6 +171,31 @@ def check_norm(linears, device, dtype, tokens, hidden, in_features, tile=None) -
     assert_close(linears.linear(unscaled, **following), reference.linear(expected, **following))
 
 
+@pytest.mark.parametrize("num_rows", [16, 1024, 1025, 3072, 4096, 8448, 8449, 32768, 151936])
+@pytest.mark.parametrize("in_features", [64, 512, 896, 1024, 2048, 4096, 14336])
+def test_choices_are_equal_within_a_class_of_rows(linears, num_rows, in_features):
+    """Warm-up compiles the kernels of one number of rows per class."""
+    from toolkit.kernels.triton import fp8
+
+    matmul = linears.matmul
+    weight = torch.empty(num_rows, in_features, dtype=torch.bfloat16, device="meta")
+
+    def choices(n: int) -> list:
+        tiles = [f(n, num_rows, in_features) for f in (matmul.best_tile, matmul.best_tile_of_fp8)]
+        kinds = [(None, False, False), (None, True, False), (None, False, True)]
+        kinds.append(("gelu", False, False))
+        return [
+            *tiles,
+            *(matmul._padded(n, tile) for tile in tiles),
+            *(matmul._late(n, *kind) for kind in kinds),
+            linears.fits(n, weight),
+            n <= fp8.TOKENS,
+        ]
+
+    for n in range(1, matmul.MAX_TOKENS + 1):
+        assert choices(n) == choices(next(c for c in matmul.ROW_CLASSES if c >= n))
+
+
 @pytest.mark.parametrize("tokens", [2, 7, 16, 20, 64])
 @pytest.mark.parametrize(("hidden", "in_features"), [(64, 128), (100, 600), (1030, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -41,6 +41,17 @@ def answer(step: SchedulerOutput) -> ModelOutput:
     return ModelOutput(step.step, np.array(tokens, np.int32))
 
 
+def test_kernels_that_a_step_compiled_are_counted() -> None:
+    scheduler = scheduler_of(2)
+    add(scheduler, 1)
+    step = scheduler.schedule()
+    result = answer(step)
+    result.num_compiled = 2
+    scheduler.update(step, result)
+    assert scheduler.take_stats().late_compilations == 2
+    assert scheduler.take_stats().late_compilations == 0
+
+
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("count", [1, 2, 5, 8, 13])
 def test_stages_share_requests_equally_and_disjointly(num_stages: int, count: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
@@ -112,7 +113,10 @@ class RankProcess:
         worker = Worker(
             begin.config, Path(begin.folder), begin.rank, rendezvous, begin.num_local_ranks
         )
-        self._channel.send(RankReady(begin.rank, worker.start(self._report)))
+        info = worker.start(self._report)
+        gc.collect()
+        gc.freeze()  # as the core does
+        self._channel.send(RankReady(begin.rank, info))
         deliver = self._deliverer() if begin.rank == begin.config.parallel.output_rank else None
         unsampled: deque[tuple[int, PendingOutput]] = deque()
         while True:

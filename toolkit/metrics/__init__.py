@@ -154,6 +154,9 @@ class Metrics:
             "prefix_cache_hits", "Tokens found in the prefix cache."
         )
         self.num_preemptions = self._counter("num_preemptions", "Preemptions of running requests.")
+        self.late_compilations = self._counter(
+            "late_compilations", "GPU kernels compiled after start-up, for which a step waited."
+        )
         self._request_success = self._family(
             Counter, "request_success", "Finished requests, by reason.", "finished_reason"
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -64,6 +65,11 @@ class DecoderLayer(nn.Module, abc.ABC):
         )
         return [pair.unbind() for pair in buffers]
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Return a value that is equal for layers that launch the same kernels."""
+        return self.attn.shape, *((p.shape, p.dtype) for p in self.parameters())
+
     @abc.abstractmethod
     def slots(self, name: str) -> Slots:
         """Return the slots of the layer whose checkpoint name is `name`."""
@@ -92,6 +98,7 @@ class Decoder(CausalLM):
         make = self.layer_factory(config, max_model_len)
         self.indices = _stage_layers(self, config, make)
         self.layers = nn.ModuleList(make(index) for index in self.indices)
+        self._few_layers: list[DecoderLayer] = []
         self._replay = Replay() if self.stage.is_last and self.group.size == 1 else None
         if self.stage.is_last:
             self.norm = self.make_norm(config)
@@ -145,13 +152,27 @@ class Decoder(CausalLM):
         return out
 
     def _layers(self) -> list[DecoderLayer]:
-        return list(self.layers)  # type: ignore[arg-type]  # nn.ModuleList's items are Modules
+        return self._few_layers or list(self.layers)  # type: ignore[arg-type]  # a ModuleList
+
+    @contextmanager
+    def with_few_layers(self) -> Iterator[None]:
+        """Run only one layer of each kind, and the last, inside the block.
+
+        They launch the kernels of all layers."""
+        layers = self._layers()
+        kinds = {layer.kind: layer for layer in reversed(layers)}
+        self._few_layers = list(dict.fromkeys((*kinds.values(), layers[-1])))
+        try:
+            yield
+        finally:
+            self._few_layers = []
 
     def slots(self) -> Slots:
         slots: Slots = {}
         if self.has_table:
             slots |= self.embed.slots(self.embed_name)
-        for index, layer in zip(self.indices, self._layers(), strict=True):
+        for index, layer in zip(self.indices, self.layers, strict=True):
+            assert isinstance(layer, DecoderLayer)
             slots |= layer.slots(f"{self.layers_name}.{index}")
         if self.stage.is_last:
             slots |= self.norm.slots(self.norm_name)

@@ -97,3 +97,4 @@ class ModelOutput:
     """By index into the step's rows."""
     pooled: dict[int, FloatArray] = field(default_factory=dict)
     """Vectors of pooled prompts, by index among the sampling requests."""
+    num_compiled: int = 0  # kernels compiled since the last step, which should be none

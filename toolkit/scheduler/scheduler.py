@@ -20,6 +20,7 @@ class Scheduler(Planner):
 
     def update(self, output: SchedulerOutput, result: ModelOutput) -> StepResults:
         """Append a step's tokens and end the requests that are done."""
+        self._stats.late_compilations += result.num_compiled
         step = self._in_flight.pop(output.step, None)
         if step is None:  # dropped after a failure
             return StepResults(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))

@@ -21,6 +21,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     prefix_cache_queries: Counter = 0  # tokens looked up in the prefix cache
     prefix_cache_hits: Counter = 0  # tokens found there
     num_preemptions: Counter = 0
+    late_compilations: Counter = 0  # kernels compiled after start-up
     num_tokens: int = 0  # tokens that the step computed
     num_sampled: int = 0  # tokens that the step sampled
     work: tuple[float, float, float] = (0.0, 0.0, 0.0)

@@ -4,6 +4,7 @@
 channel, DESCRIPTOR the socket over which it hands over connections."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -95,6 +96,8 @@ class APIWorker:
         service = Service(self._engine, setup.name, setup.created, self._expose, setup.server)
         self._http = HTTPServer(service)
         await self._http.start()
+        gc.collect()
+        gc.freeze()  # see SingleProcess.start
         asyncio.get_running_loop().add_reader(self._connections, self._take_connections)
         has_template = tokenizer is not None and tokenizer.has_chat_template
         self._channel.send(Serving(tokenizer is not None, has_template))

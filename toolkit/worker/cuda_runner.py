@@ -233,9 +233,7 @@ class CudaRunner(ModelRunner):
 
 def graph_shapes(max_num_seqs: int, max_num_tokens: int, max_model_len: int) -> list[StepShape]:
     """Return shapes worth capturing, largest first: decode steps, and mixed steps."""
-    most = min(max_num_seqs, max_num_tokens)
-    sizes = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(576, most, 64))
-    counts = {n for n in sizes if n < most} | {most}
+    counts = decode_sizes(min(max_num_seqs, max_num_tokens))
     most_tokens = min(max_num_tokens, max_num_seqs * max_model_len)
     useful = bisect.bisect_left(MIXED_TOKENS, most_tokens) + 1
     shapes = [StepShape(n, n, 1, max_model_len) for n in counts]
@@ -245,6 +243,12 @@ def graph_shapes(max_num_seqs: int, max_num_tokens: int, max_model_len: int) -> 
         if tokens <= max_num_tokens
     ]
     return sorted(shapes, key=lambda s: (s.num_tokens, s.max_query_len), reverse=True)
+
+
+def decode_sizes(most: int) -> list[int]:
+    """Return the numbers of requests of decode steps worth capturing, up to `most`."""
+    sizes = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(576, most, 64))
+    return [*(n for n in sizes if n < most), most]
 
 
 def _last_tokens(inputs: StepInputs) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Runs steps of an encoder: packed complete prompts, one vector each."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -13,6 +15,8 @@ from toolkit.worker.model_runner import PendingOutput
 
 class EncoderRunner:
     """Stateless: the only step of a request has all of its tokens."""
+
+    num_compiled: Callable[[], int] = staticmethod(lambda: 0)  # see `ModelRunner`
 
     def __init__(
         self, model: Encoder, head: Head, device: torch.device, dtype: torch.dtype
@@ -42,6 +46,7 @@ class EncoderRunner:
                 step.step,
                 np.where(is_finite, 0, -1).astype(np.int32),
                 pooled=dict(enumerate(found)),
+                num_compiled=self.num_compiled(),
             )
 
         return PendingOutput(finish)

@@ -76,6 +76,8 @@ class ModelRunner:
     """Owns the device's state; every call applies one step to it."""
 
     pooling: PromptPooling | None = None  # set if the model pools prompts
+    num_compiled: Callable[[], int] = staticmethod(lambda: 0)
+    """Returns how many kernels were compiled since its last call."""
 
     def __init__(
         self, model: CausalLM, backend: AttentionBackend, cache: KVCache, state: BatchState
@@ -240,6 +242,7 @@ class ModelRunner:
                     for i, (start, parts) in prompts.items()
                 },
                 {} if vectors is None else dict(zip(samples, vectors.numpy(), strict=True)),
+                self.num_compiled(),
             )
 
         return PendingOutput(finish)

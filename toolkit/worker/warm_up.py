@@ -8,16 +8,20 @@ import torch
 
 from toolkit.hardware.figures import SAMPLING_BYTES
 from toolkit.hardware.graph_capture import empty_cache
-from toolkit.sampling.params import SamplingParams
+from toolkit.kernels.table import Kernels
+from toolkit.sampling.params import MAX_LOGPROBS, SamplingParams
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.sequence import SequenceSpec
 from toolkit.worker.batch_state import StepShape
-from toolkit.worker.cuda_runner import CudaRunner, graph_shapes
+from toolkit.worker.cuda_runner import MIXED_TOKENS, CudaRunner, decode_sizes
 from toolkit.worker.encoder_runner import EncoderRunner
 from toolkit.worker.info import WorkerInfo
 from toolkit.worker.model_runner import ModelRunner
 
 _RANDOM = SamplingParams(temperature=1.0)
+_CONTEXTS = tuple(64 << i for i in range(7))  # one for each power of two of key splits
+_LOGPROBS = (0, *(2**i - 1 for i in range(1, 7)), MAX_LOGPROBS)
+"""One number for each power of two of the wanted tokens and the sampled one."""
 
 
 class WarmUp:
@@ -34,33 +38,63 @@ class WarmUp:
         These are prompts, and next tokens of many requests and of one, after long and short
         contexts (attention splits long ones)."""
         self.run_largest_step()
-        self._run_step(
-            1, 1, params=SamplingParams(temperature=1.0, repetition_penalty=1.1, logprobs=1)
-        )
+        self._run_step([1], params=SamplingParams(repetition_penalty=1.1, logprobs=1))
         for num_requests in (self._most_requests, 1):
             for context in (min(self._info.max_model_len - 1, 1023), 0):
-                self._run_step(num_requests, 1, context)
+                self._run_step([1] * num_requests, context)
 
     def run_largest_step(self) -> None:
         """Run a step of the most requests, and of about as many tokens as a step can have."""
         each = self._info.max_num_batched_tokens // self._most_requests
-        self._run_step(self._most_requests, min(each, self._info.max_model_len))
+        self._run_step([min(each, self._info.max_model_len)] * self._most_requests)
 
-    def compile(self, num_threads: int, *, padded: bool) -> None:
-        """Compile the kernels of all kinds of steps in parallel: in turn, they dominate a start.
+    def compile(self, kernels: Kernels, num_threads: int) -> None:
+        """Compile the kernels of all steps that can occur, in parallel.
 
-        `padded`: also those of captured steps, which are the shapes with small products, whose
-        kernels depend on the number of tokens, and the largest."""
-        info, kernels, shapes = self._info, self._cuda_runner.kernels, []
-        if padded:
-            shapes = graph_shapes(
-                self._max_num_seqs, info.max_num_batched_tokens, info.max_model_len
-            )
+        Compiled where they are first launched, they would dominate a start, or make a request
+        wait. Choices of kernels are the same within each of `Kernels.row_classes`."""
+        runner = self._runner
         with kernels.compiled_side_by_side(num_threads):
-            self.run()
-            small = [shape for shape in shapes if shape.num_tokens <= kernels.max_linear_tokens]
-            self._cuda_runner.rehearse(small)
-            self._cuda_runner.rehearse(shapes[:2])
+            if isinstance(runner, EncoderRunner):
+                for num_tokens in self._up_to(kernels.row_classes, self._info.max_model_len):
+                    self._run_step([num_tokens])
+                return
+            with runner.model.with_few_layers():
+                self.run()
+                for count in _LOGPROBS:
+                    self._run_step([1], params=SamplingParams(logprobs=count))
+                self._run_step([1], is_constrained=True)
+                shapes = self._shapes(kernels.row_classes)
+                if runner.backend.is_capturable:
+                    self._cuda_runner.rehearse(shapes)
+                    return
+                for shape in shapes:  # padding is for graphs
+                    each, more = divmod(shape.num_tokens, shape.num_reqs)
+                    counts = [each + 1] * more + [each] * (shape.num_reqs - more)
+                    self._run_step(counts, shape.max_seq_len - counts[0])
+
+    def _shapes(self, row_classes: Sequence[int]) -> list[StepShape]:
+        """Return shapes whose steps launch every kernel.
+
+        Decode kernels depend on how many programs share a request's keys; other kernels, on the
+        number of tokens and, after the last layer's attention, of requests."""
+        longest, most = self._info.max_model_len, self._most_requests
+        contexts = self._up_to(_CONTEXTS, longest)
+        shapes = [StepShape(1, 1, 1, context) for context in contexts]
+        shapes += [StepShape(n, n, 1, longest) for n in decode_sizes(most)]
+        sizes = sorted({*row_classes, *MIXED_TOKENS})
+        sizes = self._up_to(sizes, min(self._info.max_num_batched_tokens, most * longest))
+        for tokens in sizes:
+            is_any_count = tokens <= row_classes[-1] or tokens == sizes[-1]
+            for count in self._up_to(row_classes, most) if is_any_count else [most]:
+                n = min(count, tokens - 1)
+                if n > 0 and tokens <= n * longest:
+                    shapes.append(StepShape(tokens, n, tokens - n + 1, longest))
+        return shapes
+
+    @staticmethod
+    def _up_to(values: Sequence[int], most: int) -> list[int]:
+        return [*(value for value in values if value < most), most]
 
     def choose_products(self) -> None:
         """Choose products for the largest step, which long prompts use."""
@@ -107,22 +141,32 @@ class WarmUp:
         return self._runner
 
     def _run_step(
-        self, num_requests: int, each: int, context: int = 0, params: SamplingParams = _RANDOM
+        self,
+        counts: Sequence[int],
+        context: int = 0,
+        params: SamplingParams = _RANDOM,
+        *,
+        is_constrained: bool = False,
     ) -> None:
-        """Run a step of requests with `each` random tokens after `context`, each sampling one."""
-        blocks_each = -(-(context + each) // self._info.block_size)
-        tokens = np.random.default_rng(0).integers(0, self._info.vocab_size, (num_requests, each))
+        """Run a step of requests with these numbers of random tokens, each sampling one.
+
+        `context`: tokens before them. `is_constrained`: with a grammar that allows all tokens."""
+        num_requests, longest = len(counts), max(counts)
+        blocks_each = -(-(context + longest) // self._info.block_size)
+        tokens = np.random.default_rng(0).integers(
+            0, self._info.vocab_size, (num_requests, longest)
+        )
         step = SchedulerOutput(
             step=-1,
             rows=np.arange(num_requests, dtype=np.int32),
-            num_tokens=np.full(num_requests, each, np.int32),
+            num_tokens=np.array(counts, np.int32),
             num_computed=np.full(num_requests, context, np.int32),
             samples=np.ones(num_requests, np.bool_),
             new_rows=[
                 NewRow(
                     row=row,
                     spec=SequenceSpec(
-                        prompt_token_ids=tokens[row].tolist(),
+                        prompt_token_ids=tokens[row, : counts[row]].tolist(),
                         params=params,
                         max_tokens=1,
                         eos_token_ids=[],
@@ -139,4 +183,10 @@ class WarmUp:
                 for row in range(num_requests)
             ],
         )
-        self._runner.execute(step).result()
+        if is_constrained:
+            step.constrained = np.arange(num_requests)
+        pending = self._runner.execute(step)
+        if is_constrained:
+            words = -(-self._info.vocab_size // 32)
+            pending.constrain(np.full((num_requests, words), -1, np.int32))
+        pending.result()

@@ -99,7 +99,9 @@ class Worker:
             raise
 
     def _start(self, device: torch.device, phases: _Phases) -> WorkerInfo:
-        size = self.config.parallel.world_size
+        size, kernels = self.config.parallel.world_size, kernels_for(device)
+        if kernels is not None:
+            kernels.late_compilations.stop()
         if device.type == "cpu":
             self._start_threads()
         if self._rendezvous is not None:
@@ -130,6 +132,7 @@ class Worker:
         if isinstance(model, Encoder):
             loaded()
             self._start_encoder(model, model_config, device, dtype, max_model_len)
+            self._count_late_compilations(device)
             return self.info
         assert isinstance(model, CausalLM)
         with phases("KV cache"):
@@ -145,7 +148,14 @@ class Worker:
         if device.type == "cuda":
             with phases("warm-up"), self._room_for_steps(device):
                 WarmUp(self.runner, self.info, self.config.scheduler.max_num_seqs).run()
+        self._count_late_compilations(device)
         return self.info
+
+    def _count_late_compilations(self, device: torch.device) -> None:
+        """Count the kernels that steps compile from now on. There should be none."""
+        kernels = kernels_for(device)
+        if kernels is not None:
+            (self.encoder or self.runner).num_compiled = kernels.late_compilations().take
 
     def _start_threads(self) -> None:
         """Start CPU threads as `plan_threads` decides."""
@@ -237,7 +247,9 @@ class Worker:
         self.info.generates, self.info.chunks_prompts, self.info.pooling = False, False, pooling
         if device.type == "cuda":
             with self._room_for_steps(device):
-                WarmUp(self.encoder, self.info, num_rows).run_largest_step()
+                warm_up = WarmUp(self.encoder, self.info, num_rows)
+                self._compile_kernels(warm_up, device)
+                warm_up.run_largest_step()
 
     def _add_pooling(
         self, model: CausalLM, model_config: ArchitectureConfig, device: torch.device
@@ -440,21 +452,22 @@ class Worker:
         ):
             self.runner = runner(num_blocks, num_host_blocks, max_model_len)
         self.info = info(max_model_len, num_blocks, num_host_blocks)
+        if config.cache.num_gpu_blocks_override is not None:
+            with self._room_for_steps(device):
+                self._compile_kernels(
+                    WarmUp(self.runner, self.info, config.scheduler.max_num_seqs), device
+                )
 
     def _cache_room(self, device: torch.device, loaded: Callable[[], None]) -> int:
         """Measure the bytes of a GPU that are left for the cache, next to steps and graphs.
 
         Frees the runner used for measuring. Kernels are compiled before the weights are `loaded`.
-        Not called with --num-gpu-blocks-override, nor for encoders: then kernels are compiled when
-        they are first launched, and products keep PyTorch's choice of algorithm."""
+        Not called with --num-gpu-blocks-override, nor for encoders: then products keep PyTorch's
+        choice of algorithm."""
         warm_up = WarmUp(self.runner, self.info, self.config.scheduler.max_num_seqs)
-        capturable = self.runner.backend.is_capturable
-        has_kernels = kernels_for(device) is not None
-        if has_kernels:
-            here = self._num_local_ranks or self.config.parallel.num_devices
-            warm_up.compile(max(1, num_cpus() // here), padded=capturable)
+        self._compile_kernels(warm_up, device)
         loaded()
-        if has_kernels and capturable:
+        if self.runner.backend.is_capturable and kernels_for(device) is not None:
             warm_up.choose_products()
         peak = warm_up.peak_bytes(samples=self.stage.is_last) - self.info.cache_bytes
         peak += warm_up.graph_bytes(self._graph_shapes)
@@ -462,6 +475,13 @@ class Worker:
         empty_cache()
         total = torch.cuda.mem_get_info(device)[1]
         return int(total * self.config.cache.gpu_memory_utilization) - peak
+
+    def _compile_kernels(self, warm_up: WarmUp, device: torch.device) -> None:
+        """Compile all kernels, on this rank's share of the cores."""
+        kernels = kernels_for(device)
+        if kernels is not None:
+            here = self._num_local_ranks or self.config.parallel.num_devices
+            warm_up.compile(kernels, max(1, num_cpus() // here))
 
     def _info(
         self,

@@ -1,0 +1,94 @@
+"""No step compiles a kernel once the engine is ready (`make test-gpu`)."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from toolkit import LLM, SamplingParams
+from toolkit.worker.batch_state import StepShape
+
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
+
+HIDDEN = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+ROOM = {"vocab_size": 1500, "max_position_embeddings": 16384}
+CONFIGS = {
+    "qwen3": transformers.Qwen3Config(**HIDDEN, **HEADS, **ROOM),
+    "mistral": transformers.MistralConfig(**HIDDEN, **HEADS, **ROOM, sliding_window=100),
+    "gpt2": transformers.GPT2Config(n_layer=3, n_embd=768, n_head=12, vocab_size=1501),
+}
+CASES = {
+    "qwen3": ("qwen3", {"dtype": "bfloat16"}),
+    "fp8": ("qwen3", {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    "eager, given blocks": ("qwen3", {"enforce_eager": True, "num_gpu_blocks_override": 4096}),
+    "window, float16": ("mistral", {"dtype": "float16"}),
+    "gpt2": ("gpt2", {"dtype": "float16"}),
+    "float32, fewer requests": ("gpt2", {"dtype": "float32", "max_num_seqs": 5}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    name, settings = CASES[request.param]
+    folder: Path = tmp_path_factory.mktemp("model")
+    config = CONFIGS[name]
+    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+    if name == "gpt2":
+        config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(folder)
+    settings = {"max_num_seqs": 96, "gpu_memory_utilization": 0.2} | settings
+    engine = LLM(str(folder), load_format="dummy", **settings)
+    yield engine
+    engine.shutdown()
+
+
+def test_no_shape_of_a_step_compiles(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    worker = llm._core.executor._worker
+    most = len(worker.runner.state.block_table) - 1
+    longest = worker.info.max_model_len
+    decode = [
+        StepShape(n, n, 1, context)
+        for n in range(1, most + 1)
+        for context in (1, 65, 200, 1000, longest)
+        if n < 4 or context == longest
+    ]
+    mixed = [
+        StepShape(tokens, n, tokens - n + 1, longest)
+        for tokens in (*range(2, 70), 100, 513, 1000, 2500)
+        for n in range(1, min(most, tokens - 1) + 1)
+        if tokens <= n * longest
+    ]
+    with caplog.at_level(logging.WARNING), torch.inference_mode(), worker._on_stream():
+        worker.runner.rehearse(decode + mixed)
+        torch.cuda.synchronize()
+    assert worker.runner.num_compiled() == 0, caplog.text
+
+
+def test_no_option_of_a_request_compiles(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    options = [
+        *({"logprobs": k, "temperature": 0.0} for k in (0, 1, 2, 3, 5, 10, 20, 33, 100)),
+        {"prompt_logprobs": 2},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
+        {"logit_bias": {3: 4.0}},
+        {"top_k": 7, "top_p": 0.9, "min_p": 0.01},
+        {"allowed_token_ids": [3, 4, 9], "seed": 5},
+        {"n": 3},
+    ]
+    params = [SamplingParams(max_tokens=4, ignore_eos=True, **more) for more in options]
+    prompts = [{"prompt_token_ids": list(range(1, 5 + 17 * i))} for i in range(len(params))]
+    worker = llm._core.executor._worker
+    worker.runner.num_compiled()
+    counts: list[int] = []
+    take = worker.runner.num_compiled
+    worker.runner.num_compiled = lambda: (counts.append(count := take()), count)[1]
+    with caplog.at_level(logging.WARNING):
+        for prompt, one in zip(prompts, params, strict=True):
+            llm.generate([prompt], one, use_tqdm=False)
+        llm.generate(prompts, params, use_tqdm=False)
+    assert counts, "steps have run"
+    assert sum(counts) == 0, caplog.text
