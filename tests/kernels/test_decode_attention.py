@@ -126,7 +126,7 @@ def test_sizes_dtypes_and_norms(triton_attention, device, dtype, sizes, normed, 
 
 @pytest.mark.parametrize(
     ("heads", "window", "cap", "splits"),
-    pairwise([(3, 3), (8, 2), (14, 2), (16, 1), (71, 1)], [0, 1, 5, 40], [0.0, 2.0], [1, 2, 5]),
+    pairwise([(3, 3), (14, 2), (16, 1), (20, 1)], [0, 1, 40], [0.0, 2.0], [1, 2, 5]),
     ids=str,
 )
 def test_groups_windows_caps_and_splits(

@@ -196,10 +196,17 @@ def test_choices_are_equal_within_a_class_of_rows(linears, num_rows, in_features
         assert choices(n) == choices(next(c for c in matmul.ROW_CLASSES if c >= n))
 
 
-@pytest.mark.parametrize("tokens", [2, 7, 16, 20, 64])
-@pytest.mark.parametrize(("hidden", "in_features"), [(64, 128), (100, 600), (1030, 256)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_norms_between_products(linears, device, dtype, hidden, in_features, tokens):
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "dtype"),
+    pairwise(
+        [2, 7, 16, 20, 64],
+        [(64, 128), (100, 600), (1030, 256)],
+        [torch.float32, torch.bfloat16],
+    ),
+    ids=str,
+)
+def test_norms_between_products(linears, device, dtype, sizes, tokens):
+    hidden, in_features = sizes
     check_norm(linears, device, dtype, tokens, hidden, in_features)
 
 

@@ -176,7 +176,12 @@ def test_every_cache_layout(rotary, device, block_size, heads_first):
 
 @pytest.mark.parametrize(
     ("dtype", "sizes", "normed"),
-    pairwise(DTYPES, [(32, 32), (64, 0), (80, 32), (128, 128)], [True, False]),
+    [
+        (torch.float32, (32, 32), True),
+        (torch.float16, (64, 0), False),
+        (torch.bfloat16, (80, 32), True),
+        (torch.bfloat16, (128, 128), False),
+    ],
     ids=str,
 )
 def test_caches_in_fp8(rotary, device, dtype, sizes, normed):

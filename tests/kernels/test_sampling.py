@@ -199,8 +199,9 @@ def test_vocabularies_of_any_size(sampling, device, dtype, vocab):
     check(sampling, step(random_logits(len(parameters), vocab, dtype, device), parameters))
 
 
-@pytest.mark.parametrize("vocab", [7, 4500])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "vocab"), [*((dtype, 7) for dtype in DTYPES), (torch.bfloat16, 4500)], ids=str
+)
 def test_rows_with_and_without_filters(sampling, device, dtype, vocab):
     parameters = [
         *FILTERS,

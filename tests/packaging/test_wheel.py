@@ -51,9 +51,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fast_compiler(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return variables of a build with few optimizations: the library is not run here."""
+    """Return variables of a build without optimizations: the library is not run here."""
     compiler = tmp_path_factory.mktemp("compiler") / "g++"
-    compiler.write_text(f'#!/bin/sh\nexec {shutil.which("g++") or "no-compiler"} "$@" -O1\n')
+    compiler.write_text(f'#!/bin/sh\nexec {shutil.which("g++") or "no-compiler"} "$@" -O0\n')
     compiler.chmod(0o755)
     return {"CC": str(compiler), "CXX": str(compiler)}
 
