@@ -13,7 +13,17 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = {"toolkit": "toolkit", "kernels": "toolkit.kernels", "tools": "tools"}
 """Folders of the checkout, and their package names."""
 
-LEAVES = {"config", "errors", "framing", "logs", "metrics", "sequence", "units", "version"}
+LEAVES = {
+    "config",
+    "console",
+    "errors",
+    "framing",
+    "logs",
+    "metrics",
+    "sequence",
+    "units",
+    "version",
+}
 """Packages that all others may import, like the module `sampling.params`."""
 
 ARROWS = {
@@ -23,6 +33,7 @@ ARROWS = {
     "framing": set(),
     "units": set(),
     "logs": set(),
+    "console": set(),
     "config": set(),
     "metrics": set(),
     "demo": set(),

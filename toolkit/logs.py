@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -64,16 +65,24 @@ class LogStyle(msgspec.Struct, frozen=True):
         logging.basicConfig(level=self.level.upper(), handlers=[handler])
 
 
-_CONTROLS = {
-    code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)
-}  # control characters and line separators, and the escapes that replace them
+_CONTROL = re.compile(r"[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, line separators, characters that reorder a line, lone surrogates."""
+_IN_TEXT = {"\n": "\n", "\t": "\t", "\r": ""}  # what `escape_controls` makes of them
+
+
+def escape_line(text: str) -> str:
+    """Escape control characters, so that text from outside cannot control a terminal or log."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def escape_controls(text: str) -> str:
-    """Escape control characters, so that text from outside cannot control the terminal.
+    """Escape like `escape_line`, but keep line breaks and tabs, and drop carriage returns."""
+    return _CONTROL.sub(lambda found: _IN_TEXT.get(found[0], escape_line(found[0])), text)
 
-    Line breaks stay."""
-    return "\n".join(line.translate(_CONTROLS) for line in text.split("\n"))
+
+def escape_json(text: str) -> str:
+    """Escape the control characters that JSON may contain. The values stay the same."""
+    return _CONTROL.sub(lambda found: _IN_TEXT.get(found[0], f"\\u{ord(found[0]):04x}"), text)
 
 
 class _Text(logging.Formatter):
@@ -82,15 +91,16 @@ class _Text(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
         """Escape line breaks, so that a client cannot forge a log line."""
-        return super().formatMessage(record).translate(_CONTROLS)
+        return escape_line(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:
         """Name the error and the file of its traceback instead of printing the traceback."""
         error = record.exc_info[1] if record.exc_info else None
         if error is None or shows_tracebacks():
-            return super().format(record)
+            return escape_controls(super().format(record))
         plain = logging.makeLogRecord(record.__dict__ | {"exc_info": None, "exc_text": None})
-        return f"{super().format(plain)} ({type(error).__name__}: {error}. {save_traceback(error)})"
+        cause = escape_line(f"{type(error).__name__}: {error}")
+        return f"{super().format(plain)} ({cause}. {save_traceback(error)})"
 
 
 class _JSON(logging.Formatter):
@@ -107,4 +117,4 @@ class _JSON(logging.Formatter):
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
+        return escape_json(msgspec.json.encode(line).decode())

@@ -27,6 +27,7 @@ class FakeServer:
     stall_after: int | None = None  # pieces; then it sends nothing more
     break_after: int | None = None  # pieces; then it closes the connection
     fail_after: int | None = None  # pieces; then it sends an error event
+    error: str = "The engine died."
     refuse_images: bool = True
     bodies: list[dict] = field(default_factory=list)
     stalled: threading.Event = field(default_factory=threading.Event)
@@ -70,7 +71,7 @@ class FakeServer:
                 request.transport.abort()
                 return response
             if number == self.fail_after:
-                await self.send(response, {"error": {"message": "The engine died."}})
+                await self.send(response, {"error": {"message": self.error}})
                 return response
             if isinstance(piece, float):
                 await asyncio.sleep(piece)

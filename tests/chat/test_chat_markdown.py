@@ -240,7 +240,7 @@ def test_region_shrinks_to_the_remaining_lines():
 def test_control_characters_do_not_reach_the_terminal():
     emulator = Emulator()
     stream(["before\x1b[2J\x1b]0;title\x07 after"], emulator)
-    assert emulator.text == "before[2J]0;title after"
+    assert emulator.text == r"before\x1b[2J\x1b]0;title\x07 after"
     assert emulator.screen.title == ""
 
 

@@ -247,6 +247,26 @@ def test_ctrl_z_suspends_an_answer_until_fg(server, start, tmp_path):
         shell.close()
 
 
+def test_text_of_the_server_does_not_control_the_terminal(server, start):
+    evil = "\x1b]0;owned\x07\x9b2J\u202e[bold]x[/]"
+    call = {"index": 0, "id": "1", "function": {"name": evil, "arguments": evil}}
+    server.models = [{"id": evil}]
+    server.pieces = [{"reasoning": evil}, evil, {"tool_calls": [call]}, "never sent"]
+    server.fail_after, server.error = 3, evil
+    chat = start("--reasoning", "full", columns=160)
+    chat.wait(PLACEHOLDER)
+    for line in ("Hi", "/model", f"/model {evil[-1]}", "/show", "/show messages"):
+        before = chat.raw.count(b"> ")
+        chat.type(line + ENTER)
+        chat.wait(lambda before=before: chat.raw.count(b"> ") > before)
+    chat.type(CTRL_D)
+    assert chat.exit_code() == 0
+    assert chat.raw.count(b"[bold]x[/]") > 5
+    assert chat.screen.title == ""
+    written = chat.raw.decode()
+    assert not [sign for sign in ("\x1b]", "\x07", "\x9b", "\u202e") if sign in written]
+
+
 def test_no_color_turns_colors_off(server, start):
     server.pieces = ["`code` and **bold**\n\n```python\nx = 1  # remark\n```\n"]
     chat = start("What is it?", NO_COLOR="1")

@@ -113,14 +113,16 @@ def test_error_log_size_is_bounded(home, monkeypatch):
     assert "number 99" in (folder / "errors.log").read_text()
 
 
-def logged(style: LogStyle, capsys: pytest.CaptureFixture[str]) -> str:
+def logged(
+    style: LogStyle, capsys: pytest.CaptureFixture[str], message: str = "no such thing"
+) -> str:
     """Return a server's log of an exception."""
     root = logging.getLogger()
     before, root.handlers = root.handlers, []
     try:
         style.apply()
         try:
-            raise OSError("no such thing")
+            raise OSError(message)
         except OSError:
             logging.getLogger("toolkit.test").exception("request 7 failed")
     finally:
@@ -141,3 +143,12 @@ def test_json_log_has_the_traceback_in_a_field(home, capsys):
     line = logged(LogStyle("info", json=True), capsys)
     assert line.count("\n") == 1
     assert "Traceback" in line
+
+
+@pytest.mark.parametrize("debug", ["", "1"])
+@pytest.mark.parametrize("json", [False, True])
+def test_log_escapes_the_text_of_an_error(home, capsys, monkeypatch, json, debug):
+    monkeypatch.setenv("TK_DEBUG", debug)
+    line = logged(LogStyle("info", json=json), capsys, "\x1b[2J\x9b\u202e")
+    assert not set("\x1b\x9b\u202e") & set(line)
+    assert r"\u202e" in line

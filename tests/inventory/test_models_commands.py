@@ -279,7 +279,7 @@ class TestShow:
     def test_control_characters_in_model_files_are_escaped(self, tk, tmp_path):
         folder = tmp_path / "here" / "evil"
         folder.mkdir()
-        evil = "\x1b]0;owned\x07\x9b31m"
+        evil = "\x1b]0;owned\x07\x9b31m\u202e[bold]"
         (folder / "config.json").write_text(
             json.dumps({"architectures": [evil], "model_type": evil, "dtype": evil})
         )
@@ -295,7 +295,9 @@ class TestShow:
             "serve ./evil --dry-run",
         ):
             done = tk(*line.split())
-            assert not [sign for sign in "\x1b\x07\x9b" if sign in done.stdout + done.stderr], line
+            assert not [
+                sign for sign in "\x1b\x07\x9b\u202e" if sign in done.stdout + done.stderr
+            ], line
 
     def test_unknown_name_is_an_error(self, tk):
         done = tk("show", "org/nothing")

@@ -102,10 +102,11 @@ async def showing_progress(
 async def _draw(
     progress: ProgressDisplay, counts: Callable[[], LiveCounts], clock: Callable[[], float]
 ) -> None:
-    from rich.console import Console
     from rich.live import Live
 
-    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+    from toolkit.console import SafeConsole
+
+    with Live(console=SafeConsole(stderr=True), auto_refresh=False, transient=True) as live:
         while True:
             progress.add_sample(clock(), counts())
             live.update(progress.lines(), refresh=True)

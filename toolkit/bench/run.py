@@ -30,6 +30,7 @@ from toolkit.bench.server_metrics import ServerChange, read_metrics
 from toolkit.client.wire import RequestFailedError, ServerError
 from toolkit.config.load import BenchConfig
 from toolkit.errors import ConfigError
+from toolkit.logs import escape_json, escape_line
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ def run(config: BenchConfig) -> int:
     def prepare(model: str, began: datetime.datetime) -> None:
         if config.saves_files:  # fail before the load, not after it
             files.append(ResultFiles.create(config, model, began))
-        print(f"Loading {config.url} ({model}) ...", file=sys.stderr)
+        print(escape_line(f"Loading {config.url} ({model}) ..."), file=sys.stderr)
 
     outcome = run_loop(lambda: measure(config, prepare))
     document = as_json(outcome)
@@ -62,11 +63,10 @@ def report(outcome: Outcome, document: dict[str, Any]) -> None:
         if outcome.result.saturated is not None:
             print(f"CLIENT SATURATED: {outcome.result.saturated}.", file=sys.stderr)
     else:
-        from rich.console import Console
-
         from toolkit.bench.report.table import print_table
+        from toolkit.console import SafeConsole
 
-        print_table(Console(highlight=False), outcome)
+        print_table(SafeConsole(), outcome)
 
 
 def run_loop(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -78,7 +78,8 @@ def run_loop(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 def to_json_text(document: object) -> str:
     """Return indented JSON."""
-    return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE).decode()
+    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+    return escape_json(orjson.dumps(document, option=options).decode())
 
 
 def save(files: ResultFiles, outcome: Outcome, document: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from toolkit.bench.report.stats import is_good
 from toolkit.bench.run import measure, run_loop, run_seed, save_numbered, to_json_text
 from toolkit.client.wire import ServerError
 from toolkit.config.load import BenchConfig
+from toolkit.logs import escape_line
 
 DEFAULT_DURATION = 20.0
 """Seconds of a run if the config has neither a duration nor a number of requests."""
@@ -158,7 +159,7 @@ def run_search(config: BenchConfig) -> int:
         }
         print(to_json_text(document), end="")
     else:
-        print(_conclusion(config, found, stopped))
+        print(escape_line(_conclusion(config, found, stopped)))
     if stopped is not None:
         return stopped.exit_code
     return 0 if found else 1

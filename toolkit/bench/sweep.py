@@ -82,10 +82,11 @@ def _report(config: SweepConfig, points: list[Point], outcomes: list[Outcome]) -
         document = {"schema": f"{SCHEMA}-sweep", "varied": points[: len(runs)], "runs": runs}
         print(to_json_text(document), end="")
     else:
-        from rich.console import Console
         from rich.text import Text
 
-        console = Console(highlight=False)
+        from toolkit.console import SafeConsole
+
+        console = SafeConsole()
         console.print(_table(points, outcomes))
         for outcome in outcomes:
             if outcome.result.saturated is not None:

@@ -11,6 +11,7 @@ from toolkit.chat.screen.display import Display, NoDisplay, display_for
 from toolkit.chat.session import Session
 from toolkit.client.wire import ServerError
 from toolkit.config.clients import ChatConfig
+from toolkit.logs import escape_json
 
 INCOMPLETE = 1  # exit codes
 STOPPED = 130
@@ -45,9 +46,8 @@ def _write_summary(session: Session, answer: Answer) -> None:
     """Write the answer as JSON for --json; on a terminal, its stats."""
     terminal = session.terminal
     if session.config.json:
-        terminal.write(
-            orjson.dumps(to_json(session, answer), option=orjson.OPT_INDENT_2).decode() + "\n"
-        )
+        document = orjson.dumps(to_json(session, answer), option=orjson.OPT_INDENT_2).decode()
+        terminal.write(escape_json(document) + "\n")
     elif terminal.is_live:
         terminal.note(answer.stats(session.model.max_context))
 

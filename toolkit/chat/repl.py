@@ -29,6 +29,7 @@ from toolkit.chat.commands import COMMANDS, SETTABLE, handle_line, show
 from toolkit.chat.screen.terminal import printable
 from toolkit.chat.session import Session
 from toolkit.chat.state import private_file, state_folder
+from toolkit.logs import escape_line
 
 if TYPE_CHECKING:
     from prompt_toolkit.input import Input
@@ -128,7 +129,8 @@ def _placeholder(session: Session) -> StyleAndTextTuples:
 def _prompt_label(session: Session) -> StyleAndTextTuples:
     """Return the text before the cursor."""
     if session.pending_call is not None:
-        return [("class:prompt", f"result of {session.pending_call['function']['name']}> ")]
+        name = escape_line(session.pending_call["function"]["name"])
+        return [("class:prompt", f"result of {name}> ")]
     images = (
         f"[{len(session.images)} image{'s' if len(session.images) > 1 else ''}] "
         if session.images

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import httpx
+from rich.text import Text
 
 from toolkit.chat import store
 from toolkit.chat.client import Address, ChatClient, ModelInfo
@@ -159,13 +160,13 @@ def show_progress(terminal: Terminal, task: str) -> Iterator[Callable[[float], N
         terminal.note(f"{task} ...")
         yield lambda seconds: None
         return
-    status = terminal.err_console.status(f"{task} ...")
+    status = terminal.err_console.status(Text(f"{task} ..."))
 
     def tick(seconds: float) -> None:
         if seconds < 0:
             status.stop()
         else:
-            status.update(f"{task} ... {seconds:.0f} s")
+            status.update(Text(f"{task} ... {seconds:.0f} s"))
             status.start()
 
     try:

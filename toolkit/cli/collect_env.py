@@ -7,6 +7,7 @@ from toolkit.cli.doctor import findings
 from toolkit.cli.help import Command
 from toolkit.cli.root import app
 from toolkit.errors import ConfigError
+from toolkit.logs import escape_controls
 
 
 @app.command("collect-env", cls=Command)
@@ -22,7 +23,7 @@ def collect_env() -> None:
 
     probe = Probe()
     found = list(findings(probe))
-    print(markdown(probe.facts(), found, _changed_settings()))
+    print(escape_controls(markdown(probe.facts(), found, _changed_settings())))
 
 
 def _changed_settings() -> Iterator[tuple[str, str, str, str]]:

@@ -16,6 +16,7 @@ from toolkit.cli.root import app, tree
 from toolkit.config.fields import Option
 from toolkit.config.sources import SourcedValue, settings_file
 from toolkit.errors import ConfigError, did_you_mean
+from toolkit.logs import escape_json
 
 DEFAULT = "default"
 
@@ -138,4 +139,4 @@ def _lines(rows: Settings, *, with_origin: bool) -> Iterable[str]:
 def _toml(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)  # TOML writes inf and nan like Python
-    return json.dumps(value, ensure_ascii=False)
+    return escape_json(json.dumps(value, ensure_ascii=False))

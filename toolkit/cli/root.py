@@ -67,7 +67,7 @@ def run() -> int:
         return tree().main(prog_name="tk", standalone_mode=False) or 0
     except Exception as error:
         if shows_tracebacks():
-            traceback.print_exc()
+            print(escape_controls(traceback.format_exc()), file=sys.stderr)
         return explain(error)
 
 

@@ -14,6 +14,7 @@ from toolkit.config import (
     SchedulerConfig,
 )
 from toolkit.errors import InvalidRequestError
+from toolkit.logs import escape_controls
 
 
 @command(
@@ -60,9 +61,10 @@ def run(
         max_tokens=config.max_tokens,
         seed=model.seed,
     )
+    is_terminal = sys.stdout.isatty()
     try:
         for delta in llm.stream(tokens, params):
-            print(delta.text, end="", flush=True)
+            print(escape_controls(delta.text) if is_terminal else delta.text, end="", flush=True)
         print()
     except BrokenPipeError:
         sys.stderr.close()  # suppress the error of the flush at exit

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 
 from toolkit.doctor.finding import Finding
 from toolkit.inventory.console import print_json, print_note, print_rich
-from toolkit.logs import escape_controls
 
 COLORS = {"pass": "green", "warn": "yellow", "fail": "red"}
 NAME_COLUMNS = len("completions")  # the longest name of a check
@@ -27,17 +26,15 @@ def report(findings: Iterable[Finding], *, as_json: bool) -> int:
 
 
 def _print(one: Finding) -> None:
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     line = Table.grid(padding=(0, 2))
     line.add_column(no_wrap=True, width=4)
     line.add_column(no_wrap=True, width=NAME_COLUMNS)
     line.add_column(overflow="fold")
-    line.add_row(
-        f"[{COLORS[one.status]}]{one.status}[/]", one.name, escape(escape_controls(one.text))
-    )
+    line.add_row(Text(one.status, COLORS[one.status]), one.name, one.text)
     if one.fix:
-        line.add_row("", "", f"[bold]fix:[/] {escape(one.fix)}")
+        line.add_row("", "", Text.assemble(("fix:", "bold"), " ", one.fix))
     print_rich(line)
     sys.stdout.flush()

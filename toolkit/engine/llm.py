@@ -345,7 +345,6 @@ class _Progress:
         self._bar = None
         self._num_tokens = 0
         if sys.stderr.isatty():
-            from rich.console import Console
             from rich.progress import (
                 BarColumn,
                 MofNCompleteColumn,
@@ -354,13 +353,15 @@ class _Progress:
                 TimeElapsedColumn,
             )
 
+            from toolkit.console import SafeConsole
+
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
                 TextColumn("{task.fields[rate]}"),
-                console=Console(stderr=True),
+                console=SafeConsole(stderr=True),
                 transient=False,
             )
             self._task = self._bar.add_task("generating", total=num_requests, rate="")

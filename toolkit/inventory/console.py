@@ -17,11 +17,11 @@ PIPE_COLUMNS = 400  # wide enough that nothing is cut
 
 
 def print_rich(*items: RenderableType) -> None:
-    """Print text in rich's markup, and tables. No color with NO_COLOR, pipes or dumb terminals."""
-    from rich.console import Console
+    """Print text and tables. No color with NO_COLOR, pipes or dumb terminals."""
+    from toolkit.console import SafeConsole
 
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
-    console = Console(highlight=False, width=width, emoji=False)
+    console = SafeConsole(width=width)
     with console.capture() as captured:
         for item in items:
             console.print(item)
@@ -43,12 +43,12 @@ def print_note(text: str) -> None:
 
 def print_facts(title: str, facts: list[tuple[str, str]]) -> None:
     """Print a title, and below it (label, text) rows. A text may have several lines."""
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for label, text in facts:
-        table.add_row(f"  {label}", escape(escape_controls(text)))
-    print_rich(f"[bold]{escape(escape_controls(title))}[/]", table)
+        table.add_row(f"  {label}", text)
+    print_rich(Text(title, "bold"), table)

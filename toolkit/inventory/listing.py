@@ -10,7 +10,6 @@ from toolkit.hardware.devices import Device, find_device
 from toolkit.inventory.console import print_json, print_note, print_rich
 from toolkit.inventory.estimate import estimate
 from toolkit.inventory.find import LocalModel, local_models
-from toolkit.logs import escape_controls
 from toolkit.units import count, size
 
 
@@ -71,8 +70,8 @@ def describe_fit(model: LocalModel, device: Device) -> str:
 
 
 def _print_table(rows: list[ModelRow]) -> None:
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("MODEL", overflow="ellipsis", no_wrap=True, min_width=10)
@@ -86,16 +85,16 @@ def _print_table(rows: list[ModelRow]) -> None:
             "green" if row.fits == "yes" else "yellow" if row.fits.startswith("up to") else "red"
         )
         known = () if checkpoint is None else (
-            escape(escape_controls(checkpoint.kind)),
+            checkpoint.kind,
             count(checkpoint.num_parameters) if checkpoint.num_parameters else "-",
-            escape(escape_controls(checkpoint.stored_type or "-")),
+            checkpoint.stored_type or "-",
         )  # fmt: skip
         context = None if checkpoint is None else checkpoint.context
         table.add_row(
-            escape(escape_controls(model.name)),
+            model.name,
             *(known or ("-", "-", "-")),
             size(model.size),
             f"{context:,}" if context else "-",
-            f"[{color}]{escape(row.fits)}[/]",
+            Text(row.fits, color),
         )
     print_rich(table)

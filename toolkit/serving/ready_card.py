@@ -14,9 +14,11 @@ def print_ready_card(
     served: ServedModel, name: str, listener: socket.socket, config: ServerConfig, seconds: float
 ) -> None:
     """Print model, device, KV cache size, URL and a working curl command to stderr."""
-    from rich.console import Console
     from rich.panel import Panel
     from rich.table import Table
+    from rich.text import Text
+
+    from toolkit.console import SafeConsole
 
     info = served.info
     url = _url(listener, config)
@@ -38,11 +40,11 @@ def print_ready_card(
         table.add_row(
             "tasks", f"{', '.join(info.tasks)}: texts of up to {info.max_model_len:,} tokens"
         )
-    table.add_row("URL", f"[bold]{url}[/]  (OpenAI API at {url}/v1, docs at {url}/docs)")
+    more = f"  (OpenAI API at {url}/v1, docs at {url}/docs)"
+    table.add_row("URL", Text.assemble((url, "bold"), more))
     if config.uds is not None:
         table.add_row("socket", config.uds)
-    console = Console(stderr=True, highlight=False)
-    console.print(
+    SafeConsole(stderr=True).print(
         Panel(
             table,
             title=f"tk {__version__} ready in {seconds:.1f} s",

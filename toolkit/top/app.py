@@ -11,6 +11,7 @@ from textual.screen import Screen
 from textual.widgets import Input
 
 from toolkit.errors import ToolkitError
+from toolkit.logs import escape_line
 from toolkit.top.dialogs import RequestDialog, help_dialog, question
 from toolkit.top.drawing import chrome
 from toolkit.top.drawing.paint import Block
@@ -290,9 +291,9 @@ class TopApp(App[None]):
         try:
             await self.state.source_of(row.server).abort(row.request.id)
         except ToolkitError as error:
-            self.notify(error.message, severity="error", markup=False)
+            self.notify(escape_line(error.message), severity="error", markup=False)
             return
-        self.notify(f"Ended {row.request.id}.", markup=False)
+        self.notify(escape_line(f"Ended {row.request.id}."), markup=False)
         self.reader.read_now()
 
     def action_help(self) -> None:

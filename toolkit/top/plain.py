@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from toolkit.logs import escape_json, escape_line
 from toolkit.top import wording
 from toolkit.top.diagnosis import diagnose
 from toolkit.top.readings.server import Server
@@ -33,7 +34,7 @@ def as_json(state: State) -> str:
         "servers": [_content(server) for server in state.servers],
         "total": _numbers(view_of(state.servers, since_start=True)),
     }
-    return msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
+    return escape_json(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
 
 
 def _content(server: Server) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def _numbers(view: View) -> dict[str, Any]:
 
 def _text(server: Server) -> str:
     if server.last is None:
-        return f"{server.url}\n{server.error}"
+        return f"{server.url}\n{escape_line(server.error)}"
     view = view_of([server], since_start=True)
     up = (
         f"up {wording.duration(server.last.wall - view.start_time)}"
@@ -99,7 +100,7 @@ def _text(server: Server) -> str:
         lines.append(f"{name:<{NAME}}" + "".join(f"{cell:>{COLUMN}}" for cell in cells))
     if server.error:
         lines.append(server.error)
-    return "\n".join(lines)
+    return "\n".join(map(escape_line, lines))
 
 
 def _gpu(view: View) -> dict[str, str]:

@@ -83,9 +83,9 @@ def run_compare(config: CompareConfig) -> int:
     if config.json:
         print(to_json_text(_as_json(found, different_settings(before, after), regressions)), end="")
     else:
-        from rich.console import Console
+        from toolkit.console import SafeConsole
 
-        _print(Console(highlight=False), config, found, different_settings(before, after), failures)
+        _print(SafeConsole(), config, found, different_settings(before, after), failures)
     return 1 if regressions else 0
 
 

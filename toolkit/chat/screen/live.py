@@ -9,7 +9,8 @@ from toolkit.chat.answer_view import Answer
 from toolkit.chat.history import format_call
 from toolkit.chat.screen.markdown import PROSE_WIDTH, BlockRenderer, MarkdownBlock, MarkdownStream
 from toolkit.chat.screen.region import Region
-from toolkit.chat.screen.terminal import CONTROLS, Terminal
+from toolkit.chat.screen.terminal import Terminal
+from toolkit.logs import escape_controls
 
 FRAME = 1 / 30  # seconds
 BUSY = 3  # at most 1 / BUSY of the time is spent drawing
@@ -39,7 +40,7 @@ class LiveDisplay:
 
     def update(self, answer: Answer) -> None:
         self._answer = answer
-        self._stream.feed(answer.content[self._num_fed :].translate(CONTROLS))
+        self._stream.feed(escape_controls(answer.content[self._num_fed :]))
         self._num_fed = len(answer.content)
 
     def refresh(self) -> float:
@@ -96,9 +97,7 @@ class LiveDisplay:
         """Render the tool calls. `after_text`: put an empty line above them."""
         calls = [call for call in self._answer.tool_calls if call["function"]["name"]]
         lines = [
-            line
-            for call in calls
-            for line in self._dim(f"→ {format_call(call)}".translate(CONTROLS), Style(bold=True))
+            line for call in calls for line in self._dim(f"→ {format_call(call)}", Style(bold=True))
         ]
         return [""] * (after_text and bool(lines)) + lines
 
@@ -118,7 +117,7 @@ class LiveDisplay:
         return [*head, *lines[len(lines) - room :]] if room < len(lines) else [*head, *lines]
 
     def _reasoning_lines(self) -> list[str]:
-        text = self._answer.reasoning.strip().translate(CONTROLS)
+        text = self._answer.reasoning.strip()
         if not text:
             return []
         width = min(self._width(), PROSE_WIDTH)

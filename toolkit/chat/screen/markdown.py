@@ -27,6 +27,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
+from toolkit.console import SafeConsole
+
 PROSE_WIDTH = 100  # columns; longer lines are hard to read. Code and tables use the full width
 CODE_INDENT = 2
 
@@ -229,14 +231,13 @@ class BlockRenderer:
 
     def __init__(self, console: Console) -> None:
         """Use the colors of `console`."""
-        self._console = Console(
+        self._console = SafeConsole(
             file=StringIO(),
             force_terminal=console.is_terminal,
-            color_system=console.color_system,  # type: ignore[arg-type]  # str for a Literal
+            color_system=console.color_system,
             no_color=console.no_color,
             legacy_windows=False,
             theme=THEME,
-            highlight=False,
         )
 
     def lines(

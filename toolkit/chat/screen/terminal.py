@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any, TextIO
 
-from rich.console import Console
 from rich.text import Text
 
-CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))
-"""Control characters except tab and newline: in an answer they could control the terminal."""
+from toolkit.console import SafeConsole
+from toolkit.logs import escape_controls
+
 BRACKETED_PASTE = ("\x1b[?2004h", "\x1b[?2004l")  # on, off
 
 
@@ -80,9 +80,9 @@ class Terminal:
         for stream in (self.out, sys.stderr if err is None else err):
             if isinstance(stream, TextIOWrapper):  # its encoding may lack characters
                 stream.reconfigure(errors="replace")
-        self.err_console = Console(file=err, stderr=err is None, highlight=False)
+        self.err_console = SafeConsole(file=err, stderr=err is None)
         self.err_console.soft_wrap = not self.err_console.is_terminal  # one line each in a file
-        self.console = Console(file=self.out, highlight=False)
+        self.console = SafeConsole(file=self.out)
         self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
         """True if text on the screen can be redrawn."""
         self.keyboard = Keyboard()
@@ -93,7 +93,7 @@ class Terminal:
 
     def write(self, text: str) -> None:
         """Write part of an answer and flush. A pipe gets it unchanged."""
-        self.out.write(text.translate(CONTROLS) if self.console.is_terminal else text)
+        self.out.write(escape_controls(text) if self.console.is_terminal else text)
         self.out.flush()
 
     def note(self, text: str) -> None:

@@ -10,6 +10,7 @@ from textual import events
 from textual.strip import Strip
 from textual.widget import Widget
 
+from toolkit.logs import escape_line
 from toolkit.top.drawing.paint import Block, Line, fit
 from toolkit.top.drawing.palette import Palette
 
@@ -48,7 +49,8 @@ class Canvas(Widget):
     def render_line(self, y: int) -> Strip:
         width, height = self.content_size
         if self._drawn_size != (width, height):
-            self._drawn = self._draw(width, height)
+            lines = self._draw(width, height)
+            self._drawn = [[(escape_line(text), style) for text, style in line] for line in lines]
             self._drawn_size = (width, height)
             self._style = self._styles()
         line: Line = self._drawn[y] if y < len(self._drawn) else []

@@ -1,0 +1,29 @@
+"""The rich console of all commands. It shows text from servers and files as it is written."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from toolkit.logs import escape_controls
+
+
+class SafeConsole(Console):
+    """Prints strings without markup, and control characters as escapes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        if isinstance(renderable, str):
+            renderable = escape_controls(renderable)
+        elif isinstance(renderable, Text):  # before its lines are wrapped
+            renderable = renderable.copy()
+            renderable.plain = escape_controls(renderable.plain)
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control else Segment(escape_controls(text), style)
