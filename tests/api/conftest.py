@@ -66,6 +66,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         str(model),
         "--served-model-name",
         "tiny",
+        "org/other/name",
         "--num-gpu-blocks-override",
         "4096",
         cwd=tmp_path_factory.mktemp("cwd"),

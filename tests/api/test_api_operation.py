@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.api.conftest import CONTEXT, Reference
@@ -101,10 +102,26 @@ def test_the_tokenizer_is_described(http: httpx.Client, reference: Reference) ->
 # ---- models, probes, settings, the prefix cache
 
 
-def test_a_model_name_may_have_slashes(start: Callable[..., Server]) -> None:
-    server = start("--served-model-name", "org/some/model")
-    assert server.http.get("/v1/models/org/some/model").json()["id"] == "org/some/model"
-    assert server.http.get("/v1/models/org/some").status_code == 404
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/"])
+def test_model_list_has_a_card_for_each_name(http: httpx.Client, model: Path, path: str) -> None:
+    cards = http.get(path).json()["data"]
+    assert [card["id"] for card in cards] == ["tiny", "org/other/name"]
+    for card in cards:  # vllm bench serve reads root; others read permission
+        assert (card["root"], card["parent"]) == (str(model), None)
+        assert card["max_model_len"] == CONTEXT
+        [permission] = card["permission"]
+        assert permission["object"] == "model_permission"
+        assert permission["allow_sampling"] is True
+
+
+def test_requests_may_use_every_name(client: openai.OpenAI, model: Path) -> None:
+    for name in ("tiny", "org/other/name"):
+        assert client.models.retrieve(name).id == name
+        answer = client.completions.create(model=name, prompt="a", max_tokens=1)
+        assert answer.model == "tiny"
+    for name in ("org/other", "other/name", str(model), model.name):
+        with pytest.raises(openai.NotFoundError, match=r"Served: 'tiny', 'org/other/name'\."):
+            client.models.retrieve(name)
 
 
 def test_probes_and_version(http: httpx.Client) -> None:

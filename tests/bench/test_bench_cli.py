@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -124,10 +125,19 @@ def test_command_modules_import_nothing_heavy():
         ("--goodput ttft:1 --goodput tpot:2 A", "--goodput ttft:1 --goodput tpot:2 A"),
         ("--model a:b --goodput ttft:1 word x:1", "--model a:b --goodput ttft:1 word x:1"),
         ("x:1 --api-key k=1 l=2", "x:1 --api-key k=1 l=2"),
+        ("M --names a b c --rps 3", "M --names a --names b --names c --rps 3"),
+        ("M --names a --names b c", "M --names a --names b --names c"),
+        ("--rps 3 M --names a b", "--rps 3 M --names a --names b"),
+        ("--names a b --model M", "--names a --names b --model M"),
+        ("--names a b --model=M", "--names a --names b --model=M"),
+        ("--names a M", "--names a M"),
+        ("--rps 3 --names a M --json", "--rps 3 --names a M --json"),
     ],
 )
-def test_pair_flags_take_several_words(line, spread_out):
+def test_flags_of_several_words_are_repeated(line, spread_out):
     rows = {row.name: row for row in options(BenchConfig)}
+    rows["names"] = replace(rows["header"], name="names", metavar="NAME...")
+    rows["model"] = replace(rows["model"], argument=True)
     assert repeat_flags(line.split(), rows) == spread_out.split()
 
 

@@ -30,7 +30,8 @@ def private(server, monkeypatch):
 
 def test_server_at_the_default_address_is_used(server, private, screen, monkeypatch):
     monkeypatch.setattr(run, "DEFAULT_URL", server.url)
-    for name in (None, "fake"):
+    server.models[0]["root"] = "../folder"
+    for name in (None, "fake", "../folder"):
         with run.find_server(ChatConfig(model=name), screen.terminal) as (address, model):
             assert (address.url, model.name, model.max_context) == (server.url, "fake", 100)
     assert private == []

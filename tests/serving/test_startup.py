@@ -98,12 +98,38 @@ def test_the_curl_line_reads_the_key_from_its_variable(configured: Server) -> No
     assert json.loads(ran.stdout)["object"] == "chat.completion"
 
 
-def test_the_default_model_name_is_the_model_as_given(base: Server) -> None:
+def test_default_model_name_is_that_of_the_folder(base: Server) -> None:
     with base.openai() as client:
-        [name] = [m.id for m in client.models.list().data]
-        assert Path(name).is_dir()
-        assert client.models.retrieve(name).id == name
-        assert client.completions.create(model=name, prompt="a", max_tokens=1).model == name
+        [card] = client.models.list().data
+        assert card.id == "base"
+        assert Path(card.root).is_dir()
+        for name in ("base", card.root):
+            assert client.models.retrieve(name).id == "base"
+            assert client.completions.create(model=name, prompt="a", max_tokens=1).model == "base"
+    assert 'model_name="base"' in base.http.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (None, "tk-demo"),
+        (".", "here"),
+        ("./", "here"),
+        ("..", "up"),
+        ("../sibling/", "sibling"),
+        ("{home}/up/sibling", "sibling"),
+        ("~/up/here", "here"),
+        ("{home}/hub/models--org--name-1/snapshots/0123abc", "org/name-1"),
+        ("org/name", "org/name"),
+        ("gpt2", "gpt2"),
+    ],
+)
+def test_default_model_name_has_no_path(tmp_path, monkeypatch, model, name):
+    for folder in ("up/here", "up/sibling", "hub/models--org--name-1/snapshots/0123abc"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "up/here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert lifecycle.default_name(model and model.format(home=tmp_path)) == name
 
 
 def test_an_idle_server_uses_almost_no_cpu(server: Server) -> None:

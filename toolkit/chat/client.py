@@ -19,6 +19,7 @@ class ModelInfo:
     name: str
     max_context: int | None = None  # tokens
     accepts_images: bool | None = None  # None: unknown
+    root: str | None = None  # hub name or folder that a tk or vLLM server loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,4 +133,5 @@ def _parse_model(model: dict[str, Any]) -> ModelInfo:
         accepts_images = "multimodal" in capabilities or "vision" in capabilities
     elif isinstance(capabilities, dict) and "vision" in capabilities:
         accepts_images = bool(capabilities["vision"])
-    return ModelInfo(str(model["id"]), int(context) if context else None, accepts_images)
+    tokens = int(context) if context else None
+    return ModelInfo(str(model["id"]), tokens, accepts_images, model.get("root"))

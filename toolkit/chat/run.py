@@ -132,7 +132,7 @@ def choose_model(address: Address, name: str | None) -> ModelInfo:
     models = address.list_models()
     if name is None:
         return models[0]
-    return next((model for model in models if model.name == name), ModelInfo(name))
+    return next((model for model in models if name in (model.name, model.root)), ModelInfo(name))
 
 
 def find_default_server(config: ChatConfig, terminal: Terminal) -> tuple[Address, ModelInfo] | None:
@@ -148,7 +148,10 @@ def find_default_server(config: ChatConfig, terminal: Terminal) -> tuple[Address
     except ServerError as error:
         terminal.note(f"{error.message} Starting a private server instead.")
         return None
-    return next(((address, model) for model in models if config.model in (None, model.name)), None)
+    return next(
+        ((address, model) for model in models if config.model in (None, model.name, model.root)),
+        None,
+    )
 
 
 @contextmanager

@@ -53,29 +53,33 @@ def repeat_flags(args: list[str], rows: dict[str, Option]) -> list[str]:
     """Repeat a flag before each of its values, so that it accepts several words as in vLLM.
 
     `--goodput ttft:200 tpot:50` becomes `--goodput ttft:200 --goodput tpot:50`. A word is a value
-    if it has the sign (`:` or `=`) of the flag's metavar."""
+    if it has the sign (`:` or `=`) of the flag's metavar. If that is `...`, every word is one, but
+    only after the command's argument, which would be taken for a value."""
     signs = {
-        row.flag: "=" if "=" in (row.metavar or "") else ":"
+        row.flag: sign
         for row in rows.values()
-        if _takes_words(row)
+        for sign in ("...", ":", "=")
+        if row.type is tuple and sign in (row.metavar or "")
     }
-    repeated: list[str] = []
-    flag = None
-    for index, word in enumerate(args):
-        follows = flag is not None and args[index - 1] != flag
-        if flag is not None and (word.startswith("-") or signs[flag] not in word):
-            flag = None
-        if flag is not None and follows:
-            repeated.append(flag)
-        repeated.append(word)
-        flag = word if word in signs else flag
-    return repeated
-
-
-def _takes_words(row: Option) -> bool:
-    return (
-        row.type is tuple and row.metavar is not None and ("=" in row.metavar or ":" in row.metavar)
+    with_value = {"--config"}.union(
+        *((row.flag, *row.aliases) for row in rows.values() if row.type is not bool)
     )
+    arguments = {row.flag for row in rows.values() if row.argument}
+    has_argument = any(word.partition("=")[0] in arguments for word in args)
+    repeated: list[str] = []
+    flag = previous = ""  # `flag`: takes this word, too
+    for word in args:
+        is_first_value = previous in with_value
+        sign = signs.get(flag, "")
+        if word.startswith("-") and not is_first_value:
+            flag = word if word in signs else ""
+        elif not is_first_value and flag and (has_argument if sign == "..." else sign in word):
+            repeated.append(flag)
+        elif not is_first_value:
+            flag, has_argument = "", True
+        repeated.append(word)
+        previous = word
+    return repeated
 
 
 class _HelpMixin:

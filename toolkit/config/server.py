@@ -30,8 +30,11 @@ class ServerConfig:
     root_path: str = option(
         "", "Path under which a proxy publishes the server, such as /llm. The proxy must strip it."
     )
-    served_model_name: str | None = option(
-        None, "Name of the model in the API. Default: MODEL as given."
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "Name of the model in the API. More names may follow if MODEL is before the flag: requests "
+        "may have any of them, answers have the first. Default: MODEL, or its folder's name.",
+        metavar="NAME...",
     )
 
     api_key: tuple[str, ...] = option(

@@ -79,7 +79,7 @@ class APIWorker:
         self._channel.send(Prepared())
         start = await self._receive()
         assert isinstance(start, StartServing)
-        metrics = Metrics(setup.server.metrics_prefix, setup.name)
+        metrics = Metrics(setup.server.metrics_prefix, setup.names[0])
         self._engine = AsyncLLM(config=setup.engine, metrics=metrics)
         self._client = setup.client
         cores = [
@@ -93,7 +93,7 @@ class APIWorker:
                 self._engine.start_reading(index).add_done_callback(_exit_if_failed)
             elif core.dead:
                 self._engine.remove_core(index, EngineDeadError(core.dead))
-        service = Service(self._engine, setup.name, setup.created, self._expose, setup.server)
+        service = Service(self._engine, setup.names, setup.created, self._expose, setup.server)
         self._http = HTTPServer(service)
         await self._http.start()
         gc.collect()

@@ -23,7 +23,7 @@ class Setup(msgspec.Struct, tag="setup"):
 
     engine: EngineConfig
     server: ServerConfig
-    name: str  # the model's name in the API
+    names: tuple[str, ...]  # the model's names in the API
     created: int
     folder: str
     tokenizer_folder: str

@@ -79,12 +79,12 @@ class FrontEnd(Protocol):
 class SingleProcess:
     """A front end in this process. Only the cores have their own processes."""
 
-    def __init__(self, engine: EngineConfig, server: ServerConfig, name: str) -> None:
-        """`name`: the model's name in the API."""
-        self._config, self._name = server, name
+    def __init__(self, engine: EngineConfig, server: ServerConfig, names: tuple[str, ...]) -> None:
+        """`names`: the model's names in the API."""
+        self._config, self._names = server, names
         self._engine = AsyncLLM(
             config=engine,
-            metrics=Metrics(server.metrics_prefix, name),
+            metrics=Metrics(server.metrics_prefix, names[0]),
             log=LogStyle.of(server.log_level, server.log_format),
         )
         self.failed = self._engine.died
@@ -117,7 +117,7 @@ class SingleProcess:
             raise
         self._has_core = True
         make_server = await importing
-        self._http = make_server(self._engine, self._name, self._config)
+        self._http = make_server(self._engine, self._names, self._config)
         await self._http.start(listener)
         # A full collection of what start-up made takes 0.1 s, and would come every 20 s under load.
         gc.collect()
@@ -146,8 +146,8 @@ class SingleProcess:
             await self._engine.shutdown()
 
 
-def _import_server() -> Callable[[AsyncLLM, str, ServerConfig], HTTPServer]:
+def _import_server() -> Callable[[AsyncLLM, tuple[str, ...], ServerConfig], HTTPServer]:
     from toolkit.api.http.service import Service
     from toolkit.api.http_server import HTTPServer
 
-    return lambda engine, name, config: HTTPServer(Service(engine, name, config=config))
+    return lambda engine, names, config: HTTPServer(Service(engine, names, config=config))

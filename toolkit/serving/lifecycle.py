@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import math
 import os
+import re
 import resource
 import signal
 import socket
@@ -41,8 +42,8 @@ async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -
     tls(config)  # report errors in its files before the model is loaded
     with listen(config) as listener:
         _raise_file_limit()
-        name = config.served_model_name or engine.model.model or DEMO_NAME
-        front = _make_front_end(engine, config, name)
+        names = tuple(dict.fromkeys(config.served_model_name or [default_name(engine.model.model)]))
+        front = _make_front_end(engine, config, names)
         signals = _Signals()
         try:
             starting = asyncio.create_task(front.start(listener, _report))
@@ -52,7 +53,7 @@ async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -
                     await starting
                 return 130 if signals.first == signal.SIGINT else 0
             served = starting.result()
-            print_ready_card(served, name, listener, config, time.perf_counter() - started_at)
+            print_ready_card(served, names[0], listener, config, time.perf_counter() - started_at)
             set_info_metrics(front, engine, served)
             logging_stats = asyncio.create_task(log_stats(front, log=not config.disable_log_stats))
             _notify_systemd("READY=1")
@@ -63,10 +64,22 @@ async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -
             await front.close()
 
 
-def _make_front_end(engine: EngineConfig, config: ServerConfig, name: str) -> FrontEnd:
+def default_name(model: str | None) -> str:
+    """Return the model's name in the API: that on the hub, or the last part of a folder's path."""
+    if model is None:
+        return DEMO_NAME
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return model
+    path = os.path.abspath(folder)
+    cached = re.search(r"/models--([^/]+)/snapshots/[^/]+$", path)
+    return cached[1].replace("--", "/") if cached else os.path.basename(path) or model
+
+
+def _make_front_end(engine: EngineConfig, config: ServerConfig, names: tuple[str, ...]) -> FrontEnd:
     if config.api_workers == 1:
-        return SingleProcess(engine, config, name)
-    return Supervisor(engine, config, name)
+        return SingleProcess(engine, config, names)
+    return Supervisor(engine, config, names)
 
 
 async def _serve_until_stopped(front: FrontEnd, timeout: float, signals: _Signals) -> None:

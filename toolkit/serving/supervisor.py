@@ -111,13 +111,13 @@ class Supervisor:
     sockets. A worker that cannot read a core's messages exits and is replaced. The requests of a
     worker that has exited are lost, and removed from the cores."""
 
-    def __init__(self, engine: EngineConfig, server: ServerConfig, name: str) -> None:
-        """`name`: the model's name in the API."""
+    def __init__(self, engine: EngineConfig, server: ServerConfig, names: tuple[str, ...]) -> None:
+        """`names`: the model's names in the API."""
         self.failed = asyncio.Event()
         self.failure: ToolkitError | None = None
-        self._engine, self._config, self._name = engine, server, name
+        self._engine, self._config, self._names = engine, server, names
         self._created = int(time.time())
-        self.metrics = Metrics(server.metrics_prefix, name)
+        self.metrics = Metrics(server.metrics_prefix, names[0])
         self._workers: list[_WorkerProcess] = []
         self._num_clients = 1
         self._restarts: deque[float] = deque()
@@ -239,7 +239,7 @@ class Supervisor:
             Setup(
                 engine=self._engine,
                 server=self._config,
-                name=self._name,
+                names=self._names,
                 created=self._created,
                 folder=str(model),
                 tokenizer_folder=str(tokenizer),

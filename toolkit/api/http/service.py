@@ -17,22 +17,29 @@ class Service:
     """The served model."""
 
     engine: AsyncLLM
-    model_name: str
+    model_names: tuple[str, ...]  # the first is in answers
     created: int = field(default_factory=lambda: int(time.time()))
     expose: Callable[[], Awaitable[bytes]] | None = None
     """Collects the metrics of all processes, if the server has several."""
     config: ServerConfig = field(default_factory=ServerConfig)
+
+    @property
+    def model_name(self) -> str:
+        return self.model_names[0]
 
     async def metrics(self) -> bytes:
         """Return the metrics of all processes in Prometheus' text format."""
         return self.engine.metrics.expose() if self.expose is None else await self.expose()
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFoundError for the name of another model. None is the served model."""
-        known = {self.model_name, self.engine.config.model.model or self.model_name}
-        if name and name not in known:
+        """Raise ModelNotFoundError for the name of another model. None is the served model.
+
+        Without --served-model-name, MODEL as given is a name, too."""
+        as_given = () if self.config.served_model_name else (self.engine.config.model.model,)
+        if name and name not in (*self.model_names, *as_given):
+            served = ", ".join(map(repr, self.model_names))
             raise ModelNotFoundError(
-                f"The model {name!r} is not served here. Served: {self.model_name!r}.",
+                f"The model {name!r} is not served here. Served: {served}.",
                 param="model",
                 code="model_not_found",
             )

@@ -118,11 +118,31 @@ class ChatChunk(msgspec.Struct):
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
+class ModelPermission(msgspec.Struct):
+    """Field of OpenAI's early model cards, which some clients still read."""
+
+    id: str
+    created: int
+    object: str = "model_permission"
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = True
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: str | None = None
+    is_blocking: bool = False
+
+
 class ModelCard(msgspec.Struct):
     id: str
     created: int
     max_model_len: int
     tasks: list[str]  # generate, embed, score
+    root: str  # the model as given to the server: a hub name or a folder
+    permission: list[ModelPermission]
+    parent: str | None = None
     object: str = "model"
     owned_by: str = "tk"
 
