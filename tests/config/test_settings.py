@@ -335,10 +335,35 @@ class TestCommandLine:
             assert done.stdout == ""
 
 
-@pytest.mark.parametrize("key", ["", " "])
-def test_empty_admin_key_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match="--admin-key"):
-        ServerConfig(admin_key=key)
+@pytest.mark.parametrize(
+    ("variable", "key"),
+    [*(("TK_API_KEY", key) for key in ("", " ", ",", ", ")), ("TK_ADMIN_KEY", "")],
+)
+def test_variable_with_an_empty_key_is_refused(variable: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{variable} is empty"):
+        resolve(ROWS, {}, {variable: key})
+
+
+@pytest.mark.parametrize("key", ['""', '" "', '[" "]', '["a", ""]'])
+def test_file_with_an_empty_key_is_refused(key: str, toml) -> None:
+    toml(f"[serve]\napi_key = {key}")
+    with pytest.raises(ConfigError, match=r"tk\.toml \[serve\]: api_key is empty"):
+        resolve(ROWS, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("api_key", ("",)), ("api_key", ("a", " ")), ("admin_key", ""), ("admin_key", " ")],
+)
+def test_empty_key_is_refused(name: str, key: object) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is empty"):
+        ServerConfig(**{name: key})
+
+
+@pytest.mark.parametrize(("flag", "variables"), [(None, {"TK_CONFIG": ""}), ("", {})])
+def test_empty_name_of_the_settings_file_is_refused(flag, variables, toml) -> None:
+    with pytest.raises(ConfigError, match="not a regular file"):
+        resolve(ROWS, {}, variables, file=flag)
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,13 @@ class TopConfig:
         subject="Servers",
         common=True,
     )
-    api_key: str | None = option(None, "API key of the servers.", metavar="KEY", common=True)
+    api_key: str | None = option(
+        None, "API key of the servers. TK_API_KEY keeps it out of ps.", metavar="KEY", common=True
+    )
     admin_key: str | None = option(
         None,
-        "Admin key of the servers. Live requests and settings need it if the server has one.",
+        "Admin key of the servers. Live requests and settings need it if the server has one. "
+        "TK_ADMIN_KEY keeps it out of ps.",
         metavar="KEY",
         common=True,
     )
@@ -107,7 +110,7 @@ class ChatConfig:
         aliases=("--base-url",),
         common=True,
     )
-    api_key: str | None = option(None, "API key of the server.")
+    api_key: str | None = option(None, "API key of the server. TK_API_KEY keeps it out of ps.")
     system: str | None = option(
         None,
         "System message at the start of the conversation.",

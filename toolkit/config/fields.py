@@ -80,6 +80,13 @@ class Option:
             ("_key", "_token", "password")
         )
 
+    def is_blank_key(self, value: Any) -> bool:
+        """True for a key without text, which would leave the server open."""
+        values = value if isinstance(value, list | tuple) else (value,)
+        return self.name.endswith("_key") and any(
+            isinstance(one, str) and not one.strip() for one in values
+        )
+
     def mask(self, value: Any) -> Any:
         """Return the value with secrets masked, and without credentials in URLs."""
         if isinstance(value, list | tuple):
@@ -108,6 +115,8 @@ class Option:
 
         Raises ConfigError that names `source` (default: the flag) and the accepted values."""
         source = source or self.flag
+        if self.is_blank_key(value):
+            raise ConfigError(f"{source} is empty. Set a key, or leave it out.", param=self.name)
         if value is None and (self.optional or self.default is None):
             return None
         if self.type is tuple:
@@ -150,7 +159,10 @@ class Option:
     def parse(self, text: str, source: str) -> Any:
         """Parse the text of a variable or a flag. Raises ConfigError that names `source`."""
         if self.type is tuple:
-            return self.check([part.strip() for part in text.split(",") if part.strip()], source)
+            parts = [part.strip() for part in text.split(",") if part.strip()]
+            if not parts and self.is_blank_key(""):
+                parts = [""]  # refused: a variable that is set must hold a key
+            return self.check(parts, source)
         if self.type is bool:
             lowered = text.strip().lower()
             if lowered in ("1", "true", "yes", "on"):

@@ -28,7 +28,7 @@ class BenchConfig:
     endpoint: Literal["completions", "chat", "/v1/completions", "/v1/chat/completions"] = option(
         "completions", "API route to load.", metavar="ROUTE"
     )
-    api_key: str | None = option(None, "API key to send.")
+    api_key: str | None = option(None, "API key to send. TK_API_KEY keeps it out of ps.")
     header: tuple[str, ...] = option((), "Extra headers for every request.", metavar="KEY=VALUE")
     ready_check_timeout_sec: float = option(
         0.0, "Seconds to wait for the server to become ready.", minimum=0.0

@@ -41,7 +41,8 @@ class ServerConfig:
         (),
         "Key that requests must send. The header is 'Authorization: Bearer KEY'. May be repeated; "
         "TK_API_KEY separates several with commas. Probes, /metrics, /version and /docs need no "
-        "key.",
+        "key. ps shows the flag to every user of the machine; --api-key-file and TK_API_KEY keep "
+        "the key out of it.",
         subject="Keys, TLS and browsers",
         common=True,
     )
@@ -51,7 +52,7 @@ class ServerConfig:
     admin_key: str | None = option(
         None,
         "Key for the operator's endpoints, which API keys then cannot use. It also works for all "
-        "other endpoints.",
+        "other endpoints. TK_ADMIN_KEY keeps it out of ps.",
     )
     ssl_keyfile: str | None = option(None, "Private key for TLS (PEM).", metavar="FILE")
     ssl_certfile: str | None = option(
@@ -173,11 +174,6 @@ class ServerConfig:
     def __post_init__(self) -> None:
         check_all(self)
         self._check_tls()
-        if self.admin_key is not None and not self.admin_key.strip():
-            raise ConfigError(
-                "--admin-key (TK_ADMIN_KEY) is empty. Set a key, or leave it out.",
-                param="admin_key",
-            )
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not re.fullmatch(r"https?://[^\s/?#]+(/\S*)?", endpoint):
             raise ConfigError(

@@ -62,11 +62,11 @@ def resolve(
 
 def settings_file(named: str | None, environment: Mapping[str, str]) -> Path | None:
     """Return the settings file, or None. Raises ConfigError if a file that is named is missing."""
-    wanted = named or environment.get(FILE_VARIABLE)
-    if wanted:
+    wanted = environment.get(FILE_VARIABLE) if named is None else named
+    if wanted is not None:  # an empty name is an error, too: the file may hold the keys
         path = Path(wanted).expanduser()
         if not path.is_file():
-            source = "--config" if named else FILE_VARIABLE
+            source = "--config" if named is not None else FILE_VARIABLE
             problem = "is not a regular file" if path.exists() else "does not exist"
             raise ConfigError(f"{source} names {path}, which {problem}.", param="config")
         return path
