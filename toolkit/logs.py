@@ -1,13 +1,19 @@
-"""Log format of every process of a server, and the file of tracebacks."""
+"""Log of every process of a server: format, a stderr that never blocks, file of tracebacks."""
 
 from __future__ import annotations
 
+import atexit
+import io
 import logging
 import os
 import re
+import select
 import sys
+import threading
 import time
 import traceback
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +63,147 @@ class LogStyle(msgspec.Struct, frozen=True):
         return cls(level, format == "json" or (format == "auto" and not sys.stderr.isatty()))
 
     def apply(self) -> None:
-        """Log to stderr in this style from now on."""
+        """Log to stderr in this style from now on. Nothing written to sys.stderr blocks then."""
+        formatter = _JSON() if self.json else _Text("%(asctime)s %(levelname)s %(message)s")
+        _queue_stderr(formatter)
         handler = logging.StreamHandler()
-        handler.setFormatter(
-            _JSON() if self.json else _Text("%(asctime)s %(levelname)s %(message)s")
-        )
+        handler.setFormatter(formatter)
         logging.basicConfig(level=self.level.upper(), handlers=[handler])
+
+
+MAX_QUEUED_BYTES = 2**20  # of output that stderr has not taken; further lines are dropped
+RETRY_INTERVAL = 1.0  # seconds after a failed write
+FLUSH_TIMEOUT = 1.0  # seconds for the last lines of a process
+_MAX_WRITE = select.PIPE_BUF  # bytes: writes of several processes to a pipe do not mix up to here
+
+
+class LogQueue(io.RawIOBase):
+    """Writes to a descriptor in a thread, so that a reader who stops does not stop the server.
+
+    If the queue is full or a write fails, drops lines until all queued ones are written. Then a
+    line in the log says how many."""
+
+    def __init__(self, descriptor: int, notice: Callable[[int], str]) -> None:
+        """`notice`: makes the line that reports a number of dropped lines."""
+        self.notice = notice
+        self.num_dropped = 0  # lines, in total
+        self._unreported = 0  # dropped lines that no line has reported
+        self._descriptor = descriptor
+        self._chunks: deque[bytes] = deque()
+        self._size = 0  # bytes in _chunks and of the write in progress
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, daemon=True, name="log").start()
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: Any) -> int:
+        """Queue or drop the bytes."""
+        chunk = bytes(data)
+        with self._changed:
+            if self._unreported or self._size + len(chunk) > MAX_QUEUED_BYTES:
+                self._drop(chunk.count(b"\n"))
+            else:
+                self._chunks.append(chunk)
+                self._size += len(chunk)
+            self._changed.notify_all()
+        return len(chunk)
+
+    def drain(self, timeout: float) -> None:
+        """Wait until all queued bytes are written, or `timeout` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._size, timeout)
+
+    def _drop(self, num_lines: int) -> None:
+        self._unreported += num_lines
+        self.num_dropped += num_lines
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._chunks or self._unreported)
+                reported = 0
+                if self._chunks:
+                    data = self._take()
+                else:
+                    reported, self._unreported = self._unreported, 0
+                    data = self.notice(reported).encode()
+                    self._size += len(data)
+            rest = self._write_all(data)
+            with self._changed:
+                self._size -= len(data)
+                if rest:
+                    self._unreported += reported
+                    lost = b"".join(self._chunks) + (b"" if reported else rest)
+                    self._drop(lost.count(b"\n"))
+                    self._chunks.clear()
+                    self._size = 0
+                self._changed.notify_all()
+            if rest:
+                time.sleep(RETRY_INTERVAL)
+
+    def _take(self) -> bytes:
+        data = self._chunks.popleft()
+        while self._chunks and len(data) + len(self._chunks[0]) <= _MAX_WRITE:
+            data += self._chunks.popleft()
+        return data
+
+    def _write_all(self, data: bytes) -> bytes:
+        """Return what could not be written."""
+        while data:
+            try:
+                data = data[os.write(self._descriptor, data) :]
+            except BlockingIOError:
+                ready = select.poll()
+                ready.register(self._descriptor, select.POLLOUT)
+                ready.poll()
+            except OSError:
+                break
+        return data
+
+
+def _queue_stderr(formatter: logging.Formatter) -> None:
+    """Let sys.stderr write to a queue, unless it is no file of the system."""
+
+    def notice(count: int) -> str:
+        lines = f"{count} log line{'s were' if count > 1 else ' was'} dropped: stderr took no more"
+        record = logging.LogRecord(__name__, logging.WARNING, "", 0, lines, None, None)
+        return formatter.format(record) + "\n"
+
+    if (queue := _log_queue()) is not None:
+        queue.notice = notice
+        return
+    try:
+        queue = LogQueue(sys.stderr.fileno(), notice)
+    except (AttributeError, OSError):
+        return
+    sys.stderr = io.TextIOWrapper(
+        queue, sys.stderr.encoding, "backslashreplace", line_buffering=True
+    )
+    atexit.register(flush_stderr)
+
+
+def _log_queue() -> LogQueue | None:
+    queue = getattr(sys.stderr, "buffer", None)
+    return queue if isinstance(queue, LogQueue) else None
+
+
+def flush_stderr() -> None:
+    """Wait a limited time until stderr has taken all lines. Needed before `os._exit`."""
+    if (queue := _log_queue()) is not None:
+        sys.stderr.flush()
+        queue.drain(FLUSH_TIMEOUT)
+
+
+def num_dropped_lines() -> int:
+    """Return the number of log lines that this process has dropped."""
+    return 0 if (queue := _log_queue()) is None else queue.num_dropped
 
 
 _CONTROL = re.compile(r"[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

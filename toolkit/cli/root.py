@@ -13,7 +13,7 @@ import typer
 from toolkit.cli.help import HELP_FLAGS, CommandGroup, RootGroup
 from toolkit.cli.names import COMMANDS
 from toolkit.errors import ToolkitError
-from toolkit.logs import escape_controls, save_traceback, shows_tracebacks
+from toolkit.logs import escape_controls, flush_stderr, save_traceback, shows_tracebacks
 
 EXIT_CODES = {
     0: "Success.",
@@ -102,4 +102,5 @@ def _fail(message: str, code: int) -> int:
         )
         text = "\n".join(lines)
     print(text, file=sys.stderr)
+    flush_stderr()
     return code

@@ -38,6 +38,7 @@ from toolkit.executor.rank_messages import (
 )
 from toolkit.executor.rank_progress import HEARTBEAT_INTERVAL
 from toolkit.hardware.parent import exit_with_parent
+from toolkit.logs import flush_stderr
 
 if TYPE_CHECKING:
     from toolkit.worker.model_runner import PendingOutput
@@ -205,6 +206,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     exit_with_parent()
     RankProcess(SocketChannel(socket.socket(fileno=int(sys.argv[1])))).run()
+    flush_stderr()
     os._exit(0)  # the rest of the process group may wait for lost ranks
 
 

@@ -10,8 +10,10 @@ from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+
+from toolkit.logs import num_dropped_lines
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name", "engine")
@@ -79,6 +81,17 @@ class CountedHistogram(Collector):
         return [family]
 
 
+class DroppedLines(Collector):
+    """Log lines that this process has dropped."""
+
+    def __init__(self, prefix: str) -> None:
+        self._name = f"{prefix}:log_lines_dropped"
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        text = "Log lines dropped by the HTTP processes because stderr did not take them."
+        return [CounterMetricFamily(self._name, text, num_dropped_lines())]
+
+
 class Throughput:
     """Rates of one engine."""
 
@@ -119,6 +132,8 @@ class Metrics:
         # All engines of the server, by label.
         self.engines: dict[str, Metrics] = {} if shared is None else shared.engines
         self.engines[engine] = self
+        if shared is None:
+            self.registry.register(DroppedLines(prefix))
 
         self.num_requests_running = self._gauge(
             "num_requests_running", "Requests in the running batch."

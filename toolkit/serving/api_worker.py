@@ -23,7 +23,7 @@ from toolkit.engine.cores.launch import smallest_core
 from toolkit.engine.input_processor import InputProcessor
 from toolkit.engine.messages import Failed
 from toolkit.errors import EngineDeadError, ToolkitError
-from toolkit.logs import LogStyle
+from toolkit.logs import LogStyle, flush_stderr
 from toolkit.metrics import Metrics
 from toolkit.metrics.merge import snapshot
 from toolkit.serving.control import (
@@ -182,7 +182,7 @@ def _exit_if_failed(reading: asyncio.Task[None]) -> None:
 
 def _exit_with(error: BaseException) -> NoReturn:
     logger.critical("internal error: this API worker exits and is replaced", exc_info=error)
-    sys.stderr.flush()
+    flush_stderr()
     os._exit(1)
 
 

@@ -40,6 +40,7 @@ from toolkit.engine.messages import (
 )
 from toolkit.errors import ToolkitError, WorkersLostError
 from toolkit.hardware.parent import exit_with_parent
+from toolkit.logs import flush_stderr
 from toolkit.models.hub import locate_tokenizer
 from toolkit.sampling.params import PoolingParams, SamplingParams
 from toolkit.sequence import SequenceSpec
@@ -209,6 +210,7 @@ class CoreProcess:
         outbox.connect(address(self._sockets, "out0"))
         outbox.send(msgspec.msgpack.encode(Failed(kind, message)))
         context.destroy(linger=2000)  # returns once it is sent
+        flush_stderr()
         os._exit(1)
 
     def _remove_client(self, client: int) -> None:
