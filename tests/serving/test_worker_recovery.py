@@ -31,7 +31,7 @@ def send_nonsense(server: Server, before: list[psutil.Process]) -> None:
         nonsense.connect(f"ipc://{server.core.cmdline()[-1]}/out1")
         nonsense.send(b"\xc1")
         until(lambda: len(server.workers) == 2 and server.workers != before)
-    until(lambda: sum(client.broken is not None for client in clients) == 1)
+    until(lambda: sum(client.error is not None for client in clients) == 1)
     until(lambda: server.metric("tk:num_requests_running") == 1)
     until(lambda: "Traceback" in server.stderr and "exit code 1" in server.stderr)
 

@@ -148,7 +148,7 @@ def test_gauges_are_not_summed_over_workers(
     until(several.is_idle)
 
 
-def test_a_dead_worker_is_replaced_and_its_requests_end(
+def test_a_dead_worker_is_replaced_and_its_requests_get_an_error(
     start: Callable[..., Server],
 ) -> None:
     server = start("--api-workers", "2")
@@ -158,18 +158,19 @@ def test_a_dead_worker_is_replaced_and_its_requests_end(
 
 
 def lose_a_worker(server: Server) -> None:
-    clients = [Client(server, ENDLESS) for _ in range(6)]
-    until(lambda: all(c.events for c in clients))
+    clients = [Client(server, ENDLESS, stream=i < 4) for i in range(6)]
+    until(lambda: all(c.events for c in clients[:4]))
     until(lambda: server.metric("tk:num_requests_running") == len(clients))
     tokens = server.metric("tk:generation_tokens_total")
     lost, kept = server.workers
     lost.kill()
-    until(lambda: sum(c.broken is not None for c in clients) == 3)
+    until(lambda: sum(c.error is not None for c in clients) == 3)
+    assert all("ended unexpectedly" in c.error for c in clients if c.error)
     until(lambda: server.metric("tk:num_requests_running") == 3)
     until(lambda: len(server.workers) == 2 and lost not in server.workers)
     assert kept in server.workers
     until(lambda: f"process {lost.pid}" in server.stderr and "SIGKILL" in server.stderr)
-    assert sum(c.broken is not None for c in clients) == 3
+    assert "3 of its requests got an error, 0 were cut" in server.stderr
     assert server.metric("tk:generation_tokens_total") >= tokens
     until(lambda: len(set(answering(server))) == 2)
     server.signal(signal.SIGINT)
@@ -181,10 +182,13 @@ def lose_a_worker(server: Server) -> None:
     )
     server.signal(signal.SIGINT)
     assert server.wait() == 0
-    assert Counter(c.broken is None for c in clients) == {True: 3, False: 3}
     for client in clients:
         client.finish()
         assert client.num_tokens is None
+        assert client.broken is None
+    assert Counter((c.status, "ended unexpectedly" in c.error) for c in clients).keys() == {
+        *((status, is_lost) for status in (200, 503) for is_lost in (False, True))
+    }
 
 
 def answering(server: Server) -> list[int]:

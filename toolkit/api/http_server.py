@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 
 from toolkit.api.app import make_app
-from toolkit.api.http.connection import Connection
+from toolkit.api.http.connection import Connection, KeptConnection
+from toolkit.api.http.last_will import Slot
 from toolkit.api.http.listener import tls
 from toolkit.api.http.service import Service
 from toolkit.api.http.tracing import Tracer
@@ -59,12 +61,15 @@ class HTTPServer:
             self._serving.result()
         self._expire()
 
-    def serve(self, connection: socket.socket) -> None:
-        """Serve a connection that another process has accepted."""
+    def serve(self, connection: socket.socket, slot: Slot | None) -> None:
+        """Serve a connection that another process has accepted.
+
+        `slot`: for its last will, if that process keeps it."""
         loop = asyncio.get_running_loop()
+        make = Connection if slot is None else partial(KeptConnection, slot, connection)
 
         def protocol() -> asyncio.Protocol:
-            return Connection(
+            return make(
                 config=self._config,
                 server_state=self._server.server_state,
                 app_state={},

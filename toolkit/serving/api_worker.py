@@ -1,11 +1,13 @@
 """API worker: one of several processes that serve HTTP requests.
 
-`Supervisor` runs `python -m toolkit.serving.api_worker DESCRIPTOR`. Standard input is the control
-channel, DESCRIPTOR the socket over which it hands over connections."""
+`Supervisor` runs `python -m toolkit.serving.api_worker CONNECTIONS [WILLS]`. Standard input is the
+control channel, CONNECTIONS the descriptor of the socket over which it hands over connections,
+WILLS that of the memory of their last wills, if it keeps them."""
 
 import asyncio
 import gc
 import logging
+import mmap
 import os
 import signal
 import socket
@@ -15,6 +17,7 @@ from typing import NoReturn
 
 import uvloop
 
+from toolkit.api.http.last_will import NO_SLOT, Slot
 from toolkit.api.http.service import Service
 from toolkit.api.http_server import HTTPServer
 from toolkit.engine.async_llm import AsyncLLM
@@ -55,9 +58,14 @@ CONNECTIONS_PER_TURN = 32
 class APIWorker:
     """Serves the connections that the first process hands over."""
 
-    def __init__(self, channel: ControlChannel[ToWorker], connections: socket.socket) -> None:
+    def __init__(
+        self,
+        channel: ControlChannel[ToWorker],
+        connections: socket.socket,
+        wills: mmap.mmap | None,
+    ) -> None:
         self._channel = channel
-        self._connections = connections
+        self._connections, self._wills = connections, wills
         self._scrapes: list[asyncio.Future[bytes]] = []  # waiting for an Exposition
         self._draining: asyncio.Task[None] | None = None
 
@@ -161,7 +169,7 @@ class APIWorker:
     def _take_connections(self) -> None:
         for _ in range(CONNECTIONS_PER_TURN):
             try:
-                _, descriptors, _, _ = socket.recv_fds(self._connections, 1, 1)
+                index, descriptors, _, _ = socket.recv_fds(self._connections, 4, 1)
             except BlockingIOError:
                 return
             except OSError:  # the first process has ended; the channel reports it
@@ -171,7 +179,10 @@ class APIWorker:
                 return
             connection = socket.socket(fileno=descriptors[0])
             connection.setblocking(False)
-            self._http.serve(connection)
+            slot = None
+            if self._wills is not None and (number := int.from_bytes(index, "little")) != NO_SLOT:
+                slot = Slot(self._wills, number)
+            self._http.serve(connection, slot)
 
 
 def _exit_if_failed(reading: asyncio.Task[None]) -> None:
@@ -186,8 +197,9 @@ def _exit_with(error: BaseException) -> NoReturn:
     os._exit(1)
 
 
-async def _run(channel: socket.socket, connections: socket.socket) -> None:
-    await APIWorker(await ControlChannel[ToWorker].over(channel, ToWorker), connections).run()
+async def _run(channel: socket.socket, connections: socket.socket, wills: mmap.mmap | None) -> None:
+    control = await ControlChannel[ToWorker].over(channel, ToWorker)
+    await APIWorker(control, connections, wills).run()
 
 
 def main() -> None:
@@ -196,8 +208,9 @@ def main() -> None:
     channel, connections = socket.socket(fileno=os.dup(0)), socket.socket(fileno=int(sys.argv[1]))
     for inherited in (channel, connections):
         inherited.setblocking(False)
+    wills = mmap.mmap(int(sys.argv[2]), 0) if len(sys.argv) > 2 else None
     try:
-        uvloop.run(_run(channel, connections))
+        uvloop.run(_run(channel, connections, wills))
     except Exception as error:
         _exit_with(error)
 

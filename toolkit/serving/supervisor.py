@@ -45,6 +45,7 @@ from toolkit.serving.control import (
     WorkerMetrics,
 )
 from toolkit.serving.front import ServedModel
+from toolkit.serving.kept_connections import Ended, KeptConnections
 from toolkit.worker import Report, WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class _WorkerProcess:
     process: subprocess.Popen[bytes]
     channel: ControlChannel[FromWorker]
     connections: socket.socket  # hands over connections
+    kept: KeptConnections | None
     is_prepared: bool = False
     is_started: bool = False  # StartServing was sent; from then on it gets news of the cores
     is_serving: bool = False
@@ -109,7 +111,9 @@ class Supervisor:
     Workers import modules and read the tokenizer while the cores load. A prepared worker gets the
     state of all cores at that time. Connections are handed over as file descriptors, over a pair of
     sockets. A worker that cannot read a core's messages exits and is replaced. The requests of a
-    worker that has exited are lost, and removed from the cores."""
+    worker that has exited are removed from the cores. This process keeps its connections: it sends
+    their last wills, and hands idle ones to other workers. With TLS, whose state only the worker
+    has, they are cut."""
 
     def __init__(self, engine: EngineConfig, server: ServerConfig, names: tuple[str, ...]) -> None:
         """`names`: the model's names in the API."""
@@ -130,7 +134,7 @@ class Supervisor:
         self._cores: list[_CoreSlot] = []  # empty until all cores are ready
         self._has_planned_loads = False
         self._listener: socket.socket | None = None
-        self._held: socket.socket | None = None  # a connection that no worker could take yet
+        self._waiting: deque[socket.socket] = deque()  # connections that no worker has taken yet
         self._retry: asyncio.TimerHandle | None = None
 
     @property
@@ -217,17 +221,20 @@ class Supervisor:
         """Start a worker. It imports its modules and waits for its Setup."""
         ours, theirs = socket.socketpair()
         connections, taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        can_keep = sys.platform == "linux" and self._config.ssl_certfile is None
+        kept = KeptConnections(self._config.api_workers) if can_keep else None
         with theirs, taken:
+            passed = [taken.fileno()] if kept is None else [taken.fileno(), kept.memory_file]
             process = subprocess.Popen(
-                [sys.executable, "-m", "toolkit.serving.api_worker", str(taken.fileno())],
+                [sys.executable, "-m", "toolkit.serving.api_worker", *map(str, passed)],
                 stdin=theirs.fileno(),
-                pass_fds=(taken.fileno(),),
+                pass_fds=passed,
                 start_new_session=True,
             )
         ours.setblocking(False)
         connections.setblocking(False)
         channel = await ControlChannel[FromWorker].over(ours, FromWorker)
-        worker = _WorkerProcess(self._num_clients, process, channel, connections)
+        worker = _WorkerProcess(self._num_clients, process, channel, connections, kept)
         self._num_clients += 1
         self._workers.append(worker)
         self._create_task(self._watch(worker))
@@ -294,8 +301,15 @@ class Supervisor:
         self._workers.remove(worker)
         for future in worker.waiting:
             _complete(future)
+        ended = None if worker.kept is None else worker.kept.end()
+        if ended is not None and self._listener is not None:
+            self._waiting += ended.idle
+            self._accept()
+        elif ended is not None:
+            for connection in ended.idle:
+                connection.close()
         if not self._is_ending:
-            await self._replace(worker, describe_exit(code))
+            await self._replace(worker, describe_exit(code), _describe_end(ended))
 
     async def _exit_code(self, worker: _WorkerProcess) -> int:
         """Return the exit code of a worker that has closed its channel."""
@@ -307,7 +321,7 @@ class Supervisor:
             code = worker.process.wait()
         return code
 
-    async def _replace(self, worker: _WorkerProcess, how: str) -> None:
+    async def _replace(self, worker: _WorkerProcess, how: str, lost: str) -> None:
         """Replace a dead worker. Fails if too many have died, or if one dies during start-up."""
         died = f"An API worker (process {worker.process.pid}) ended unexpectedly: {how}"
         if not self._served.done():
@@ -331,7 +345,7 @@ class Supervisor:
             )
             return
         self._restarts.append(now)
-        logger.error("%s. Its requests are lost. It is being replaced.", died)
+        logger.error("%s. %s It is being replaced.", died, lost)
         replacement = await self._spawn()
         if self._is_ending:
             replacement.process.kill()
@@ -355,14 +369,15 @@ class Supervisor:
         assert self._listener is not None
         loop = asyncio.get_running_loop()
         loop.add_reader(self._listener, self._accept)
+        if self._retry is not None:
+            self._retry.cancel()
         try:
-            for _ in range(CONNECTIONS_PER_TURN):
-                if self._held is None:
-                    self._held, _ = self._listener.accept()
-                if not self._hand_over(self._held):
+            for _ in range(CONNECTIONS_PER_TURN + len(self._waiting)):
+                if not self._waiting:
+                    self._waiting.append(self._listener.accept()[0])
+                if not self._hand_over(self._waiting[0]):
                     break
-                self._held.close()
-                self._held = None
+                self._waiting.popleft()
             else:
                 return
         except BlockingIOError:
@@ -373,12 +388,18 @@ class Supervisor:
         self._retry = loop.call_later(RETRY_INTERVAL, self._accept)
 
     def _hand_over(self, connection: socket.socket) -> bool:
-        """Hand a connection to the next worker. Returns False if none can take it now."""
+        """Hand a connection to the next worker. Returns False if none can take it now.
+
+        Only the worker and its `kept` have it then."""
         for index, worker in enumerate(self._workers):
             if not worker.is_serving:
                 continue
             try:
-                socket.send_fds(worker.connections, [b"c"], [connection.fileno()])
+                if worker.kept is not None:
+                    worker.kept.hand_over(connection, worker.connections)
+                else:
+                    socket.send_fds(worker.connections, [b"none"], [connection.fileno()])
+                    connection.close()
             except OSError:  # its socket is full, or it has died
                 continue
             self._workers = [*self._workers[index + 1 :], *self._workers[: index + 1]]
@@ -388,11 +409,11 @@ class Supervisor:
     def _stop_accepting(self) -> None:
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener = None
             if self._retry is not None:
                 self._retry.cancel()
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        while self._waiting:
+            self._waiting.popleft().close()
 
     # ---- cores and metrics
 
@@ -473,6 +494,16 @@ class Supervisor:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _describe_end(ended: Ended | None) -> str:
+    """Return a sentence about the requests of a worker that has died."""
+    if ended is None:
+        return "Its requests are lost."
+    return (
+        f"{ended.num_warned} of its requests got an error, {ended.num_cut} were cut in the middle "
+        f"of an answer; {len(ended.idle)} idle connections stay open."
+    )
 
 
 def _complete(future: asyncio.Future[None]) -> None:

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from toolkit.api.http.error_bodies import error_body
 from toolkit.engine.request_stats import current_stats
-from toolkit.errors import ToolkitError
+from toolkit.errors import ServerUnavailableError, ToolkitError
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,12 @@ KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients ignore
 SERVER_SEND = "tk.send"
 """Key of a scope: uvicorn's own `send`. The layers of the application wrap `send`, which costs time
 per token; they only look at the start of a response."""
+LAST_WILL = "tk.last_will"
+"""Key of a scope: function that takes the event which ends the stream if this process dies, and
+None before the regular end. Absent if no other process could send it."""
+LOST_WORKER = ServerUnavailableError(
+    "The server process that was answering this request has ended unexpectedly. Send it again."
+)
 TEXT_SLOT = "\0"  # placeholder for a text. It cannot occur in a model name or an id
 _encoder = msgspec.json.Encoder()
 
@@ -65,7 +71,7 @@ class EventStream(Response):
         """`end` is always called last: a generator that never started has not run its `finally`.
 
         `keep_alive`: idle seconds after which a comment is sent; 0: never. `error_event`: bytes of
-        an error after the first byte, which ends the stream."""
+        an error after the first byte, which ends the stream. Called for the last will, too."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
@@ -77,7 +83,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send_body = scope.get(SERVER_SEND, send)
-        sending = asyncio.ensure_future(self._send_all(send, send_body))
+        leave_will = scope.get(LAST_WILL, lambda event: None)
+        sending = asyncio.ensure_future(self._send_all(send, send_body, leave_will))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
             while not (
@@ -103,8 +110,11 @@ class EventStream(Response):
         ):
             raise error
 
-    async def _send_all(self, send: Send, send_body: Send) -> None:
+    async def _send_all(
+        self, send: Send, send_body: Send, leave_will: Callable[[bytes | None], None]
+    ) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        leave_will(self._error_event(LOST_WORKER))
         async with aclosing(self._events) as events:
             try:
                 async for chunk in events:
@@ -121,6 +131,7 @@ class EventStream(Response):
                 _record_error(error)
                 chunk = self._error_event(error)
                 await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
+        leave_will(None)
         await send_body({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -116,7 +116,10 @@ class ResponseBuilder:
     def error_event(self, error: Exception) -> bytes:
         """Return the event for an answer that fails after the stream has begun."""
         detail = error_detail(error)
-        return self._event("error", code=detail.code, message=detail.message, param=detail.param)
+        fields = {"code": detail.code, "message": detail.message, "param": detail.param}
+        event = self._event("error", **fields)
+        self._num_events -= 1  # of a last will, which is seldom sent
+        return event
 
     # ---- items
 
