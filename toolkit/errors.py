@@ -3,7 +3,8 @@
 Any other exception is a bug and keeps its traceback."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Self
 
 
 class ToolkitError(Exception):
@@ -28,6 +29,11 @@ class InvalidRequestError(ToolkitError, ValueError):
     status = 400
     type = "invalid_request_error"
 
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """Return the error of an interface whose parameters have other `names`."""
+        param = self.param and names.get(self.param, self.param)
+        return type(self)(self.message, param=param, code=self.code)
+
 
 class InvalidParamError(InvalidRequestError):
     """Invalid value of one parameter. The message is `param`, then `problem`."""
@@ -35,6 +41,68 @@ class InvalidParamError(InvalidRequestError):
     def __init__(self, param: str, problem: str, *, code: str | None = None) -> None:
         super().__init__(f"{param} {problem}", param=param, code=code)
         self.problem = problem
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        param = self.param or ""
+        return type(self)(names.get(param, param), self.problem, code=self.code)
+
+
+class ContextLengthError(InvalidRequestError):
+    """A prompt that, with the tokens to generate, is longer than the model's context.
+
+    Clients recognize the wording: OpenAI's in the message, Anthropic's in `anthropic_message`.
+    `source`: parameter that holds the prompt, perhaps with an index. `size`: its tokens, or
+    characters if they are too many to be tokenized. `max_tokens`: set if the prompt alone fits."""
+
+    def __init__(
+        self,
+        limit: int,
+        source: str,
+        size: int,
+        unit: str = "tokens",
+        *,
+        max_tokens: int | None = None,
+        max_tokens_name: str = "max_tokens",
+    ) -> None:
+        self._limit, self._source, self._size, self._unit = limit, source, size, unit
+        self._max_tokens, self._max_tokens_name = max_tokens, max_tokens_name
+        problem = f"your {source} resulted in {size} {unit}"
+        advice = f"Please reduce the length of the {source}"
+        param = source.partition("[")[0]
+        if max_tokens is not None:
+            problem = (
+                f"you requested {size + max_tokens} tokens ({size} in the {source}, {max_tokens} "
+                "in the completion)"
+            )
+            if room := limit - size:
+                advice += f", or set {max_tokens_name} to at most {room}"
+                param = max_tokens_name
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, {problem}. {advice}.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+    @property
+    def anthropic_message(self) -> str:
+        limit, size = self._limit, self._size
+        if self._max_tokens is None:
+            bound = f"{limit}" if self._unit == "tokens" else f"{limit} tokens"
+            return f"prompt is too long: {size} {self._unit} > {bound} maximum"
+        return (
+            f"input length and `max_tokens` exceed context limit: {size} + {self._max_tokens} > "
+            f"{limit}, decrease input length or `max_tokens` and try again"
+        )
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        return type(self)(
+            self._limit,
+            names.get(self._source, self._source),
+            self._size,
+            self._unit,
+            max_tokens=self._max_tokens,
+            max_tokens_name=names.get(self._max_tokens_name, self._max_tokens_name),
+        )
 
 
 class ConfigError(ToolkitError, ValueError):

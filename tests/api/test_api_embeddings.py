@@ -112,10 +112,11 @@ def test_text_tokens_and_both_encodings_are_equal(minilm, sentences):
 def test_long_text_is_refused_or_truncated_on_request(minilm, sentences):
     long = "and on " * 400
     found = error(minilm.http.post("/v1/embeddings", json={"input": ["short", long]}))
-    assert found["param"] == "input[1]"
+    assert found["param"] == "input"
     assert found["code"] == "context_length_exceeded"
-    assert "802" in found["message"]
-    assert "256" in found["message"]
+    assert found["message"].startswith(
+        "This model's maximum context length is 256 tokens. However, your input[1] resulted in 802 "
+    )
     cut = minilm.http.post("/v1/embeddings", json={"input": long, "truncate_prompt_tokens": -1})
     assert np.abs(vectors(cut)[0] - sentences.encode(long)).max() < 1e-5
     assert cut.json()["usage"]["prompt_tokens"] == 256
@@ -190,7 +191,8 @@ def test_cross_encoder_refuses_embeddings_and_long_pairs(scorer):
     assert "/v1/rerank" in error(scorer.http.post("/v1/embeddings", json={"input": "x"}))["message"]
     body = {"query": "short", "documents": ["short", "long " * 70]}
     found = error(scorer.http.post("/v1/rerank", json=body))
-    assert found["param"] == "documents[1]"
+    assert found["param"] == "documents"
+    assert "your documents[1] resulted in" in found["message"]
     assert "74 tokens" in found["message"]
     truncated = scorer.http.post("/v1/rerank", json=body | {"truncate_prompt_tokens": -1})
     assert truncated.status_code == 200

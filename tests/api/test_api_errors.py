@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,12 +37,65 @@ def check_error(answer: httpx.Response, status: int) -> dict[str, str | None]:
 # ---- too long
 
 
-def test_too_long_a_prompt_is_refused_with_both_lengths(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="tiny", prompt="x" * (CONTEXT + 3), max_tokens=1)
-    assert str(CONTEXT) in caught.value.message
-    assert str(CONTEXT + 3) in caught.value.message
-    assert caught.value.code == "context_length_exceeded"
+def chat(size: int) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": "x" * size}]}
+
+
+OVERFLOW = f"This model's maximum context length is {CONTEXT} tokens. However, "
+"""OpenAI's words. litellm, pydantic-ai and other clients look for them to use another model."""
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "limit"),
+    [
+        (COMPLETIONS, "prompt", "max_tokens"),
+        (CHAT, "messages", "max_tokens"),
+        (CHAT, "messages", "max_completion_tokens"),
+        ("/v1/responses", "input", "max_output_tokens"),
+    ],
+)
+def test_context_overflow_has_the_words_of_openai(
+    http: httpx.Client, path: str, source: str, limit: str
+) -> None:
+    def overflow(size: int, max_tokens: int) -> dict[str, str | None]:
+        body = chat(size) if source == "messages" else {source: "x" * size}
+        error = check_error(http.post(path, json=body | {limit: max_tokens}), 400)
+        assert error["message"].startswith(OVERFLOW)
+        assert error["type"] == "invalid_request_error"
+        assert error["code"] == "context_length_exceeded"
+        return error
+
+    error = overflow(CONTEXT + 3, 5)
+    assert error["param"] == source
+    assert re.search(
+        rf"your {source} resulted in 8[12]\d\d tokens. Please reduce", error["message"]
+    )
+    for max_tokens in (CONTEXT, 10**12, 2**40):
+        error = overflow(3, max_tokens)
+        assert error["param"] == limit
+        asked = rf" \(\d+ in the {source}, {max_tokens} in the completion\)\. Please reduce"
+        assert re.search(asked, error["message"])
+
+
+@pytest.mark.parametrize(
+    ("size", "max_tokens", "expected"),
+    [
+        (CONTEXT + 3, 5, rf"prompt is too long: 8[12]\d\d tokens > {CONTEXT} maximum"),
+        (
+            3,
+            10**12,
+            r"input length and `max_tokens` exceed context limit: \d+ \+ 10{12} > 8192, .*",
+        ),
+    ],
+)
+def test_context_overflow_has_the_words_of_anthropic(
+    http: httpx.Client, size: int, max_tokens: int, expected: str
+) -> None:
+    answer = http.post("/v1/messages", json=chat(size) | {"max_tokens": max_tokens})
+    error = answer.json()["error"]
+    assert re.fullmatch(expected, error["message"])
+    assert (error["type"], error["code"]) == ("invalid_request_error", "context_length_exceeded")
+    assert error["param"] == ("messages" if size > CONTEXT else "max_tokens")
 
 
 def test_an_extremely_long_prompt_is_refused_before_tokenization(client: openai.OpenAI) -> None:
@@ -50,20 +104,20 @@ def test_an_extremely_long_prompt_is_refused_before_tokenization(client: openai.
 
 
 def test_a_prompt_that_leaves_no_room_for_output_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match=str(CONTEXT)):
+    asked = rf"{CONTEXT + 1} tokens \({CONTEXT} in the prompt, 1 in the completion\)"
+    with pytest.raises(openai.BadRequestError, match=asked):
         client.completions.create(model="tiny", prompt=[1] * CONTEXT, max_tokens=1)
 
 
-@pytest.mark.parametrize("max_tokens", [CONTEXT - 4, CONTEXT, 10**9])
+@pytest.mark.parametrize("max_tokens", [CONTEXT - 4, 10**400], ids=["by one", "huge"])
 def test_max_tokens_beyond_the_context_is_refused_not_reduced(
-    client: openai.OpenAI, max_tokens: int
+    http: httpx.Client, max_tokens: int
 ) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="tiny", prompt="12345", max_tokens=max_tokens)
-    for number in (CONTEXT, 5, max_tokens, CONTEXT - 5):
-        assert str(number) in caught.value.message
-    assert caught.value.code == "context_length_exceeded"
-    assert caught.value.param == "max_tokens"
+    body = json.dumps({"prompt": "12345", "max_tokens": max_tokens})
+    answer = http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+    error = check_error(answer, 400)
+    assert "(5 in the prompt, " in error["message"]
+    assert error["message"].endswith(f"or set max_tokens to at most {CONTEXT - 5}.")
 
 
 def test_too_large_a_body_is_413(http: httpx.Client) -> None:
@@ -149,9 +203,14 @@ def test_null_means_the_default(
     assert "valid" in check_error(http.post(path, json=body | {required: None}), 400)["message"]
 
 
+def test_max_tokens_null_means_16_in_completions(http: httpx.Client) -> None:
+    answer = http.post(COMPLETIONS, json=GOOD | {"max_tokens": None})
+    assert answer.json()["usage"]["completion_tokens"] == 16
+
+
 def test_messages_name_ranges_in_whole_numbers(http: httpx.Client) -> None:
     message = check_error(http.post(COMPLETIONS, json=GOOD | {"max_tokens": 0}), 400)["message"]
-    assert message == "max_tokens must be between 1 and 2147483647; got 0."
+    assert message == "max_tokens must be at least 1; got 0."
     answer = http.post(COMPLETIONS, json=GOOD | {"presence_penalty": 3})
     message = check_error(answer, 400)["message"]
     assert message == "presence_penalty must be between -2 and 2; got 3.0."

@@ -184,7 +184,6 @@ def test_invalid_field_is_refused_by_name(
     ("path", "body", "param"),
     [
         ("responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
-        ("responses", {"input": "x", "max_output_tokens": 9000}, "max_output_tokens"),
         (
             "responses",
             {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "no"}}}},
@@ -192,7 +191,7 @@ def test_invalid_field_is_refused_by_name(
         ),
         (
             "chat/completions",
-            {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 9000},
+            {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0},
             "max_completion_tokens",
         ),
     ],

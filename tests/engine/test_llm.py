@@ -129,8 +129,8 @@ class TestPrompts:
             ({"prompt_token_ids": ["a"]}, "list of integers"),
             ({"prompt_token_ids": []}, "empty"),
             ([3] * 160, "160 tokens"),
-            ([3] * 150, "max_tokens is 12, but the prompt of 150"),
-            ("x" * 100_000, "100000 characters"),
+            ([3] * 150, "162 tokens .150 in the prompt, 12 in"),
+            ("x" * 300_000, "300000 characters"),
         ],
     )
     def test_one_invalid_prompt_prevents_the_whole_call(self, llm, monkeypatch, bad, message):

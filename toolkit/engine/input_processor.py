@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 
 from toolkit.engine.messages import EngineRequest
-from toolkit.errors import CheckpointError, InvalidParamError, InvalidRequestError
+from toolkit.errors import CheckpointError, ContextLengthError, InvalidRequestError
 from toolkit.sampling.params import SamplingParams
 from toolkit.sequence import SequenceSpec
 from toolkit.text.tokenizer import Tokenizer, eos_token_ids
 from toolkit.worker import WorkerInfo
+
+MIN_TOO_LONG = 2**18  # characters that are tokenized, however small the context is
 
 Prompt = str | list[int] | Mapping[str, object]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
@@ -92,8 +94,8 @@ class InputProcessor:
 
     def check_length(self, text: str) -> None:
         """Reject extremely long text before tokenizing it. Raises InvalidRequestError."""
-        if len(text) > 64 * self.info.max_model_len + 4096:
-            raise self._too_long_error(f"{len(text)} characters")
+        if len(text) > max(64 * self.info.max_model_len, MIN_TOO_LONG):
+            raise ContextLengthError(self.info.max_model_len, "prompt", len(text), "characters")
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -206,29 +208,13 @@ class InputProcessor:
 
     def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         limit = self.info.max_model_len
-        if num_prompt_tokens >= limit:
-            raise self._too_long_error(f"{num_prompt_tokens} tokens")
+        if num_prompt_tokens > limit:
+            raise ContextLengthError(limit, "prompt", num_prompt_tokens)
         room = limit - num_prompt_tokens
-        if params.max_tokens is None:
-            return room
-        if params.max_tokens > room:
-            raise InvalidParamError(
-                "max_tokens",
-                f"is {params.max_tokens}, but the prompt of {num_prompt_tokens} tokens leaves "
-                f"{room} of the model's context of {limit}. Use at most {room}, or shorten the "
-                "prompt.",
-                code="context_length_exceeded",
-            )
-        return params.max_tokens
-
-    def _too_long_error(self, size: str) -> InvalidRequestError:
-        limit = self.info.max_model_len
-        return InvalidRequestError(
-            f"The prompt has {size}. The model's context is {limit} tokens, including at least one "
-            "for the answer.",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+        max_tokens = params.max_tokens or max(1, room)
+        if max_tokens > room:
+            raise ContextLengthError(limit, "prompt", num_prompt_tokens, max_tokens=max_tokens)
+        return max_tokens
 
 
 def load_default_sampling(folder: Path) -> dict[str, Any]:

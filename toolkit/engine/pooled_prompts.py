@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from toolkit.engine.input_processor import InputProcessor
 from toolkit.engine.messages import EngineRequest
-from toolkit.errors import EngineError, InvalidRequestError
+from toolkit.errors import ContextLengthError, EngineError, InvalidRequestError
 from toolkit.metrics import Metrics
 from toolkit.pooling.settings import PoolingInfo
 from toolkit.sampling.params import PoolingParams, SamplingParams
@@ -231,7 +231,7 @@ class PoolingProcessor:
         max_chars = 64 * self._inputs.info.max_model_len + 4096
         size = sum(map(len, texts))
         if max_tokens is None and size > max_chars:
-            raise self._too_long_error(name, f"{size} characters")
+            raise ContextLengthError(self._inputs.info.max_model_len, name, size, "characters")
         tokenizer = self._inputs.require_tokenizer()
         token_ids, second = tokenizer.encode_texts(
             tuple(text[:max_chars] for text in texts), max_tokens
@@ -255,16 +255,8 @@ class PoolingProcessor:
         if not token_ids:
             raise InvalidRequestError(f"{name} is empty.", param=name)
         if len(token_ids) > self._inputs.info.max_model_len:
-            raise self._too_long_error(name, f"{len(token_ids)} tokens")
+            raise ContextLengthError(self._inputs.info.max_model_len, name, len(token_ids))
         return PoolingInput(array("i", token_ids), params)
-
-    def _too_long_error(self, name: str, size: str) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"{name} has {size}, and the model takes at most {self._inputs.info.max_model_len} "
-            "tokens. Shorten it, or set truncate_prompt_tokens to -1.",
-            param=name,
-            code="context_length_exceeded",
-        )
 
 
 async def pool(

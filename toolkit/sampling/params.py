@@ -87,7 +87,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         if self.seed is not None:
             _within("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
-            _within("max_tokens", self.max_tokens, 1, _MAX_INT)
+            _within("max_tokens", self.max_tokens, 1, None)
+            self.max_tokens = min(self.max_tokens, 2**63)  # the context bounds it, in any case
         _within(
             "min_tokens",
             self.min_tokens,
@@ -176,7 +177,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
                     f"{name} must be a whole number; got {getattr(self, name)!r}.", param=name
                 )
         _within("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
-        _within("max_tokens", self.max_tokens, 1, _MAX_INT)
+        _within("max_tokens", self.max_tokens, 1, None)
         _within("length_penalty", self.length_penalty, -10.0, 10.0)
         if self.early_stopping not in (True, False, "never"):
             raise InvalidRequestError(

@@ -8,7 +8,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
 
-from toolkit.errors import InvalidRequestError, ToolkitError
+from toolkit.errors import ContextLengthError, InvalidRequestError, ToolkitError
 
 
 class ErrorDetail(msgspec.Struct):
@@ -53,6 +53,8 @@ def anthropic_error(error: Exception, request_id: str) -> dict[str, Any]:
     detail.type = _ANTHROPIC_TYPES.get(
         status, "invalid_request_error" if status < 500 else "api_error"
     )
+    if isinstance(error, ContextLengthError):
+        detail.message = error.anthropic_message
     fields = msgspec.structs.asdict(detail)
     if detail.code is not None:
         fields["details"] = {"error_code": detail.code}

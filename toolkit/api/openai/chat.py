@@ -50,8 +50,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = service_for(request, body)
     request_id = f"chatcmpl-{request.state.request_id}"
-    names = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-    with rename_params(names):
+    with rename_params(body.param_names):
         answer = await start_answer(service, body, request_id)
     group, tokenizer, plan = answer.group, answer.tokenizer, answer.plan
     top = answer.params.logprobs or 0

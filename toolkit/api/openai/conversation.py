@@ -15,7 +15,7 @@ from toolkit.api.openai.generation import AnswerGroup, start_group
 from toolkit.api.openai.replies import ChatDelta
 from toolkit.api.openai.schemas import ChatRequest
 from toolkit.api.openai.tools import FunctionCall
-from toolkit.errors import InvalidParamError, InvalidRequestError
+from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import SamplingParams
 from toolkit.text.tokenizer import Tokenizer
 
@@ -130,12 +130,7 @@ def rename_params(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidRequestError as error:
-        param = names.get(error.param or "")
-        if param is None:
-            raise
-        if isinstance(error, InvalidParamError):
-            raise InvalidParamError(param, error.problem, code=error.code) from None
-        raise InvalidRequestError(error.message, param=param, code=error.code) from None
+        raise error.renamed(names) from None
 
 
 def _with_known_roles(service: Service, body: ChatRequest) -> list[dict[str, Any]]:

@@ -169,7 +169,7 @@ class CompletionRequest(SamplingFields):
     )
 
     prompt: Prompts
-    max_tokens: int | None = Field(
+    max_tokens: int = Field(
         16, description="Maximum tokens to generate; may be 0 with echo or prompt_logprobs"
     )
     logprobs: int | None = Field(
@@ -241,8 +241,6 @@ class CompletionRequest(SamplingFields):
                 "log-probability alone.",
                 param=refused[0],
             )
-        if self.max_tokens is None:
-            raise InvalidRequestError("Beam search needs max_tokens.", param="max_tokens")
         return BeamSearchParams(
             beam_width=self.best_of or self.n or 1,
             max_tokens=self.max_tokens,
@@ -378,6 +376,14 @@ class ChatRequest(SamplingFields):
         if not self.messages:
             raise InvalidRequestError("The conversation has no messages.", param="messages")
         return [message.to_template() for message in self.messages]
+
+    @property
+    def param_names(self) -> dict[str, str]:
+        """The engine's parameters whose names differ here."""
+        names = {"prompt": "messages"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return names
 
     @property
     def callable_tools(self) -> list[Tool]:

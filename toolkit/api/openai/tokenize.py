@@ -12,7 +12,7 @@ from toolkit.api.http.body_fields import RequestBody, Route, Text
 from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
 from toolkit.api.http.service import Service, service_for
-from toolkit.api.openai.conversation import encode_conversation, make_chat_request
+from toolkit.api.openai.conversation import encode_conversation, make_chat_request, rename_params
 from toolkit.engine.async_llm import LONG_TEXT
 from toolkit.errors import InvalidRequestError
 
@@ -132,7 +132,8 @@ async def _encode_messages(service: Service, request: Request, body: TokenizeReq
     own_fields = {"prompt", "add_special_tokens", "return_token_strs"}
     chat = make_chat_request(**body.model_dump(exclude=own_fields))
     service_for(request, chat)
-    return await encode_conversation(service, chat)
+    with rename_params(chat.param_names):
+        return await encode_conversation(service, chat)
 
 
 def _json(value: msgspec.Struct) -> Response:
