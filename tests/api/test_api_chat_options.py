@@ -261,6 +261,16 @@ def test_strict_server_refuses_unknown_fields(
     assert answer.json()["error"]["param"] == param
 
 
+def test_strict_server_accepts_fields_without_effect(lenient: Server) -> None:
+    known = {
+        "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k",
+        "safety_identifier": "s", "verbosity": "low", "modalities": ["text"],
+        "messages": [{**HELLO[0], "cache_control": {"type": "ephemeral"}}],
+    }  # fmt: skip
+    answer = lenient.http.post("/v1/chat/completions", json={"max_tokens": 1} | known)
+    assert answer.status_code == 200, answer.text
+
+
 async def test_async_client_streams_concurrently(server: Server, reference: Reference) -> None:
     prompts = [f"number {i}" for i in range(8)]
 

@@ -148,7 +148,6 @@ def test_finished_answer_is_completed(client: openai.OpenAI) -> None:
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input",
         ),
-        ({"input": "x", "store": True}, "store"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
         ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools.0"),

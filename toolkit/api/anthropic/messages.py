@@ -1,8 +1,8 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API."""
 
 import json
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -10,6 +10,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from starlette.responses import Response
 
 from toolkit.api.http.body_fields import BY_KIND, LIST, TEXT, Body, RequestBody, Route, Text
+from toolkit.api.http.client_fields import REFUSED_BY_ANTHROPIC, REFUSED_IN_ANTHROPIC_MESSAGES
 from toolkit.api.http.error_bodies import anthropic_error
 from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
@@ -24,7 +25,7 @@ from toolkit.api.openai.conversation import (
     start_answer,
 )
 from toolkit.api.openai.response_format import Schema
-from toolkit.api.openai.schemas import MAX_MESSAGES, ChatRequest
+from toolkit.api.openai.schemas import MAX_MESSAGES, ChatRequest, ReasoningEffort
 from toolkit.errors import InvalidRequestError
 
 router = APIRouter(tags=["Anthropic"], route_class=Route)
@@ -64,9 +65,6 @@ def _check_arguments(value: Any) -> Any:
 class TextBlock(Body):
     type: Literal["text"]
     text: Text
-    cache_control: Any = Field(
-        None, description="Not needed: common prefixes of prompts are always cached"
-    )
     citations: Any = Field(None, description="Accepted as part of an earlier answer; not read")
 
 
@@ -86,7 +84,6 @@ class CallBlock(Body):
     id: Text
     name: Text
     input: Annotated[dict[str, Any], AfterValidator(_check_arguments)]
-    cache_control: Any = None
 
 
 class ResultBlock(Body):
@@ -98,7 +95,6 @@ class ResultBlock(Body):
     is_error: bool = Field(
         False, description="Not read: chat templates have no place for it. Say it in the content"
     )
-    cache_control: Any = None
 
 
 ContentBlock = Annotated[
@@ -109,8 +105,11 @@ Content = Annotated[Annotated[Text, TEXT] | Annotated[list[ContentBlock], MANY, 
 
 
 class MessageParam(Body):
+    refused_fields: ClassVar[Mapping[str, str]] = REFUSED_IN_ANTHROPIC_MESSAGES
+
     role: Literal["user", "assistant", "system"]
     content: Content
+    output_config: Any = Field(None, description="Not read")
 
     def to_chat(self) -> Iterator[dict[str, Any]]:
         """Yield chat messages: first one per call result, then the text and calls."""
@@ -138,7 +137,6 @@ class InputTool(Body):
         description="true: refuse a schema with keywords that cannot be enforced, if the call is "
         "required",
     )
-    cache_control: Any = None
 
 
 class InputToolChoice(Body):
@@ -162,6 +160,18 @@ class OutputFormat(Body):
 
 class OutputConfig(Body):
     format: OutputFormat | None = Field(None, description="Constraint on the answer")
+    effort: ReasoningEffort | None = Field(
+        None, description="For chat templates that read reasoning_effort"
+    )
+
+
+class Thinking(Body):
+    type: Literal["enabled", "adaptive", "disabled"] = Field(
+        description="disabled sets enable_thinking to false for the chat template"
+    )
+    budget_tokens: Any = Field(None, description="Not read")
+    display: Any = Field(None, description="Not read: reasoning is returned complete")
+    block_binding: Any = Field(None, description="Not read: earlier reasoning is not shown again")
 
 
 class CountRequest(RequestBody):
@@ -173,12 +183,15 @@ class CountRequest(RequestBody):
         }
     )
 
+    refused_fields: ClassVar[Mapping[str, str]] = REFUSED_BY_ANTHROPIC
+
     model: str | None = None
     messages: Annotated[list[MessageParam], Field(min_length=1), MANY]
     system: Content | None = Field(None, description="System message before the conversation")
     tools: list[InputTool] | None = None
     tool_choice: InputToolChoice | None = None
     output_config: OutputConfig | None = None
+    thinking: Thinking | None = None
     thread: Any = Field(None, description="Not supported: nothing is stored")
 
     def to_chat(self) -> ChatRequest:
@@ -194,7 +207,9 @@ class CountRequest(RequestBody):
                 param="thread",
                 code="thread_unsupported_request",
             )
-        output_format = None if self.output_config is None else self.output_config.format
+        config = self.output_config
+        output_format = None if config is None else config.format
+        is_thinking = self.thinking is None or self.thinking.type != "disabled"
         messages = [{"role": "system", "content": _text(self.system)}] if self.system else []
         messages += [converted for one in self.messages for converted in one.to_chat()]
         choice = self.tool_choice
@@ -213,6 +228,8 @@ class CountRequest(RequestBody):
             response_format=None if output_format is None else output_format.to_chat(),
             continue_final_message=is_continued,
             add_generation_prompt=not is_continued,
+            reasoning_effort=None if config is None else config.effort,
+            chat_template_kwargs=None if is_thinking else {"enable_thinking": False},
             **options,
         )
 

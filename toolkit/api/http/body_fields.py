@@ -1,7 +1,7 @@
 """Request bodies. Unknown fields are named in a response header, or rejected with `--strict`."""
 
 import json
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from types import NoneType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 from urllib.parse import quote
@@ -21,6 +21,7 @@ from pydantic import (
 )
 from starlette.responses import Response
 
+from toolkit.api.http.client_fields import ACCEPTED, NO_EFFECT
 from toolkit.errors import InvalidRequestError
 
 T = TypeVar("T")
@@ -75,6 +76,8 @@ class Body(BaseModel):
     """An object in a request. Unknown fields are kept, to be reported."""
 
     model_config = ConfigDict(extra="allow")
+    refused_fields: ClassVar[Mapping[str, str]] = {}
+    """Reasons, by undeclared field, to refuse a request with it."""
 
 
 class RequestBody(Body):
@@ -134,7 +137,9 @@ class Route(APIRoute):
 
 
 def check_fields(request: Request, body: Body, *, strict: bool) -> None:
-    """Store the names of unknown fields for the header. `strict`: raise InvalidRequestError."""
+    """Store the names of unknown fields for the header.
+
+    Raises InvalidRequestError for a refused field and, if `strict`, for an unknown one."""
     names = list(unknown_fields(body))
     if not names:
         return
@@ -146,17 +151,24 @@ def check_fields(request: Request, body: Body, *, strict: bool) -> None:
     request.state.ignored_fields = ", ".join(shown + (["..."] if len(names) > _MAX_NAMES else []))
 
 
-def unknown_fields(body: BaseModel, prefix: str = "") -> Iterator[str]:
-    """Yield paths of unknown fields that are not null, such as "messages.1.weight"."""
+def unknown_fields(body: Body, prefix: str = "") -> Iterator[str]:
+    """Yield paths of unknown fields that are not null, such as "messages.1.weight".
+
+    Raises InvalidRequestError for a refused field."""
     for name, value in (body.model_extra or {}).items():
-        if value is not None:
-            yield prefix + name
+        reason = body.refused_fields.get(name)
+        if reason is None:
+            if value is not None and name not in ACCEPTED:
+                yield prefix + name
+        elif value not in NO_EFFECT:
+            path = prefix + name
+            raise InvalidRequestError(f"{path} is not supported: {reason}.", param=path)
     for name in body.model_fields_set:
         value = getattr(body, name)
-        if isinstance(value, BaseModel):
+        if isinstance(value, Body):
             yield from unknown_fields(value, f"{prefix}{name}.")
         # Skip token ids, which are many.
         elif isinstance(value, list) and value and not isinstance(value[0], int):
             for index, one in enumerate(value):
-                if isinstance(one, BaseModel):
+                if isinstance(one, Body):
                     yield from unknown_fields(one, f"{prefix}{name}.{index}.")

@@ -224,7 +224,7 @@ class ResponseBuilder:
             else [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": None,
+            "reasoning": body.reasoning and {"effort": body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": params.temperature,
             "text": {"format": text or {"type": "text"}},

@@ -1,6 +1,7 @@
 """Requests of /v1/responses, and their conversion to chat requests."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
@@ -13,12 +14,14 @@ from toolkit.api.http.body_fields import (
     RequestBody,
     Text,
 )
+from toolkit.api.http.client_fields import REFUSED_IN_RESPONSES
 from toolkit.api.openai.conversation import make_chat_request
 from toolkit.api.openai.response_format import JsonSchemaFormat
-from toolkit.api.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ChatRequest
+from toolkit.api.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ChatRequest, ReasoningEffort
 from toolkit.api.openai.tools import ALLOWED, BY_CHOICE, MODE, NAMED, ChoiceMode, FunctionTool
 from toolkit.errors import InvalidRequestError
 
+_LOGPROBS = "message.output_text.logprobs"
 _FROM_ANSWER = "Accepted as part of an earlier answer; not read"
 
 
@@ -81,6 +84,7 @@ class InputCallOutput(Body):
     type: Literal["function_call_output"]
     call_id: Text
     output: Content
+    name: str | None = Field(None, description="Not read")
     id: str | None = Field(None, description="Not read")
     status: str | None = Field(None, description="Not read")
 
@@ -237,12 +241,22 @@ def _check_tool_types(tools: Any) -> Any:
     return tools
 
 
+class ReasoningOptions(Body):
+    effort: ReasoningEffort | None = Field(None, description="See chat's reasoning_effort")
+    summary: Any = Field(None, description="Not read: reasoning is returned complete")
+    generate_summary: Any = Field(None, description="Not read")
+    context: Any = Field(None, description="Not read: earlier reasoning is not shown to the model")
+    mode: Any = Field(None, description="Not read")
+
+
 class ResponsesRequest(RequestBody):
     """POST /v1/responses."""
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"input": "What is a KV cache?", "max_output_tokens": 64}}
     )
+
+    refused_fields: ClassVar[Mapping[str, str]] = REFUSED_IN_RESPONSES
 
     model: str | None = None
     input: Input = Field(examples=["What is a KV cache?"])
@@ -274,23 +288,24 @@ class ResponsesRequest(RequestBody):
         None, description="auto: cut the beginning of an input that is too long"
     )
     stream: bool = False
-    store: bool | None = Field(None, description="Only false is supported: nothing is stored")
+    stream_options: Any = Field(None, description="Not read")
+    reasoning: ReasoningOptions | None = None
+    include: list[Text] | None = Field(
+        None, description="Not read: there are no hosted tools and no encrypted reasoning"
+    )
+    image: Any = Field(None, description="Not read: images are not supported")
+    store: bool | None = Field(None, description="Not read: nothing is stored")
     metadata: dict[Text, Text] | None = None
     user: Text | None = None
-    previous_response_id: str | None = Field(None, description="Not supported: nothing is stored")
-    conversation: Any = Field(None, description="Not supported: nothing is stored")
-    prompt: Any = Field(None, description="Not supported: nothing is stored")
-    background: bool | None = Field(None, description="Not supported: nothing is stored")
 
     def to_chat(self) -> ChatRequest:
         """Raises InvalidRequestError for unsupported options."""
-        for name in ("store", "previous_response_id", "conversation", "prompt", "background"):
-            if getattr(self, name):
-                raise InvalidRequestError(
-                    f"{name} is not supported: this server stores no responses. "
-                    "Send the complete conversation as input.",
-                    param=name,
-                )
+        if _LOGPROBS in (self.include or ()):
+            raise InvalidRequestError(
+                f"include cannot have {_LOGPROBS!r}: responses have no log-probabilities. Chats "
+                "have.",
+                param="include",
+            )
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})
@@ -307,6 +322,7 @@ class ResponsesRequest(RequestBody):
             parallel_tool_calls=self.parallel_tool_calls,
             truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
             response_format=None if text_format is None else text_format.to_chat(),
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
         )
 
     def _chat_tool_choice(self) -> str | dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """Requests for completions and chats, as pydantic models: they validate, and document the API."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -17,6 +17,7 @@ from toolkit.api.http.body_fields import (
     Text,
     encodable,
 )
+from toolkit.api.http.client_fields import REFUSED_IN_CHAT_MESSAGES, REFUSED_IN_CHATS
 from toolkit.api.openai.response_format import (
     ResponseFormat,
     StructuredOutputs,
@@ -27,6 +28,7 @@ from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import MAX_STOP_STRINGS, BeamSearchParams, SamplingParams
 
 Int = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # range of the engine's arrays and messages
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_MESSAGES = 16_384  # of one conversation; also parts of one message
 MAX_TOOLS = 128  # of one request
 MAX_BIASES = 65_536  # tokens of one logit_bias
@@ -299,8 +301,11 @@ Content = Annotated[
 
 
 class ChatMessage(Body):
+    refused_fields: ClassVar[Mapping[str, str]] = REFUSED_IN_CHAT_MESSAGES
+
     role: Annotated[Text, Field(min_length=1, max_length=64, examples=["user"])]
     content: Content | None = None
+    refusal: Text | None = Field(None, description="The assistant's, read if there is no content")
     name: Text | None = None
     tool_calls: list[ToolCall] | None = Field(None, description="Calls that the assistant made")
     tool_call_id: Text | None = Field(
@@ -312,7 +317,10 @@ class ChatMessage(Body):
 
     def to_template(self) -> dict[str, Any]:
         """Join content parts to one text and leave empty fields out."""
-        message: dict[str, Any] = {"role": self.role, "content": _text(self.content)}
+        message: dict[str, Any] = {
+            "role": self.role,
+            "content": _text(self.content) or self.refusal or "",
+        }
         if self.tool_calls:
             message["tool_calls"] = [call.to_template() for call in self.tool_calls]
         for name in ("name", "tool_call_id", "reasoning_content"):
@@ -332,6 +340,8 @@ class ChatRequest(SamplingFields):
             }
         }
     )
+
+    refused_fields: ClassVar[Mapping[str, str]] = REFUSED_IN_CHATS
 
     messages: Annotated[list[ChatMessage], FAIL_FAST] = Field(max_length=MAX_MESSAGES)
     max_tokens: int | None = None
@@ -357,6 +367,9 @@ class ChatRequest(SamplingFields):
     echo: bool = Field(
         False,
         description="Put the text of the last message before the answer, if it is the assistant's",
+    )
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="For chat templates that read it; none also sets enable_thinking to false"
     )
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(encodable)] | None = None
 
@@ -417,7 +430,7 @@ class ChatRequest(SamplingFields):
             "allow_special_tokens",
             "self",
         }
-        extra = self.chat_template_kwargs or {}
+        extra = self._reasoning_options() | (self.chat_template_kwargs or {})
         if reserved & set(extra):
             raise InvalidRequestError(
                 f"chat_template_kwargs cannot set {', '.join(sorted(reserved & set(extra)))}.",
@@ -437,6 +450,13 @@ class ChatRequest(SamplingFields):
             "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
             "continue_final_message": self.continue_final_message,
         }
+
+    def _reasoning_options(self) -> dict[str, Any]:
+        if self.reasoning_effort is None:
+            return {}
+        return {"reasoning_effort": self.reasoning_effort} | (
+            {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        )
 
 
 _UNSUPPORTED_WITH_BEAMS = (

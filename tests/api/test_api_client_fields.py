@@ -1,0 +1,165 @@
+"""Fields that OpenAI's and Anthropic's clients can send: used, accepted or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args, get_type_hints
+
+import anthropic.types as messages
+import anthropic.types.beta as beta
+import httpx
+import openai.types as completions
+import openai.types.chat as chats
+import openai.types.responses as responses
+import pytest
+from typing_extensions import is_typeddict
+
+from toolkit.api.anthropic.messages import CountRequest, MessagesRequest
+from toolkit.api.http.body_fields import Body
+from toolkit.api.http.client_fields import ACCEPTED
+from toolkit.api.openai.response_request import ResponsesRequest
+from toolkit.api.openai.schemas import ChatRequest, CompletionRequest
+from toolkit.api.pooling.embeddings import EmbeddingRequest
+
+HELLO = [{"role": "user", "content": "Hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HELLO, "max_tokens": 1},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 1},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": HELLO},
+}
+
+
+def parts(kind: object) -> Iterator[Any]:
+    """Yield the classes of bodies and typed dictionaries in an annotation."""
+    if is_typeddict(kind) or (isinstance(kind, type) and issubclass(kind, Body)):
+        yield kind
+    for inner in get_args(kind):
+        yield from parts(inner)
+
+
+def literals(kind: Any) -> set[object]:
+    """Return the values of a class's field `type`; empty without one."""
+    return set(get_args(get_type_hints(kind).get("type")))
+
+
+def unknown(sent: Any, body: type[Body], path: str, seen: set[tuple[Any, Any]]) -> Iterator[str]:
+    """Yield paths of fields of a client's typed dictionary that the server does not know."""
+    if (sent, body) in seen:
+        return
+    seen.add((sent, body))
+    fields = {field.alias or name: field for name, field in body.model_fields.items()}
+    for name, kind in get_type_hints(sent).items():
+        if name not in fields and name not in ACCEPTED and name not in body.refused_fields:
+            yield path + name
+        for inner in parts(fields[name].annotation) if name in fields else ():
+            for given in parts(kind):
+                if literals(given) & literals(inner) or not (literals(given) and literals(inner)):
+                    yield from unknown(given, inner, f"{path}{name}.", seen)
+
+
+@pytest.mark.parametrize(
+    ("sent", "body"),
+    [
+        (chats.completion_create_params.CompletionCreateParamsStreaming, ChatRequest),
+        (completions.completion_create_params.CompletionCreateParamsStreaming, CompletionRequest),
+        (completions.EmbeddingCreateParams, EmbeddingRequest),
+        (responses.response_create_params.ResponseCreateParamsStreaming, ResponsesRequest),
+        (messages.message_create_params.MessageCreateParamsStreaming, MessagesRequest),
+        (messages.MessageCountTokensParams, CountRequest),
+        (beta.message_create_params.MessageCreateParamsStreaming, MessagesRequest),
+        (beta.MessageCountTokensParams, CountRequest),
+    ],
+)
+def test_every_field_of_official_clients_is_known(sent: Any, body: type[Body]) -> None:
+    assert list(unknown(sent, body, "", set())) == []
+
+
+def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
+    part = {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}
+    fields = dict.fromkeys(ACCEPTED, "x") | {"metadata": {"a": "b"}, "store": True}
+    for path, body in BODIES.items():
+        if "input" not in body:
+            body = body | {"messages": [{"role": "user", "content": [part]}]}
+        answer = http.post(path, json=body | fields)
+        assert answer.status_code == 200, answer.text
+        assert "x-ignored-fields" not in answer.headers
+        assert answer.json().get("store") in (None, False)
+
+
+def test_fields_that_would_change_the_answer_are_refused(http: httpx.Client) -> None:
+    harmless = {"audio": None, "functions": [], "modalities": ["text"], "mcp_servers": []}
+    harmless |= {"background": False, "function_call": "auto"}
+    for path, body in BODIES.items():
+        assert http.post(path, json=body | harmless).status_code == 200
+    kinds = (ChatRequest, ResponsesRequest, MessagesRequest, CountRequest)
+    for (path, body), kind in zip(BODIES.items(), kinds, strict=True):
+        assert kind.refused_fields
+        for name, reason in kind.refused_fields.items():
+            answer = http.post(path, json=body | {name: {}})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, name)
+            assert error["message"] == f"{name} is not supported: {reason}."
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "param"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [*HELLO, {"role": "assistant", "function_call": {"name": "f"}}]},
+            "messages.1.function_call",
+        ),
+        (
+            "/v1/messages",
+            {"messages": [*HELLO, {"role": "system", "content": "x", "clear_at": "now"}]},
+            "messages.1.clear_at",
+        ),
+        ("/v1/responses", {"include": ["message.output_text.logprobs"]}, "include"),
+        ("/v1/chat/completions", {"reasoning_effort": "lots"}, "reasoning_effort"),
+    ],
+)
+def test_nested_fields_and_values_are_refused_by_name(
+    http: httpx.Client, path: str, more: dict[str, Any], param: str
+) -> None:
+    answer = http.post(path, json=BODIES[path] | more)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (ChatRequest(messages=HELLO, reasoning_effort="low"), {"reasoning_effort": "low"}),
+        (
+            ResponsesRequest(input="x", reasoning={"effort": "none", "summary": "auto"}),
+            {"reasoning_effort": "none", "enable_thinking": False},
+        ),
+        (
+            MessagesRequest(
+                messages=HELLO, max_tokens=1, thinking={"type": "disabled"},
+                output_config={"effort": "high"},
+            ),
+            {"reasoning_effort": "high", "enable_thinking": False},
+        ),
+        (
+            MessagesRequest(
+                messages=HELLO, max_tokens=1, thinking={"type": "enabled", "budget_tokens": 1024}
+            ),
+            {},
+        ),
+        (
+            ChatRequest(
+                messages=HELLO, reasoning_effort="none",
+                chat_template_kwargs={"enable_thinking": True},
+            ),
+            {"reasoning_effort": "none", "enable_thinking": True},
+        ),
+    ],
+)  # fmt: skip
+def test_reasoning_options_reach_the_chat_template(body: Any, expected: dict[str, Any]) -> None:
+    chat = body if isinstance(body, ChatRequest) else body.to_chat()
+    options = chat.template_options(trusted=False)
+    assert options == expected | {
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+    }

@@ -1,0 +1,63 @@
+"""Fields that OpenAI's and Anthropic's clients send and the routes do not declare.
+
+ACCEPTED ones have no effect on the answer here. A field that would change the answer is refused:
+the classes of bodies have such fields in `refused_fields`, which come from the tables here."""
+
+from typing import Any
+
+ACCEPTED = frozenset(
+    {
+        # attribution, storage, billing, place and speed of the service
+        "access_programs", "billing_policy", "diagnostics", "fallback_credit_token", "fallbacks",
+        "inference_geo", "metadata", "safety_identifier", "service_tier", "speed", "store",
+        "user_profile_id", "workspace_id",
+        # caches: common prefixes of prompts are always cached
+        "cache_control", "prompt_cache_breakpoint", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention",
+        # versions of the interface
+        "anthropic_beta", "anthropic_version", "betas",
+        # hints about speed and style
+        "eager_input_streaming", "include_obfuscation", "prediction", "task_budget", "verbosity",
+        # conversations are not shortened: one that is too long is an error
+        "context_management",
+        # every tool is shown to the model, which calls it directly
+        "allowed_callers", "async", "caller", "defer_loading", "input_examples", "max_tool_calls",
+        "namespace", "output_schema", "toolset_name",
+        # parts of earlier answers
+        "annotations",
+    }
+)  # fmt: skip
+"""Names at any depth of a body."""
+
+NO_EFFECT: tuple[Any, ...] = (None, False, "none", "auto", "never", [], ["text"])
+"""Values with which a field in the tables below is accepted."""
+
+REFUSED_IN_CHATS = {
+    "audio": "answers are text",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "modalities": "answers are text",
+    "moderation": "this server does not moderate",
+    "web_search_options": "this server does not search the web",
+}
+REFUSED_IN_CHAT_MESSAGES = {
+    "audio": "only text is read, so send the transcript as content",
+    "function_call": "use tool_calls",
+}
+_STORES_NOTHING = "this server stores no responses. Send the complete conversation as input"
+REFUSED_IN_RESPONSES = {
+    "background": _STORES_NOTHING,
+    "conversation": _STORES_NOTHING,
+    "moderation": "this server does not moderate",
+    "previous_response_id": _STORES_NOTHING,
+    "prompt": _STORES_NOTHING,
+    "top_logprobs": "responses have no log-probabilities. Chats have",
+}
+REFUSED_BY_ANTHROPIC = {
+    "compaction": "this server does not summarize conversations",
+    "container": "this server runs no code and has no skills",
+    "mcp_servers": "this server connects to no others. Send their tools as tools",
+}
+REFUSED_IN_ANTHROPIC_MESSAGES = {
+    "clear_at": "a message stays in the conversation until it is left out",
+}
