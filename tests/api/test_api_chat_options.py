@@ -201,6 +201,51 @@ def test_idle_stream_sends_comments(lenient: Server) -> None:
     assert comment == ": keep-alive"
 
 
+# ---- beam search
+
+
+def test_beams_of_a_chat_are_those_of_its_prompt(client: openai.OpenAI) -> None:
+    options = {"model": "tiny", "n": 2, "max_tokens": 5, "temperature": 0}
+    more = extensions(use_beam_search=True, best_of=3, return_token_ids=True)
+    answer = client.chat.completions.create(
+        messages=HELLO, logprobs=True, top_logprobs=2, extra_body=more, **options
+    )
+    same = client.completions.create(
+        prompt=answer.prompt_token_ids, logprobs=2, extra_body=more, **options
+    )
+    assert answer.usage == same.usage
+    assert len({choice.message.content for choice in answer.choices}) == 2
+    for choice, expected in zip(answer.choices, same.choices, strict=True):
+        assert choice.message.content == expected.text
+        assert (choice.token_ids, choice.finish_reason) == (expected.token_ids, "length")
+        given = [entry.logprob for entry in choice.logprobs.content]
+        assert given == pytest.approx(expected.logprobs.token_logprobs, abs=1e-4)
+        assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+
+
+@pytest.mark.parametrize(
+    ("option", "param"),
+    [
+        ({"stream": True}, "stream"),
+        ({"temperature": 0.5}, "temperature"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"use_beam_search": False, "best_of": 2}, "best_of"),
+        ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
+    ],
+)
+def test_beam_search_of_a_chat_refuses_unsupported_options(
+    http: httpx.Client, option: dict[str, Any], param: str
+) -> None:
+    body = {"messages": HELLO, "max_tokens": 2, "use_beam_search": True} | option
+    answer = http.post("/v1/chat/completions", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert any(words in error["message"] for words in ("Beam search", "beam_search", "best_of"))
+
+
 # ---- unknown fields
 
 

@@ -169,11 +169,29 @@ def test_beam_search_equals_transformers(client: openai.OpenAI, reference: Refer
     assert answer.usage.prompt_tokens == sum(map(len, prompts))
 
 
+def test_beam_logprobs_equal_those_of_the_scored_text(client: openai.OpenAI) -> None:
+    beams = client.completions.create(
+        prompt=PROMPT, n=2, best_of=4, max_tokens=6, logprobs=2,
+        extra_body=forever(use_beam_search=True, return_token_ids=True), **GREEDY,
+    )  # fmt: skip
+    assert beams.usage.completion_tokens == 12
+    for choice in beams.choices:
+        scored = client.completions.create(
+            prompt=choice.prompt_token_ids + choice.token_ids, echo=True, max_tokens=0, logprobs=2,
+            **GREEDY,
+        )  # fmt: skip
+        found, wanted = choice.logprobs, scored.choices[0].logprobs
+        assert found.tokens == wanted.tokens[-6:]
+        assert found.token_logprobs == pytest.approx(wanted.token_logprobs[-6:], abs=1e-4)
+        for top, expected in zip(found.top_logprobs, wanted.top_logprobs[-6:], strict=True):
+            assert top == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     "option",
     [
-        {"logprobs": 1}, {"stream": True}, {"temperature": 0.5}, {"stop": "x"}, {"best_of": 99},
-        {"stop_token_ids": [10**6]}, {"skip_special_tokens": False},
+        {"prompt_logprobs": 1}, {"stream": True}, {"echo": True}, {"temperature": 0.5},
+        {"stop": "x"}, {"best_of": 99}, {"stop_token_ids": [10**6]}, {"skip_special_tokens": False},
         {"spaces_between_special_tokens": True},
     ],
 )  # fmt: skip

@@ -85,6 +85,46 @@ def test_beams_match_transformers(
             )
 
 
+def search_plainly(
+    model: torch.nn.Module, prompt: list[int], width: int, count: int
+) -> list[tuple[list[int], list[float]]]:
+    """Return (tokens, their log-probabilities) of the likeliest beams, by trying every token."""
+    beams: list[tuple[list[int], list[float]]] = [([], [])]
+    for _ in range(count):
+        scores = [
+            checkpoints.logits(model, prompt + tokens)[-1].log_softmax(-1) for tokens, _ in beams
+        ]
+        every = [
+            ([*tokens, token], [*logprobs, logprob])
+            for (tokens, logprobs), row in zip(beams, scores, strict=True)
+            for token, logprob in enumerate(row.tolist())
+        ]
+        beams = sorted(every, key=lambda beam: -sum(beam[1]))[:width]
+    return beams
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 2, 20])
+def test_logprobs_equal_those_of_a_plain_search(
+    llm: LLM, reference: torch.nn.Module, num_logprobs: int
+) -> None:
+    params = BeamSearchParams(beam_width=4, max_tokens=4, ignore_eos=True, logprobs=num_logprobs)
+    prompt = llm.tokenize(PROMPTS[0])
+    [output] = llm.beam_search(PROMPTS[:1], params)
+    beams = search_plainly(reference, prompt, 4, 4)
+    assert [one.token_ids for one in output.outputs] == [tokens for tokens, _ in beams]
+    for one, (tokens, logprobs) in zip(output.outputs, beams, strict=True):
+        chosen = [next(iter(position.items())) for position in one.logprobs]
+        assert [token for token, _ in chosen] == tokens
+        assert [entry.logprob for _, entry in chosen] == pytest.approx(logprobs, abs=1e-4)
+        scores = checkpoints.logits(reference, prompt + tokens)[len(prompt) - 1 : -1]
+        for position, row in zip(one.logprobs, scores.log_softmax(-1), strict=True):
+            likeliest = row.topk(num_logprobs).indices.tolist()
+            assert position.keys() == {next(iter(position)), *likeliest}
+            for token, entry in position.items():
+                assert entry.logprob == pytest.approx(row[token].item(), abs=1e-4)
+                assert entry.rank == (row > row[token]).sum() + 1
+
+
 def test_some_of_these_beams_end_early(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=4, max_tokens=12, length_penalty=0.0)
     reasons = {
@@ -110,6 +150,7 @@ def test_ignore_eos_ignores_the_end_token(llm: LLM, reference: torch.nn.Module) 
         ("max_tokens", 0),
         ("early_stopping", "always"),
         ("length_penalty", 99),
+        ("logprobs", 101),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: object) -> None:

@@ -7,6 +7,7 @@ beams are ranked by log-probability over length to the power of `length_penalty`
 It runs in the front end. Every step sends complete beams again: the prefix cache holds the tokens
 that are computed already, also those that several beams share."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ class Beam:
 
     token_ids: list[int]
     logprob: float  # sum over its tokens
+    logprobs: list[PositionLogprobs]  # empty if they are not wanted
     has_ended: bool = False  # its last token ends the answer
 
 
@@ -48,20 +50,16 @@ class BeamSearch:
         self.step_params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
-            logprobs=num_candidates,
+            logprobs=max(num_candidates, params.logprobs or 0),
             detokenize=False,
             ignore_eos=True,
         )
-        self._open = [Beam([], 0.0)]
+        self._open = [Beam([], 0.0, [])]
         self._done: list[tuple[float, Beam]] = []  # best ended beams with their scores, best first
 
     @property
     def is_finished(self) -> bool:
         return not self._open
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self._prompt)
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -72,20 +70,32 @@ class BeamSearch:
         """Extend the beams by the likeliest tokens after each of `prompts`."""
         params, width = self._params, self._params.beam_width
         candidates = [
-            Beam([*beam.token_ids, token], beam.logprob + one.logprob, token in self._ends)
+            (beam.logprob + one.logprob, beam, token, position)
             for beam, position in zip(self._open, reported, strict=True)
             for token, one in position.items()
         ]
-        candidates.sort(key=lambda beam: -beam.logprob)
-        length = len(candidates[0].token_ids)
+        candidates.sort(key=lambda candidate: -candidate[0])
+        length = len(self._open[0].token_ids) + 1
         is_last = length == params.max_tokens
-        ending = [beam for beam in candidates[:width] if is_last or beam.has_ended]
-        self._done += [(self._score(beam, length), beam) for beam in ending]
+        self._open = []
+        for rank, (logprob, beam, token, position) in enumerate(candidates):
+            has_ended = token in self._ends
+            if rank < width and (is_last or has_ended):
+                ended = self._extend(beam, token, logprob, position)
+                self._done.append((self._score(ended, length), ended))
+            elif not (is_last or has_ended) and len(self._open) < width:
+                self._open.append(self._extend(beam, token, logprob, position))
         self._done.sort(key=lambda scored: -scored[0])
         del self._done[width:]
-        self._open = [] if is_last else [beam for beam in candidates if not beam.has_ended][:width]
         if self._open and len(self._done) == width and self._cannot_improve(length):
             self._open = []
+
+    def _extend(self, beam: Beam, token: int, logprob: float, position: PositionLogprobs) -> Beam:
+        logprobs, wanted = beam.logprobs, self._params.logprobs
+        if wanted is not None:
+            likeliest = itertools.islice(position.items(), wanted)
+            logprobs = [*logprobs, {token: position[token], **dict(likeliest)}]
+        return Beam([*beam.token_ids, token], logprob, logprobs, token in self._ends)
 
     def best(self, count: int, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
         """Return the `count` best answers, best first. Their text excludes end tokens."""
@@ -97,14 +107,10 @@ class BeamSearch:
             )
             output.token_ids = beam.token_ids
             output.cumulative_logprob = beam.logprob
+            output.logprobs = beam.logprobs if self._params.logprobs is not None else None
             output.finish_reason = "stop" if beam.has_ended else "length"
             found.append(output)
         return found
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all kept answers."""
-        return sum(len(beam.token_ids) for _, beam in self._done)
 
     def _cannot_improve(self, length: int) -> bool:
         """Return True if no open beam is expected to beat the worst ended beam."""

@@ -169,6 +169,8 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     "never": when better ones are impossible."""
     ignore_eos: bool = False
     stop_token_ids: list[int] | None = None
+    logprobs: int | None = None
+    """Likeliest tokens to report at each output position, besides the chosen one."""
 
     def __post_init__(self) -> None:
         for name in ("beam_width", "max_tokens"):
@@ -178,6 +180,8 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
                 )
         _within("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         _within("max_tokens", self.max_tokens, 1, None)
+        if self.logprobs is not None:
+            _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _within("length_penalty", self.length_penalty, -10.0, 10.0)
         if self.early_stopping not in (True, False, "never"):
             raise InvalidRequestError(

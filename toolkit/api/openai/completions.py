@@ -13,7 +13,7 @@ from starlette.responses import Response
 from toolkit.api.http.body_fields import Route
 from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
-from toolkit.api.http.service import Service, service_for
+from toolkit.api.http.service import service_for
 from toolkit.api.http.streaming import (
     DONE,
     TEXT_SLOT,
@@ -22,14 +22,12 @@ from toolkit.api.http.streaming import (
     event,
     while_connected,
 )
-from toolkit.api.openai.completion_beams import run_beam_search
+from toolkit.api.openai.beams import start_beams
 from toolkit.api.openai.generation import AnswerGroup, prompt_logprobs_json, start_group
 from toolkit.api.openai.replies import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    PromptTokensDetails,
-    Usage,
 )
 from toolkit.api.openai.schemas import CompletionRequest
 from toolkit.engine.outputs import Delta, PositionLogprobs
@@ -52,16 +50,16 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         "model": service.model_name,
     }
     if body.use_beam_search:
-        done = await while_connected(request, _search_beams(service, body, head))
-        return Response(msgspec.json.encode(done), media_type="application/json")
-    group = await start_group(
-        service,
-        body.prompts(),
-        params,
-        request_id=request_id,
-        priority=body.priority,
-        counts_tokens=not body.is_prompt_only,
-    )
+        group = await start_beams(service, body.prompts(), body, request_id=request_id)
+    else:
+        group = await start_group(
+            service,
+            body.prompts(),
+            params,
+            request_id=request_id,
+            priority=body.priority,
+            counts_tokens=not body.is_prompt_only,
+        )
     builder = _ChoiceBuilder(group, body, service.engine.tokenizer)
     if body.stream:
         events = _events(group, builder, head, body)
@@ -247,30 +245,3 @@ def _append(choice: CompletionChoice, part: CompletionChoice) -> None:
         choice.prompt_token_ids = part.prompt_token_ids
     if part.finish_reason is not None:
         choice.finish_reason, choice.stop_reason = part.finish_reason, part.stop_reason
-
-
-async def _search_beams(
-    service: Service, body: CompletionRequest, head: dict[str, Any]
-) -> Completion:
-    searches = await run_beam_search(
-        service,
-        body.prompts(),
-        body.beam_params(),
-        truncate=body.truncate_prompt_tokens,
-        request_id=head["id"],
-        priority=body.priority,
-    )
-    best = [
-        one for search in searches for one in search.best(body.n or 1, service.engine.tokenizer)
-    ]
-    choices = [
-        CompletionChoice(index, one.text, finish_reason=one.finish_reason)
-        for index, one in enumerate(best)
-    ]
-    prompt = sum(search.num_prompt_tokens for search in searches)
-    output = sum(search.num_tokens for search in searches)
-    return Completion(
-        **head,
-        choices=choices,
-        usage=Usage(prompt, output, prompt + output, PromptTokensDetails(0)),
-    )

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from toolkit.api.http.error_bodies import validation_error
 from toolkit.api.http.service import Service
 from toolkit.api.openai.answer_parts import AnswerParser, AnswerPlan
+from toolkit.api.openai.beams import start_beams
 from toolkit.api.openai.generation import AnswerGroup, start_group
 from toolkit.api.openai.replies import ChatDelta
 from toolkit.api.openai.schemas import ChatRequest
@@ -76,9 +77,12 @@ async def start_answer(service: Service, body: ChatRequest, request_id: str) -> 
     assert tokenizer is not None, "without a tokenizer there is no chat prompt"
     plan = AnswerPlan.of(body, prompt, tokenizer, service.config)
     params = plan.constrain(params, tokenizer)
-    group = await start_group(
-        service, [prompt], params, request_id=request_id, priority=body.priority
-    )
+    if body.use_beam_search:
+        group = await start_beams(service, [prompt], body, request_id=request_id)
+    else:
+        group = await start_group(
+            service, [prompt], params, request_id=request_id, priority=body.priority
+        )
     return ChatAnswer(group, plan, tokenizer, params)
 
 

@@ -5,12 +5,13 @@ import contextlib
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from toolkit.api.http.limits import check_queue
 from toolkit.api.http.service import Service
 from toolkit.api.openai.replies import PromptTokensDetails, Usage
 from toolkit.engine.input_processor import Prompt
+from toolkit.engine.output_processor import RequestState
 from toolkit.engine.outputs import Delta, PositionLogprobs
 from toolkit.engine.stream import RequestStream
 from toolkit.errors import InvalidRequestError
@@ -23,11 +24,21 @@ MAX_COPIED = 2**21
 """Tokens and characters of the parameters that prompts share, times the number of prompts."""
 
 
+class AnswerStream(Protocol):
+    """Deltas of the answers to one prompt: a RequestStream or a BeamStream."""
+
+    state: RequestState
+
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(slots=True)
 class AnswerGroup:
     """Streams of one HTTP request, one per prompt. Choice = prompt index · n + answer index."""
 
-    streams: Sequence[RequestStream]
+    streams: Sequence[AnswerStream]
     n: int
     counts_tokens: bool = True  # generated tokens are in the usage
     num_tokens: int = 0
@@ -87,7 +98,7 @@ async def start_group(
         num_tokens += request.spec.num_prompt_tokens
         if num_answers > 1 and params.prompt_logprobs is not None:
             # With `echo` each answer repeats them.
-            _check_num_logprobs("prompt_logprobs", num_tokens * params.n, params.prompt_logprobs)
+            check_num_logprobs("prompt_logprobs", num_tokens * params.n, params.prompt_logprobs)
         prepared.append((request, text))
     check_queue(engine, service.config, num_answers, num_tokens)
     streams: list[RequestStream] = []
@@ -117,10 +128,11 @@ def _check_size(num_prompts: int, params: SamplingParams, max_model_len: int) ->
         length = (
             max_model_len if params.max_tokens is None else min(params.max_tokens, max_model_len)
         )
-        _check_num_logprobs("logprobs", num_prompts * params.n * length, params.logprobs)
+        check_num_logprobs("logprobs", num_prompts * params.n * length, params.logprobs)
 
 
-def _check_num_logprobs(name: str, num_tokens: int, logprobs: int) -> None:
+def check_num_logprobs(name: str, num_tokens: int, logprobs: int) -> None:
+    """Raises InvalidRequestError if so many log-probabilities would take too much memory."""
     if num_tokens * (logprobs + 1) > MAX_TOTAL_LOGPROBS:
         raise InvalidRequestError(
             f"{name} for {num_tokens} tokens with {logprobs} alternatives each exceed the limit of "
@@ -143,11 +155,11 @@ def prompt_logprobs_json(positions: list[PositionLogprobs | None]) -> list[dict[
     ]
 
 
-async def _merge(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Delta]]:
+async def _merge(streams: Sequence[AnswerStream]) -> AsyncIterator[tuple[int, Delta]]:
     """Yield (index of the stream, delta) of all streams in the order of arrival."""
     queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
 
-    async def feed(index: int, stream: RequestStream) -> None:
+    async def feed(index: int, stream: AnswerStream) -> None:
         try:
             async for delta in stream:
                 queue.put_nowait((index, delta))

@@ -101,6 +101,22 @@ class SamplingFields(RequestBody):
     return_token_ids: bool = Field(
         False, description="Also return the token ids of the prompt and the answer"
     )
+    best_of: int | None = Field(
+        None,
+        description="Return the n likeliest of so many answers; not for streams. Number of beams "
+        "with use_beam_search. Chats need it",
+    )
+    use_beam_search: bool = Field(
+        False, description="Find n answers by beam search with best_of (or n) beams"
+    )
+    length_penalty: float = Field(
+        1.0, description="For beam search: values above 0 prefer long answers"
+    )
+    early_stopping: Literal[True, False, "never"] = Field(
+        False,
+        description="For beam search. true: stop once there are as many finished answers as "
+        "beams; false: when a better one is unlikely; never: when there cannot be a better one",
+    )
     response_format: ResponseFormat | None = Field(None, description="Constraint on the answer")
     structured_outputs: StructuredOutputs | None = Field(
         None, description="Constraint on the answer, of more kinds than response_format"
@@ -116,6 +132,13 @@ class SamplingFields(RequestBody):
             raise InvalidRequestError(
                 f"temperature must be from 0 to 2, not {self.temperature!r}.", param="temperature"
             )
+        for name in ("length_penalty", "early_stopping"):
+            if name in self.model_fields_set and not self.use_beam_search:
+                raise InvalidRequestError(f"{name} needs use_beam_search to be true.", param=name)
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise InvalidRequestError(
+                f"best_of must be at least n ({self.n or 1}), not {self.best_of}.", param="best_of"
+            )
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError(
                 "prompt_logprobs cannot be streamed.", param="prompt_logprobs"
@@ -124,6 +147,8 @@ class SamplingFields(RequestBody):
             raise InvalidRequestError(
                 "stream_options needs stream to be true.", param="stream_options"
             )
+        if self.use_beam_search:
+            self._beam_params(max_tokens, logprobs)  # refuses what it does not support
         given = {
             name: getattr(self, name)
             for name in _SAMPLING_PARAMS
@@ -139,6 +164,38 @@ class SamplingFields(RequestBody):
             skip_special_tokens=self.skip_special_tokens,
             spaces_between_special_tokens=self.spaces_between_special_tokens,
             structured_outputs=resolve_constraint(self.response_format, self.structured_outputs),
+        )
+
+    @property
+    def needs_selection(self) -> bool:
+        """True if more answers are generated than returned."""
+        return not self.use_beam_search and (self.best_of or 1) > (self.n or 1)
+
+    def _beam_params(self, max_tokens: int | None, logprobs: int | None) -> BeamSearchParams:
+        if self.stream:
+            raise InvalidRequestError(
+                "Beam search cannot be streamed: the best answers are known only at the end.",
+                param="stream",
+            )
+        refused = _non_default(self, _UNSUPPORTED_WITH_BEAMS)
+        if self.temperature:
+            refused.append("temperature")
+        if refused:
+            raise InvalidRequestError(
+                f"Beam search does not support {', '.join(refused)}: it ranks answers by "
+                "log-probability alone.",
+                param=refused[0],
+            )
+        if max_tokens is None:
+            raise InvalidRequestError("Beam search needs max_tokens.", param="max_tokens")
+        return BeamSearchParams(
+            beam_width=self.best_of or self.n or 1,
+            max_tokens=max_tokens,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            ignore_eos=self.ignore_eos,
+            stop_token_ids=self.stop_token_ids or [],
+            logprobs=logprobs,
         )
 
     @property
@@ -177,32 +234,13 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = Field(
         None, description="Number of likeliest tokens to report at each position"
     )
-    best_of: int | None = Field(
-        None, description="Generate this many answers and return the n likeliest; not for streams"
-    )
     echo: bool = Field(False, description="Put the prompt before the answer")
     suffix: str | None = Field(None, description="Not supported")
-    use_beam_search: bool = Field(
-        False, description="Find n answers by beam search with best_of (or n) beams"
-    )
-    length_penalty: float = Field(
-        1.0, description="For beam search: values above 0 prefer long answers"
-    )
-    early_stopping: Literal[True, False, "never"] = Field(
-        False,
-        description="For beam search. true: stop once there are as many finished answers as "
-        "beams; false: when a better one is unlikely; never: when there cannot be a better one",
-    )
 
     @property
     def is_prompt_only(self) -> bool:
         """True if no answer is wanted, only the prompt and its log-probabilities."""
         return self.max_tokens == 0 and (self.echo or self.prompt_logprobs is not None)
-
-    @property
-    def needs_selection(self) -> bool:
-        """True if more answers are generated than returned."""
-        return self.best_of is not None and self.best_of > (self.n or 1)
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Raises InvalidRequestError for a value out of range and an unsupported option."""
@@ -210,13 +248,6 @@ class CompletionRequest(SamplingFields):
             raise InvalidRequestError(
                 "suffix is not supported: the models here do not fill in the middle.",
                 param="suffix",
-            )
-        for name in ("length_penalty", "early_stopping"):
-            if name in self.model_fields_set and not self.use_beam_search:
-                raise InvalidRequestError(f"{name} needs use_beam_search to be true.", param=name)
-        if self.best_of is not None and self.best_of < (self.n or 1):
-            raise InvalidRequestError(
-                f"best_of must be at least n ({self.n or 1}), not {self.best_of}.", param="best_of"
             )
         if self.needs_selection and self.stream:
             raise InvalidRequestError(
@@ -234,23 +265,7 @@ class CompletionRequest(SamplingFields):
 
     def beam_params(self) -> BeamSearchParams:
         """Raises InvalidRequestError for options that beam search does not support."""
-        refused = _non_default(self, _UNSUPPORTED_WITH_BEAMS)
-        if self.temperature:
-            refused.append("temperature")
-        if refused:
-            raise InvalidRequestError(
-                f"Beam search does not support {', '.join(refused)}: it ranks answers by "
-                "log-probability alone.",
-                param=refused[0],
-            )
-        return BeamSearchParams(
-            beam_width=self.best_of or self.n or 1,
-            max_tokens=self.max_tokens,
-            length_penalty=self.length_penalty,
-            early_stopping=self.early_stopping,
-            ignore_eos=self.ignore_eos,
-            stop_token_ids=self.stop_token_ids or [],
-        )
+        return self._beam_params(self.max_tokens, self.logprobs)
 
     def prompts(self) -> list[str | list[int]]:
         """Raises InvalidRequestError for an empty list and for too many prompts."""
@@ -379,10 +394,24 @@ class ChatRequest(SamplingFields):
             raise InvalidRequestError(
                 "top_logprobs needs logprobs to be true.", param="top_logprobs"
             )
-        limit = (
-            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        )
-        return self._params(defaults, limit, (self.top_logprobs or 0) if self.logprobs else None)
+        if self.needs_selection:
+            raise InvalidRequestError(
+                "In a chat, best_of above n needs use_beam_search to be true.", param="best_of"
+            )
+        return self._params(defaults, self._limit, self._num_logprobs)
+
+    def beam_params(self) -> BeamSearchParams:
+        """Raises InvalidRequestError for options that beam search does not support."""
+        return self._beam_params(self._limit, self._num_logprobs)
+
+    @property
+    def _limit(self) -> int | None:
+        """Maximum tokens to generate."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def _num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages as chat templates expect them."""
@@ -460,10 +489,10 @@ class ChatRequest(SamplingFields):
 
 
 _UNSUPPORTED_WITH_BEAMS = (
-    "stream", "logprobs", "prompt_logprobs", "echo", "stop", "top_p", "top_k", "min_p",
+    "tools", "prompt_logprobs", "echo", "stop", "top_p", "top_k", "min_p",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "allowed_token_ids", "bad_words", "min_tokens", "include_stop_str_in_output",
-    "return_token_ids", "response_format", "structured_outputs", "skip_special_tokens",
+    "response_format", "structured_outputs", "skip_special_tokens",
     "spaces_between_special_tokens",
 )  # fmt: skip
 
@@ -471,7 +500,11 @@ _UNSUPPORTED_WITH_BEAMS = (
 def _non_default(body: Body, names: Sequence[str]) -> list[str]:
     """Return the names of fields whose value is not the default."""
     defaults = type(body).model_fields
-    return [name for name in names if getattr(body, name) != defaults[name].default]
+    return [
+        name
+        for name in names
+        if name in defaults and getattr(body, name) not in (defaults[name].default, [])
+    ]
 
 
 def _parse_biases(given: dict[str, float] | None) -> dict[int, float] | None:

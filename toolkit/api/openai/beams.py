@@ -1,0 +1,123 @@
+"""Beam search: each step requests one token of every unfinished beam."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+
+from toolkit.api.http.limits import check_queue
+from toolkit.api.http.service import Service
+from toolkit.api.openai.generation import AnswerGroup, check_num_logprobs
+from toolkit.api.openai.schemas import ChatRequest, CompletionRequest
+from toolkit.engine.beam_search import BeamSearch
+from toolkit.engine.input_processor import Prompt
+from toolkit.engine.output_processor import RequestState
+from toolkit.engine.outputs import Delta, PositionLogprobs
+from toolkit.engine.stream import RequestStream
+from toolkit.errors import EngineError, InvalidRequestError, RequestTimeoutError
+from toolkit.sampling.params import SamplingParams
+
+MAX_BEAMS = 1024  # of one request, over all its prompts
+
+
+class BeamStream:
+    """Answers to one prompt, best first. The search runs while they are read."""
+
+    def __init__(
+        self,
+        service: Service,
+        search: BeamSearch,
+        state: RequestState,
+        num_answers: int,
+        priority: int,
+    ) -> None:
+        self.state = state
+        self._service, self._search = service, search
+        self._num_answers, self._priority = num_answers, priority
+        self._running: list[RequestStream] = []
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """Raises EngineError if a request fails, RequestTimeoutError if the search takes too long.
+
+        The engine's own limit of time applies to each step: a step is a request."""
+        timeout = self._service.config.request_timeout
+        try:
+            async with asyncio.timeout(timeout):
+                await self._run()
+        except TimeoutError:
+            raise RequestTimeoutError(f"The request did not finish within {timeout:g} s.") from None
+        for one in self._search.best(self._num_answers, self._service.engine.tokenizer):
+            yield Delta(
+                one.index, one.text, one.token_ids, one.logprobs, finish_reason=one.finish_reason
+            )
+
+    def close(self) -> None:
+        """End the requests that still run."""
+        for stream in self._running:
+            stream.close()
+
+    async def _run(self) -> None:
+        search, step = self._search, 0
+        while not search.is_finished:
+            self._running = []
+            try:
+                for index, beam in enumerate(search.prompts):
+                    self._running.append(
+                        await self._service.engine.submit(
+                            beam,
+                            search.step_params,
+                            request_id=f"{self.state.id}-{step}-{index}",
+                            priority=self._priority,
+                        )
+                    )
+                search.advance([await _first_logprobs(stream) for stream in self._running])
+            finally:
+                self.close()
+            step += 1
+
+
+async def start_beams(
+    service: Service,
+    prompts: Sequence[Prompt],
+    body: CompletionRequest | ChatRequest,
+    *,
+    request_id: str,
+) -> AnswerGroup:
+    """Prepare a search for each prompt.
+
+    Raises InvalidRequestError for a prompt or options that cannot run, and TooManyRequestsError."""
+    params, engine = body.beam_params(), service.engine
+    width, num_answers = params.beam_width, body.n or 1
+    if len(prompts) * width > MAX_BEAMS:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts with {width} beams each exceed the limit of {MAX_BEAMS} beams "
+            "in one request.",
+            param="best_of",
+        )
+    prompt_params = SamplingParams(
+        max_tokens=params.max_tokens,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        stop_token_ids=params.stop_token_ids,
+    )
+    prepared = [await engine.prepare(prompt, prompt_params) for prompt in prompts]
+    if params.logprobs is not None:
+        check_num_logprobs("logprobs", len(prompts) * width * params.max_tokens, params.logprobs)
+    num_tokens = sum(request.spec.num_prompt_tokens for _, request in prepared)
+    # Each beam is a request of its own.
+    check_queue(engine, service.config, len(prompts) * width, num_tokens * width)
+    name = f"{request_id}-{uuid.uuid4().hex[:8]}"
+    streams = []
+    for index, (text, request) in enumerate(prepared):
+        token_ids = request.spec.prompt_token_ids
+        search = BeamSearch(token_ids, params, request.spec.eos_token_ids)
+        state = RequestState(f"{name}-{index}", text, token_ids, search.step_params)
+        streams.append(BeamStream(service, search, state, num_answers, body.priority))
+    return AnswerGroup(streams, num_answers)
+
+
+async def _first_logprobs(stream: RequestStream) -> PositionLogprobs:
+    found: list[PositionLogprobs] = []
+    async for delta in stream:
+        found += delta.logprobs or []
+    if not found:
+        raise EngineError("The request was aborted before its beams were complete.")
+    return found[0]
