@@ -40,7 +40,7 @@ ARROWS = {
     "kernels": set(),
     "hardware": set(),
     "client": set(),
-    "text": set(),
+    "text": {"hardware"},
     "sampling": {"kernels"},
     "scheduler": {"sampling"},
     "attention": {"kernels"},

@@ -220,7 +220,9 @@ async def test_long_conversations_are_rendered_in_a_thread(
 
     engine = SimpleNamespace(chat_prompt=chat_prompt, tokenizer=None)
     body = ChatRequest.model_validate({"messages": MESSAGES} | more)
-    await conversation.encode_conversation(Service(engine, ("x",)), body)
+    await conversation.encode_conversation(
+        Service(engine, ("x",)), body, _Request({"type": "http"})
+    )
     assert (threads != [threading.main_thread()]) == leaves_the_loop
 
 

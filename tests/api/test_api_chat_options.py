@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.api.conftest import Reference
-from tests.server import WAIT, Server
+from tests.server import WAIT, Server, until
 
 HELLO = [{"role": "user", "content": "Hello"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 8}
@@ -112,12 +112,45 @@ def test_request_template_replaces_the_server_template(
 
 @pytest.mark.parametrize(
     "template",
-    ["{% for %}", "{{ messages | nothing }}", "{% for i in range(10**9) %}x{% endfor %}"],
+    [
+        "{% for %}",
+        "{{ messages | nothing }}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{% for a in [1] %}" * 90 + "{% endfor %}" * 90,
+        "{{ 1 | dictsort }}",
+        "{{ 'x' * 10**12 }}",
+        "{{ '\\ud800' }}",
+    ],
 )
-def test_bad_request_template_is_a_400(lenient: Server, template: str) -> None:
-    body = {"messages": HELLO, "chat_template": template, "max_tokens": 1}
-    answer = lenient.http.post("/v1/chat/completions", json=body)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_bad_request_template_is_a_400(lenient: Server, path: str, template: str) -> None:
+    answer = lenient.http.post(path, json={"messages": HELLO, "chat_template": template})
     assert answer.status_code == 400, answer.text
+    assert "Traceback" not in lenient.stderr
+
+
+def test_slow_request_template_ends_with_its_client(lenient: Server) -> None:
+    slow = "{{ range(99999)" + "|map('string')|map('upper')" * 20 + "|list|length }}"
+    body = {"messages": HELLO, "chat_template": slow * 30, "max_tokens": 1}
+    assert lenient.http.post("/tokenize", json=body | {"chat_template": "x"}).json()["count"] == 1
+    assert len(lenient.children("toolkit.text.template_process")) == 1
+    with pytest.raises(httpx.ReadTimeout):
+        lenient.http.post("/v1/chat/completions", json=body, timeout=0.3)
+    until(lambda: not lenient.children("toolkit.text.template_process"), timeout=1.5)
+
+
+def test_template_variable_can_have_any_name(lenient: Server, reference: Reference) -> None:
+    variables = {"check": "1", "template": "2", "options": "3", "text": "4"}
+    with lenient.openai() as client:
+        given = prompt_of(
+            client,
+            HELLO,
+            chat_template="{{ check ~ template ~ options ~ text }}",
+            chat_template_kwargs=variables,
+        )
+        own = prompt_of(client, HELLO, chat_template_kwargs=variables)
+    assert given == reference.tokenizer.encode("1234")
+    assert own == reference.tokenizer.encode("HELLO!")
 
 
 @pytest.mark.parametrize(

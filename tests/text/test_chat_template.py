@@ -403,7 +403,10 @@ class TestRefusals:
             ("{{ ''.__class__.__mro__ }}", "unsafe"),
             ("{{ messages.append(1) }}", "not safely callable|unsafe"),
             ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
-            ("{{ lipsum(n=1000000) }}", "undefined"),
+            ("{% for a in [1] %}" * 90 + "{% endfor %}" * 90, "nested too deeply"),
+            ("{{ " + "(" * 900 + "1" + ")" * 900 + " }}", "nested too deeply"),
+            ("{{ 1 | dictsort }}", "no attribute 'items'"),
+            ("{% for i in range(10 ** 9) %}{% endfor %}", "too big"),
         ],
     )
     def test_template_error_names_the_cause(self, folder, tmp_path, template, cause):
@@ -434,8 +437,6 @@ class TestRefusals:
 
 
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}%s{% endfor %}{% endfor %}"
-GROWING = "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = %s %}{% endfor %}"
-TOO_LARGE = f"more than {sandbox.MAX_CHARACTERS} characters"
 
 
 class TestLimits:
@@ -462,150 +463,9 @@ class TestLimits:
             render(folder, tmp_path, template)
         assert time.monotonic() - start < 60
 
-    @pytest.mark.parametrize(
-        "template",
-        [
-            NESTED.replace("%s", "{{ 'text' * 10000 }}"),
-            GROWING.replace("%s", "n.x ~ n.x"),
-            GROWING.replace("%s", "n.x + n.x"),
-            GROWING.replace("%s", "n.x + n.x").replace("'ab'", "[1]"),
-            "{{ 'x' * 10 ** 12 }}",
-            "{{ 10 ** 12 * 'x' }}",
-            "{{ ([1] * 10 ** 12) | length }}",
-        ],
-    )
-    def test_growing_text_is_stopped(self, folder, tmp_path, template):
-        with pytest.raises(InvalidRequestError, match=TOO_LARGE):
-            render(folder, tmp_path, template)
-
-    @pytest.mark.parametrize(
-        "template",
-        [
-            "{{ 'a'.ljust(10 ** 13) }}",
-            "{{ 'a'['ljust'](10 ** 13) }}",
-            "{{ 'a' | center(10 ** 13) }}",
-            "{{ ['a'] | map('center', 10 ** 13) | join }}",
-            "{{ 'a\n' * 10000 | indent(10 ** 9) }}",
-            "{{ ('a' * 10000) | replace('a', 'b' * 10000) }}",
-            "{{ ('a' * 10000).replace('a', 'b' * 10000) }}",
-            "{{ ('a' * 10000).join(['b'] * 10000) }}",
-            "{{ (['b'] * 10000) | join('a' * 10000) }}",
-            "{{ ('a' * 10000) | wordwrap(1, true, 'b' * 10000) }}",
-            "{{ '\t'.expandtabs(10 ** 9) }}",
-        ],
-    )
-    def test_filters_and_methods_check_the_size_first(self, folder, tmp_path, template):
-        with pytest.raises(InvalidRequestError, match=TOO_LARGE):
-            render(folder, tmp_path, template)
-
-    @pytest.mark.parametrize(
-        "use",
-        [
-            "{{ many }}",
-            "{{ many | string | length }}",
-            "{{ (many ~ '') | length }}",
-            "{{ many | tojson }}",
-            "{{ {'a': many}.values() }}",
-            "{{ [1, [{'a': many}]] | upper }}",
-            "{{ namespace(a=many) }}",
-            "{{ '%s' % (many,) }}",
-            "{{ '%s' | format(many) }}",
-            "{{ '{}'.format(many) }}",
-            "{{ [many] | join }}",
-            "{{ ''.join([many]) }}",
-            "{{ [many] | map('string') | list }}",
-            "{{ many | replace('a', 'b') }}",
-            "{{ 'b'.replace(many, 'a') }}",
-            "{{ many | indent }}",
-            "{{ many | trim }}",
-            "{{ [{'k': 1, 'v': many}] | groupby('k') }}",
-            "{{ ('%(a)s' * 1000) % {'a': 'x' * 100000} }}",
-            "{{ ('{0}' * 1000).format('x' * 100000) }}",
-            "{{ ([1] * 1000) | tojson(indent=10 ** 6) }}",
-            "{{ ([1] * 1000) | tojson(separators=('x' * 100000, '')) }}",
-        ],
-    )
-    def test_list_is_measured_before_it_is_printed(self, folder, tmp_path, use):
-        """One long text a million times: printed, it would be a thousand gigabytes."""
-        many = "{% set many = ['text' * 250000] * 1000000 %}"
-        with pytest.raises(InvalidRequestError, match=TOO_LARGE):
-            render(folder, tmp_path, many + use)
-
-    @pytest.mark.parametrize(
-        "use",
-        [
-            "{{ n.a }}",
-            "{{ n.a == n.b }}",
-            "{{ n.a is eq n.b }}",
-            "{{ n.a in [n.b] }}",
-            "{{ [n.a, n.b] | sort | length }}",
-            "{{ [n.a, n.b] | select | unique | list | length }}",
-            "{{ [n.a, n.b] | select | max | length }}",
-            "{{ {n.a: 1} }}",
-            "{{ {}[n.a] }}",
-        ],
-    )
-    def test_nested_tuples_are_measured_before_use(self, folder, tmp_path, monkeypatch, use):
-        """Two tuples of 2 to the power of 40 numbers each, built from shared parts."""
-        tuples = (
-            "{% set n = namespace(a=(0,), b=(0,)) %}"
-            "{% for i in range(40) %}"
-            "{% set n.a = (n.a, n.a) %}{% set n.b = (n.b, n.b) %}{% endfor %}"
-        )
-        monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.3)
-        with pytest.raises(InvalidRequestError, match=r"longer than 0\.3 seconds"):
-            render(folder, tmp_path, tuples + use)
-
-    def test_lists_and_dicts_behave_as_in_jinja(self, folder, tmp_path):
-        template = (
-            "{{ [1, 'a', {'b': (2, none)}] }}|{{ {'k': [1]}.items() | list }}|{{ [1] ~ {} }}|"
-            "{{ [1, 2] == [1, 2] }}|{{ [1] in [[1], 2] }}|{{ [[2], [1]] | sort }}|"
-            "{{ [1, 1, 2] | unique | list }}|{{ ['a'] | string | upper }}|"
-            "{{ [3, 1] | map('string') | join('-') }}|{{ 2 is in [1, 2] }}|"
-            "{{ {(1, 2): 3}[(1, 2)] }}|{{ [1] is string }}|{{ '%s and %s' % ([1], {}) }}|"
-            "{{ '{} {a}'.format([1], a=2) }}|{{ none }}|{{ undefined_thing }}|{{ 1.50 }}"
-        )
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        expected = ImmutableSandboxedEnvironment().from_string(template).render()
-        assert render(folder, tmp_path, template) == expected
-
-    @pytest.mark.parametrize(
-        "template",
-        [
-            "{{ ([[1]] * 150000) | sum(start=[]) | length }}",
-            "{{ '%1000000000d' % 1 }}",
-            "{{ '%1000000000d' | format(1) }}",
-            "{{ '%*d' | format(10 ** 9, 1) }}",
-            "{{ '{:1000000000}'.format(1) }}",
-            "{{ '{:{}}'.format(1, 10 ** 9) }}",
-            "{{ 1.5 | round(10 ** 9, 'floor') }}",
-        ],
-    )
-    def test_unmeasurable_results_are_refused(self, folder, tmp_path, template):
-        with pytest.raises(
-            InvalidRequestError, match=r"numbers only|formats with a width|too large"
-        ):
-            render(folder, tmp_path, template)
-
-    def test_filters_and_methods_behave_as_in_jinja(self, folder, tmp_path):
-        template = (
-            "{{ 'a'.ljust(3) }}|{{ 'a' | center(3) }}|{{ 'aba'.replace('a', 'c', 1) }}|"
-            "{{ 'x' | indent(2, true) }}|{{ ['a', 'b'] | map('upper') | join(', ') }}|"
-            "{{ [{'n': 1}, {'n': 2}] | join('-', attribute='n') }}|{{ ', '.join(['a', 'b']) }}|"
-            "{{ [1, 2] | sum }}|{{ '%5.1f %s' % (1.25, 'x') }}|{{ '{}: {:>3}'.format('a', 1) }}|"
-            "{{ 'aa' | replace('a', 'b', count=1) }}|{{ [{'n': 1}] | sum(attribute='n') }}|"
-            "{{ 2.55 | round(1) }}|{{ 'User: %s {' | format('x') }}"
-        )
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        expected = ImmutableSandboxedEnvironment().from_string(template).render()
-        assert render(folder, tmp_path, template) == expected
-
-    def test_powers_and_ranges_have_limits(self, folder, tmp_path):
-        for template in ("{{ 9 ** (9 ** 9) }}", "{% for i in range(10 ** 9) %}{% endfor %}"):
-            with pytest.raises(InvalidRequestError, match=r"too large|too big"):
-                render(folder, tmp_path, template)
+    def test_long_result_is_stopped(self, folder, tmp_path):
+        with pytest.raises(InvalidRequestError, match=f"more than {sandbox.MAX_CHARACTERS} char"):
+            render(folder, tmp_path, NESTED.replace("%s", "{{ 'text' * 10000 }}"))
 
     def test_long_conversation_stays_within_the_limits(self, folder, tmp_path, monkeypatch):
         # It takes well under one second, but a busy machine may be slower.

@@ -24,7 +24,8 @@ class HTTPServer:
 
     def __init__(self, service: Service) -> None:
         config = service.config
-        self._engine, self._request_timeout = service.engine, config.request_timeout
+        self._engine, self._templates = service.engine, service.templates
+        self._request_timeout = config.request_timeout
         endpoint = config.otlp_traces_endpoint
         self._tracer = Tracer(endpoint, service.model_name) if endpoint else None
         self.gate = make_app(service, self._tracer)
@@ -106,6 +107,7 @@ class HTTPServer:
         self._server.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._serving, CLOSE_TIMEOUT)
+        await self._templates.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 

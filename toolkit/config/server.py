@@ -123,7 +123,8 @@ class ServerConfig:
         subject="Requests and answers",
     )
     trust_request_chat_template: bool = option(
-        False, "Allow requests with their own chat template. It runs in a sandbox."
+        False,
+        "Allow requests with their own chat template. It runs in a sandbox, in a separate process.",
     )
     allow_special_tokens_in_messages: bool = option(
         False,

@@ -182,10 +182,31 @@ class InputProcessor:
             )
         return self.tokenizer
 
-    def chat_prompt(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """Return the tokens of a conversation. For options see `Tokenizer.encode_chat`."""
+    def chat_prompt(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        allow_special_tokens: bool = False,
+        chat_template: str | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """Return the tokens of a conversation. For options see `ChatTemplates.render`.
+
+        Only the template can write special tokens. In messages, tools and other options they are
+        ordinary text, unless `allow_special_tokens`."""
         self.require_generation()
-        return self.require_tokenizer().encode_chat(messages, check=self.check_length, **options)
+        tokenizer = self.require_tokenizer()
+        given, separator = {"messages": messages, **options}, None
+        if not allow_special_tokens:
+            given, separator = tokenizer.protect(given)
+        return self.encode_chat(
+            tokenizer.render_chat(chat_template=chat_template, **given), separator
+        )
+
+    def encode_chat(self, text: str, separator: str | None) -> list[int]:
+        """Return the tokens of a rendered conversation. Raises InvalidRequestError."""
+        self.check_length(text)
+        return self.require_tokenizer().encode_chat(text, separator)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):

@@ -1,7 +1,7 @@
-"""Render a conversation with a model's Jinja chat template, like Transformers.
+"""Render a conversation with a Jinja chat template, like Transformers.
 
-Templates come from checkpoints and, if the server allows it, from clients. They are not trusted:
-they run in the sandbox of `template_sandbox`."""
+Templates run in the sandbox of `template_sandbox`. Those of requests run in other processes
+(`template_pool`)."""
 
 import functools
 from collections.abc import Sequence
@@ -25,7 +25,6 @@ class ChatTemplates:
     def __init__(self, templates: dict[str, str], special_tokens: dict[str, str]) -> None:
         self._templates = templates
         self._special_tokens = special_tokens
-        self._compiled = functools.lru_cache(maxsize=8)(compile_template)
 
     def __bool__(self) -> bool:
         return bool(self._templates)
@@ -40,54 +39,28 @@ class ChatTemplates:
         """Source of the default template, if there is one."""
         return self._templates.get("default")
 
+    def find(self, name_or_source: str) -> str:
+        """Return the source of a template."""
+        return self._templates.get(name_or_source, name_or_source)
+
     def render(
         self,
         messages: Sequence[Message],
         *,
         tools: Sequence[Any] | None = None,
-        documents: Sequence[dict[str, Any]] | None = None,
         chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool | str = False,
-        **variables: Any,
+        **options: Any,
     ) -> str:
-        """Return the prompt of a conversation.
+        """Return the prompt of a conversation. For options and errors see `render_template`.
 
-        tools: JSON schemas, or functions: their signature and docstring become a schema.
         chat_template: name or source of a template to use. By default "tool_use" if there are
-        tools and such a template, otherwise "default".
-        continue_final_message: leave the last message open for the model to continue. A text names
-        the field to continue, instead of "content".
-        variables: the template's own, such as enable_thinking.
-
-        Raises ValueError or TypeError for a wrong conversation, jinja2.TemplateError from the
-        template, and any error of its expressions on values of the wrong type."""
+        tools and such a template, otherwise "default"."""
         template = self._choose(chat_template, tools)
-        if not messages:
-            raise ValueError("the conversation is empty")
-        if continue_final_message and add_generation_prompt:
-            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
-        conversation = [_message(message) for message in messages]
-        final = None
-        if continue_final_message:
-            field = continue_final_message if isinstance(continue_final_message, str) else "content"
-            final = _mark_end(conversation, field, template)
-        text = run(
-            self._compiled(template),
-            {
-                **self._special_tokens,
-                **variables,
-                "messages": conversation,
-                "tools": None if tools is None else [_schema(tool) for tool in tools],
-                "documents": None if documents is None else [_document(one) for one in documents],
-                "add_generation_prompt": add_generation_prompt,
-            },
-        )
-        return text if final is None else _cut_at_marker(text, final)
+        return render_template(template, self._special_tokens, messages, tools=tools, **options)
 
     def _choose(self, name_or_source: str | None, tools: Sequence[Any] | None) -> str:
         if name_or_source is not None:
-            return self._templates.get(name_or_source, name_or_source)
+            return self.find(name_or_source)
         if tools is not None and "tool_use" in self._templates:
             return self._templates["tool_use"]
         if "default" not in self._templates:
@@ -96,6 +69,64 @@ class ChatTemplates:
                 "choose one with chat_template"
             )
         return self._templates["default"]
+
+
+def render_template(
+    template: str,
+    special_tokens: dict[str, str],
+    /,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Any] | None = None,
+    documents: Sequence[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool | str = False,
+    **variables: Any,
+) -> str:
+    """Return the prompt of a conversation.
+
+    tools: JSON schemas, or functions: their signature and docstring become a schema.
+    continue_final_message: leave the last message open for the model to continue. A text names
+    the field to continue, instead of "content".
+    variables: the template's own, such as enable_thinking.
+
+    Raises ValueError or TypeError for a wrong conversation, jinja2.TemplateError from the
+    template, and any error of its expressions on values of the wrong type: see `describe`."""
+    if not messages:
+        raise ValueError("the conversation is empty")
+    if continue_final_message and add_generation_prompt:
+        raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+    conversation = [_message(message) for message in messages]
+    final = None
+    if continue_final_message:
+        field = continue_final_message if isinstance(continue_final_message, str) else "content"
+        final = _mark_end(conversation, field, template)
+    text = run(
+        _compiled(template),
+        {
+            **special_tokens,
+            **variables,
+            "messages": conversation,
+            "tools": None if tools is None else [_schema(tool) for tool in tools],
+            "documents": None if documents is None else [_document(one) for one in documents],
+            "add_generation_prompt": add_generation_prompt,
+        },
+    )
+    return text if final is None else _cut_at_marker(text, final)
+
+
+_compiled = functools.lru_cache(maxsize=8)(compile_template)
+
+
+def describe(error: Exception) -> str:
+    """Describe an error of `render_template` in a phrase."""
+    from jinja2 import TemplateSyntaxError
+
+    if isinstance(error, TemplateSyntaxError):
+        return f"line {error.lineno}: {error.message}"
+    if isinstance(error, MemoryError):
+        return "it needs more memory than there is"
+    return str(error) or type(error).__name__
 
 
 def read_templates(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import CheckpointError, InvalidRequestError
-from toolkit.text.chat_template import ChatTemplates, load_template
+from toolkit.text.chat_template import ChatTemplates, describe, load_template
 from toolkit.text.tokenizer_files import read_tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -99,30 +99,20 @@ class Tokenizer:
         stream = TextStream(self, skip_special_tokens=skip_special_tokens)
         return stream.add(token_ids) + stream.end()
 
-    def encode_chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        allow_special_tokens: bool = False,
-        check: Callable[[str], None] = lambda text: None,
-        **options: Any,
-    ) -> list[int]:
-        """Tokenize a conversation. `options` are those of `ChatTemplates.render`.
+    def protect(self, options: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+        """Return options of a chat template with their special tokens as ordinary text.
 
-        Only the template can write special tokens. In messages, tools and other options they are
-        ordinary text, unless `allow_special_tokens`. `check` gets the rendered text before it is
-        tokenized, and may raise."""
-        template = options.pop("chat_template", None)
-        given = {"messages": messages, **options}
-        separator = None
-        if not allow_special_tokens and any(
-            self._has_special_text(text) for text in _texts_in(given)
-        ):
-            # Each special token's text is split by the separator, and the parts tokenized alone.
-            separator = _unused_character(given)
-            given = _map_texts(given, functools.partial(self._split_special_texts, separator))
-        text = self.render_chat(given.pop("messages"), chat_template=template, **given)
-        check(text)
+        Each special token's text is split by a separator, which is returned for `encode_chat`;
+        None if there is none to split. Only the template itself can then write special tokens."""
+        if not any(self._has_special_text(text) for text in _texts_in(options)):
+            return options, None
+        separator = _unused_character(options)
+        return _map_texts(
+            options, functools.partial(self._split_special_texts, separator)
+        ), separator
+
+    def encode_chat(self, text: str, separator: str | None) -> list[int]:
+        """Tokenize the prompt that a chat template has made of protected options."""
         parts = [text] if separator is None else text.split(separator)
         return [token for part in parts for token in self.encode(part, add_special_tokens=False)]
 
@@ -134,6 +124,10 @@ class Tokenizer:
             text = text.replace(special, special[0] + separator + special[1:])
         return text
 
+    def find_template(self, name_or_source: str) -> str:
+        """Return the source of one of the model's chat templates, or of another template."""
+        return self._templates.find(name_or_source)
+
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Return the prompt of a conversation. `options` are those of `ChatTemplates.render`.
 
@@ -144,20 +138,12 @@ class Tokenizer:
                 "Use /v1/completions (LLM.generate), a model made for chat, or --chat-template.",
                 code="no_chat_template",
             )
-        from jinja2 import TemplateError
-
         try:
             return self._templates.render(messages, **options)
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
+        except Exception as error:  # expressions raise any type for messages they do not expect
             raise InvalidRequestError(
-                f"The model's chat template refuses these messages: {error}", param="messages"
+                f"The model's chat template refuses these messages: {describe(error)}",
+                param="messages",
             ) from None
 
     @property

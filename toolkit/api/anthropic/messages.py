@@ -299,7 +299,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     id = f"msg_{request.state.request_id}"
     chat = body.to_chat()
     with rename_params(_PARAM_NAMES):
-        answer = await start_answer(service, chat, id)
+        answer = await start_answer(service, chat, request, id)
     if body.stream:
         events = _events(answer, id, service.model_name)
         return EventStream(
@@ -326,7 +326,7 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
     service = service_for(request, body)
     chat = body.to_chat()
     with rename_params(_PARAM_NAMES):
-        prompt = await encode_conversation(service, chat)
+        prompt = await encode_conversation(service, chat, request)
     return Response(_encoder.encode({"input_tokens": len(prompt)}), media_type="application/json")
 
 

@@ -10,6 +10,7 @@ from toolkit.api.http.body_fields import Body, check_fields
 from toolkit.config import ServerConfig
 from toolkit.engine.async_llm import AsyncLLM
 from toolkit.errors import ModelNotFoundError
+from toolkit.text.template_pool import TemplatePool
 
 
 @dataclass(slots=True)
@@ -22,6 +23,7 @@ class Service:
     expose: Callable[[], Awaitable[bytes]] | None = None
     """Collects the metrics of all processes, if the server has several."""
     config: ServerConfig = field(default_factory=ServerConfig)
+    templates: TemplatePool = field(default_factory=TemplatePool)
 
     @property
     def model_name(self) -> str:

@@ -51,7 +51,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = service_for(request, body)
     request_id = f"chatcmpl-{request.state.request_id}"
     with rename_params(body.param_names):
-        answer = await start_answer(service, body, request_id)
+        answer = await start_answer(service, body, request, request_id)
     group, tokenizer, plan = answer.group, answer.tokenizer, answer.plan
     top = answer.params.logprobs or 0
     head = {"id": request_id, "created": int(time.time()), "model": service.model_name}

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import ValidationError
+from starlette.requests import Request
 
 from toolkit.api.http.error_bodies import validation_error
 from toolkit.api.http.service import Service
+from toolkit.api.http.streaming import while_connected
 from toolkit.api.openai.answer_parts import AnswerParser, AnswerPlan
 from toolkit.api.openai.beams import start_beams
 from toolkit.api.openai.generation import AnswerGroup, start_group
@@ -69,10 +71,12 @@ class ChatAnswer:
                 self.finish_reason, self.stop_reason = reason, delta.stop_reason
 
 
-async def start_answer(service: Service, body: ChatRequest, request_id: str) -> ChatAnswer:
+async def start_answer(
+    service: Service, body: ChatRequest, request: Request, request_id: str
+) -> ChatAnswer:
     """Start the answers to a conversation. Raises InvalidRequestError."""
     params = body.params(service.engine.default_sampling)
-    prompt = await encode_conversation(service, body)
+    prompt = await encode_conversation(service, body, request)
     tokenizer = service.engine.tokenizer
     assert tokenizer is not None, "without a tokenizer there is no chat prompt"
     plan = AnswerPlan.of(body, prompt, tokenizer, service.config)
@@ -86,23 +90,43 @@ async def start_answer(service: Service, body: ChatRequest, request_id: str) -> 
     return ChatAnswer(group, plan, tokenizer, params)
 
 
-async def encode_conversation(service: Service, body: ChatRequest) -> list[int]:
+async def encode_conversation(service: Service, body: ChatRequest, request: Request) -> list[int]:
     """Return the prompt tokens of a conversation.
 
-    A long conversation, or one with its own template, is rendered in a thread: the event loop
-    stays free. Raises InvalidRequestError if the chat template refuses the messages."""
+    A long conversation is rendered in a thread, and the request's own template in another process:
+    the event loop stays free. Raises InvalidRequestError if the chat template refuses the messages.
+    """
     options = body.template_options(trusted=service.config.trust_request_chat_template)
     if tools := body.callable_tools:
         options["tools"] = [tool.model_dump(exclude_none=True, by_alias=True) for tool in tools]
     messages = _with_known_roles(service, body)
+    allow = service.config.allow_special_tokens_in_messages
+    if body.chat_template is not None:
+        given = {"messages": messages, **options}
+        return await _encode_apart(service, request, body.chat_template, given, allow)
 
-    def render() -> list[int]:
-        allow = service.config.allow_special_tokens_in_messages
+    def encode() -> list[int]:
         return service.engine.chat_prompt(messages, allow_special_tokens=allow, **options)
 
-    if "chat_template" in options or _estimate_length(body) > LONG_CONVERSATION:
-        return await asyncio.to_thread(render)
-    return render()
+    is_long = _estimate_length(body) > LONG_CONVERSATION
+    return await asyncio.to_thread(encode) if is_long else encode()
+
+
+async def _encode_apart(
+    service: Service, request: Request, template: str, given: dict[str, Any], allow: bool
+) -> list[int]:
+    """Return the prompt tokens of a conversation in the template of its request."""
+    inputs = service.engine.inputs
+    inputs.require_generation()
+    tokenizer = inputs.require_tokenizer()
+    separator = None
+    if not allow:
+        given, separator = await asyncio.to_thread(tokenizer.protect, given)
+    rendering = service.templates.render(
+        tokenizer.find_template(template), tokenizer.special_tokens, given
+    )
+    text = await while_connected(request, rendering)
+    return await asyncio.to_thread(inputs.encode_chat, text, separator)
 
 
 def _estimate_length(body: ChatRequest) -> int:

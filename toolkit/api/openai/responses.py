@@ -33,7 +33,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     name = request.state.request_id
     chat = body.to_chat()
     with rename_params(_PARAM_NAMES):
-        answer = await start_answer(service, chat, f"resp_{name}")
+        answer = await start_answer(service, chat, request, f"resp_{name}")
     builder = ResponseBuilder(body, answer, name, service.model_name)
     if body.stream:
         return EventStream(

@@ -439,7 +439,7 @@ class ChatRequest(SamplingFields):
         return _text(last.content) if last is not None and last.role == "assistant" else ""
 
     def template_options(self, *, trusted: bool) -> dict[str, Any]:
-        """Return the chat template's input other than the messages.
+        """Return the chat template's input other than the messages and tools.
 
         `trusted`: the request may bring its own template. Raises InvalidRequestError for options
         that exclude each other, or that the server does not allow."""
@@ -473,8 +473,6 @@ class ChatRequest(SamplingFields):
             raise InvalidRequestError(
                 "continue_final_message and add_generation_prompt exclude each other."
             )
-        if self.chat_template is not None:
-            extra = extra | {"chat_template": self.chat_template}
         return extra | {
             "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
             "continue_final_message": self.continue_final_message,

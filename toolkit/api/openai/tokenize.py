@@ -133,7 +133,7 @@ async def _encode_messages(service: Service, request: Request, body: TokenizeReq
     chat = make_chat_request(**body.model_dump(exclude=own_fields))
     service_for(request, chat)
     with rename_params(chat.param_names):
-        return await encode_conversation(service, chat)
+        return await encode_conversation(service, chat, request)
 
 
 def _json(value: msgspec.Struct) -> Response:
