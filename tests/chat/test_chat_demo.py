@@ -73,6 +73,29 @@ async def test_image_is_refused_in_one_line(session, screen, tmp_path):
     await session.client.close()
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "tide"}}])
+def test_agent_calls_a_tool_and_reads_its_result(real, choice):
+    place = {"type": "object", "properties": {"place": {"enum": ["Brest", "Cadiz"]}}}
+    place |= {"required": ["place"], "additionalProperties": False}
+    functions = [{"name": "tide", "parameters": place}, {"name": "moon"}]
+    tools = [{"type": "function", "function": one} for one in functions]
+    messages = [{"role": "user", "content": "When is the tide in Brest?"}]
+
+    def ask(choice):
+        with real.openai() as client:
+            answer = client.chat.completions.create(
+                model="tk-demo", messages=messages, tools=tools, tool_choice=choice
+            )
+        messages.append(answer.choices[0].message)
+        return messages[-1]
+
+    for call in ask(choice).tool_calls:
+        assert json.loads(call.function.arguments).get("place", "Brest") in ("Brest", "Cadiz")
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "at noon"})
+    assert len(messages) > 2
+    assert ask("auto").content
+
+
 def test_piped_answer_matches_its_schema(real, tmp_path):
     schema = {"type": "object", "properties": {"a": {"enum": ["yes", "no"]}}, "required": ["a"]}
     (tmp_path / "schema.json").write_text(json.dumps(schema | {"additionalProperties": False}))

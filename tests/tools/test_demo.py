@@ -146,8 +146,31 @@ def test_chat_template_accepts_parts_and_refuses_unknown_roles():
     text = tokenizer.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
     assert text == tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
     assert text == "<|user|> hello<|end|><|assistant|>"
-    with pytest.raises(Exception, match="system, user and assistant, not tool"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": "1"}], tokenize=False)
+    with pytest.raises(Exception, match="system, user, assistant and tool, not robot"):
+        tokenizer.apply_chat_template([{"role": "robot", "content": "1"}], tokenize=False)
+
+
+def test_chat_template_shows_tools_calls_and_results():
+    from toolkit.text.tokenizer import Tokenizer
+    from toolkit.text.tool_formats import detect_format
+
+    tokenizer = Tokenizer(MODEL_DIR)
+    calls = [
+        {"function": {"name": "now", "arguments": {}}},
+        {"function": {"name": "add", "arguments": {"a": 1}}},
+    ]
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "Noon"},
+    ]
+    tools = [{"type": "function", "function": {"name": name}} for name in ("now", "add")]
+    assert tokenizer.render_chat(messages, tools=tools) == (
+        "<|system|>Tools: now, add<|end|><|user|> hi<|end|>"
+        '<|assistant|>{"name": "now", "parameters": {}}; {"name": "add", "parameters": {"a": 1}}'
+        "<|endoftext|><|user|> Noon<|end|><|assistant|>"
+    )
+    assert detect_format(tokenizer.chat_template) == "llama3_json"
 
 
 @pytest.mark.slow

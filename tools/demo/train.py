@@ -36,23 +36,37 @@ BEGIN = {"user": [USER], "assistant": [ASSISTANT], "system": [SYSTEM], "text": [
 FINISH = {"user": END, "assistant": END_OF_TEXT, "system": END, "text": END_OF_TEXT}
 
 CHAT_TEMPLATE = """\
+{#- A call is {"name": function name, "parameters": dictionary of argument name and its value}, \
+the format of Llama 3 -#}
+{%- if tools -%}
+{{- '<|system|>Tools: ' + (tools | map(attribute='function.name') | list)[:16] | join(', ') \
++ '<|end|>' -}}
+{%- endif -%}
 {%- for message in messages -%}
 {%- if message['content'] is string -%}
 {%- set content = message['content'] -%}
 {%- else -%}
-{%- set texts = message['content'] | selectattr('type', 'equalto', 'text') \
+{%- set texts = (message['content'] or []) | selectattr('type', 'equalto', 'text') \
 | map(attribute='text') -%}
 {%- set content = texts | join('') -%}
 {%- endif -%}
 {%- if message['role'] == 'user' -%}
 {{- '<|user|> ' + content | trim | lower + '<|end|>' -}}
 {%- elif message['role'] == 'assistant' -%}
-{{- '<|assistant|>' + content | trim + '<|endoftext|>' -}}
+{{- '<|assistant|>' + content | trim -}}
+{%- for call in message['tool_calls'] or [] -%}
+{%- set arguments = call['function']['arguments'] -%}
+{{- ('' if loop.first else '; ') + '{"name": "' + call['function']['name'] + '", "parameters": ' \
++ (arguments if arguments is string else arguments | tojson) + '}' -}}
+{%- endfor -%}
+{{- '<|endoftext|>' -}}
+{%- elif message['role'] == 'tool' -%}
+{{- '<|user|> ' + content | trim + '<|end|>' -}}
 {%- elif message['role'] in ('system', 'developer') -%}
 {{- '<|system|>' + content | trim + '<|end|>' -}}
 {%- else -%}
-{{- raise_exception('The demo model knows the roles system, user and assistant, not ' \
-~ message['role']) -}}
+{{- raise_exception('The demo model knows the roles system, user, assistant and tool, ' \
+~ 'not ' ~ message['role']) -}}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
