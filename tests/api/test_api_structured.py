@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -541,6 +542,35 @@ def test_invalid_request_is_a_400_with_the_reason(served, body, param, words):
     assert words in error["message"]
     if param is not None:
         assert error["param"] == param
+
+
+HARD = "(((a|b){1,50}c?){1,50}a?){1,50}"
+"""Within the limits when compiled, beyond them during generation."""
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"structured_outputs": {"choice": ["yes"]}, "allowed_token_ids": [5, 6]}, "relax one"),
+        ({"structured_outputs": {"regex": HARD}, "min_tokens": 900}, "too complex"),
+    ],
+)
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_unfollowable_constraint_is_a_client_error(served, path, options, words):
+    """Other requests of the batch are not concerned."""
+    body = {"prompt": "x", "messages": ASK, "max_tokens": 900} | options
+    body.pop("messages" if path == "completions" else "prompt")
+    good: Any = {"messages": ASK, "structured_outputs": {"regex": "[ab]{80}"}} | NO_THOUGHTS
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(served.http.post, "/v1/chat/completions", json=good)
+        answer = served.http.post(f"/v1/{path}", json=body)
+        streamed = served.http.post(f"/v1/{path}", json=body | {"stream": True})
+        assert len(other.result().json()["choices"][0]["message"]["content"]) == 80
+    event = json.loads(streamed.text.split("data: ")[-2])
+    assert (answer.status_code, streamed.status_code) == (400, 200)
+    for error in (answer.json()["error"], event["error"]):
+        assert error["type"] == "invalid_request_error"
+        assert words in error["message"]
 
 
 def test_tools_need_a_template_with_a_place_for_them(server):

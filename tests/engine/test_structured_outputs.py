@@ -20,7 +20,14 @@ from toolkit import LLM, SamplingParams
 from toolkit.engine.core import EngineCore
 from toolkit.engine.messages import EngineRequest
 from toolkit.errors import EngineError, InvalidRequestError
-from toolkit.sampling.structured_outputs import MAX_RULES, MAX_SIZE, StructuredOutputsParams
+from toolkit.sampling.structured_outputs import (
+    MAX_PATTERNS,
+    MAX_PROPERTIES,
+    MAX_RULES,
+    MAX_RULES_SIZE,
+    MAX_SIZE,
+    StructuredOutputsParams,
+)
 
 PROMPTS = ["Describe", "{", "What is 2 + 2?", "x"]
 HARD = "(((a|b){1,50}c?){1,50}a?){1,50}"
@@ -345,7 +352,17 @@ def test_a_grammar_beyond_the_limits_fails_only_its_request(llm):
         ({"regex": "a(?=b)"}, "look-around"),
         ({"grammar": "start: nowhere"}, "unknown name"),
         ({"grammar": "gibberish"}, "cannot be read"),
-        ({"regex": "a" * (MAX_SIZE + 1)}, "at most"),
+        ({"choice": ["a" * MAX_SIZE]}, "at most 262,144"),
+        ({"regex": "a" * (MAX_RULES_SIZE + 1)}, "at most 65,536"),
+        ({"json": {"pattern": "a" * (MAX_RULES_SIZE + 1)}}, "at most 65,536"),
+        ({"json": {"required": [f"a{i}" for i in range(MAX_PROPERTIES + 1)]}}, "2,001 properties"),
+        (
+            {"json": {"patternProperties": {f"^{i}$": {} for i in range(MAX_PATTERNS + 1)}}},
+            "201 patternProperties",
+        ),
+        ({"json": {"multipleOf": 999983}}, r"multipleOf \(999,983\)"),
+        ({"json": {"allOf": [{"multipleOf": 701}, {"multipleOf": 7.01e2 + 8}]}}, "multipleOf"),
+        ({"grammar": 'start: %json {"\\u006dultipleOf": 999983}'}, "multipleOf"),
         (
             {
                 "grammar": "start: r0\n"
@@ -380,6 +397,27 @@ def test_invalid_constraints_are_refused_with_the_cause(llm, constraint, cause):
             use_tqdm=False,
         )
     assert refused.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"choice": [f"label number {i:05}, with some words" for i in range(5000)]},
+        {"json": {"properties": {f"p{i}": {"const": i} for i in range(700)}, "type": "object"}},
+        {"json": {"enum": [f"label {i}" for i in range(5000)]}},
+        {
+            "grammar": "start: "
+            + " | ".join(f"r{i}" for i in range(900))
+            + "".join(f'\nr{i}: "x{i}" "y"' for i in range(900))
+        },
+    ],
+    ids=["choice", "properties", "enum", "rules"],
+)
+def test_large_constraints_are_followed(llm, constraint):
+    [[(text, reason)]] = texts(llm, params(60, **constraint))
+    if reason == "stop" and "choice" in constraint:
+        assert text in constraint["choice"]
+    assert text
 
 
 def test_lenient_ignores_unsupported_keywords(llm):
@@ -463,7 +501,7 @@ def test_requests_with_an_invalid_grammar_end_once_with_the_cause(llm, monkeypat
     assert llm._core.scheduler.num_waiting == 4
     llm._core.scheduler.abort("0/0")
     compiling.set_exception(ValueError("no such grammar"))
-    assert ends(llm) == dict.fromkeys((1, 2, 3), ("error", "no such grammar"))
+    assert ends(llm) == dict.fromkeys((1, 2, 3), ("invalid", "no such grammar"))
     assert not llm._core.has_work
 
 

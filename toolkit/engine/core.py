@@ -248,7 +248,7 @@ class EngineCore:
         for request, failure in self._constraints.pop_failed():
             self.scheduler.abort(request.id)
             failed = EngineOutput(
-                request.number, [], finish_reason=FinishReason.ERROR.value, error=failure
+                request.number, [], finish_reason=FinishReason.INVALID.value, error=failure
             )
             outputs.setdefault(request.client, []).append(failed)
         return outputs

@@ -10,7 +10,8 @@ from toolkit.engine.cores.router import Placement
 from toolkit.engine.messages import EngineRequest
 from toolkit.engine.output_processor import RequestState
 from toolkit.engine.outputs import Delta
-from toolkit.errors import EngineError
+from toolkit.errors import EngineError, InvalidRequestError
+from toolkit.scheduler import FinishReason
 
 
 class RequestStream:
@@ -37,7 +38,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> Delta:
-        """Raises EngineError if the request cannot be finished."""
+        """Raises EngineError, or InvalidRequestError, if the request cannot be finished."""
         if not self._num_unfinished:
             raise StopAsyncIteration
         while (delta := self.state.next_delta()) is None:
@@ -48,7 +49,9 @@ class RequestStream:
             await self._waiter
         if delta.error is not None:
             self.close()
-            raise EngineError(f"The request could not be finished: {delta.error}")
+            is_invalid = delta.finish_reason == FinishReason.INVALID
+            kind = InvalidRequestError if is_invalid else EngineError
+            raise kind(f"The request could not be finished: {delta.error}")
         self._num_unfinished -= delta.finish_reason is not None
         return delta
 

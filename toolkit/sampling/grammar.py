@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.sampling.params import THINK_END, THINK_START
-from toolkit.sampling.structured_outputs import in_thread, limits
+from toolkit.sampling.structured_outputs import in_thread, limits, reason_of
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -83,7 +83,7 @@ class CompiledGrammar:
         from llguidance import LLMatcher
 
         self.vocabulary = vocabulary
-        self._matcher = LLMatcher(vocabulary.tokenizer, grammar, limits=limits())
+        self._matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits())
         self._matcher.compute_bitmask()  # the first one is slow
         if self._matcher.is_error():
             raise ValueError(_reason(self._matcher))
@@ -256,5 +256,4 @@ def _packed(allowed: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    lines = matcher.get_error().strip().splitlines()
-    return f"the structured output cannot be followed: {lines[0] if lines else 'unknown cause'}"
+    return f"the structured output cannot be followed: {reason_of(matcher)}"

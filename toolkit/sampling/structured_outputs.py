@@ -5,11 +5,15 @@ it; the core follows it token by token (`grammar`)."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import math
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
@@ -17,19 +21,24 @@ import msgspec
 from toolkit.errors import InvalidParamError
 
 if TYPE_CHECKING:
-    from llguidance import LLParserLimits
+    from llguidance import LLMatcher, LLParserLimits
 
 T = TypeVar("T")
 
-MAX_SIZE = 64 * 1024
-"""Characters of a grammar. Together with llguidance's limits this bounds the time of a compilation:
-the worst that we found takes a second, a usual one a millisecond."""
+MAX_SIZE = 256 * 1024  # characters of a constraint
+MAX_RULES_SIZE = 64 * 1024
+"""Characters of a regular expression, of a schema's patterns, or of a grammar without its schemas.
+With llguidance's limits and those below this bounds the time of a compilation: the worst that we
+found takes two seconds, a usual one a millisecond."""
 MAX_RULES = 1000  # rules or references of a grammar: llguidance recurses over them
+MAX_PROPERTIES = 2000  # of all objects in a schema: the time grows with the square
+MAX_PATTERNS = 200  # of `patternProperties`: each is compared with each
+MAX_MULTIPLE = 100_000  # sum of the coefficients of a schema's `multipleOf`: 10 µs each
+MAX_ITEMS = 20_000  # alternatives at one place of an answer
 STACK_BYTES = 64 * 1024 * 1024  # stack of the compiling threads, enough for MAX_RULES
 MAX_LEXER_STATES = 32_768  # per request; 1 to 2 kB each
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Between the parts of JSON. Bounded, because confused models write line breaks without end."""
-_NOTHING_FITS = "NoExtensionBias"  # start of llguidance's error if a grammar allows no text at all
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -85,10 +94,27 @@ class StructuredOutputsParams(
 
 
 def limits() -> LLParserLimits:
-    """Return limits that keep a compilation under a second and a step under about 50 ms."""
+    """Return limits that keep a compilation under two seconds and a step under about 50 ms."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    return LLParserLimits(
+        max_items_in_row=MAX_ITEMS, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
+    )
+
+
+def reason_of(matcher: LLMatcher) -> str:
+    """Return why a matcher failed."""
+    lines = matcher.get_error().strip().splitlines() or ["unknown cause"]
+    if lines[0].startswith("NoExtensionBias"):
+        return "it allows no text at all"
+    return f"it is too complex ({lines[0]})"
+
+
+def choice_rule(choices: Sequence[str]) -> str:
+    """Return the right side of a Lark rule, and a terminal that it needs.
+
+    One terminal costs less than as many alternatives of a rule."""
+    return "CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in choices)
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
@@ -109,43 +135,100 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(2, thread_name_prefix="grammar")
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
 def _checked(kind: str, text: str, lenient: bool) -> str:
-    if len(text) > MAX_SIZE:
-        raise ValueError(f"has {len(text)} characters; at most {MAX_SIZE} are allowed")
+    _limit(len(text), MAX_SIZE, "characters")
     return in_thread(lambda: _convert(kind, text, lenient)).result()
 
 
 def _convert(kind: str, text: str, lenient: bool) -> str:
     from llguidance import LLMatcher, LLTokenizer, grammar_from
 
+    rules, schemas = text, []
     try:
         if kind == "json":
-            schema = json.dumps(json.loads(text))  # one spelling of every key
+            rules, schemas = "", [json.loads(text)]
             options: Any = {
                 "whitespace_pattern": _WHITESPACE,
                 "lenient": lenient,
                 "coerce_one_of": lenient,
             }
-            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=options)
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schemas[0]), overrides=options)
+        elif kind == "choice":
+            rules = ""
+            grammar = LLMatcher.grammar_from_lark(f"start: {choice_rule(json.loads(text))}")
         else:
             grammar = grammar_from(kind, text)  # type: ignore[arg-type]  # one of its names
+            if kind == "grammar":
+                rules, schemas = _split(grammar)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"cannot be read: {str(error) or type(error).__name__}") from None
-    _check_rules(kind, grammar)
+    _check_size(rules, schemas)
     failure, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=limits())
     if failure:
         raise ValueError(f"cannot be enforced: {messages[0].strip()[:2000]}")
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, limits=limits())
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits())
     matcher.compute_bitmask()
-    if matcher.is_error() and matcher.get_error().startswith(_NOTHING_FITS):
-        raise ValueError("cannot be enforced: it allows no text at all")
+    if matcher.is_error():
+        raise ValueError(f"cannot be enforced: {reason_of(matcher)}")
     return grammar
 
 
-def _check_rules(kind: str, grammar: str) -> None:
-    count = grammar.count('"$ref"')
-    if kind == "grammar":  # a rule takes a line; schemas in it may escape their references
-        count += grammar.count("\n") + grammar.count("\\u")
-    if count > MAX_RULES:
-        raise ValueError(f"has {count} rules or references; at most {MAX_RULES} are allowed")
+def _split(grammar: str) -> tuple[str, list[Any]]:
+    """Return the rules of a Lark grammar without its JSON schemas, and the schemas."""
+    decoder, rules, schemas, end = json.JSONDecoder(), "", [], 0
+    for found in re.finditer(r"%json\s*", grammar):
+        if found.start() >= end:
+            with contextlib.suppress(ValueError):  # part of a text or a comment
+                schema, after = decoder.raw_decode(grammar, found.end())
+                schemas.append(schema)
+                rules, end = rules + grammar[end : found.end()], after
+    return rules + grammar[end:], schemas
+
+
+def _check_size(rules: str, schemas: Sequence[Any]) -> None:
+    """Raises ValueError for what would take too much time or stack to compile."""
+    nodes = [node for schema in schemas for node in _objects(schema)]
+
+    def each(keyword: str, *kinds: type) -> list[Any]:
+        return [value for node in nodes if isinstance(value := node.get(keyword), kinds)]
+
+    pattern_names = [name for names in each("patternProperties", dict) for name in names]
+    patterns = each("pattern", str) + each("whitespace_pattern", str) + pattern_names
+    num_properties = max(
+        sum(map(len, each("properties", dict))), sum(map(len, each("required", list)))
+    )
+    references = each("$ref", str)
+    multiples = [_coefficient(value) for value in each("multipleOf", int, float)]
+    steps = sum(multiples)
+    if references or each("allOf", list):  # which may give one value several of them
+        steps = max(steps, math.lcm(*multiples))
+    _limit(len(rules) + sum(map(len, patterns)), MAX_RULES_SIZE, "characters of patterns")
+    _limit(rules.count("\n") + len(references), MAX_RULES, "rules or references")
+    _limit(num_properties, MAX_PROPERTIES, "properties")
+    _limit(len(pattern_names), MAX_PATTERNS, "patternProperties")
+    if steps > MAX_MULTIPLE:
+        raise ValueError(f"has too large a multipleOf ({steps:,}); at most {MAX_MULTIPLE:,} works")
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield all objects within a JSON value."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            yield one
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
+
+
+def _coefficient(number: float) -> int:
+    """Return the digits of a number, without zeros at the end: 25 for 2.5 and for 2500."""
+    digits = Decimal(str(number + 0)).normalize().as_tuple().digits  # + 0: not of a boolean
+    return int("".join(map(str, digits)) or 0)
+
+
+def _limit(count: int, limit: int, noun: str) -> None:
+    if count > limit:
+        raise ValueError(f"has {count:,} {noun}; at most {limit:,} are allowed")

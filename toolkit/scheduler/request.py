@@ -32,6 +32,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    INVALID = "invalid"  # an error of the request: its constraints allow no further token
 
 
 @dataclass(slots=True, eq=False)

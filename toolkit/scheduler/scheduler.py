@@ -79,8 +79,9 @@ class Scheduler(Planner):
         """Return a request's result with its newest token. Ends the request if it is done."""
         if token_id < 0:
             request.drop_last()
-            self._finish(request, FinishReason.ERROR)
-            return StepResult(request, error=_no_token_reason(request))
+            reason, error = _no_token_reason(request)
+            self._finish(request, reason)
+            return StepResult(request, error=error)
         if request.num_known_tokens >= request.stops_from and token_id in request.ending_token_ids:
             request.stop_reason = token_id if token_id in request.stop_token_ids else None
             self._finish(request, FinishReason.STOP)
@@ -158,16 +159,16 @@ class Scheduler(Planner):
         self.pool.evict_all()
 
 
-def _no_token_reason(request: Request) -> str:
+def _no_token_reason(request: Request) -> tuple[FinishReason, str]:
     """Return why a request found no token to sample."""
     params = request.params
     bound = params.allowed_token_ids or params.bad_words_token_ids or params.logit_bias
     if request.grammar is not None and bound:
-        return (
+        return FinishReason.INVALID, (
             "no token is allowed by both the structured output and allowed_token_ids, bad_words or "
             "logit_bias; relax one of them"
         )
     nonsense = "the model's logits are not finite (NaN or infinity)"
     if params.allowed_token_ids or params.bad_words_token_ids:
-        return f"allowed_token_ids and bad_words leave no token, or {nonsense}"
-    return nonsense
+        return FinishReason.ERROR, f"allowed_token_ids and bad_words leave no token, or {nonsense}"
+    return FinishReason.ERROR, nonsense

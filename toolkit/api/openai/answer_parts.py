@@ -21,7 +21,7 @@ from toolkit.api.openai.tools import (
 from toolkit.config import ServerConfig
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import THINK_END, THINK_START, SamplingParams
-from toolkit.sampling.structured_outputs import StructuredOutputsParams
+from toolkit.sampling.structured_outputs import StructuredOutputsParams, choice_rule
 from toolkit.text.reasoning import Reasoning, ReasoningSplitter, reasoning_after
 from toolkit.text.tokenizer import Tokenizer
 from toolkit.text.tool_formats import (
@@ -201,7 +201,7 @@ def _choose_format(
 def _answer_rule(asked: StructuredOutputsParams) -> str:
     """Return the right side of a Lark rule. Raises InvalidRequestError if there is none."""
     if asked.choice is not None:
-        return " | ".join(json.dumps(choice) for choice in asked.choice)
+        return choice_rule(asked.choice)
     schema: Any = {"type": "object"} if asked.json_object else asked.json
     if schema is None:
         raise InvalidRequestError(
