@@ -286,6 +286,45 @@ def test_stop_string_in_an_optional_call_is_no_tool_call(ai):
         assert complete.finish_reason == chunks[-1].finish_reason == reason
 
 
+FLAT_TOOL: dict[str, Any] = {"name": "weather", "parameters": WEATHER}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "chat/completions",
+            {"tools": TOOLS, "tool_choice": "required", "max_tokens": 20} | NO_THOUGHTS,
+        ),
+        (
+            "responses",
+            {
+                "input": "Hello",
+                "tools": [FLAT_TOOL | {"type": "function"}],
+                "tool_choice": "required",
+                "max_output_tokens": 20,
+            },
+        ),
+        (
+            "messages",
+            {
+                "tools": [{"name": "weather", "input_schema": WEATHER}],
+                "tool_choice": {"type": "any"},
+                "max_tokens": 20,
+            },
+        ),
+    ],
+)
+def test_required_call_cut_before_its_name_leaves_no_text(served, path, body):
+    body = {"temperature": 0.0} | body | ({} if path == "responses" else {"messages": ASK})
+    answer = served.http.post(f"/v1/{path}", json=body)
+    streamed = served.http.post(f"/v1/{path}", json=body | {"stream": True}).text
+    assert answer.status_code == 200, answer.text
+    for text in (answer.text, streamed):
+        assert "tool_call>" not in text
+        assert "length" in text or "max_output_tokens" in text or "max_tokens" in text
+
+
 def test_one_call_without_parallel_tool_calls(ai):
     answer = create(ai, tool_choice="required", parallel_tool_calls=False, n=4, seed=3)
     assert [len(choice.message.tool_calls) for choice in answer.choices] == [1] * 4

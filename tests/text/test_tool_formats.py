@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from toolkit.api.openai.answer_parts import AnswerParser, AnswerPlan
+from toolkit.api.openai.tools import FunctionTool, Tool
 from toolkit.text.reasoning import ReasoningSplitter
 from toolkit.text.tool_formats import (
     FORMATS,
@@ -140,6 +142,77 @@ def test_parser_without_parallel_ignores_later_calls(tool_format):
     }[tool_format]
     for pieces in splits(text):
         assert parse(tool_format(["weather"], parallel=False), pieces) == ("", [("weather", PARIS)])
+
+
+CALLS = [("weather", PARIS), ("note", '{"a": []}')]
+CALL_TEXTS: dict[type[ToolFormat], str] = {
+    HermesFormat: f'{HERMES_CALL}\n<tool_call>\n{{"name": "note", "arguments": {{"a": []}}}}\n'
+    "</tool_call>",
+    Llama3Format: f'{{"name": "weather", "parameters": {PARIS}}}; '
+    '{"name": "note", "parameters": {"a": []}}',
+    MistralFormat: f'[TOOL_CALLS][{{"name": "weather", "arguments": {PARIS}}}, '
+    '{"name": "note", "arguments": {"a": []}}]',
+}
+NAMED_CALLS = f'[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]note[CALL_ID]abc[ARGS]{{"a": []}}'
+
+
+@pytest.mark.parametrize("needs_call", [True, False])
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        *CALL_TEXTS.items(),
+        (HermesFormat, f"I look. {CALL_TEXTS[HermesFormat]}"),
+        (Llama3Format, f"<|python_tag|>{CALL_TEXTS[Llama3Format]}"),
+        (MistralFormat, f"I look. {CALL_TEXTS[MistralFormat]}"),
+        (MistralFormat, NAMED_CALLS),
+    ],
+)
+def test_cut_calls_never_become_content(tool_format, text, needs_call):
+    """At every length, in any pieces, cut by max_tokens, a stop string or an abort."""
+    tools = [Tool(function=FunctionTool(name=name)) for name, _ in CALLS]
+    plan = AnswerPlan(None, tool_format, tools, True, needs_call, False)
+    full = "I look." if text.startswith("I look") and not needs_call else ""
+    for length in range(len(text)):
+        for step in (length, 1, 7):
+            cut = text[:length]
+            pieces = [cut[i : i + step] for i in range(0, length, step or 1)]
+            parser = AnswerParser(plan)
+            reason, stop = [("length", None), ("stop", "x"), ("abort", None)][length % 3]
+            deltas = [parser.add(one) for one in pieces] + [parser.add("", reason, stop)]
+            content = "".join(delta.content or "" for delta in deltas)
+            calls: list[list[str]] = []
+            for call in [call for delta in deltas for call in delta.tool_calls or []]:
+                if call.id is not None:
+                    calls.append([call.function.name, ""])
+                calls[call.index][1] += call.function.arguments or ""
+            # One character of a marker may as well be content.
+            assert full.startswith(content.rstrip("<[" * (not needs_call)).rstrip()), cut
+            for (name, arguments), (known, complete) in zip(
+                calls, CALLS[: len(calls)], strict=True
+            ):
+                assert (name, complete[: len(arguments)]) == (known, arguments), cut
+            message = AnswerParser(plan).message(cut, reason, stop)
+            found = message.tool_calls if calls else []
+            assert (message.content or "") == content
+            assert [[c.function.name, c.function.arguments] for c in found] == calls
+            assert parser.finish_reason(reason) in (reason, "tool_calls" if stop else reason)
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        (HermesFormat, "if a <"),
+        (HermesFormat, "<tool_call>no"),
+        (Llama3Format, '{"name": "Bob"'),
+        (Llama3Format, '{"city": '),
+        (Llama3Format, "<b>"),
+        (MistralFormat, "x [1"),
+        (MistralFormat, "x ["),
+    ],
+)
+def test_cut_content_stays_content(tool_format, text):
+    parser = tool_format(["weather"])
+    assert "".join(part.text for part in parser.add(text) + parser.end(is_cut=True)) == text
 
 
 def test_parser_streams_arguments():

@@ -1,7 +1,8 @@
 """Formats of tool calls in a model's text: a grammar that enforces each, and a streaming parser.
 
 A parser's output does not depend on how the text is split. Text that is not a call is content. A
-call is reported once its name is known and its arguments begin; an answer may be cut off inside."""
+call is reported once its name is known and its arguments begin; an answer may be cut off inside.
+The beginning of a call that is cut off before that is neither a call nor content."""
 
 import abc
 import json
@@ -74,7 +75,7 @@ class ToolFormat(abc.ABC):
         self._at = 0
         self._candidate: int | None = None
         """Start of text that is a call or, if it turns out not to be one, content."""
-        self._has_ended = False
+        self._has_ended = self._is_cut = False
         self._output: list[ToolText] = []
         self._steps = self._run()
 
@@ -86,9 +87,9 @@ class ToolFormat(abc.ABC):
         self._candidate = None if self._candidate is None else 0
         return self._resume()
 
-    def end(self) -> list[ToolText]:
-        """Return the rest: no more text follows."""
-        self._has_ended = True
+    def end(self, *, is_cut: bool = False) -> list[ToolText]:
+        """Return the rest: no more text follows. `is_cut`: the model would have gone on."""
+        self._has_ended, self._is_cut = True, is_cut
         return self._resume()
 
     @staticmethod
@@ -109,8 +110,13 @@ class ToolFormat(abc.ABC):
         try:
             yield from self._read()
         except _EndError:
-            if self._candidate is not None:
-                self._emit(self._text[self._candidate :])
+            rest = "" if self._candidate is None else self._text[self._candidate :]
+            if not (self._is_cut and self._may_become_call(rest)):
+                self._emit(rest)
+
+    def _may_become_call(self, rest: str) -> bool:
+        """Return True if the rest of a cut answer, which may have a marker, begins a call."""
+        return True
 
     def _resume(self) -> list[ToolText]:
         next(self._steps, None)
@@ -144,6 +150,8 @@ class ToolFormat(abc.ABC):
             self._text[self._at :]
         ):
             if self._has_ended:
+                if self._is_cut:
+                    raise _EndError
                 return False
             yield
         if not self._text.startswith(marker, self._at):
@@ -161,13 +169,14 @@ class ToolFormat(abc.ABC):
                 self._candidate = self._at + len(content)
                 self._at = found + len(marker)
                 return
-            certain = len(self._text) - partial_marker_size(self._text[self._at :], marker)
-            certain = self._at + len(self._text[self._at : certain].rstrip())
+            size = partial_marker_size(self._text[self._at :], marker)
+            certain = self._at + len(self._text[self._at : len(self._text) - size].rstrip())
             self._emit(self._text[self._at : certain])
             self._at = certain
             if self._has_ended:
                 rest = self._text[certain:]
-                self._emit("" if self.num_calls and rest.isspace() else rest)
+                is_markup = (self._is_cut and size > 1) or (self.num_calls and rest.isspace())
+                self._emit("" if is_markup else rest)
                 raise _EndError
             yield
 
@@ -323,6 +332,14 @@ class Llama3Format(ToolFormat):
     def _check_name(self, name: str) -> None:
         if name not in self._names:  # the answer may be JSON that is not a call
             raise _NoCallError
+
+    def _may_become_call(self, rest: str) -> bool:
+        text = "".join(rest.split())
+        heads = ['{"type":"function"', *(f'{{"name":"{name}"' for name in self._names)]
+        heads += [self.markers[0] + head for head in heads]
+        return self.num_calls > 0 or any(
+            head.startswith(text) or text.startswith(head) for head in heads
+        )
 
 
 class MistralFormat(ToolFormat):

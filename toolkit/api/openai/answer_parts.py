@@ -122,25 +122,32 @@ class AnswerParser:
         if plan.tool_format is not None:
             names = [tool.function.name for tool in plan.tools]
             self._calls = plan.tool_format(names, parallel=plan.allows_parallel)
+        self._has_content = not plan.needs_call
         self._has_named_tool = plan.has_named_tool
 
-    def add(self, text: str, *, is_last: bool) -> ChatDelta:
-        """Return what can be sent now. Text that may still begin a marker is held back."""
+    def add(self, text: str, reason: str | None = None, stop: int | str | None = None) -> ChatDelta:
+        """Return what can be sent now. Text that may still begin a marker is held back.
+
+        `reason` and `stop`: the finish and stop reasons of the last text."""
+        is_last = reason is not None
         reasoning, rest = self._reasoning.add(text, is_last=is_last)
         if self._calls is None:
             return ChatDelta(content=rest or None, reasoning_content=reasoning or None)
         parts = self._calls.add(rest) if rest else []
         if is_last:
-            parts = _merge(parts + self._calls.end())
-        content = "".join(part.text for part in parts if part.index is None)
+            is_cut = reason != "stop" or stop is not None  # it did not end with an end token
+            parts = _merge(parts + self._calls.end(is_cut=is_cut))
+        content = "".join(part.text for part in parts if part.index is None and self._has_content)
         calls = [self._call_delta(part) for part in parts if part.index is not None]
         return ChatDelta(
             content=content or None, reasoning_content=reasoning or None, tool_calls=calls or None
         )
 
-    def message(self, text: str) -> AssistantMessage:
-        """Return the message of a complete answer."""
-        delta = self.add(text, is_last=True)
+    def message(
+        self, text: str, reason: str = "stop", stop: int | str | None = None
+    ) -> AssistantMessage:
+        """Return the message of an answer that has ended."""
+        delta = self.add(text, reason, stop)
         message = AssistantMessage(
             "assistant", delta.content if delta.tool_calls else delta.content or ""
         )

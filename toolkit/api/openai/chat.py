@@ -96,7 +96,7 @@ async def _events(
     async for index, delta in group.deltas():
         parsed, reason = _EMPTY, delta.finish_reason
         if parsers is not None:
-            parsed = parsers[index].add(delta.text, is_last=reason is not None)
+            parsed = parsers[index].add(delta.text, reason, delta.stop_reason)
             reason = None if reason is None else parsers[index].finish_reason(reason)
         if delta.logprobs or (has_token_data and delta.token_ids) or parsed != _EMPTY:
             choice = ChatChunkChoice(
@@ -142,9 +142,9 @@ async def _collect(
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
     for choice, parts in zip(choices, texts, strict=True):
-        parser = AnswerParser(plan)
-        choice.message = parser.message("".join(parts))
-        choice.finish_reason = parser.finish_reason(choice.finish_reason or "abort")
+        parser, reason = AnswerParser(plan), choice.finish_reason or "abort"
+        choice.message = parser.message("".join(parts), reason, choice.stop_reason)
+        choice.finish_reason = parser.finish_reason(reason)
         if body.echo_text:
             choice.message.content = body.echo_text + (choice.message.content or "")
     done = ChatCompletion(**head, choices=choices, usage=group.usage())

@@ -57,7 +57,7 @@ class ChatAnswer:
             reason = delta.finish_reason
             parsed = ChatDelta(content=delta.text)
             if parser is not None:
-                parsed = parser.add(delta.text, is_last=reason is not None)
+                parsed = parser.add(delta.text, reason, delta.stop_reason)
                 reason = None if reason is None else parser.finish_reason(reason)
                 self.has_complete_calls = parser.has_complete_calls
             if parsed.reasoning_content:
