@@ -286,6 +286,25 @@ def test_stop_string_in_an_optional_call_is_no_tool_call(ai):
         assert complete.finish_reason == chunks[-1].finish_reason == reason
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("where", ["response_format", "tools", "answer next to tools"])
+def test_strict_schema_forbids_unnamed_properties(ai, where, strict):
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    named = {"name": "x", "strict": strict}
+    tool = {"type": "function", "function": named | {"parameters": schema}}
+    format = {"type": "json_schema", "json_schema": named | {"schema": schema}}
+    body: Any = {
+        "response_format": {"response_format": format, "tools": openai.omit},
+        "tools": {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False},
+        "answer next to tools": {"tools": [tool], "response_format": format},
+    }[where]
+    bias = {str(ord(",") - 33): 100, str(ord("{") - 33): 50}
+    message = create(ai, **body, max_tokens=150, logit_bias=bias).choices[0].message
+    text = message.content or message.tool_calls[0].function.arguments
+    assert ("," in text) != strict
+    assert text.startswith("{")
+
+
 FLAT_TOOL: dict[str, Any] = {"name": "weather", "parameters": WEATHER}
 
 

@@ -20,14 +20,13 @@ from toolkit import LLM, SamplingParams
 from toolkit.engine.core import EngineCore
 from toolkit.engine.messages import EngineRequest
 from toolkit.errors import EngineError, InvalidRequestError
-from toolkit.sampling.structured_outputs import (
+from toolkit.sampling.json_schema import (
     MAX_PATTERNS,
     MAX_PROPERTIES,
     MAX_RULES,
     MAX_RULES_SIZE,
-    MAX_SIZE,
-    StructuredOutputsParams,
 )
+from toolkit.sampling.structured_outputs import MAX_SIZE, StructuredOutputsParams
 
 PROMPTS = ["Describe", "{", "What is 2 + 2?", "x"]
 HARD = "(((a|b){1,50}c?){1,50}a?){1,50}"
@@ -418,6 +417,22 @@ def test_large_constraints_are_followed(llm, constraint):
     if reason == "stop" and "choice" in constraint:
         assert text in constraint["choice"]
     assert text
+
+
+def test_whitespace_between_json_tokens_is_bounded(llm):
+    """The likeliest tokens are a line break and a space."""
+    bias = {llm.tokenizer.encode(one)[0]: 100.0 for one in "\n "}
+    wanted = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    [[(text, reason)]] = texts(llm, params(90, json=wanted, logit_bias=bias))
+    assert (json.loads(text), reason) == ({"a": 1}, "stop")
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_strict_schema_forbids_unnamed_properties(llm, lenient):
+    bias = {llm.tokenizer.encode(one)[0]: 50.0 for one in ","}
+    wanted = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    [[(text, reason)]] = texts(llm, params(90, json=wanted, lenient=lenient, logit_bias=bias))
+    assert ("," in text, reason) == ((True, "length") if lenient else (False, "stop"))
 
 
 def test_lenient_ignores_unsupported_keywords(llm):

@@ -8,17 +8,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
 from toolkit.errors import InvalidParamError
+from toolkit.sampling.json_schema import check_cost, check_count, close_objects
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
@@ -26,19 +25,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_SIZE = 256 * 1024  # characters of a constraint
-MAX_RULES_SIZE = 64 * 1024
-"""Characters of a regular expression, of a schema's patterns, or of a grammar without its schemas.
-With llguidance's limits and those below this bounds the time of a compilation: the worst that we
-found takes two seconds, a usual one a millisecond."""
-MAX_RULES = 1000  # rules or references of a grammar: llguidance recurses over them
-MAX_PROPERTIES = 2000  # of all objects in a schema: the time grows with the square
-MAX_PATTERNS = 200  # of `patternProperties`: each is compared with each
-MAX_MULTIPLE = 100_000  # sum of the coefficients of a schema's `multipleOf`: 10 µs each
 MAX_ITEMS = 20_000  # alternatives at one place of an answer
 STACK_BYTES = 64 * 1024 * 1024  # stack of the compiling threads, enough for MAX_RULES
 MAX_LEXER_STATES = 32_768  # per request; 1 to 2 kB each
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Between the parts of JSON. Bounded, because confused models write line breaks without end."""
+WHITESPACE = r"\x20|\r?\n[\x20\t]{0,16}"
+"""Between the parts of JSON: a space, or a line break and the next line's indentation. Bounded,
+because confused models write line breaks without end."""
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -55,7 +47,9 @@ class StructuredOutputsParams(
     """Regular expression that the complete answer matches (Rust syntax, no look-around)."""
     choice: list[str] | None = None
     grammar: str | None = None  # Lark with llguidance's extensions, or GBNF
-    lenient: bool = False  # ignore what cannot be enforced in a JSON schema, instead of refusing it
+    lenient: bool = False
+    """Ignore what cannot be enforced in a JSON schema, instead of refusing it, and let objects have
+    properties that the schema does not name unless it forbids them."""
     reasoning: Literal["begun", "possible"] | None = None
     """The answer may begin with unconstrained reasoning, up to `</think>`. begun: the prompt has
     started it. possible: the answer may start it with `<think>`."""
@@ -110,6 +104,11 @@ def reason_of(matcher: LLMatcher) -> str:
     return f"it is too complex ({lines[0]})"
 
 
+def json_options(lenient: bool) -> dict[str, Any]:
+    """Return llguidance's options for a JSON schema."""
+    return {"whitespace_pattern": WHITESPACE, "lenient": lenient, "coerce_one_of": lenient}
+
+
 def choice_rule(choices: Sequence[str]) -> str:
     """Return the right side of a Lark rule, and a terminal that it needs.
 
@@ -137,7 +136,7 @@ def _threads() -> ThreadPoolExecutor:
 
 @functools.lru_cache(maxsize=64)
 def _checked(kind: str, text: str, lenient: bool) -> str:
-    _limit(len(text), MAX_SIZE, "characters")
+    check_count(len(text), MAX_SIZE, "characters")
     return in_thread(lambda: _convert(kind, text, lenient)).result()
 
 
@@ -147,12 +146,9 @@ def _convert(kind: str, text: str, lenient: bool) -> str:
     rules, schemas = text, []
     try:
         if kind == "json":
-            rules, schemas = "", [json.loads(text)]
-            options: Any = {
-                "whitespace_pattern": _WHITESPACE,
-                "lenient": lenient,
-                "coerce_one_of": lenient,
-            }
+            schema = json.loads(text)
+            rules, schemas = "", [schema if lenient else close_objects(schema)]
+            options: Any = json_options(lenient)
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(schemas[0]), overrides=options)
         elif kind == "choice":
             rules = ""
@@ -163,7 +159,7 @@ def _convert(kind: str, text: str, lenient: bool) -> str:
                 rules, schemas = _split(grammar)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"cannot be read: {str(error) or type(error).__name__}") from None
-    _check_size(rules, schemas)
+    check_cost(rules, schemas)
     failure, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=limits())
     if failure:
         raise ValueError(f"cannot be enforced: {messages[0].strip()[:2000]}")
@@ -184,51 +180,3 @@ def _split(grammar: str) -> tuple[str, list[Any]]:
                 schemas.append(schema)
                 rules, end = rules + grammar[end : found.end()], after
     return rules + grammar[end:], schemas
-
-
-def _check_size(rules: str, schemas: Sequence[Any]) -> None:
-    """Raises ValueError for what would take too much time or stack to compile."""
-    nodes = [node for schema in schemas for node in _objects(schema)]
-
-    def each(keyword: str, *kinds: type) -> list[Any]:
-        return [value for node in nodes if isinstance(value := node.get(keyword), kinds)]
-
-    pattern_names = [name for names in each("patternProperties", dict) for name in names]
-    patterns = each("pattern", str) + each("whitespace_pattern", str) + pattern_names
-    num_properties = max(
-        sum(map(len, each("properties", dict))), sum(map(len, each("required", list)))
-    )
-    references = each("$ref", str)
-    multiples = [_coefficient(value) for value in each("multipleOf", int, float)]
-    steps = sum(multiples)
-    if references or each("allOf", list):  # which may give one value several of them
-        steps = max(steps, math.lcm(*multiples))
-    _limit(len(rules) + sum(map(len, patterns)), MAX_RULES_SIZE, "characters of patterns")
-    _limit(rules.count("\n") + len(references), MAX_RULES, "rules or references")
-    _limit(num_properties, MAX_PROPERTIES, "properties")
-    _limit(len(pattern_names), MAX_PATTERNS, "patternProperties")
-    if steps > MAX_MULTIPLE:
-        raise ValueError(f"has too large a multipleOf ({steps:,}); at most {MAX_MULTIPLE:,} works")
-
-
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield all objects within a JSON value."""
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, dict):
-            yield one
-            left += one.values()
-        elif isinstance(one, list):
-            left += one
-
-
-def _coefficient(number: float) -> int:
-    """Return the digits of a number, without zeros at the end: 25 for 2.5 and for 2500."""
-    digits = Decimal(str(number + 0)).normalize().as_tuple().digits  # + 0: not of a boolean
-    return int("".join(map(str, digits)) or 0)
-
-
-def _limit(count: int, limit: int, noun: str) -> None:
-    if count > limit:
-        raise ValueError(f"has {count:,} {noun}; at most {limit:,} are allowed")

@@ -134,8 +134,8 @@ class InputTool(Body):
     type: Literal["custom"] | None = None
     strict: bool | None = Field(
         None,
-        description="true: refuse a schema with keywords that cannot be enforced, if the call is "
-        "required",
+        description="true: a required call has only the properties that the schema names; "
+        "keywords that cannot be enforced are refused",
     )
 
 

@@ -20,8 +20,13 @@ from toolkit.api.openai.tools import (
 )
 from toolkit.config import ServerConfig
 from toolkit.errors import InvalidRequestError
+from toolkit.sampling.json_schema import close_objects
 from toolkit.sampling.params import THINK_END, THINK_START, SamplingParams
-from toolkit.sampling.structured_outputs import StructuredOutputsParams, choice_rule
+from toolkit.sampling.structured_outputs import (
+    StructuredOutputsParams,
+    choice_rule,
+    json_options,
+)
 from toolkit.text.reasoning import Reasoning, ReasoningSplitter, reasoning_after
 from toolkit.text.tokenizer import Tokenizer
 from toolkit.text.tool_formats import (
@@ -108,7 +113,10 @@ class AnswerPlan:
         else:
             answer_rule = _answer_rule(asked)
         grammar = build_call_grammar(
-            self.tool_format, self.tools, parallel=self.allows_parallel, answer_rule=answer_rule
+            self.tool_format,
+            [tool.enforced() for tool in self.tools],
+            parallel=self.allows_parallel,
+            answer_rule=answer_rule,
         )
         return StructuredOutputsParams(grammar=grammar, param="tools")
 
@@ -229,8 +237,9 @@ def _answer_rule(asked: StructuredOutputsParams) -> str:
                 "With tools, the schema in structured_outputs must be a JSON object.",
                 param="structured_outputs",
             )
-    options = {"lenient": asked.lenient, "coerce_one_of": asked.lenient}
-    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
+    closed = schema if asked.lenient else close_objects(schema)
+    options = json_options(asked.lenient)
+    return f"%json {json.dumps({**closed, 'x-guidance': options}, ensure_ascii=False)}"
 
 
 def _merge(parts: list[ToolText]) -> list[ToolText]:

@@ -21,8 +21,8 @@ class JsonSchemaFormat(Body):
     )
     strict: bool | None = Field(
         None,
-        description="true: refuse a schema with keywords that cannot be enforced; default: "
-        "ignore such keywords",
+        description="true: allow only properties that the schema names, and refuse keywords that "
+        "cannot be enforced; default: ignore such keywords",
     )
 
 

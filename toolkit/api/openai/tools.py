@@ -1,7 +1,7 @@
 """Tools of a request, and the calls that a model makes."""
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from pydantic import Discriminator, Field, Tag
@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from toolkit.api.http.body_fields import Body, Text
 from toolkit.api.openai.response_format import Schema
 from toolkit.errors import InvalidRequestError
+from toolkit.sampling.json_schema import close_objects
 
 
 class FunctionTool(Body):
@@ -19,14 +20,21 @@ class FunctionTool(Body):
     )
     strict: bool | None = Field(
         None,
-        description="true: refuse a schema with keywords that cannot be enforced, if the call is "
-        "required",
+        description="true: a required call has only the properties that the schema names; "
+        "keywords that cannot be enforced are refused",
     )
 
 
 class Tool(Body):
     type: Literal["function"] = "function"
     function: FunctionTool
+
+    def enforced(self) -> Self:
+        """Return the tool as a grammar enforces it: with closed objects if it is strict."""
+        if not self.function.strict:
+            return self
+        closed = {"parameters": close_objects(self.function.parameters)}
+        return self.model_copy(update={"function": self.function.model_copy(update=closed)})
 
 
 class NamedFunction(Body):
