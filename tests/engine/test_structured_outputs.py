@@ -361,6 +361,7 @@ def test_a_grammar_beyond_the_limits_fails_only_its_request(llm):
         ),
         ({"json": {"multipleOf": 999983}}, r"multipleOf \(999,983\)"),
         ({"json": {"allOf": [{"multipleOf": 701}, {"multipleOf": 7.01e2 + 8}]}}, "multipleOf"),
+        ({"grammar": "\n" * 20_000 + 'root ::= "a"'}, "rules or references"),
         ({"grammar": 'start: %json {"\\u006dultipleOf": 999983}'}, "multipleOf"),
         (
             {

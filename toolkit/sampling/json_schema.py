@@ -91,16 +91,21 @@ def check_cost(rules: str, schemas: Sequence[Any]) -> None:
         sum(map(len, each("properties", dict))), sum(map(len, each("required", list)))
     )
     references = each("$ref", str)
-    multiples = [_coefficient(value) for value in each("multipleOf", int, float)]
-    steps = sum(multiples)
-    if references or each("allOf", list):  # which may give one value several of them
-        steps = max(steps, math.lcm(*multiples))
     check_count(len(rules) + sum(map(len, patterns)), MAX_RULES_SIZE, "characters of patterns")
     check_count(rules.count("\n") + len(references), MAX_RULES, "rules or references")
     check_count(num_properties, MAX_PROPERTIES, "properties")
     check_count(len(pattern_names), MAX_PATTERNS, "patternProperties")
-    if steps > MAX_MULTIPLE:
-        raise ValueError(f"has too large a multipleOf ({steps:,}); at most {MAX_MULTIPLE:,} works")
+    multiples = [_coefficient(value) for value in each("multipleOf", int, float)]
+    _check_multiple(sum(multiples))
+    if references or each("allOf", list):  # which may give one value several of them
+        _check_multiple(math.lcm(*multiples))
+
+
+def _check_multiple(multiple: int) -> None:
+    if multiple > MAX_MULTIPLE:
+        raise ValueError(
+            f"has too large a multipleOf ({multiple:,}); at most {MAX_MULTIPLE:,} works"
+        )
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -143,23 +143,20 @@ def _checked(kind: str, text: str, lenient: bool) -> str:
 def _convert(kind: str, text: str, lenient: bool) -> str:
     from llguidance import LLMatcher, LLTokenizer, grammar_from
 
-    rules, schemas = text, []
-    try:
+    with _reading():
+        rules, schemas = _parts(kind, text)
+    check_cost(rules, schemas)
+    with _reading():
         if kind == "json":
-            schema = json.loads(text)
-            rules, schemas = "", [schema if lenient else close_objects(schema)]
+            schema = schemas[0] if lenient else close_objects(schemas[0])
             options: Any = json_options(lenient)
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schemas[0]), overrides=options)
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         elif kind == "choice":
-            rules = ""
             grammar = LLMatcher.grammar_from_lark(f"start: {choice_rule(json.loads(text))}")
         else:
             grammar = grammar_from(kind, text)  # type: ignore[arg-type]  # one of its names
-            if kind == "grammar":
-                rules, schemas = _split(grammar)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"cannot be read: {str(error) or type(error).__name__}") from None
-    check_cost(rules, schemas)
+    if kind == "grammar":  # which may have been GBNF
+        check_cost(*_parts(kind, grammar))
     failure, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=limits())
     if failure:
         raise ValueError(f"cannot be enforced: {messages[0].strip()[:2000]}")
@@ -170,13 +167,27 @@ def _convert(kind: str, text: str, lenient: bool) -> str:
     return grammar
 
 
-def _split(grammar: str) -> tuple[str, list[Any]]:
-    """Return the rules of a Lark grammar without its JSON schemas, and the schemas."""
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"cannot be read: {str(error) or type(error).__name__}") from None
+
+
+def _parts(kind: str, text: str) -> tuple[str, list[Any]]:
+    """Return a constraint's rules or regular expression, without its JSON schemas, and those."""
+    if kind == "json":
+        return "", [json.loads(text)]
+    if kind == "choice":
+        return "", []
+    if kind == "regex":
+        return text, []
     decoder, rules, schemas, end = json.JSONDecoder(), "", [], 0
-    for found in re.finditer(r"%json\s*", grammar):
+    for found in re.finditer(r"%json\s*", text):
         if found.start() >= end:
             with contextlib.suppress(ValueError):  # part of a text or a comment
-                schema, after = decoder.raw_decode(grammar, found.end())
+                schema, after = decoder.raw_decode(text, found.end())
                 schemas.append(schema)
-                rules, end = rules + grammar[end : found.end()], after
-    return rules + grammar[end:], schemas
+                rules, end = rules + text[end : found.end()], after
+    return rules + text[end:], schemas
