@@ -10,7 +10,7 @@ from toolkit.api.admin import health, metrics, operation
 from toolkit.api.anthropic import messages
 from toolkit.api.http.error_bodies import error_response, unreadable, validation_error
 from toolkit.api.http.gate import CLIENT_CLOSED_REQUEST, Gate
-from toolkit.api.http.openapi import DOCS_FILES, describe
+from toolkit.api.http.openapi import DOCS_FILES, describe, serve_docs_from_memory
 from toolkit.api.http.routes import RouteTable
 from toolkit.api.http.service import Service
 from toolkit.api.http.streaming import ClientDisconnectedError
@@ -46,6 +46,7 @@ def make_app(service: Service, tracer: Tracer | None = None) -> Gate:
         redirect_slashes=False,
     )
     app.state.service = service
+    serve_docs_from_memory(app)
     routes = RouteTable()
     routes.add(app.routes, open_paths=OPEN_DOCS)
     for router in ROUTERS:

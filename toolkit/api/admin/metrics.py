@@ -29,4 +29,4 @@ async def version() -> Response:
 async def metrics(request: Request) -> Response:
     """Return Prometheus metrics."""
     service: Service = request.app.state.service
-    return Response(await service.metrics(), media_type=CONTENT_TYPE)
+    return Response(await service.metrics.get(), media_type=CONTENT_TYPE)

@@ -1,9 +1,19 @@
 """The OpenAPI document behind /docs. Response schemas come from the structs of the responses."""
 
+import asyncio
+import mimetypes
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Mount, Route, request_response
+from starlette.types import Scope
 
 from toolkit.api.http.error_bodies import ErrorBody
 
@@ -13,6 +23,7 @@ _described: list[type[msgspec.Struct]] = [ErrorBody]
 DOCS_FILES = "/docs-files"
 """Path of the scripts of /docs and /redoc, so that the pages work without internet access."""
 
+Endpoint = Callable[[Request], Awaitable[Response]]
 Responses = dict[int | str, dict[str, Any]]
 
 
@@ -46,6 +57,56 @@ def describe(app: FastAPI) -> None:
         return make_document()
 
     app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI documents it
+
+
+class DocsFiles(StaticFiles):
+    """Files served from memory: each download would take a thread and an open file."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        if scope["method"] != "GET":
+            raise HTTPException(405)
+        assert self.directory is not None
+        content = _files(Path(self.directory)).get(path)
+        if content is None:
+            raise HTTPException(404)
+        length = {"Content-Length": str(len(content))}
+        kind = mimetypes.guess_type(path)[0]
+        return StreamingResponse(_pieces(content), headers=length, media_type=kind)
+
+
+async def _pieces(content: bytes) -> AsyncIterator[bytes]:
+    """Yield a file in parts, between which other connections have their turn."""
+    for start in range(0, len(content), 2**16):
+        yield content[start : start + 2**16]
+        await asyncio.sleep(0)
+
+
+@cache
+def _files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def serve_docs_from_memory(app: FastAPI) -> None:
+    """Keep the document and the files of /docs: they need no key, so they have to be cheap."""
+    for route in app.routes:
+        if isinstance(route, Mount) and isinstance(route.app, StaticFiles):
+            assert route.app.directory is not None
+            route.app = DocsFiles(directory=route.app.directory)
+        elif isinstance(route, Route) and route.path == app.openapi_url:
+            route.app = request_response(_kept(route.endpoint))
+
+
+def _kept(endpoint: Endpoint) -> Endpoint:
+    """Return an endpoint that always gives the first response of another."""
+    response: Response | None = None
+
+    async def kept(request: Request) -> Response:
+        nonlocal response
+        if response is None:
+            response = await endpoint(request)
+        return response
+
+    return kept
 
 
 def _complete(document: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from toolkit.api.http.body_fields import Body, check_fields
 from toolkit.config import ServerConfig
 from toolkit.engine.async_llm import AsyncLLM
 from toolkit.errors import ModelNotFoundError
+from toolkit.metrics.shared import SharedReading
 from toolkit.text.template_pool import TemplatePool
 
 
@@ -25,12 +26,17 @@ class Service:
     config: ServerConfig = field(default_factory=ServerConfig)
     templates: TemplatePool = field(default_factory=TemplatePool)
 
+    metrics: SharedReading[bytes] = field(init=False)
+    """Metrics of all processes in Prometheus' text format."""
+
     @property
     def model_name(self) -> str:
         return self.model_names[0]
 
-    async def metrics(self) -> bytes:
-        """Return the metrics of all processes in Prometheus' text format."""
+    def __post_init__(self) -> None:
+        self.metrics = SharedReading(self._expose)
+
+    async def _expose(self) -> bytes:
         return self.engine.metrics.expose() if self.expose is None else await self.expose()
 
     def check_model(self, name: str | None) -> None:
