@@ -5,7 +5,13 @@ from contextlib import AbstractContextManager, nullcontext
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from toolkit.api.http.error_bodies import error_response
-from toolkit.api.http.limits import Admission, BodyTimeoutError, check_length, read_body
+from toolkit.api.http.limits import (
+    Admission,
+    BodyMemory,
+    BodyTimeoutError,
+    IncomingBody,
+    check_length,
+)
 from toolkit.api.http.routes import Access
 from toolkit.api.http.security import Keys, Role, check_admin, missing_key
 from toolkit.api.http.service import Service
@@ -22,6 +28,7 @@ class AccessControl:
         self.app = app
         self._keys = Keys(config.api_key, config.admin_key)
         self._admission = Admission(config, service.engine)
+        self._memory = BodyMemory()
         self.is_draining = False  # model work is refused. Probes and metrics are still answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -30,12 +37,16 @@ class AccessControl:
 
         async def send_and_note(message: Message) -> None:
             nonlocal has_started
-            has_started = True
+            if not has_started:
+                has_started = True
+                body.free()  # the routes have handled it
             await send(message)
 
         try:
-            with self._admit(scope, headers):
-                await self.app(scope, await _read(headers, receive), send_and_note)
+            with self._admit(scope, headers), self._memory.body() as body:
+                if scope["state"]["access"] is not Access.OPEN:  # those routes take no body
+                    receive = await _read(headers, receive, body)
+                await self.app(scope, receive, send_and_note)
         except ToolkitError as error:
             if has_started:
                 raise
@@ -61,7 +72,7 @@ class AccessControl:
         return self._admission.admitted(key if key >= 0 else address)
 
 
-async def _read(headers: dict[bytes, bytes], receive: Receive) -> Receive:
+async def _read(headers: dict[bytes, bytes], receive: Receive, incoming: IncomingBody) -> Receive:
     """Read the body and check its limits. Return a `receive` that yields it in one message."""
     length = headers.get(b"content-length")
     if length is None and b"transfer-encoding" not in headers:
@@ -70,7 +81,7 @@ async def _read(headers: dict[bytes, bytes], receive: Receive) -> Receive:
         if not length.isdigit():
             raise InvalidRequestError("Content-Length is not a number.")
         check_length(int(length[:20]))
-    body: bytes | None = await read_body(receive)
+    body: bytes | None = await incoming.read(receive)
 
     async def receive_body() -> Message:
         nonlocal body

@@ -1,11 +1,13 @@
 """Limits of a request's body, of the queue, and per client."""
 
+from __future__ import annotations
+
 import asyncio
 import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from starlette.types import Receive
 
@@ -16,6 +18,9 @@ from toolkit.errors import InvalidRequestError, ToolkitError
 
 MAX_BODY = 32 * 2**20  # bytes
 BODY_TIMEOUT = 120.0  # seconds to receive a body
+MAX_BODIES = 256 * 2**20  # bytes of all bodies of a process, without FREE_BODY of each
+FREE_BODY = 64 * 2**10
+SLOW_BODY = 5.0  # seconds after which a body that still arrives may give way to others
 MAX_VALUES = 2**21  # in a body; more than the tokens of any context
 MAX_NESTS = 2**16  # lists and objects in a body
 MAX_DEPTH = 64  # nesting of lists and objects
@@ -36,6 +41,14 @@ class BodyTimeoutError(ToolkitError):
     type = "timeout_error"
 
 
+class BodiesTooLargeError(ToolkitError):
+    """The memory for bodies is in use."""
+
+    status = 503
+    type = "service_unavailable_error"
+    retry_after = 1
+
+
 class TooManyRequestsError(ToolkitError):
     """The queue is full, or the client has reached a limit."""
 
@@ -43,27 +56,102 @@ class TooManyRequestsError(ToolkitError):
     type = "rate_limit_error"
 
 
-async def read_body(receive: Receive) -> bytes:
-    """Receive a complete body.
+class BodyMemory:
+    """Memory of the bodies of a process: at most MAX_BODIES. Small ones always fit.
 
-    Raises BodyTooLargeError, BodyTimeoutError, ClientDisconnectedError, and InvalidRequestError for
-    JSON with too many or too deeply nested values."""
-    chunks, size, more = [], 0, True
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT):
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnectedError
-                chunks.append(message.get("body", b""))
-                size += len(chunks[-1])
-                more = message.get("more_body", False)
-                check_length(size)
-    except TimeoutError:
-        raise BodyTimeoutError(f"The body did not arrive within {BODY_TIMEOUT:g} s.") from None
-    body = b"".join(chunks)
-    check_shape(body)
-    return body
+    Nothing waits for it. A body that does not fit ends the one that has been arriving longest, if
+    that is longer than SLOW_BODY, else itself."""
+
+    def __init__(self) -> None:
+        self._used = 0
+        self._arriving: dict[IncomingBody, float] = {}  # since when, oldest first
+
+    @contextmanager
+    def body(self) -> Iterator[IncomingBody]:
+        """Read a body within the block. Frees its memory at the end, if it is not freed before."""
+        incoming = IncomingBody(self)
+        try:
+            yield incoming
+        finally:
+            incoming.free()
+
+    def add(self, body: IncomingBody) -> None:
+        """Note that a body starts to arrive."""
+        self._arriving[body] = time.monotonic()
+
+    def remove(self, body: IncomingBody) -> None:
+        """Note that a body is complete, or not read further."""
+        self._arriving.pop(body, None)
+
+    def use(self, size: int) -> None:
+        """Use memory, or free it if `size` is negative. Raises BodiesTooLargeError."""
+        self._used += size
+        while size > 0 and self._used > MAX_BODIES:
+            slowest = next(iter(self._arriving), None)
+            if slowest is None or time.monotonic() - self._arriving[slowest] < SLOW_BODY:
+                self._used -= size
+                raise BodiesTooLargeError(_NO_MEMORY)
+            slowest.end()
+
+
+class IncomingBody:
+    """A request's body, in a BodyMemory."""
+
+    def __init__(self, memory: BodyMemory) -> None:
+        self._memory = memory
+        self._used = 0
+        self._timeout: asyncio.Timeout | None = None
+        self._is_ended = False  # it gave way to others
+
+    async def read(self, receive: Receive) -> bytes:
+        """Receive the complete body.
+
+        Raises BodyTooLargeError, BodiesTooLargeError, BodyTimeoutError, ClientDisconnectedError,
+        and InvalidRequestError for JSON with too many or too deeply nested values."""
+        chunks, size, more = [], 0, True
+        self._memory.add(self)
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT) as self._timeout:
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnectedError
+                    chunks.append(message.get("body", b""))
+                    size += len(chunks[-1])
+                    more = message.get("more_body", False)
+                    check_length(size)
+                    if (needed := max(0, size - FREE_BODY) - self._used) > 0:
+                        self._memory.use(needed)
+                        self._used += needed
+        except TimeoutError:
+            if self._is_ended:
+                raise BodiesTooLargeError(_NO_MEMORY) from None
+            raise BodyTimeoutError(f"The body did not arrive within {BODY_TIMEOUT:g} s.") from None
+        finally:
+            self._memory.remove(self)
+        body = b"".join(chunks)
+        check_shape(body)
+        return body
+
+    def end(self) -> None:
+        """Let `read` raise BodiesTooLargeError, and free the memory."""
+        assert self._timeout is not None
+        self._is_ended = True
+        with suppress(RuntimeError):  # its time is over now, too
+            self._timeout.reschedule(0.0)
+        self._memory.remove(self)
+        self.free()
+
+    def free(self) -> None:
+        """Free the memory: the body is no longer stored."""
+        self._memory.use(-self._used)
+        self._used = 0
+
+
+_NO_MEMORY = (
+    f"The memory for bodies ({MAX_BODIES // 2**20} MiB) is in use. Try again later, with a body of "
+    f"at most {FREE_BODY // 2**10} KiB if possible."
+)
 
 
 def check_length(size: int) -> None:
