@@ -13,9 +13,9 @@ import pytest
 import uvicorn
 import uvloop
 from starlette.types import Receive, Scope, Send
-from uvicorn.server import ServerState
 
-from toolkit.api.http.connection import KeptConnection
+from toolkit.api.http.connection import ConnectionPool
+from toolkit.api.http.kept_connection import KeptConnection
 from toolkit.api.http.last_will import NO_SLOT, SLOT_BYTES, Slot, State
 from toolkit.api.http.streaming import DONE, LOST_WORKER, EventStream
 from toolkit.serving import kept_connections
@@ -62,7 +62,7 @@ class Pair:
         self._wills = mmap.mmap(self.kept.memory_file, 0)
         self._config = uvicorn.Config(app, lifespan="off", log_config=None)
         self._config.load()
-        self._state = ServerState()
+        self._state = ConnectionPool(1000)
         self.slots: list[int] = []
 
     async def connect(self) -> socket.socket:

@@ -5,18 +5,21 @@ import contextlib
 import socket
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import uvicorn
 
 from toolkit.api.app import make_app
-from toolkit.api.http.connection import Connection, KeptConnection
+from toolkit.api.http.connection import Connection, ConnectionPool
+from toolkit.api.http.kept_connection import KeptConnection
 from toolkit.api.http.last_will import Slot
-from toolkit.api.http.listener import tls
+from toolkit.api.http.listener import Acceptor, max_connections, tls
 from toolkit.api.http.service import Service
 from toolkit.api.http.tracing import Tracer
 
 CLOSE_TIMEOUT = 10.0  # seconds for clients to read the end of their responses
 KEEP_ALIVE = 75  # seconds until an idle connection is closed
+HANDSHAKE_TIMEOUT = 30.0  # seconds
 
 
 class HTTPServer:
@@ -47,44 +50,56 @@ class HTTPServer:
         self._config.load()
         self._config.ssl = tls(config)
         self._server = _Server(self._config)
-        self._connecting: set[asyncio.Task[object]] = set()
+        self._pool = self._server.server_state = ConnectionPool(max_connections())
+        self._connecting: set[asyncio.Task[Any]] = set()
+        self._acceptor: Acceptor | None = None
 
-    async def start(self, *listeners: socket.socket) -> None:
+    async def start(self, listener: socket.socket | None = None) -> None:
         """Start to serve. Returns when connections are accepted."""
-        for listener in listeners:
-            # Connections inherit the option, so those in TIME_WAIT do not block the port for the
-            # next server.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._serving = asyncio.create_task(self._server.serve(sockets=list(listeners)))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[]))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.005)
         if self._serving.done():
             self._serving.result()
+        if listener is not None:
+            self._acceptor = Acceptor(listener, self.serve)
         self._expire()
 
-    def serve(self, connection: socket.socket, slot: Slot | None) -> None:
-        """Serve a connection that another process has accepted.
+    def has_room(self) -> bool:
+        """Return True if another connection can be served now."""
+        return self._pool.has_room(len(self._connecting))
 
-        `slot`: for its last will, if that process keeps it."""
+    def serve(self, connection: socket.socket, slot: Slot | None = None) -> bool:
+        """Serve an accepted connection. Returns False if there is no room for it now.
+
+        `slot`: for its last will, if another process keeps the connection, too."""
+        if not self.has_room():
+            return False
         loop = asyncio.get_running_loop()
+        connection.setblocking(False)
         make = Connection if slot is None else partial(KeptConnection, slot, connection)
 
         def protocol() -> asyncio.Protocol:
-            return make(
-                config=self._config,
-                server_state=self._server.server_state,
-                app_state={},
-                _loop=loop,
-            )
+            return make(config=self._config, server_state=self._pool, app_state={}, _loop=loop)
 
+        context = self._config.ssl
         connecting = asyncio.ensure_future(
-            loop.connect_accepted_socket(protocol, connection, ssl=self._config.ssl)
+            loop.connect_accepted_socket(
+                protocol,
+                connection,
+                ssl=context,
+                ssl_handshake_timeout=HANDSHAKE_TIMEOUT if context is not None else None,
+            )
         )
         self._connecting.add(connecting)
+        if context is not None:  # else it is connected at once
+            self._pool.wait(connecting, connecting.cancel)
         connecting.add_done_callback(self._connected)
+        return True
 
-    def _connected(self, connecting: asyncio.Task[object]) -> None:
+    def _connected(self, connecting: asyncio.Task[Any]) -> None:
         self._connecting.discard(connecting)
+        self._pool.stop_waiting(connecting)
         if not connecting.cancelled():
             connecting.exception()  # retrieve and ignore it: the TLS handshake failed
 
@@ -104,6 +119,8 @@ class HTTPServer:
     async def shut_down(self) -> None:
         """Close every connection at the end of its current response."""
         self.gate.access_control.is_draining = True
+        if self._acceptor is not None:
+            self._acceptor.close()
         self._server.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._serving, CLOSE_TIMEOUT)

@@ -18,6 +18,7 @@ from typing import NoReturn
 import uvloop
 
 from toolkit.api.http.last_will import NO_SLOT, Slot
+from toolkit.api.http.listener import CONNECTIONS_PER_TURN, RETRY_INTERVAL
 from toolkit.api.http.service import Service
 from toolkit.api.http_server import HTTPServer
 from toolkit.engine.async_llm import AsyncLLM
@@ -51,8 +52,6 @@ from toolkit.serving.control import (
 from toolkit.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
-
-CONNECTIONS_PER_TURN = 32
 
 
 class APIWorker:
@@ -106,7 +105,7 @@ class APIWorker:
         await self._http.start()
         gc.collect()
         gc.freeze()  # see SingleProcess.start
-        asyncio.get_running_loop().add_reader(self._connections, self._take_connections)
+        self._start_taking()
         has_template = tokenizer is not None and tokenizer.has_chat_template
         self._channel.send(Serving(tokenizer is not None, has_template))
 
@@ -166,23 +165,30 @@ class APIWorker:
             if not scrape.done():
                 scrape.set_result(text)
 
+    def _start_taking(self) -> None:
+        asyncio.get_running_loop().add_reader(self._connections, self._take_connections)
+
     def _take_connections(self) -> None:
+        loop = asyncio.get_running_loop()
         for _ in range(CONNECTIONS_PER_TURN):
+            if not self._http.has_room():  # connections wait in the socket, then in the backlog
+                loop.remove_reader(self._connections)
+                loop.call_later(RETRY_INTERVAL, self._start_taking)
+                return
             try:
-                index, descriptors, _, _ = socket.recv_fds(self._connections, 4, 1)
+                data, descriptors, _, _ = socket.recv_fds(self._connections, 4, 1)
             except BlockingIOError:
                 return
             except OSError:  # the first process has ended; the channel reports it
-                descriptors = []
-            if not descriptors:
-                asyncio.get_running_loop().remove_reader(self._connections)
+                data = b""
+            if not data:
+                loop.remove_reader(self._connections)
                 return
-            connection = socket.socket(fileno=descriptors[0])
-            connection.setblocking(False)
             slot = None
-            if self._wills is not None and (number := int.from_bytes(index, "little")) != NO_SLOT:
+            if self._wills is not None and (number := int.from_bytes(data, "little")) != NO_SLOT:
                 slot = Slot(self._wills, number)
-            self._http.serve(connection, slot)
+            for descriptor in descriptors:
+                self._http.serve(socket.socket(fileno=descriptor), slot)
 
 
 def _exit_if_failed(reading: asyncio.Task[None]) -> None:

@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import re
-import resource
 import signal
 import socket
 import sys
@@ -17,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from toolkit.api.http.listener import listen, tls
+from toolkit.api.http.listener import listen, raise_file_limit, tls
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.errors import ConfigError
 from toolkit.logs import LogStyle
@@ -41,7 +40,7 @@ async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -
     config = _load_key_file(config)
     tls(config)  # report errors in its files before the model is loaded
     with listen(config) as listener:
-        _raise_file_limit()
+        raise_file_limit()
         names = tuple(dict.fromkeys(config.served_model_name or [default_name(engine.model.model)]))
         front = _make_front_end(engine, config, names)
         signals = _Signals()
@@ -143,13 +142,6 @@ def _notify_systemd(state: str) -> None:
         ):
             sender.connect("\0" + path[1:] if path.startswith("@") else path)
             sender.send(state.encode())
-
-
-def _raise_file_limit() -> None:
-    """Allow as many open files as the system permits: each connection is one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class _Signals:

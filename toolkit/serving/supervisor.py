@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 
+from toolkit.api.http.listener import Acceptor
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.engine.async_llm import find_folders
 from toolkit.engine.cores.core_client import CoreClient, describe_exit, wait_until_ready
@@ -22,6 +23,7 @@ from toolkit.errors import EngineDeadError, ToolkitError, error_of_kind
 from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
 from toolkit.metrics.merge import Family, expose, merge, snapshot
+from toolkit.metrics.shared import SharedReading
 from toolkit.scheduler.stats import EngineStats, total
 from toolkit.serving.control import (
     ControlChannel,
@@ -54,10 +56,7 @@ MAX_RESTARTS = 3  # of workers, within RESTART_WINDOW
 RESTART_WINDOW = 60.0  # seconds
 END_TIMEOUT = 12.0  # seconds for workers to end; a little more than for their connections
 METRICS_TIMEOUT = 1.0  # seconds for a worker to send metrics; then its last ones are used
-BACKLOG = 2048
-CONNECTIONS_PER_TURN = 32
 LOADS_INTERVAL = 0.02  # seconds, at least, between two CoreLoads
-RETRY_INTERVAL = 0.01  # seconds until a connection is offered again, if no worker took it
 
 
 class WorkerDiedError(ToolkitError):
@@ -126,6 +125,7 @@ class Supervisor:
         self._num_clients = 1
         self._restarts: deque[float] = deque()
         self._dead_workers: list[Family] = []  # their metrics
+        self._exposition = SharedReading(self._collect_exposition)
         self._tasks: set[asyncio.Task[None]] = set()
         self._served: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
         """Done when all workers serve for the first time, or cannot."""
@@ -133,9 +133,7 @@ class Supervisor:
         self._first_clients: list[CoreClient] = []  # of the cores as first started
         self._cores: list[_CoreSlot] = []  # empty until all cores are ready
         self._has_planned_loads = False
-        self._listener: socket.socket | None = None
-        self._waiting: deque[socket.socket] = deque()  # connections that no worker has taken yet
-        self._retry: asyncio.TimerHandle | None = None
+        self._acceptor: Acceptor | None = None
 
     @property
     def stats(self) -> EngineStats:
@@ -173,12 +171,7 @@ class Supervisor:
             self._create_task(self._read_core(core))
         self._start_prepared()
         served = await self._served
-        self._listener = listener
-        # Connections inherit the option: see HTTPServer.start.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setblocking(False)
-        listener.listen(BACKLOG)
-        self._accept()
+        self._acceptor = Acceptor(listener, self._hand_over)
         return served
 
     async def drain(self) -> None:
@@ -302,9 +295,8 @@ class Supervisor:
         for future in worker.waiting:
             _complete(future)
         ended = None if worker.kept is None else worker.kept.end()
-        if ended is not None and self._listener is not None:
-            self._waiting += ended.idle
-            self._accept()
+        if ended is not None and self._acceptor is not None:
+            self._acceptor.offer(ended.idle)
         elif ended is not None:
             for connection in ended.idle:
                 connection.close()
@@ -364,29 +356,6 @@ class Supervisor:
 
     # ---- connections
 
-    def _accept(self) -> None:
-        """Accept waiting connections and hand them to the workers in turn."""
-        assert self._listener is not None
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._listener, self._accept)
-        if self._retry is not None:
-            self._retry.cancel()
-        try:
-            for _ in range(CONNECTIONS_PER_TURN + len(self._waiting)):
-                if not self._waiting:
-                    self._waiting.append(self._listener.accept()[0])
-                if not self._hand_over(self._waiting[0]):
-                    break
-                self._waiting.popleft()
-            else:
-                return
-        except BlockingIOError:
-            return
-        except OSError as error:  # usually out of file descriptors
-            logger.error("cannot accept connections: %s", error.strerror)
-        loop.remove_reader(self._listener)
-        self._retry = loop.call_later(RETRY_INTERVAL, self._accept)
-
     def _hand_over(self, connection: socket.socket) -> bool:
         """Hand a connection to the next worker. Returns False if none can take it now.
 
@@ -407,13 +376,9 @@ class Supervisor:
         return False
 
     def _stop_accepting(self) -> None:
-        if self._listener is not None:
-            asyncio.get_running_loop().remove_reader(self._listener)
-            self._listener = None
-            if self._retry is not None:
-                self._retry.cancel()
-        while self._waiting:
-            self._waiting.popleft().close()
+        if self._acceptor is not None:
+            self._acceptor.close()
+            self._acceptor = None
 
     # ---- cores and metrics
 
@@ -474,7 +439,10 @@ class Supervisor:
                 worker.channel.send(message)
 
     async def _send_exposition(self, receiver: _WorkerProcess) -> None:
-        """Collect the metrics of all processes and send them to the worker that asked."""
+        """Send the metrics of all processes to the worker that asked."""
+        receiver.channel.send(Exposition(await self._exposition.get()))
+
+    async def _collect_exposition(self) -> bytes:
         waiting = []
         for worker in self._workers:
             if worker.is_serving:
@@ -487,7 +455,7 @@ class Supervisor:
             self._dead_workers,
             *(worker.families for worker in self._workers),
         ]
-        receiver.channel.send(Exposition(expose(merge(collected))))
+        return expose(merge(collected))
 
     def _create_task(self, work: Coroutine[None, None, None]) -> None:
         """Run a coroutine in the background until it is done or the server closes."""

@@ -1,16 +1,125 @@
-"""The listening socket: an address and a port, or a Unix socket. TLS."""
+"""The listening socket: an address and a port, or a Unix socket. Accepting connections. TLS."""
 
+import asyncio
 import contextlib
+import logging
+import math
 import os
+import resource
 import socket
 import ssl
 import stat
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+
+import psutil
 
 from toolkit.config import ServerConfig
 from toolkit.errors import ConfigError
 from toolkit.hardware.ports import bind_failure
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+CONNECTIONS_PER_TURN = 32
+RETRY_INTERVAL = 0.002  # seconds until a connection is offered again that was not taken
+SPELL = 60.0  # seconds without an event after which the next one is logged again
+MAX_FILES = 2**16  # of a process; each is a connection
+FEW_FILES = 1024  # fewer are worth a warning
+RESERVED_FILES = 16  # for anything but connections, such as pipes to a new engine core
+RAISE_LIMIT = "Raise the limit of open files: ulimit -n, or LimitNOFILE in a systemd unit."
+
+
+def raise_file_limit() -> None:
+    """Allow this process as many open files as it may use. Warns if they are few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed < FEW_FILES:
+        logger.warning(
+            "A process may open only %d files, and each connection is one. %s", allowed, RAISE_LIMIT
+        )
+
+
+def max_connections() -> int:
+    """Return the number of connections that the process may open in addition to its open files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = MAX_FILES if soft == resource.RLIM_INFINITY else soft
+    return max(1, soft - psutil.Process().num_fds() - RESERVED_FILES)
+
+
+class Spells:
+    """Spells of an event that repeats, each of which is logged once."""
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+
+    def begins(self) -> bool:
+        """Record an event. Returns True for the first of a spell."""
+        now = time.monotonic()
+        is_first, self._last = now - self._last >= SPELL, now
+        return is_first
+
+
+class Acceptor:
+    """Accepts connections of a bound socket. Those that are not taken wait in its backlog."""
+
+    def __init__(self, listener: socket.socket, take: Callable[[socket.socket], bool]) -> None:
+        """`take` returns False for a connection that it cannot take now; it is offered again."""
+        self._listener, self._take = listener, take
+        self._waiting: deque[socket.socket] = deque()  # accepted, but not taken yet
+        self._retry: asyncio.TimerHandle | None = None
+        self._spells = Spells()
+        # Connections inherit the option, so those in TIME_WAIT do not block the port for the next
+        # server.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        asyncio.get_running_loop().add_reader(listener, self._accept)
+
+    def offer(self, connections: Iterable[socket.socket]) -> None:
+        """Let connections that were taken before be taken again."""
+        self._waiting += connections
+        if self._retry is None:
+            self._accept()
+
+    def close(self) -> None:
+        """Close the socket. Connections that wait are refused."""
+        asyncio.get_running_loop().remove_reader(self._listener)
+        if self._retry is not None:
+            self._retry.cancel()
+        while self._waiting:
+            self._waiting.popleft().close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._retry is not None:
+            self._retry = None
+            loop.add_reader(self._listener, self._accept)
+        try:
+            for _ in range(CONNECTIONS_PER_TURN + len(self._waiting)):
+                if not self._waiting:
+                    self._waiting.append(self._listener.accept()[0])
+                if not self._take(self._waiting[0]):
+                    break
+                self._waiting.popleft()
+            else:
+                return
+        except BlockingIOError:
+            return
+        except OSError as error:  # usually out of file descriptors
+            if self._spells.begins():
+                logger.warning(
+                    "New connections wait: %s. %s", error.strerror or str(error), RAISE_LIMIT
+                )
+        loop.remove_reader(self._listener)
+        self._retry = loop.call_later(RETRY_INTERVAL, self._accept)
 
 
 def listen(config: ServerConfig) -> AbstractContextManager[socket.socket]:
