@@ -329,7 +329,7 @@ def test_prompt_logprobs_equal_transformers(http: httpx.Client, reference: Refer
 
 def test_models_are_listed(client: openai.OpenAI) -> None:
     models = client.models.list().data
-    assert [m.id for m in models] == ["tiny"]
+    assert [m.id for m in models] == ["tiny", "org/other/name"]
     assert models[0].max_model_len == CONTEXT
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError) as caught:
