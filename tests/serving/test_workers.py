@@ -171,6 +171,7 @@ def lose_a_worker(server: Server) -> None:
     assert kept in server.workers
     until(lambda: f"process {lost.pid}" in server.stderr and "SIGKILL" in server.stderr)
     assert "3 of its requests got an error, 0 were cut" in server.stderr
+    assert "3 sequences of an API worker that has exited were ended" in server.stderr
     assert server.metric("tk:generation_tokens_total") >= tokens
     until(lambda: len(set(answering(server))) == 2)
     server.signal(signal.SIGINT)

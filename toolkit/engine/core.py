@@ -111,11 +111,11 @@ class EngineCore:
         for number in abort.numbers:
             self.scheduler.abort(_sequence_id(abort.client, number))
 
-    def remove_client(self, client: int) -> None:
-        """End all sequences of a client that has exited."""
-        self.scheduler.abort_client(client)
+    def remove_client(self, client: int) -> int:
+        """End all sequences of a client that has exited. Returns their number."""
         if client in self._clients:
             self._clients.remove(client)
+        return self.scheduler.abort_client(client)
 
     def live_requests(self) -> list[RequestInfo]:
         """Return all unfinished requests in order of arrival."""

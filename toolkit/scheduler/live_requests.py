@@ -85,10 +85,12 @@ class LiveRequests:
             self._finish(request, FinishReason.ABORT)
         return request
 
-    def abort_client(self, client: int) -> None:
-        """End all requests of a client."""
-        for request in [request for request in self._requests.values() if request.client == client]:
+    def abort_client(self, client: int) -> int:
+        """End all requests of a client. Returns their number."""
+        ending = [request for request in self._requests.values() if request.client == client]
+        for request in ending:
             self._finish(request, FinishReason.ABORT)
+        return len(ending)
 
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)

@@ -216,7 +216,8 @@ class CoreProcess:
     def _remove_client(self, client: int) -> None:
         """End the requests of a client that has exited."""
         self._gone_clients.add(client)
-        self._core.remove_client(client)
+        if count := self._core.remove_client(client):
+            logger.warning("%d sequences of an API worker that has exited were ended", count)
         outbox = self._outboxes.pop(client, None)
         if outbox is not None:
             outbox.close(linger=0)
