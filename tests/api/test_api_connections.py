@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import socket
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import uvloop
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from toolkit.api.http import connection, limits
 from toolkit.api.http.limits import BodiesTooLargeError, BodyMemory
@@ -217,6 +219,21 @@ async def test_without_descriptors_connections_wait_and_it_is_logged_once(
 
 
 # ---- clients that do not read
+
+
+async def test_answered_requests_are_no_garbage(local: Local) -> None:
+    """Collecting it would hold up all streams, and prompts would stay until then."""
+    gc.collect()
+    gc.disable()
+    try:
+        client = await local.connect()
+        for _ in range(5):
+            client.send(LIVEZ)
+            await client.answer()
+        cycles = [o for o in gc.get_objects() if type(o) is RequestResponseCycle]
+        assert len(cycles) <= 2, "the last one, and that of another test"
+    finally:
+        gc.enable()
 
 
 async def test_requests_in_line_are_limited(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:

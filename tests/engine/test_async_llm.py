@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import types
+import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,28 @@ STEPS = {
     "a first token": EngineOutputs([EngineOutput(8, [5])]),
     "an embedding": EngineOutputs([EngineOutput(8, [], embedding=b"\0\0\0\0")]),
 }
+
+
+@pytest.mark.parametrize("ends", ["by itself", "closed"])
+async def test_an_ended_request_is_no_garbage(
+    scripted: tuple[AsyncLLM, ScriptedCore], ends: str
+) -> None:
+    """Collecting it would hold up all streams, and its prompt would stay until then."""
+    llm, core = scripted
+    stream = llm.start_request(request("one"))
+    state = weakref.ref(stream.state)
+    gc.disable()
+    try:
+        if ends == "closed":
+            stream.close()
+        else:
+            last = EngineOutput(0, [5], finish_reason="length")
+            await core.say(EngineOutputs([last]))
+            assert [delta.token_ids async for delta in stream] == [[5]]
+        del stream
+        assert state() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from weakref import proxy
 
 import numpy as np
 
@@ -69,7 +70,7 @@ class IncrementalDetokenizer:
 class SequenceState:
     """One answer of a request in the front end. Times are on the monotonic clock."""
 
-    request: RequestState
+    request: RequestState  # a proxy, so that an ended request is no garbage for the collector
     index: int
     number: int
     detokenizer: IncrementalDetokenizer | None  # None if no text is needed
@@ -101,7 +102,7 @@ class SequenceState:
         self.add_delta(Delta(self.index, "", [], finish_reason=reason))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class RequestState:
     """A request in the front end."""
 
@@ -172,7 +173,8 @@ class OutputProcessor:
                 else None
             )
             stream = detokenizer.stream if detokenizer and not params.stop_strings else None
-            sequence = SequenceState(state, index, request.number + index, detokenizer, stream)
+            number = request.number + index
+            sequence = SequenceState(proxy(state), index, number, detokenizer, stream)
             state.sequences.append(sequence)
             self._sequences[sequence.number] = sequence
         self.requests[request.id] = state

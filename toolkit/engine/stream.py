@@ -53,6 +53,8 @@ class RequestStream:
             kind = InvalidRequestError if is_invalid else EngineError
             raise kind(f"The request could not be finished: {delta.error}")
         self._num_unfinished -= delta.finish_reason is not None
+        if not self._num_unfinished:
+            self._detach()
         return delta
 
     def fail(self, error: Exception) -> None:
@@ -63,7 +65,12 @@ class RequestStream:
     def close(self) -> None:
         """End the request if it is still running."""
         self._num_unfinished = 0
+        self._detach()
         self._abort(self.state.id)
+
+    def _detach(self) -> None:
+        """Drop the state's reference: a cycle would keep the prompt until garbage collection."""
+        self.state.wake = lambda: None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -85,6 +85,7 @@ class Gate:
                 await error_response(error, scope)(scope, receive, reply)
         finally:
             self.num_active -= is_work
+            del scope[SERVER_SEND]  # refers to the server's request, which refers to the scope
             seconds = time.monotonic() - record.started
             self._metrics.observe(scope.get("route"), method, status, seconds)
             failed = status if record.error is None else status_of(record.error)

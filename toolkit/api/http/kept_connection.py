@@ -60,6 +60,9 @@ class KeptConnection(Connection):
             self._leave(_UNANSWERED)
         else:
             self._slot.state = State.IDLE
+        if self._running is not None:
+            # It refers to the request, which refers to the scope.
+            self._running.scope.pop(LAST_WILL, None)  # type: ignore[misc]
         super().on_response_complete()
 
     def _leave(self, message: bytes) -> None:
