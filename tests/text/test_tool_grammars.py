@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from tests import checkpoints
 from toolkit import LLM, SamplingParams, StructuredOutputsParams
@@ -104,6 +105,16 @@ def test_constrained_calls_are_parsed_with_valid_arguments(llm, name, parallel):
             jsonschema.Draft202012Validator(schema).validate(json.loads(call.text))
             called.append(call.name)
     assert len(set(called)) > 1
+
+
+@pytest.mark.parametrize("parameters", [{}, {"parameters": {"type": "object"}}])
+def test_arguments_begin_without_line_breaks(parameters):
+    """A confused model would write line breaks without end."""
+    tool = Tool.model_validate({"function": {"name": "now"} | parameters})
+    grammar = build_call_grammar(FORMATS["llama3_json"], [tool], parallel=False)
+    call = b'{"name": "now", "parameters": {'
+    matcher = LLMatcher(LLTokenizer("byte"), grammar)
+    assert matcher.try_consume_tokens([*call, *b"\n"]) == len(call)
 
 
 def test_plan_keeps_special_tokens_that_mark_calls(llm):

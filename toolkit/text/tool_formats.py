@@ -448,7 +448,7 @@ def _objects(tools: Sequence[ToolSpec], arguments: str) -> str:
 def _schema(tool: ToolSpec) -> dict[str, Any]:
     schema = tool.function.parameters
     if schema is None:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
+        schema = {"properties": {}, "additionalProperties": False}
     lenient = not tool.function.strict
     options = {"whitespace_flexible": False, "lenient": lenient, "coerce_one_of": lenient}
     return {
