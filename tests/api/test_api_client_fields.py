@@ -117,6 +117,7 @@ def test_fields_that_would_change_the_answer_are_refused(http: httpx.Client) -> 
         ),
         ("/v1/responses", {"include": ["message.output_text.logprobs"]}, "include"),
         ("/v1/chat/completions", {"reasoning_effort": "lots"}, "reasoning_effort"),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 101}, "top_logprobs"),
     ],
 )
 def test_nested_fields_and_values_are_refused_by_name(
@@ -124,6 +125,23 @@ def test_nested_fields_and_values_are_refused_by_name(
 ) -> None:
     answer = http.post(path, json=BODIES[path] | more)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "supported"),
+    [
+        ("/v1/chat/completions", "custom", "function"),
+        ("/v1/responses", "web_search", "function"),
+        ("/v1/messages", "bash_20250124", "custom"),
+        ("/v1/messages/count_tokens", "browser_toolset_20260801", "custom"),
+    ],
+)
+def test_types_of_tools_are_refused_by_name(
+    http: httpx.Client, path: str, kind: str, supported: str
+) -> None:
+    error = http.post(path, json=BODIES[path] | {"tools": [{"type": kind}]}).json()["error"]
+    reason = f"Only tools of type '{supported}' are supported, not '{kind}'."
+    assert (error["message"], error["param"]) == (f"tools: {reason}", "tools")
 
 
 @pytest.mark.parametrize(

@@ -198,10 +198,7 @@ def test_beam_logprobs_equal_those_of_the_scored_text(client: openai.OpenAI) -> 
 def test_beam_search_refuses_unsupported_options(
     client: openai.OpenAI, option: dict[str, Any]
 ) -> None:
-    with pytest.raises(
-        openai.BadRequestError,
-        match=next(iter(option)) if "best_of" not in option else "beam_width",
-    ):
+    with pytest.raises(openai.BadRequestError, match=next(iter(option))):
         client.completions.create(
             prompt="a", max_tokens=2, model="tiny", extra_body={"use_beam_search": True} | option
         )

@@ -26,6 +26,7 @@ from toolkit.api.openai.conversation import (
 )
 from toolkit.api.openai.response_format import Schema
 from toolkit.api.openai.schemas import MAX_MESSAGES, ChatRequest, ReasoningEffort
+from toolkit.api.openai.tools import only_type
 from toolkit.errors import InvalidRequestError
 
 router = APIRouter(tags=["Anthropic"], route_class=Route)
@@ -188,7 +189,7 @@ class CountRequest(RequestBody):
     model: str | None = None
     messages: Annotated[list[MessageParam], Field(min_length=1), MANY]
     system: Content | None = Field(None, description="System message before the conversation")
-    tools: list[InputTool] | None = None
+    tools: Annotated[list[InputTool] | None, only_type("custom")] = None
     tool_choice: InputToolChoice | None = None
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None

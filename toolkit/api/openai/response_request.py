@@ -18,7 +18,15 @@ from toolkit.api.http.client_fields import REFUSED_IN_RESPONSES
 from toolkit.api.openai.conversation import make_chat_request
 from toolkit.api.openai.response_format import JsonSchemaFormat
 from toolkit.api.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ChatRequest, ReasoningEffort
-from toolkit.api.openai.tools import ALLOWED, BY_CHOICE, MODE, NAMED, ChoiceMode, FunctionTool
+from toolkit.api.openai.tools import (
+    ALLOWED,
+    BY_CHOICE,
+    MODE,
+    NAMED,
+    ChoiceMode,
+    FunctionTool,
+    only_type,
+)
 from toolkit.errors import InvalidRequestError
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -232,15 +240,6 @@ class ResponseAllowedTools(Body):
         }
 
 
-def _check_tool_types(tools: Any) -> Any:
-    """Name an unsupported type here: pydantic's error would not."""
-    for tool in tools if isinstance(tools, list) else ():
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise ValueError(f"Only tools of type 'function' are supported, not {kind[:32]!a}")
-    return tools
-
-
 class ReasoningOptions(Body):
     effort: ReasoningEffort | None = Field(None, description="See chat's reasoning_effort")
     summary: Any = Field(None, description="Not read: reasoning is returned complete")
@@ -265,7 +264,7 @@ class ResponsesRequest(RequestBody):
     temperature: float | None = None
     top_p: float | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[ResponseTool] | None, BeforeValidator(_check_tool_types)] = Field(
+    tools: Annotated[list[ResponseTool] | None, only_type("function")] = Field(
         None, max_length=MAX_TOOLS, description="Functions that the model may call"
     )
     tool_choice: (

@@ -23,7 +23,7 @@ from toolkit.api.openai.response_format import (
     StructuredOutputs,
     resolve_constraint,
 )
-from toolkit.api.openai.tools import Tool, ToolCall, ToolChoice, select_tools
+from toolkit.api.openai.tools import Tool, ToolCall, ToolChoice, only_type, select_tools
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import MAX_STOP_STRINGS, BeamSearchParams, SamplingParams
 
@@ -188,15 +188,18 @@ class SamplingFields(RequestBody):
             )
         if max_tokens is None:
             raise InvalidRequestError("Beam search needs max_tokens.", param="max_tokens")
-        return BeamSearchParams(
-            beam_width=self.best_of or self.n or 1,
-            max_tokens=max_tokens,
-            length_penalty=self.length_penalty,
-            early_stopping=self.early_stopping,
-            ignore_eos=self.ignore_eos,
-            stop_token_ids=self.stop_token_ids or [],
-            logprobs=logprobs,
-        )
+        try:
+            return BeamSearchParams(
+                beam_width=self.best_of or self.n or 1,
+                max_tokens=max_tokens,
+                length_penalty=self.length_penalty,
+                early_stopping=self.early_stopping,
+                ignore_eos=self.ignore_eos,
+                stop_token_ids=self.stop_token_ids or [],
+                logprobs=logprobs,
+            )
+        except InvalidRequestError as error:
+            raise error.renamed({"beam_width": "best_of" if self.best_of else "n"}) from None
 
     @property
     def has_final_usage(self) -> bool:
@@ -363,7 +366,7 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: list[Tool] | None = Field(
+    tools: Annotated[list[Tool] | None, only_type("function")] = Field(
         None, max_length=MAX_TOOLS, description="Functions that the model may call"
     )
     tool_choice: ToolChoice | None = Field(
@@ -422,7 +425,7 @@ class ChatRequest(SamplingFields):
     @property
     def param_names(self) -> dict[str, str]:
         """The engine's parameters whose names differ here."""
-        names = {"prompt": "messages"}
+        names = {"prompt": "messages", "logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return names

@@ -4,7 +4,7 @@ import json
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from toolkit.api.http.body_fields import Body, Text
 from toolkit.api.openai.response_format import Schema
@@ -35,6 +35,21 @@ class Tool(Body):
             return self
         closed = {"parameters": close_objects(self.function.parameters)}
         return self.model_copy(update={"function": self.function.model_copy(update=closed)})
+
+
+def only_type(supported: str) -> BeforeValidator:
+    """Return a validator of tools that names an unsupported type: pydantic's error would not."""
+
+    def check(tools: Any) -> Any:
+        for tool in tools if isinstance(tools, list) else ():
+            kind = tool.get("type") if isinstance(tool, dict) else None
+            if isinstance(kind, str) and kind != supported:
+                raise ValueError(
+                    f"Only tools of type {supported!r} are supported, not {kind[:32]!a}"
+                )
+        return tools
+
+    return BeforeValidator(check)
 
 
 class NamedFunction(Body):
