@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import os
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -226,6 +227,21 @@ def test_connections_above_the_limit_are_not_kept(monkeypatch: pytest.MonkeyPatc
             await asyncio.sleep(0.001)
         await pair.connect()
         assert pair.slots[-1] == 0
+
+    run(test)
+
+
+def test_connections_are_not_kept_with_few_descriptors_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(pair: Pair) -> None:
+        await pair.connect()
+        next_free = os.dup(pair.channel.fileno())
+        os.close(next_free)
+        monkeypatch.setattr(pair.kept, "_max_descriptor", next_free)
+        await pair.connect()
+        assert pair.slots == [0, NO_SLOT]
+        assert pair.kept.num_connections == 1
 
     run(test)
 

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from toolkit.api.http.last_will import NO_SLOT, SLOT_BYTES, Slot, State
+from toolkit.api.http.listener import RESERVED_FILES
 
 MAX_CONNECTIONS = 2**16  # of a worker; its further ones are not kept
 
@@ -33,6 +34,7 @@ class KeptConnections:
     def __init__(self, num_workers: int) -> None:
         """`num_workers`: processes that share the limit of open files."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_descriptor = limit - RESERVED_FILES  # those from here on are for other uses
         self._capacity = min(MAX_CONNECTIONS, limit // (2 * num_workers))
         self.memory_file = os.memfd_create("tk-wills")
         os.truncate(self.memory_file, self._capacity * SLOT_BYTES)
@@ -49,7 +51,9 @@ class KeptConnections:
         """Send a connection to the worker and keep it, or close it if no more can be kept.
 
         Raises OSError if the worker does not take it now."""
-        index = self._find_slot()
+        # New descriptors are the lowest free ones, so a high one means that few are left.
+        is_room = connection.fileno() < self._max_descriptor
+        index = self._find_slot() if is_room else NO_SLOT
         try:
             socket.send_fds(channel, [index.to_bytes(4, "little")], [connection.fileno()])
         except OSError:
