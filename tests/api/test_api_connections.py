@@ -149,9 +149,21 @@ async def test_a_refused_client_that_sends_all_gets_the_answer(
         assert (await client.answer())[0] == 200
 
 
-async def test_an_open_route_reads_no_body(local: Local) -> None:
-    client = await local.connect(CHUNKED.replace(b"/v1/completions", b"/livez"))
-    assert (await client.answer())[0] == 405
+@pytest.mark.parametrize(
+    ("route", "status"),
+    [
+        (b"POST /livez", 405),
+        (b"POST /nope", 404),
+        (b"POST /v1/models", 405),
+        (b"PUT /v1/completions", 405),
+    ],
+)
+async def test_a_request_that_takes_no_body_is_answered_early(
+    local: Local, route: bytes, status: int
+) -> None:
+    head = CHUNKED.replace(b"POST /v1/completions", route)
+    client = await local.connect(head.replace(b"Host", b"X-API-Key: k\r\nHost"))
+    assert (await client.answer())[0] == status
 
 
 async def test_headers_after_a_body_are_ignored(local: Local) -> None:

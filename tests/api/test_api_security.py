@@ -39,7 +39,8 @@ def error(answer: httpx.Response, status: int) -> dict[str, str | None]:
 def guarded(bare_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with all kinds of keys, CORS, a root path, and low limits."""
     folder = tmp_path_factory.mktemp("guarded")
-    (folder / "keys").write_text("# those of the team\nfrom-the-file\n\nalso-from-the-file\n")
+    keys = "\ufefffrom-the-file\n# those of the team\n\nalso-from-the-file\n"  # as Windows saves it
+    (folder / "keys").write_text(keys, "utf-8")
     server = Server(
         str(bare_model),
         *(

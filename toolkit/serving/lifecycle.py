@@ -121,7 +121,8 @@ def _load_key_file(config: ServerConfig) -> ServerConfig:
     if config.api_key_file is None:
         return config
     try:
-        lines = [line.strip() for line in Path(config.api_key_file).read_text().splitlines()]
+        text = Path(config.api_key_file).read_text("utf-8-sig")
+        lines = [line.strip() for line in text.splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--api-key-file {config.api_key_file} cannot be read: {error}.", param="api_key_file"

@@ -21,7 +21,7 @@ from toolkit.errors import InvalidRequestError, ServerUnavailableError, ToolkitE
 class AccessControl:
     """ASGI layer in front of the routes. Refuses a request before its body is read.
 
-    `scope["state"]["access"]` is the access that the request needs."""
+    `scope["state"]` has `access`, which the request needs, and `takes_body`."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         config = service.config
@@ -44,7 +44,7 @@ class AccessControl:
 
         try:
             with self._admit(scope, headers), self._memory.body() as body:
-                if scope["state"]["access"] is not Access.OPEN:  # those routes take no body
+                if scope["state"]["takes_body"]:  # another one is discarded after the answer
                     receive = await _read(headers, receive, body)
                 await self.app(scope, receive, send_and_note)
         except ToolkitError as error:

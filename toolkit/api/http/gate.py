@@ -58,6 +58,7 @@ class Gate:
             scope = {**scope, "method": "GET"}
         path = scope["path"].removeprefix(self._root_path)  # uvicorn puts it in front
         state["access"] = self._routes.find(scope["method"], path)
+        state["takes_body"] = self._routes.takes_body(method, path)
         scope[SERVER_SEND] = send
         address = scope.get("client")
         record = RequestStats(time.monotonic(), address[0] if address else "")

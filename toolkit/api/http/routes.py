@@ -63,6 +63,13 @@ class RouteTable:
                     found = needed
         return found
 
+    def takes_body(self, method: str, path: str) -> bool:
+        """Return True if a route reads the body of a request."""
+        return method == "POST" and any(
+            match(path) and (methods is None or method in methods)
+            for match, methods, _ in self._rows
+        )
+
 
 def _declared(route: Route | Mount, methods: set[str] | None) -> Access:
     endpoint = getattr(route, "endpoint", None)
