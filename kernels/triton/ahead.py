@@ -1,5 +1,4 @@
-"""Parallel compilation of kernels before the steps that launch them; a count of those that came
-too late."""
+"""Parallel compilation of kernels before the steps that launch them; a count of late ones."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ async def test_without_descriptors_connections_wait_and_it_is_logged_once(
 # ---- clients that do not read
 
 
-async def test_answered_requests_are_no_garbage(local: Local) -> None:
+async def test_answered_requests_leave_no_cycles(local: Local) -> None:
     """Collecting it would hold up all streams, and prompts would stay until then."""
     gc.collect()
     gc.disable()

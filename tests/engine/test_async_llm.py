@@ -100,7 +100,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("ends", ["by itself", "closed"])
-async def test_an_ended_request_is_no_garbage(
+async def test_an_ended_request_leaves_no_cycles(
     scripted: tuple[AsyncLLM, ScriptedCore], ends: str
 ) -> None:
     """Collecting it would hold up all streams, and its prompt would stay until then."""

@@ -70,7 +70,7 @@ class IncrementalDetokenizer:
 class SequenceState:
     """One answer of a request in the front end. Times are on the monotonic clock."""
 
-    request: RequestState  # a proxy, so that an ended request is no garbage for the collector
+    request: RequestState  # a proxy: a cycle would keep ended requests until garbage collection
     index: int
     number: int
     detokenizer: IncrementalDetokenizer | None  # None if no text is needed
