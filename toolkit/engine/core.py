@@ -18,6 +18,7 @@ from toolkit.engine.messages import (
     LogprobEntry,
     RequestInfo,
 )
+from toolkit.engine.pace import Pace
 from toolkit.engine.request_list import describe, has_id
 from toolkit.errors import WorkersLostError
 from toolkit.executor import Executor, Pending
@@ -70,6 +71,7 @@ class EngineCore:
         """True if all earlier tokens of a step's requests are known when it is launched."""
         is_remote = config.parallel.distributed_executor_backend == "ray"
         self._overlaps = self._depth > 1 and (info.device != "cpu" or is_remote)
+        self._pace = Pace() if self._overlaps and num_stages == 1 else None
         self._steps: deque[tuple[SchedulerOutput, Pending]] = deque()
         self._constraints = Constraints(read_tokenizer, info.vocab_size)
         self._clients = [0]
@@ -86,6 +88,11 @@ class EngineCore:
     def is_running(self) -> bool:
         """True if a request has a row, so that the next step has work."""
         return bool(self.scheduler.running or self._steps)
+
+    @property
+    def spare_seconds(self) -> float:
+        """Seconds for which the next step can wait for requests: the device is busy as long."""
+        return 0.0 if self._pace is None or len(self._steps) != 1 else self._pace.spare_seconds()
 
     @property
     def overlaps(self) -> bool:
@@ -156,6 +163,8 @@ class EngineCore:
                 self._scheduled += started_requests
                 self._scheduled_at = now
             self._steps.append((step, self._launch(step)))
+            if len(self._steps) == 1:
+                self._begin(step)
             if len(self._steps) == 1 or self._has_all_tokens:
                 self._set_masks(len(self._steps) - 1)
 
@@ -169,6 +178,10 @@ class EngineCore:
             result = pending.result()
         except Exception as error:
             return self._messages(self._recover(step, error))
+        if self._pace is not None:
+            self._pace.end()
+        if self._steps:
+            self._begin(self._steps[0][0])
         results = self.scheduler.update(step, result)
         if self._steps and not self._has_all_tokens:
             self._set_masks(0)
@@ -229,6 +242,11 @@ class EngineCore:
             return self.executor.execute(step)
         except Exception as error:
             return _FailedStep(error)
+
+    def _begin(self, step: SchedulerOutput) -> None:
+        """Note that the device begins a step."""
+        if self._pace is not None:
+            self._pace.begin(step.total_tokens, len(step.rows))
 
     def _set_masks(self, index: int) -> None:
         """Send the grammar masks of a step, whose earlier tokens are all known now.

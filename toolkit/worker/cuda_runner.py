@@ -23,7 +23,10 @@ from toolkit.worker.cuda_state import CudaBatchState, StepInputs
 from toolkit.worker.kv_cache import KVCache
 from toolkit.worker.model_runner import ModelRunner, Sample, Sampled
 
-MIXED_TOKENS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+MIXED_TOKENS = (
+    *range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), 2560, 3072, 4096, 6144,
+    8192,
+)  # fmt: skip
 """Padded token counts of captured steps that mix prompts and next tokens."""
 SMALL_MIXED = 512  # number of tokens up to which padding costs next to nothing
 MIN_FILL = 0.75  # share of tokens from which a larger captured step is faster than no graph

@@ -106,11 +106,13 @@ class CoreProcess:
         self._send(Ready(executor.info))
         outputs: dict[int, EngineOutputs] = {}
         while self._handle_messages():
-            if not self._core.overlaps:
+            if not self._core.overlaps or self._core.spare_seconds:
                 self._send_all(outputs)
+                outputs = {}
+            if not self._wait_for_requests():
+                break
             self._core.launch()
-            if self._core.overlaps:  # send results while the device is busy
-                self._send_all(outputs)
+            self._send_all(outputs)  # while the device is busy
             outputs = self._core.collect()
             if self._probing_clients:
                 self._report_steps(outputs)
@@ -150,6 +152,13 @@ class CoreProcess:
                 self._send(Pong())
             else:
                 assert isinstance(message, Stop)
+                return False
+        return True
+
+    def _wait_for_requests(self) -> bool:
+        """Handle messages until the next step must be launched. Returns False after a Stop."""
+        while milliseconds := int(self._core.spare_seconds * 1000):
+            if self._inbox.poll(milliseconds) and not self._handle_messages():
                 return False
         return True
 
