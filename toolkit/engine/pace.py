@@ -2,7 +2,7 @@
 
 import time
 
-LEAD = 0.003  # seconds from a launch until the device could idle: to schedule, launch, and spare
+LEAD = 0.002  # seconds from a launch until the device could idle: to schedule, launch, and spare
 RISE = 0.1  # weight of a step that took longer than those before it
 
 
