@@ -46,7 +46,7 @@ def test_time_to_spare_ends_before_the_step(clock: list[float]) -> None:
     assert paced.spare_seconds() == 0, "no step runs"
 
 
-def test_prediction_follows_shorter_steps_at_once_and_longer_ones_slowly(
+def test_pace_follows_shorter_steps_at_once_others_slowly(
     clock: list[float],
 ) -> None:
     paced = Pace()
