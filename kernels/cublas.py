@@ -57,8 +57,18 @@ def choosing() -> Iterator[None]:
         _choosing.reset(token)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return F.linear, bitwise. x: `[num_tokens, in]`; weight: `[out, in]`."""
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Return F.linear, bitwise. x: `[num_tokens, in]`; weight: `[size, in]`.
+
+    The result is `out` if that is given."""
+    if out is not None:
+        return (
+            torch.mm(x, weight.T, out=out)
+            if bias is None
+            else torch.addmm(bias, x, weight.T, out=out)
+        )
     if bias is not None:
         return F.linear(x, weight, bias)
     key = (x.device, x.dtype, *x.shape, *weight.shape, weight.dtype)

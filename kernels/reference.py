@@ -5,7 +5,11 @@ queries' dtype or FP8. A request owns the blocks in its row of the block table. 
 position p is in block `row[p // block_size]` at offset `p % block_size`. The queries of a step's
 requests are packed."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +32,7 @@ def paged_attention(
     scale: float,
     sliding_window: int = 0,
     soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend causally from packed queries to their requests' cached keys and values, in fp32.
 
@@ -35,7 +40,8 @@ def paged_attention(
     `[num_reqs]`, the context with this step's tokens, which are in the cache already; block_table:
     `[num_reqs, max_blocks]`. The queries of a request are its last positions. A query sees itself
     and earlier tokens, `sliding_window` in all unless that is 0. `soft_cap` bounds the logits: cap
-    * tanh(logits / cap) (Gemma 2, arXiv:2408.00118). Head h reads KV head
+    * tanh(logits / cap) (Gemma 2, arXiv:2408.00118). `sinks`, fp32 `[num_heads]`, are logits that
+    join each softmax without a value (gpt-oss; Xiao et al., arXiv:2309.17453). Head h reads KV head
     `h // (num_heads // num_kv_heads)`.
 
     Returns `[num_tokens, num_heads, head_size]` in q's dtype. Tokens past the last request are 0.
@@ -62,7 +68,12 @@ def paged_attention(
         visible = key_pos <= query_pos[:, None]
         if sliding_window:
             visible &= key_pos > query_pos[:, None] - sliding_window
-        weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
+        logits = logits.masked_fill(~visible, -torch.inf)
+        if sinks is None:
+            weights = logits.softmax(-1)
+        else:
+            sink = sinks.float().view(num_kv_heads, -1, 1, 1).expand(*logits.shape[:3], 1)
+            weights = torch.cat((logits, sink), dim=-1).softmax(-1)[..., :-1]
         out[first_token:last_token] = torch.einsum("hgqk,khd->qhgd", weights, v).flatten(1, 2)
     return out.to(q.dtype)
 
@@ -90,30 +101,49 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return (norm(x + residual), x + residual) of rows `[num_tokens, size]`.
+class Norm(NamedTuple):
+    """A layer norm (Ba et al., 2016) or an RMS norm (Zhang & Sennrich, 2019) of rows."""
 
-    The sum is rounded to x's dtype before the norm."""
-    total = x if residual is None else x + residual
-    wide = total.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
-    return normed.to(x.dtype), total
+    weight: Tensor  # [size], in the rows' type or fp32
+    bias: Tensor | None  # [size], like the weight
+    eps: float
+    is_centered: bool  # layer norm: the mean is subtracted
 
 
-def add_layer_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return the same with the mean subtracted and a bias added."""
-    total = x if residual is None else x + residual
-    wide = total.float()
-    wide = wide - wide.mean(-1, keepdim=True)
-    normed = (
-        wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
-        + bias.float()
-    )
-    return normed.to(x.dtype), total
+def normalize(x: Tensor, norm: Norm) -> Tensor:
+    """Return the norm of rows, in fp32."""
+    weight, bias = norm.weight.float(), None if norm.bias is None else norm.bias.float()
+    if norm.is_centered:
+        return F.layer_norm(x.float(), weight.shape, weight, bias, norm.eps)
+    y = F.rms_norm(x.float(), weight.shape, weight, norm.eps)
+    return y if bias is None else y + bias
+
+
+def join(
+    x: Tensor,
+    residual: Tensor | None,
+    norms: Sequence[Norm],
+    *,
+    other: Tensor | None = None,
+    post: Norm | None = None,
+    scale: float = 1.0,
+) -> tuple[list[Tensor], Tensor]:
+    """Return (norms of the sum, the sum): residual + scale * post(x + other).
+
+    x, residual, other: `[num_tokens, size]`; norms: at most two. All is computed in fp32. The sum
+    is rounded to the rows' type and written into `residual`; the norms are of the rounded sum.
+    Without a residual the sum is x itself, and there must be no other, post or scale."""
+    total = x
+    if residual is not None:
+        product = x.float() if other is None else x.float() + other.float()
+        product = product if post is None else normalize(product, post)
+        total = residual.copy_(residual.float() + scale * product)
+    return [normalize(total, norm).to(x.dtype) for norm in norms], total
+
+
+def rms_norm_rows(x: Tensor, weight: Tensor, eps: float) -> None:
+    """Apply an RMS norm in place. x: `[num_tokens, size]`; weight: `[size]`, x's type or fp32."""
+    x.copy_(normalize(x, Norm(weight, None, eps, False)))
 
 
 def embed_shard(indices: Tensor, table: Tensor, begin: int, count: int) -> Tensor:
@@ -132,45 +162,82 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """Norm of each head of the queries and of the keys, without a bias."""
+
+    q_weight: Tensor  # [1 or num_heads, head_size], in the model's type or fp32
+    k_weight: Tensor  # [1 or num_kv_heads, head_size]
+    eps: float
+    is_centered: bool = False  # layer norm instead of RMS norm: Cohere, StableLM
+    is_last: bool = False  # after the rotation instead of before it: HunYuan
+
+    def apply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Norm fp32 heads `[num_tokens, num_heads, head_size]` by one of the weights."""
+        if self.is_centered:
+            x = x - x.mean(-1, keepdim=True)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * weight.float()
+
+
 def qk_norm_rope_write(
     qkv: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor | None,
     slot_mapping: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     *,
     num_heads: int,
     num_kv_heads: int,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 0.0,
+    cos_sin: Tensor | None = None,
+    q_cos_sin: Tensor | None = None,
+    norm: HeadNorm | None = None,
+    clip: float = 0.0,
 ) -> Tensor:
     """Return the queries of rows q | k | v, and store keys and values in the cache.
 
-    Queries and keys are normed if there are weights, then rotated if there is a table `cos_sin`
-    `[max_model_len, 2, half]`, all in fp32. Returns `[num_tokens, num_heads, head_size]`."""
-    heads = qkv.reshape(len(qkv), -1, k_cache.shape[3])
-    q, k = heads[:, :num_heads].float(), heads[:, num_heads:-num_kv_heads].float()
-    if q_weight is not None and k_weight is not None:
-        q = F.rms_norm(q, q_weight.shape, q_weight.float(), eps)
-        k = F.rms_norm(k, k_weight.shape, k_weight.float(), eps)
+    First all three are clamped to ±clip unless that is 0. Then queries and keys are normed (unless
+    the norm is last), rotated by each token's angles `cos_sin` `[num_tokens, 2, half]` (queries by
+    `q_cos_sin` if that is given), and normed if the norm is last. All is computed in fp32 and
+    rounded once. Returns `[num_tokens, num_heads, head_size]`."""
+    heads = qkv.reshape(len(qkv), -1, k_cache.shape[3]).float()
+    if clip:
+        heads = heads.clamp(-clip, clip)
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if norm is not None and not norm.is_last:
+        q, k = norm.apply(q, norm.q_weight), norm.apply(k, norm.k_weight)
     if cos_sin is not None:
-        cos, sin = cos_sin[positions.long()].unbind(1)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    write_kv(k, heads[:, -num_kv_heads:], k_cache, v_cache, slot_mapping)
+        q = rotate(q, *(cos_sin if q_cos_sin is None else q_cos_sin).unbind(1))
+        k = rotate(k, *cos_sin.unbind(1))
+    if norm is not None and norm.is_last:
+        q, k = norm.apply(q, norm.q_weight), norm.apply(k, norm.k_weight)
+    write_kv(k, v, k_cache, v_cache, slot_mapping)
     return q.to(qkv.dtype)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+"""Activation functions by kind: see `triton.activation.KINDS`."""
 
 
 def activation(x: Tensor, kind: str) -> Tensor:
     """Return act(x), computed in fp32."""
-    return _activation(x.float(), kind).to(x.dtype)
+    return ACTIVATIONS[kind](x.float()).to(x.dtype)
 
 
 def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     """Return act(gate) * up of rows gate | up, computed in fp32."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (_activation(gate, kind) * up).to(gate_up.dtype)
+    return (ACTIVATIONS[kind](gate) * up).to(gate_up.dtype)
+
+
+def soft_cap_(logits: Tensor, cap: float) -> None:
+    """Replace logits by cap * tanh(logits / cap), in fp32 (Gemma 2, arXiv:2408.00118)."""
+    logits.copy_(cap * torch.tanh(logits.float() / cap))
 
 
 def linear(
@@ -184,9 +251,9 @@ def linear(
     y = F.linear(x.float(), weight.float(), bias.float() if bias is not None else None)
     if gated:
         gate, up = y.chunk(2, dim=-1)
-        y = (_activation(gate, activation) if activation else gate) * up
+        y = (ACTIVATIONS[activation](gate) if activation else gate) * up
     elif activation:
-        y = _activation(y, activation)
+        y = ACTIVATIONS[activation](y)
     return y.to(x.dtype)
 
 
@@ -234,16 +301,6 @@ def linear_int8(
     products = (rows.double() @ weight.double().T).float() * (scale * x_scale)
     y = linear(products, torch.eye(len(weight)), bias, activation, gated)
     return y.to(x.dtype)
-
-
-def _activation(x: Tensor, kind: str) -> Tensor:
-    if kind == "silu":
-        return F.silu(x)
-    if kind == "gelu":
-        return F.gelu(x)
-    if kind == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
-    return F.relu(x)
 
 
 def sample(

@@ -8,11 +8,12 @@ import torch
 class Kernels:
     """Kernels of a GPU, by subject. They are documented where they are defined.
 
+    Where several kernels compute the same, the entry chooses one, by sizes and types.
     Attributes of the object instead of its class are looked up without binding, in every layer.
     Triton is imported here, so that CPUs never import it."""
 
     def __init__(self) -> None:
-        from toolkit.kernels import cublas
+        from toolkit.kernels import cublas, products, sums
         from toolkit.kernels.triton import (
             activation,
             ahead,
@@ -20,7 +21,6 @@ class Kernels:
             attention,
             bitmask,
             embedding,
-            fp8,
             inputs,
             linear,
             logprobs,
@@ -32,24 +32,18 @@ class Kernels:
         )
 
         # Products
-        self.linear = linear.linear
-        self.linear_add_norm = linear.add_norm
-        self.fits_linear = linear.fits
+        self.product = products.product
+        self.fuses_norm = products.fuses_norm
+        self.product_add_norm = linear.add_norm
+        self.fp8_product = products.fp8_product
         self.row_classes = matmul.ROW_CLASSES
-        self.large_linear = cublas.linear
-        self.choosing_large_linear = cublas.choosing
+        self.choosing_products = cublas.choosing
         self.min_choice_tokens = cublas.MIN_TOKENS
 
-        # FP8
-        self.fp8_linear = fp8.linear
-        self.max_fp8_linear_tokens = fp8.TOKENS
-        self.quantize_fp8 = fp8.quantize
-
-        # Norms, activation, embedding
-        self.add_rms_norm = norm.add_rms_norm
-        self.add_layer_norm = norm.add_layer_norm
-        self.activation = activation.activation
-        self.gated_activation = activation.gated_activation
+        # Norms, embedding
+        self.join = norm.join
+        self.rms_norm_rows = norm.rms_norm_rows
+        self.soft_cap_ = activation.soft_cap_
         self.embed_shard = embedding.embed_shard
 
         # Attention
@@ -71,12 +65,7 @@ class Kernels:
         self.peer_buffer_bytes = all_reduce.buffer_bytes
         self.make_peers = all_reduce.make_peers
         self.release_peers = all_reduce.release_peers
-        self.all_reduce = all_reduce.all_reduce
-        self.fits_all_reduce = all_reduce.fits
-        self.all_reduce_norm = all_reduce.all_reduce_norm
-        self.fits_all_reduce_norm = all_reduce.fits_norm
-        self.pushed_norm = all_reduce.pushed_norm
-        self.fits_pushed_norm = all_reduce.fits_push
+        self.sums = sums.Sums
         self.all_gather = all_reduce.all_gather
 
         # Warm-up

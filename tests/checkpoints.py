@@ -11,142 +11,49 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.models.architectures import ARCHITECTURES
+from toolkit import LLM, RequestOutput
 from toolkit.sampling.params import SamplingParams
 from toolkit.sequence import SequenceSpec
 
 VOCAB = 262
 """The bytes, <|endoftext|> <|user|> <|assistant|> <|end|>, and two that only the model has."""
 EOS = 256
-POSITIONS = 160
 NEW_TOKENS = 64  # per answer in the parity tests
 
-_ROPE = {"rope_theta": 10000.0}
-_LLAMA = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": POSITIONS,
-    "tie_word_embeddings": False,
-}
+_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+_HEADS = {"GPT2": "GPT2LMHeadModel"}
+_OFFSET_NORMS = ("Gemma", "Nemotron")  # their norms multiply by 1 + weight
 
-ARCHITECTURES: dict[str, tuple[str, dict]] = {
-    "gpt2": ("GPT2", {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": POSITIONS}),
-    "gpt2-untied-inverse-scale": (
-        "GPT2",
-        {
-            "n_layer": 3,
-            "n_embd": 32,
-            "n_head": 2,
-            "n_positions": POSITIONS,
-            "n_inner": 40,
-            "tie_word_embeddings": False,
-            "scale_attn_by_inverse_layer_idx": True,
-        },
-    ),
-    "llama2-mha": ("Llama", _LLAMA | {"num_key_value_heads": 4}),
-    "llama3-gqa": (
-        "Llama",
-        _LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
-    ),
-    "llama-mqa-tied": ("Llama", _LLAMA | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "llama-biases-head-dim": (
-        "Llama",
-        _LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
-    ),
-    "llama-rope-linear": (
-        "Llama",
-        _LLAMA | {"rope_parameters": _ROPE | {"rope_type": "linear", "factor": 4.0}},
-    ),
-    "llama-rope-dynamic": (
-        "Llama",
-        _LLAMA | {"rope_parameters": _ROPE | {"rope_type": "dynamic", "factor": 4.0}},
-    ),
-    "llama-rope-yarn": (
-        "Llama",
-        _LLAMA
-        | {
-            "rope_parameters": _ROPE
-            | {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": POSITIONS // 4,
-            }
-        },
-    ),
-    "llama-rope-longrope": (
-        "Llama",
-        _LLAMA
-        | {
-            "rope_parameters": _ROPE
-            | {
-                "rope_type": "longrope",
-                "factor": 4.0,
-                "short_factor": [1.0, 1.1, 1.2, 1.3],
-                "long_factor": [1.0, 2.0, 3.0, 4.0],
-                "original_max_position_embeddings": POSITIONS,
-            }
-        },
-    ),
-    "llama-rope-proportional": (
-        "Llama",
-        _LLAMA
-        | {"rope_parameters": _ROPE | {"rope_type": "proportional", "partial_rotary_factor": 0.5}},
-    ),
-    "llama31-rope": (
-        "Llama",
-        _LLAMA
-        | {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            }
-        },
-    ),
-    "mistral-window": ("Mistral", _LLAMA | {"sliding_window": 9}),
-    "mistral-no-window": ("Mistral", _LLAMA | {"sliding_window": None, "head_dim": 16}),
-    "qwen2": ("Qwen2", _LLAMA),
-    "qwen2-tied-some-windows": (
-        "Qwen2",
-        _LLAMA
-        | {
-            "num_hidden_layers": 3,
-            "tie_word_embeddings": True,
-            "use_sliding_window": True,
-            "sliding_window": 11,
-            "max_window_layers": 1,
-        },
-    ),
-    "qwen3": ("Qwen3", _LLAMA | {"head_dim": 16}),
-    "qwen3-tied": ("Qwen3", _LLAMA | {"head_dim": 8, "tie_word_embeddings": True}),
-}
+
+def make_model(family: str, settings: dict, seed: int = 0) -> torch.nn.Module:
+    """Make a Transformers model whose parameters are all random, so that each shows in the output.
+
+    Transformers initializes norms and biases to values that do nothing.
+    """
+    config_class = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))
+    ids = {"vocab_size": VOCAB, "bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": None}
+    torch.manual_seed(seed)
+    head = getattr(transformers, _HEADS.get(family, f"{family}ForCausalLM"))
+    model = head(config_class(**ids, **settings)).eval()
+    norm_mean = 0.0 if family.startswith(_OFFSET_NORMS) else 1.0
+    with torch.no_grad():
+        for module in model.modules():
+            is_norm = "Norm" in type(module).__name__
+            for name, parameter in module.named_parameters(recurse=False):
+                if name == "bias" or is_norm:
+                    parameter.normal_(norm_mean if name == "weight" else 0.0, 0.3)
+                elif isinstance(module, torch.nn.Embedding):
+                    parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+                elif parameter is not model.get_input_embeddings().weight:  # not a tied head
+                    fan_in = parameter.shape[0 if type(module).__name__ == "Conv1D" else 1]
+                    parameter.normal_(0.0, 2 * fan_in**-0.5)
+    return model
 
 
 def make_reference(name: str, seed: int = 0) -> torch.nn.Module:
-    """Make a Transformers model whose parameters, also biases and norms, are all random.
-
-    A parameter that is not loaded then changes the output.
-    """
-    family, settings = ARCHITECTURES[name]
-    config_class = getattr(transformers, f"{family}Config")
-    head = {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM")
-    ids = {"vocab_size": VOCAB, "bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": None}
-    torch.manual_seed(seed)
-    model = getattr(transformers, head)(config_class(**ids, **settings)).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.35)
-            elif "norm" in parameter_name or "ln_" in parameter_name:
-                parameter.normal_(1.0 if parameter_name.endswith("weight") else 0.0, 0.2)
-            else:
-                parameter.normal_(0.0, 0.2)
-    return model
+    """Make the model of a row of ARCHITECTURES."""
+    return make_model(*ARCHITECTURES[name], seed)
 
 
 def save(
@@ -206,7 +113,7 @@ def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
 def logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     """Return [len(tokens), vocab] from one uncached Transformers forward."""
     with torch.no_grad():
-        return model(torch.tensor([tokens])).logits[0]
+        return model(torch.tensor([tokens], device=model.device)).logits[0].cpu()
 
 
 def spec_of(
@@ -218,3 +125,23 @@ def spec_of(
         max_tokens=1,
         eos_token_ids=list(eos_token_ids),
     )
+
+
+def generate(llm: LLM, prompts: list[list[int]], **params: object) -> list[RequestOutput]:
+    """Complete prompts together, greedily, with NEW_TOKENS tokens each, unless `params` differ."""
+    usual = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
+    settings = SamplingParams(**usual | params)
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], settings, use_tqdm=False)
+
+
+def engine_logits(llm: LLM, prompt: list[int]) -> torch.Tensor:
+    """Return [len(prompt), vocab] as the engine computes them, in its type."""
+    model = llm._core.executor._worker.runner.model
+    seen: list[torch.Tensor] = []
+    compute = model.logits
+    model.logits = lambda hidden, *rest: seen.append(compute(hidden, *rest)) or seen[-1]
+    try:
+        generate(llm, [prompt], max_tokens=1, prompt_logprobs=0)
+    finally:
+        del model.logits
+    return torch.cat(seen)  # the prompt's positions in order; the last is sampled

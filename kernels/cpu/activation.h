@@ -5,7 +5,7 @@
 namespace tk::TK_VARIANT {
 namespace {
 
-enum Activation : int64_t { kNone, kSilu, kRelu, kGelu, kGeluTanh };
+enum Activation : int64_t { kNone, kSilu, kRelu, kGelu, kGeluTanh, kRelu2, kGeluQuick };
 
 [[gnu::always_inline]] inline Vec activate(Vec x, int64_t kind) {
   switch (kind) {
@@ -18,6 +18,10 @@ enum Activation : int64_t { kNone, kSilu, kRelu, kGelu, kGeluTanh };
     case kGeluTanh:
       // (1 + tanh(z)) / 2 = sigmoid(2 z)
       return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
+    case kRelu2:
+      return x < 0.0f ? Vec{} : x * x;
+    case kGeluQuick:
+      return x * sigmoid(1.702f * x);
     default:
       return x;
   }

@@ -389,7 +389,7 @@ class Attention {
     }
     for (int64_t i = 0; i < item.num_heads * item.num_rows; ++i) {
       if (item.num_ranges == 1) {
-        write(item, i, state.sums + i * padded_, state.total[i]);
+        write(item, i, state.sums + i * padded_, state.maximum[i], state.total[i]);
       } else {
         float* to = partial + item.partial + i * (padded_ + 2);
         std::memcpy(to, state.sums + i * padded_, padded_ * sizeof(float));
@@ -500,10 +500,15 @@ class Attention {
   }
 
   // i: index among the item's rows, head by head.
-  void write(const Item& item, int64_t i, const float* sums, float total) const {
-    T* to = out_ + place(item, item.head + i / item.num_rows, item.first_row + i % item.num_rows,
-                         layer_.num_heads * size_);
-    const float factor = 1.0f / total;
+  void write(const Item& item, int64_t i, const float* sums, float maximum, float total) const {
+    const int64_t head = item.head + i / item.num_rows, row = item.first_row + i % item.num_rows;
+    T* to = out_ + place(item, head, row, layer_.num_heads * size_);
+    float factor = 1.0f / total;
+    if (layer_.sinks) {
+      const float sink = layer_.sinks[head * group_ + row % group_];
+      const float top = sink > maximum ? sink : maximum, weight = std::exp(maximum - top);
+      factor = weight / (total * weight + std::exp(sink - top));
+    }
     int64_t d = 0;
     for (; d + kLanes <= size_; d += kLanes) store(to + d, load(sums + d) * factor);
     if (d < size_) store_some(to + d, load(sums + d) * factor, size_ - d);
@@ -525,7 +530,7 @@ class Attention {
         total += part[padded_ + 1] * factor;
         for (int64_t d = 0; d < padded_; ++d) sums[d] += part[d] * factor;
       }
-      write(item, i, sums, total);
+      write(item, i, sums, maximum, total);
     }
   }
 

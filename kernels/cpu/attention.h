@@ -2,19 +2,20 @@
 #pragma once
 #include <cstdint>
 
-// A layer. Caches: [num_blocks, block_size, num_kv_heads, head_size]. All tensors are in fp32, or
-// all in bfloat16.
+// A layer. Caches: [num_blocks, block_size, num_kv_heads, head_size]. Caches, queries, keys, values
+// and angles are all in fp32, or all in bfloat16.
 struct AttentionLayer {
   void *k_cache, *v_cache;
-  const void* cos_sin;              // [.., 2, half]; null: no rotation
-  const void *q_weight, *k_weight;  // [head_size]; null: no norm
-  int64_t half, num_heads, num_kv_heads, head_size, block_size, sliding_window, is_bf16;
-  float scale, soft_cap, eps;
+  const void *q_weight, *k_weight;  // of the heads' norm, a head's `stride` apart; null: no norm
+  const float* sinks;  // [num_heads], logits that join each head's softmax; null: none
+  int64_t q_stride, k_stride, norm_is_bf16, is_centered, norm_is_last;
+  int64_t num_heads, num_kv_heads, head_size, block_size, sliding_window, is_bf16;
+  float scale, soft_cap, eps, clip;  // clip 0: none
 };
 
 // A step, as in `toolkit.attention.AttentionBatch`. block_table: [.., max_blocks].
 struct AttentionStep {
-  const int64_t *positions, *slot_mapping;
+  const int64_t* slot_mapping;
   const int32_t *query_start_loc, *seq_lens, *rows, *block_table;
   int64_t max_blocks, num_reqs, num_tokens;
 };

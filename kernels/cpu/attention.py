@@ -5,11 +5,12 @@ import ctypes
 import torch
 
 from toolkit.kernels.cpu.library import FLOAT, POINTER, SIZE, Kernel
+from toolkit.kernels.reference import HeadNorm
 
 MAX_HEAD_SIZE = 256
 DTYPES = (torch.float32, torch.bfloat16)
 
-_write = Kernel("tk_write", POINTER, POINTER, POINTER)
+_write = Kernel("tk_write", POINTER, POINTER, POINTER, POINTER, POINTER, SIZE)
 _attend = Kernel("tk_attend", POINTER, POINTER, POINTER, SIZE, POINTER)
 
 
@@ -17,14 +18,12 @@ class _Layer(ctypes.Structure):
     """Mirror of `AttentionLayer` in attention.h."""
 
     _fields_ = [  # ctypes wants a list
-        *((name, POINTER) for name in ("k_cache", "v_cache", "cos_sin", "q_weight", "k_weight")),
-        *(
-            (name, SIZE)
-            for name in ("half", "num_heads", "num_kv_heads", "head_size", "block_size")
-        ),
-        ("sliding_window", SIZE),
-        ("is_bf16", SIZE),
-        *((name, FLOAT) for name in ("scale", "soft_cap", "eps")),
+        *((name, POINTER) for name in ("k_cache", "v_cache", "q_weight", "k_weight", "sinks")),
+        *((name, SIZE) for name in ("q_stride", "k_stride", "norm_is_bf16")),
+        *((name, SIZE) for name in ("is_centered", "norm_is_last")),
+        *((name, SIZE) for name in ("num_heads", "num_kv_heads", "head_size", "block_size")),
+        *((name, SIZE) for name in ("sliding_window", "is_bf16")),
+        *((name, FLOAT) for name in ("scale", "soft_cap", "eps", "clip")),
     ]
 
 
@@ -32,11 +31,8 @@ class _Step(ctypes.Structure):
     """Mirror of `AttentionStep` in attention.h."""
 
     _fields_ = [
-        *(
-            (name, POINTER)
-            for name in ("positions", "slot_mapping", "query_start_loc", "seq_lens", "rows")
-        ),
-        ("block_table", POINTER),
+        *((name, POINTER) for name in ("slot_mapping", "query_start_loc", "seq_lens")),
+        *((name, POINTER) for name in ("rows", "block_table")),
         *((name, SIZE) for name in ("max_blocks", "num_reqs", "num_tokens")),
     ]
 
@@ -44,32 +40,27 @@ class _Step(ctypes.Structure):
 class AttentionStep:
     """A step's tokens and requests, as in `toolkit.attention.AttentionBatch`, for all layers.
 
-    positions, slot_mapping: int64 `[num_tokens]`; query_start_loc `[num_reqs + 1]`, seq_lens and
-    rows `[num_reqs]`, block_table `[num_rows, max_blocks]`: int32. Raises ValueError for others."""
+    slot_mapping: int64 `[num_tokens]`; query_start_loc `[num_reqs + 1]`, seq_lens and rows
+    `[num_reqs]`, block_table `[num_rows, max_blocks]`: int32. Raises ValueError for others."""
 
     def __init__(
         self,
-        positions: torch.Tensor,
         slot_mapping: torch.Tensor,
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
         rows: torch.Tensor,
         block_table: torch.Tensor,
     ) -> None:
-        tensors = (positions, slot_mapping, query_start_loc, seq_lens, rows, block_table)
+        tensors = (slot_mapping, query_start_loc, seq_lens, rows, block_table)
         self.num_tokens, num_reqs = len(slot_mapping), len(seq_lens)
-        if [tensor.dtype for tensor in tensors] != [torch.int64] * 2 + [torch.int32] * 4:
+        if [tensor.dtype for tensor in tensors] != [torch.int64] + [torch.int32] * 4:
             raise ValueError(
-                "a step's tensors must be two of int64, then four of int32, not "
+                "a step's tensors must be one of int64, then four of int32, not "
                 f"{[t.dtype for t in tensors]}"
             )
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError("a step's tensors must be contiguous")
-        if (len(positions), len(query_start_loc), len(rows)) != (
-            self.num_tokens,
-            num_reqs + 1,
-            num_reqs,
-        ):
+        if (len(query_start_loc), len(rows)) != (num_reqs + 1, num_reqs):
             raise ValueError(
                 f"a step's lengths do not agree: {[len(tensor) for tensor in tensors]}"
             )
@@ -86,9 +77,9 @@ class AttentionStep:
 class Layer:
     """An attention layer over its caches `[num_blocks, block_size, num_kv_heads, head_size]`.
 
-    `cos_sin` `[max_model_len, 2, half]`, `q_weight` and `k_weight` `[head_size]`: see
-    `reference.qk_norm_rope_write`. All tensors are in fp32, or all in bfloat16. Raises ValueError
-    for others."""
+    norm, clip: see `reference.qk_norm_rope_write`; other options: `reference.paged_attention`. The
+    caches are both in fp32 or both in bfloat16, as are the norm's weights; queries, keys, values
+    and angles are in the caches' type. Raises ValueError for others."""
 
     def __init__(
         self,
@@ -99,51 +90,67 @@ class Layer:
         scale: float,
         sliding_window: int = 0,
         soft_cap: float = 0.0,
-        cos_sin: torch.Tensor | None = None,
-        q_weight: torch.Tensor | None = None,
-        k_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        norm: HeadNorm | None = None,
+        clip: float = 0.0,
     ) -> None:
         _, block_size, num_kv_heads, head_size = k_cache.shape
-        given = [
-            part for part in (k_cache, v_cache, cos_sin, q_weight, k_weight) if part is not None
-        ]
-        if k_cache.dtype not in DTYPES or any(part.dtype != k_cache.dtype for part in given):
+        if k_cache.dtype not in DTYPES or v_cache.dtype != k_cache.dtype:
             raise ValueError(
-                "a layer's tensors must be all in fp32 or all in bfloat16, not "
-                f"{[part.dtype for part in given]}"
+                "a layer's caches must be both in fp32 or both in bfloat16, not "
+                f"{k_cache.dtype} and {v_cache.dtype}"
             )
-        if v_cache.shape != k_cache.shape or not all(part.is_contiguous() for part in given):
-            raise ValueError("a layer's tensors must be contiguous, and its caches of one shape")
+        if v_cache.shape != k_cache.shape or not (
+            k_cache.is_contiguous() and v_cache.is_contiguous()
+        ):
+            raise ValueError("a layer's caches must be contiguous, and of one shape")
         if head_size > MAX_HEAD_SIZE or num_heads % num_kv_heads:
             raise ValueError(
                 f"{num_heads} heads over {num_kv_heads} KV heads of size {head_size}: the size is "
                 f"at most {MAX_HEAD_SIZE}, and the KV heads must divide the heads"
             )
-        half = 0 if cos_sin is None else cos_sin.shape[2]
-        if 2 * half > head_size:
-            raise ValueError(f"heads of size {head_size} cannot rotate {half} pairs")
-        self._tensors = given
         self.dtype, self.num_heads, self.head_size = k_cache.dtype, num_heads, head_size
         self.width = (num_heads + 2 * num_kv_heads) * head_size
-        addresses = [
-            None if part is None else part.data_ptr() for part in (cos_sin, q_weight, k_weight)
-        ]
-        sizes = (half, num_heads, num_kv_heads, head_size, block_size, sliding_window)
-        is_bf16 = self.dtype == torch.bfloat16
+        weights = [] if norm is None else [norm.q_weight, norm.k_weight]
+        for weight, heads in zip(weights, (num_heads, num_kv_heads), strict=False):
+            if (
+                weight.shape not in ((1, head_size), (heads, head_size))
+                or weight.dtype not in DTYPES
+                or weight.dtype != weights[0].dtype
+                or not weight.is_contiguous()
+            ):
+                raise ValueError(
+                    f"the weight of the norm of {heads} heads must be [1 or {heads}, {head_size}], "
+                    "contiguous, both in fp32 or both in bfloat16, not "
+                    f"{list(weight.shape)} in {weight.dtype}"
+                )
+        if sinks is not None and (
+            sinks.shape != (num_heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous()
+        ):
+            raise ValueError(
+                f"the sinks of {num_heads} heads must be [{num_heads}] in fp32, contiguous, not "
+                f"{list(sinks.shape)} in {sinks.dtype}"
+            )
+        # Keeps them alive: the structure has only their addresses.
+        self._tensors = (k_cache, v_cache, *(weights or (None, None)), sinks)
         self._layer = _Layer(
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-            *addresses,
-            *sizes,
-            is_bf16,
-            scale,
-            soft_cap,
-            eps,
+            *(None if tensor is None else tensor.data_ptr() for tensor in self._tensors),
+            *([head_size * (len(weight) > 1) for weight in weights] or [0, 0]),
+            bool(weights) and weights[0].dtype == torch.bfloat16,
+            *((norm.is_centered, norm.is_last) if norm is not None else (False, False)),
+            *(num_heads, num_kv_heads, head_size, block_size, sliding_window),
+            self.dtype == torch.bfloat16,
+            *(scale, soft_cap, norm.eps if norm is not None else 0.0, clip),
         )
         self._address = ctypes.addressof(self._layer)
 
-    def write(self, qkv: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+    def write(
+        self,
+        qkv: torch.Tensor,
+        step: AttentionStep,
+        cos_sin: torch.Tensor | None = None,
+        q_cos_sin: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Compute `reference.qk_norm_rope_write`. qkv: `[num_tokens, width]`, changed in place.
 
         Returns the queries `[num_tokens, num_heads, head_size]`, a view of `qkv`."""
@@ -156,7 +163,21 @@ class Layer:
                 f"q | k | v must be [{step.num_tokens}, {self.width}] in {self.dtype}, contiguous, "
                 f"not {list(qkv.shape)} in {qkv.dtype}"
             )
-        _write.run(self._address, step.address, qkv.data_ptr())
+        half = 0 if cos_sin is None else cos_sin.shape[2]
+        for angles in (cos_sin, q_cos_sin):
+            if angles is not None and (
+                angles.shape != (step.num_tokens, 2, min(half, self.head_size // 2))
+                or angles.dtype != self.dtype
+                or not angles.is_contiguous()
+            ):
+                raise ValueError(
+                    f"the angles of {step.num_tokens} tokens must be [{step.num_tokens}, 2, at "
+                    f"most {self.head_size // 2}] in {self.dtype}, contiguous and of one size, not "
+                    f"{list(angles.shape)} in {angles.dtype}"
+                )
+        keys = None if cos_sin is None else cos_sin.data_ptr()
+        queries = keys if q_cos_sin is None else q_cos_sin.data_ptr()
+        _write.run(self._address, step.address, qkv.data_ptr(), queries, keys, half)
         return qkv.as_strided(
             (step.num_tokens, self.num_heads, self.head_size), (self.width, self.head_size, 1)
         )

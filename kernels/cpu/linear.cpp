@@ -135,7 +135,7 @@ void finish(const Weight& w, int64_t panel, int64_t rows, const float* sums, con
 template <class Y>
 using Finish = void (*)(const Weight&, int64_t, int64_t, const float*, const float*, Y*);
 
-template <class Type, class Y, int64_t kActivation = kGeluTanh>
+template <class Type, class Y, int64_t kActivation = kGeluQuick>
 Finish<Y> finish_of(const Weight& w) {
   if constexpr (kActivation > 0) {
     if (w.activation != kActivation) return finish_of<Type, Y, kActivation - 1>(w);

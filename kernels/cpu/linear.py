@@ -7,7 +7,12 @@ import torch.nn.functional as F
 
 from toolkit.kernels.cpu.library import POINTER, SIZE, Kernel, use_huge_pages
 
-ACTIVATIONS = {None: 0, "silu": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4}
+ACTIVATIONS = {
+    kind: number
+    for number, kind in enumerate(
+        (None, "silu", "relu", "gelu", "gelu_tanh", "relu2", "gelu_quick")
+    )
+}
 COLUMNS = 32  # columns of y in a panel
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _INPUT_DTYPES = {

@@ -1,13 +1,16 @@
-"""Norms, fused with the residual sum before them."""
+"""Norms of rows, fused with the residual sum before them."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
 from toolkit.kernels.cpu.library import FLOAT, POINTER, SIZE, Kernel
+from toolkit.kernels.reference import Norm
 
 DTYPES = (torch.float32, torch.bfloat16)
-_add_norm = Kernel("tk_add_norm", POINTER, POINTER, POINTER, POINTER, SIZE)
+_join = Kernel("tk_join", POINTER, POINTER, POINTER, POINTER, POINTER, SIZE)
+_norm_rows = Kernel("tk_norm_rows", POINTER, POINTER, SIZE, SIZE)
 
 
 class _Norm(ctypes.Structure):
@@ -16,52 +19,109 @@ class _Norm(ctypes.Structure):
     _fields_ = [  # ctypes wants a list
         ("weight", POINTER),
         ("bias", POINTER),
-        ("size", SIZE),
-        ("is_bf16", SIZE),
+        ("is_centered", ctypes.c_int32),
         ("eps", FLOAT),
     ]
 
 
-class Norm:
-    """`reference.add_rms_norm`, or with a bias `reference.add_layer_norm`.
+class _Join(ctypes.Structure):
+    """Mirror of `Join` in norm.cpp."""
 
-    weight, bias: `[size]`, both in fp32 or both in bfloat16. Raises ValueError for others."""
+    _fields_ = [
+        ("norms", _Norm * 2),
+        ("post", _Norm),
+        ("num_norms", SIZE),
+        ("size", SIZE),
+        ("is_bf16", SIZE),
+        ("scale", FLOAT),
+    ]
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
-        parameters = [weight] if bias is None else [weight, bias]
-        if any(
-            p.dtype not in DTYPES or p.dtype != weight.dtype or p.shape != weight.shape
-            for p in parameters
-        ):
-            raise ValueError(
-                "a norm's parameters must be of one size, all in fp32 or all in bfloat16, not "
-                f"{[(p.dtype, list(p.shape)) for p in parameters]}"
+
+class Join:
+    """`reference.join` of rows in fp32 or bfloat16, with copies of the norms' parameters in fp32.
+
+    Raises ValueError for parameters that are not on a CPU or not of this size."""
+
+    def __init__(
+        self, size: int, norms: Sequence[Norm], post: Norm | None = None, scale: float = 1.0
+    ) -> None:
+        self.size, self.num_norms = size, len(norms)
+        self._is_sum = post is not None or scale != 1.0
+        self._parameters: list[torch.Tensor] = []  # the structures have only their addresses
+        given = [self._norm(norm) for norm in norms], _Norm() if post is None else self._norm(post)
+        self._joins = {
+            dtype: _Join(
+                (_Norm * 2)(*given[0]), given[1], len(norms), size, dtype == torch.bfloat16, scale
             )
-        self._parameters = [p.detach().contiguous() for p in parameters]
-        self.size, self.dtype = len(weight), weight.dtype
-        addresses = [p.data_ptr() for p in self._parameters] + [None]
-        self._norm = _Norm(*addresses[:2], self.size, self.dtype == torch.bfloat16, eps)
-        self._address = ctypes.addressof(self._norm)
+            for dtype in DTYPES
+        }
+        self.addresses = {dtype: ctypes.addressof(join) for dtype, join in self._joins.items()}
+
+    def _norm(self, norm: Norm) -> _Norm:
+        return _Norm(
+            self._address(norm.weight),
+            None if norm.bias is None else self._address(norm.bias),
+            norm.is_centered,
+            norm.eps,
+        )
+
+    def _address(self, values: torch.Tensor) -> int:
+        if values.shape != (self.size,) or values.device.type != "cpu":
+            raise ValueError(
+                f"a norm's parameters must be [{self.size}] on a CPU, not {list(values.shape)} on "
+                f"{values.device.type}"
+            )
+        self._parameters.append(values.detach().float().contiguous())
+        return self._parameters[-1].data_ptr()
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (norm(x + residual), x + residual) of rows `[num_tokens, size]`.
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        other: torch.Tensor | None = None,
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return (norms of the sum, the sum). x, residual, other: `[num_tokens, size]`.
 
-        The sum is written into `residual`."""
-        shape, dtype = x.shape, self.dtype
-        if len(shape) != 2 or shape[1] != self.size or x.dtype != dtype or not x.is_contiguous():
+        Raises ValueError for other shapes and types, and for a product that nothing is added to."""
+        shape, dtype = x.shape, x.dtype
+        if len(shape) != 2 or shape[1] != self.size or dtype not in self.addresses:
             raise ValueError(
-                f"x must be [rows, {self.size}] in {dtype}, contiguous, not {list(shape)} in "
-                f"{x.dtype}"
+                f"x must be [rows, {self.size}] in fp32 or bfloat16, not {list(shape)} in {dtype}"
             )
-        if residual is not None and (
-            residual.dtype != dtype or residual.shape != shape or not residual.is_contiguous()
-        ):
+        for rows in (x, residual, other):
+            if rows is not None and (
+                rows.dtype != dtype or rows.shape != shape or not rows.is_contiguous()
+            ):
+                raise ValueError(
+                    f"the rows must be {list(shape)} in {dtype}, contiguous, not "
+                    f"{list(rows.shape)} in {rows.dtype}"
+                )
+        if residual is None and (other is not None or self._is_sum):
+            raise ValueError("other, post and scale need a residual")
+        outs = torch.empty(self.num_norms, *shape, dtype=dtype)
+        _join.run(
+            self.addresses[dtype],
+            x.data_ptr(),
+            None if other is None else other.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            outs.data_ptr(),
+            shape[0],
+        )
+        return [outs[i] for i in range(self.num_norms)], x if residual is None else residual
+
+
+class RowNorm:
+    """`reference.rms_norm_rows` of rows in fp32 or bfloat16."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self._join = Join(len(weight), [Norm(weight, None, eps, False)])
+
+    def __call__(self, x: torch.Tensor) -> None:
+        """Norm x `[num_tokens, size]` in place. Its rows may be apart, as a slice of wider ones."""
+        size, addresses = self._join.size, self._join.addresses
+        if x.dim() != 2 or x.shape[1] != size or x.dtype not in addresses or x.stride(1) != 1:
             raise ValueError(
-                f"the residual must be like x, not {residual.dtype} {list(residual.shape)}"
+                f"x must be [rows, {size}] in fp32 or bfloat16, each row contiguous, not "
+                f"{list(x.shape)} in {x.dtype}"
             )
-        out = torch.empty(shape, dtype=dtype)
-        summed = None if residual is None else residual.data_ptr()
-        _add_norm.run(self._address, x.data_ptr(), summed, out.data_ptr(), shape[0])
-        return out, x if residual is None else residual
+        _norm_rows.run(addresses[x.dtype], x.data_ptr(), x.stride(0), x.shape[0])

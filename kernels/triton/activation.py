@@ -1,4 +1,4 @@
-"""Activation functions, alone or as a gate."""
+"""Activation functions, alone or as a gate, and the soft cap of logits."""
 
 # mypy: allow-incomplete-defs
 # Kernels annotate constexpr parameters only.
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from .pdl import release, supported, wait
 
-KINDS = ("silu", "gelu", "gelu_tanh", "relu")
-"""`gelu` is exact, `gelu_tanh` its approximation (Hendrycks & Gimpel, arXiv:1606.08415)."""
+KINDS = ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2")
+"""`gelu` is exact. `gelu_tanh` and `gelu_quick`, x * sigmoid(1.702 x), are its approximations
+(Hendrycks & Gimpel, arXiv:1606.08415). `relu2` is relu squared (So et al., arXiv:2109.08668)."""
 
 CHUNK = 1024
 
@@ -29,6 +30,27 @@ def gated_activation(gate_up: Tensor, kind: str, out: Tensor | None = None) -> T
 def activation(x: Tensor, kind: str, out: Tensor | None = None) -> Tensor:
     """Return act(x), computed in fp32. x: contiguous. Raises ValueError for a kind not in KINDS."""
     return _activate(x, kind, x.shape[-1], False, out)
+
+
+def soft_cap_(logits: Tensor, cap: float) -> None:
+    """Replace logits by cap * tanh(logits / cap), in fp32 (Gemma 2, arXiv:2408.00118).
+
+    logits: `[n, vocab_size]`, whose rows may be apart, as a view of padded ones. Raises ValueError
+    for rows that are not contiguous."""
+    num_rows, size = logits.shape
+    if logits.stride(1) != 1:
+        raise ValueError("each row of the logits must be contiguous")
+    pdl = supported(logits.device)
+    _soft_cap_kernel[(num_rows, -(-size // CHUNK))](
+        logits,
+        logits.stride(0),
+        size,
+        cap,
+        CHUNK=CHUNK,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=4,
+    )
 
 
 def check_kind(kind: str) -> None:
@@ -66,8 +88,12 @@ def apply(x, KIND: tl.constexpr):
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == "gelu_tanh":
         y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif KIND == "gelu_quick":
+        y = x * tl.sigmoid(1.702 * x)
     else:
         y = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if KIND == "relu2":
+            y *= y
     return y
 
 
@@ -92,3 +118,16 @@ def _activation_kernel(
     if GATED:
         y *= tl.load(x_row + size + column, mask=live).to(tl.float32)
     tl.store(out_ptr + row * size + column, y.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _soft_cap_kernel(logits_ptr, stride, size, cap, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """Cap one chunk of one row. tanh(x) = 2 * sigmoid(2x) - 1."""
+    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    live = column < size
+    row = logits_ptr + tl.program_id(0).to(tl.int64) * stride + column
+    wait(PDL)
+    release(PDL)
+    x = tl.load(row, mask=live, other=0.0).to(tl.float32)
+    y = cap * (2.0 * tl.sigmoid(2.0 * x / cap) - 1.0)
+    tl.store(row, y.to(logits_ptr.dtype.element_ty), mask=live)

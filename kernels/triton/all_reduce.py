@@ -26,6 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toolkit.kernels.reference import Norm
+
+from .norm import load_parameter, normalize
 from .pdl import release, supported, wait
 
 MAX_PROGRAMS = 256
@@ -132,14 +135,11 @@ def _norm_rows(x: Tensor) -> int:
     return -(-len(x) // MAX_PROGRAMS)
 
 
-def all_reduce_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, peers: Peers
-) -> tuple[Tensor, Tensor]:
+def all_reduce_norm(x: Tensor, residual: Tensor, norm: Norm, peers: Peers) -> tuple[Tensor, Tensor]:
     """Return (norm(total), total), where total is the sum of all ranks' x, plus residual.
 
-    The norm is that of `norm.add_rms_norm`, or with a bias `norm.add_layer_norm`. x, residual:
-    [num_tokens, size], contiguous; x must pass `fits_norm`. The total is written into `residual`.
-    """
+    x, residual: [num_tokens, size], contiguous; x must pass `fits_norm`. The total is rounded and
+    written into `residual`. The norm is of the rounded total, in fp32."""
     out = torch.empty_like(x)
     num_tokens, size = x.shape
     block = triton.next_power_of_2(size)
@@ -147,18 +147,18 @@ def all_reduce_norm(
     _all_reduce_norm_kernel[(min(num_tokens, MAX_PROGRAMS),)](
         x,
         residual,
-        weight,
-        weight if bias is None else bias,
+        norm.weight,
+        norm.bias,
         out,
         peers.addresses,
         peers.calls[0],
         num_tokens,
         _norm_rows(x),
-        eps,
+        norm.eps,
         WIDTH=size,
         RANK=peers.rank,
         SIZE=peers.size,
-        CENTERED=bias is not None,
+        CENTERED=norm.is_centered,
         BLOCK=block,
         MAX_PROGRAMS=MAX_PROGRAMS,
         SLOT_SIZE=SLOT_BYTES // x.element_size(),
@@ -181,9 +181,7 @@ def fits_push(x: Tensor) -> bool:
     )
 
 
-def pushed_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, peers: Peers
-) -> tuple[Tensor, Tensor]:
+def pushed_norm(x: Tensor, residual: Tensor, norm: Norm, peers: Peers) -> tuple[Tensor, Tensor]:
     """Compute `all_reduce_norm` by the pushed algorithm. x must pass `fits_push`."""
     out = torch.empty_like(x)
     num_tokens, size = x.shape
@@ -192,17 +190,17 @@ def pushed_norm(
     _pushed_norm_kernel[(num_tokens,)](
         x.view(torch.int32),
         residual.view(torch.int32),
-        weight.view(torch.int32),
-        (weight if bias is None else bias).view(torch.int32),
+        _view_pairs(norm.weight),
+        None if norm.bias is None else _view_pairs(norm.bias),
         out.view(torch.int32),
         peers.addresses,
         peers.calls[1],
-        eps,
+        norm.eps,
         TYPE=tl.float16 if x.dtype == torch.float16 else tl.bfloat16,
         HALF=size // 2,
         RANK=peers.rank,
         SIZE=peers.size,
-        CENTERED=bias is not None,
+        CENTERED=norm.is_centered,
         PAIRS=pairs,
         ROWS=MAX_PUSHED_ROWS,
         WORDS=MAX_PUSHED_WIDTH // 2,
@@ -212,6 +210,10 @@ def pushed_norm(
         num_warps=max(4, min(16, pairs // 128)),
     )
     return out, residual
+
+
+def _view_pairs(x: Tensor) -> Tensor:
+    return x.view(torch.int64 if x.itemsize == 4 else torch.int32)
 
 
 def all_gather(x: Tensor, out: Tensor, outs: Tensor, peers: Peers) -> None:
@@ -401,9 +403,8 @@ def _all_reduce_norm_kernel(
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
     live = column < WIDTH
-    weight = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
-    if CENTERED:
-        bias = tl.load(bias_ptr + column, mask=live, other=0.0).to(tl.float32)
+    weight = load_parameter(weight_ptr, column, live)
+    bias = load_parameter(bias_ptr, column, live)
     wait(PDL)
     release(PDL)
     call = tl.load(calls_ptr + program) + 1
@@ -428,21 +429,20 @@ def _all_reduce_norm_kernel(
         # Rounded like a separate sum, so the result does not depend on which kernel adds.
         stream = (total.to(TYPE).to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
         tl.store(residual_ptr + at, stream, mask=mask)
-        y = stream.to(tl.float32)
-        if CENTERED:
-            y = tl.where(live, y - tl.sum(y, 0) / WIDTH, 0.0)
-        y = y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + eps) * weight
-        if CENTERED:
-            y += bias
+        y = normalize(stream.to(tl.float32), live, weight, bias, eps, WIDTH, CENTERED)
         tl.store(out_ptr + at, y.to(TYPE), mask=mask)
     tl.store(calls_ptr + program, call)
 
 
 @triton.jit
 def _halves(pairs, TYPE: tl.constexpr):
-    """Return the numbers at even and at odd positions, in fp32."""
-    even = (pairs & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
-    odd = (pairs >> 16).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+    """Return the numbers at even and at odd positions, in fp32. int64: pairs of fp32."""
+    if pairs.dtype == tl.int64:
+        even = pairs.to(tl.int32).to(tl.float32, bitcast=True)
+        odd = (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        even = (pairs & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+        odd = (pairs >> 16).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
     return even, odd
 
 
@@ -503,7 +503,7 @@ def _pushed_norm_kernel(
     lane = tl.arange(0, PAIRS)
     live = lane < HALF
     weight, odd_weight = _halves(tl.load(weight_ptr + lane, mask=live, other=0), TYPE)
-    if CENTERED:
+    if bias_ptr is not None:
         bias, odd_bias = _halves(tl.load(bias_ptr + lane, mask=live, other=0), TYPE)
     at = row * HALF + lane
     wait(PDL)
@@ -541,7 +541,7 @@ def _pushed_norm_kernel(
     scale = tl.rsqrt(tl.sum(y * y + odd_y * odd_y, 0) / (2 * HALF) + eps)
     y *= scale * weight
     odd_y *= scale * odd_weight
-    if CENTERED:
+    if bias_ptr is not None:
         y += bias
         odd_y += odd_bias
     tl.store(out_ptr + at, _pairs(y, odd_y, TYPE), mask=live)

@@ -20,13 +20,13 @@ import torch
 import triton
 from torch import Tensor
 
-from .attention_kernels import decode_kernel, merge_kernel, prefill_kernel
+from ..reference import HeadNorm
+from .attention_kernels import LOG2_E, decode_kernel, merge_kernel, prefill_kernel
 from .counters import counters
 from .fp8 import FP8
 from .pdl import supported
-from .rotary import qk_norm_rope_write
+from .rotary import Transform, qk_norm_rope_write
 
-LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
 LONG_CONTEXT = 8192
 """Tokens from which one query takes longer than the step's prompts, unless its keys are split."""
@@ -57,6 +57,7 @@ def paged_attention(
     scale: float,
     sliding_window: int = 0,
     soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend causally from packed queries to cached keys and values, accumulated in fp32.
@@ -82,7 +83,7 @@ def paged_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     batch = Batch(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, out, rows)
     batch.check()
-    logits = Logits(scale, sliding_window, soft_cap)
+    logits = Logits(scale, sliding_window, soft_cap, sinks)
     splits = num_splits(batch, max_seq_len)
     if max_query_len == 1:
         decode(batch, logits, splits)
@@ -98,7 +99,6 @@ def decode_attention(
     qkv: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    positions: Tensor,
     slot_mapping: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -111,10 +111,11 @@ def decode_attention(
     scale: float,
     sliding_window: int = 0,
     soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
     cos_sin: Tensor | None = None,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 0.0,
+    q_cos_sin: Tensor | None = None,
+    norm: HeadNorm | None = None,
+    clip: float = 0.0,
 ) -> Tensor:
     """Compute `rotary.qk_norm_rope_write`, then `paged_attention`, for one token per request.
 
@@ -142,23 +143,24 @@ def decode_attention(
     splits = num_splits(batch, max_seq_len)
     own = None
     if splits == 1:
-        own = Own(slot_mapping, cos_sin, q_weight, k_weight, eps)
+        transform = Transform(cos_sin, q_cos_sin, norm, clip)
+        transform.check(num_tokens, num_heads, num_kv_heads, head_size)
+        own = Own(slot_mapping, transform)
     else:
         q = qk_norm_rope_write(
             qkv,
-            positions,
-            cos_sin,
             slot_mapping,
             k_cache,
             v_cache,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            q_weight=q_weight,
-            k_weight=k_weight,
-            eps=eps,
+            cos_sin=cos_sin,
+            q_cos_sin=q_cos_sin,
+            norm=norm,
+            clip=clip,
         )
         batch = batch._replace(q=q)
-    decode(batch, Logits(scale, sliding_window, soft_cap), splits, own)
+    decode(batch, Logits(scale, sliding_window, soft_cap, sinks), splits, own)
     return out
 
 
@@ -242,44 +244,36 @@ class Batch(NamedTuple):
 
 
 class Own(NamedTuple):
-    """Transform and slots of the step's own heads. See `rotary`."""
+    """Slots and transform of the step's own heads. See `rotary`."""
 
     slot_mapping: Tensor
-    cos_sin: Tensor | None = None
-    q_weight: Tensor | None = None
-    k_weight: Tensor | None = None
-    eps: float = 0.0
+    transform: Transform = Transform()
 
     def arguments(self, unused: Tensor) -> dict[str, object]:
-        normed = self.q_weight is not None
-        return {
-            "slot_ptr": self.slot_mapping,
-            "cos_sin_ptr": unused if self.cos_sin is None else self.cos_sin,
-            "q_weight_ptr": self.q_weight if normed else unused,
-            "k_weight_ptr": self.k_weight if normed else unused,
-            "eps": self.eps,
-            "HALF": 0 if self.cos_sin is None else self.cos_sin.shape[2],
-            "NORMED": normed,
-        }
+        table = self.transform.cos_sin
+        half = 0 if table is None else table.shape[2]
+        return {"slot_ptr": self.slot_mapping, "HALF": half} | self.transform.arguments(unused)
 
 
 class Logits(NamedTuple):
-    """Transform of dot products into logits, and the window."""
+    """Transform of dot products into logits, the window and the sinks."""
 
     scale: float
     sliding_window: int
     soft_cap: float
+    sinks: Tensor | None = None  # fp32 [num_heads]
 
     def arguments(self) -> dict[str, object]:
         """Return scales for a softmax in base 2. A soft cap uses tanh(x) = 2 * sigmoid(2x) - 1."""
         if self.soft_cap:
-            inner, outer = 2 * self.scale / self.soft_cap, self.soft_cap * LOG2_E
+            inner, outer = 2 * self.scale / self.soft_cap, self.soft_cap * LOG2_E.value
         else:
-            inner, outer = 1.0, self.scale * LOG2_E
+            inner, outer = 1.0, self.scale * LOG2_E.value
         return {
             "inner_scale": inner,
             "outer_scale": outer,
             "window": self.sliding_window,
+            "sinks_ptr": self.sinks,
             "SLIDING": self.sliding_window > 0,
             "CAPPED": self.soft_cap > 0,
         }
@@ -362,7 +356,7 @@ def prefill(batch: Batch, logits: Logits, *, singles: bool, tile: Tile | None = 
 
 
 def _suits_hopper(batch: Batch, logits: Logits) -> bool:
-    """Return True if `attention_hopper` supports the call: 16-bit heads of 128, no window, no cap.
+    """Return True if `attention_hopper` supports the call: plain attention of 16-bit heads of 128.
 
     It copies pages as rows of one matrix, and the rest 16 bytes at a time, which Triton allows only
     if it knows that strides are divisible by 16."""
@@ -375,7 +369,7 @@ def _suits_hopper(batch: Batch, logits: Logits) -> bool:
         and cache.dtype.itemsize == 2
         and head_size == 128
         and batch.group <= 128
-        and not (logits.sliding_window or logits.soft_cap)
+        and not (logits.sliding_window or logits.soft_cap or logits.sinks is not None)
         and block_size >= 8
         and block_size & (block_size - 1) == 0
         and per_head == head_size

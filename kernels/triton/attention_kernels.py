@@ -10,7 +10,9 @@ import triton.language as tl
 
 from .fp8 import to_fp8
 from .pdl import fetch, release, wait
+from .rotary import clipped
 
+LOG2_E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -181,6 +183,17 @@ def _attend(
 
 
 @triton.jit
+def _start(sinks_ptr, head, live):
+    """Return (maximum, sum) of a running softmax in base 2: empty, or with each head's sink."""
+    row_max = tl.full(head.shape, -1e30, tl.float32)
+    row_sum = tl.zeros(head.shape, tl.float32)
+    if sinks_ptr is not None:
+        row_max = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2_E
+        row_sum += 1.0
+    return row_max, row_sum
+
+
+@triton.jit
 def _load_pairs(
     pointers, in_row, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, HALF: tl.constexpr
 ):
@@ -206,18 +219,27 @@ def _turned(
     sin,
     eps,
     HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
+    CENTERED: tl.constexpr,
+    LAST: tl.constexpr,
+    CLIP: tl.constexpr,
 ):
-    """Norm and rotate heads `[rows, head]` in fp32."""
-    x = x.to(tl.float32)
-    other = other.to(tl.float32)
-    if NORMED:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_SIZE + eps)[:, None]
-        x *= scale * weight.to(tl.float32)
-        other *= scale * other_weight.to(tl.float32)
-    if HALF:
-        x = x * cos[None, :] + other * sin[None, :]
+    """Clip, norm and rotate heads `[rows, head]` in fp32."""
+    x = clipped(x.to(tl.float32), CLIP)
+    other = clipped(other.to(tl.float32), CLIP)
+    for is_last in tl.static_range(2):
+        if NORMED and is_last == LAST:
+            if CENTERED:
+                mean = (tl.sum(x, 1) / HEAD_SIZE)[:, None]
+                x = tl.where((tl.arange(0, HEAD_PAD) < HEAD_SIZE)[None, :], x - mean, 0.0)
+                other -= mean
+            scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_SIZE + eps)[:, None]
+            x *= scale * weight.to(tl.float32)
+            other *= scale * other_weight.to(tl.float32)
+        if HALF and not is_last:
+            x = x * cos[None, :] + other * sin[None, :]
     return x
 
 
@@ -263,7 +285,9 @@ def decode_kernel(
     part_ptr,
     log_sum_ptr,
     slot_ptr,
+    sinks_ptr,
     cos_sin_ptr,
+    q_cos_sin_ptr,
     q_weight_ptr,
     k_weight_ptr,
     eps,
@@ -294,12 +318,16 @@ def decode_kernel(
     OWN: tl.constexpr,
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
+    CENTERED: tl.constexpr,
+    LAST: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    CLIP: tl.constexpr,
 ):
     """Attend from the heads of a (KV head, request) to the keys of one split.
 
     If ORDERED, requests start in the order of `order_ptr`. If OWN, q is the projected qkv: the
     token's own key and value are not in the cache yet, and come last. That excludes splits, in
-    which every program would repeat it."""
+    which every program would repeat it. `sinks_ptr` and `q_cos_sin_ptr` may be None."""
     tl.static_assert(not (OWN and SPLIT))
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
@@ -324,11 +352,19 @@ def decode_kernel(
         no_rows = tl.zeros([1, 1], tl.int32)
         cos, sin, q_weight, q_other_weight, k_weight, k_other_weight = 1.0, 0.0, 1.0, 1.0, 1.0, 1.0
         if HALF:
-            cos, sin = _angles(cos_sin_ptr + end.to(tl.int64) * (2 * HALF), single, HEAD_PAD, HALF)
+            cos, sin = _angles(cos_sin_ptr + token * (2 * HALF), single, HEAD_PAD, HALF)
+        q_cos, q_sin = cos, sin
+        if q_cos_sin_ptr is not None:
+            q_cos, q_sin = _angles(q_cos_sin_ptr + token * (2 * HALF), single, HEAD_PAD, HALF)
         if NORMED:
-            q_weight, q_other_weight = _load_pairs(
-                q_weight_ptr + no_rows, one, HEAD_SIZE, HEAD_PAD, HALF
-            )
+            q_weights, in_weights = q_weight_ptr + no_rows, one
+            if PER_HEAD:
+                in_weights = (tl.arange(0, ROWS) < GROUP)[:, None]
+                q_weights = (
+                    q_weight_ptr + ((kv_head * GROUP + tl.arange(0, ROWS)) * HEAD_SIZE)[:, None]
+                )
+                k_weight_ptr += kv_head * HEAD_SIZE
+            q_weight, q_other_weight = _load_pairs(q_weights, in_weights, HEAD_SIZE, HEAD_PAD, HALF)
             k_weight, k_other_weight = _load_pairs(
                 k_weight_ptr + no_rows, one, HEAD_SIZE, HEAD_PAD, HALF
             )
@@ -372,17 +408,35 @@ def decode_kernel(
         q, other = _load_pairs(q_rows, in_group, HEAD_SIZE, HEAD_PAD, HALF)
         own_k, k_other = _load_pairs(k_row, one, HEAD_SIZE, HEAD_PAD, HALF)
         own_v = tl.load(v_row + dim[None, :], mask=in_head[None, :], other=0.0)
-        q = _turned(q, other, q_weight, q_other_weight, cos, sin, eps, HEAD_SIZE, HALF, NORMED)
+        q = _turned(
+            q,
+            other,
+            q_weight,
+            q_other_weight,
+            q_cos,
+            q_sin,
+            eps,
+            HEAD_SIZE,
+            HEAD_PAD,
+            HALF,
+            NORMED,
+            CENTERED,
+            LAST,
+            CLIP,
+        )
         q = q.to(q_ptr.dtype.element_ty)
     else:
         q = tl.load(q_rows + dim[None, :], mask=stored, other=0.0)
     q = _like_cache(q, k_ptr)
 
+    row_max, row_sum = _start(sinks_ptr, head, row < GROUP)
+    if SPLIT and sinks_ptr is not None:
+        row_sum = tl.where(split == 0, row_sum, 0.0)
     acc, row_max, row_sum = _attend(
         q,
         tl.zeros([ROWS, HEAD_PAD], tl.float32),
-        tl.full([ROWS], -1e30, tl.float32),
-        tl.zeros([ROWS], tl.float32),
+        row_max,
+        row_sum,
         begin,
         end,
         row,
@@ -404,9 +458,22 @@ def decode_kernel(
     )
     if OWN:
         own_k = _turned(
-            own_k, k_other, k_weight, k_other_weight, cos, sin, eps, HEAD_SIZE, HALF, NORMED
+            own_k,
+            k_other,
+            k_weight,
+            k_other_weight,
+            cos,
+            sin,
+            eps,
+            HEAD_SIZE,
+            HEAD_PAD,
+            HALF,
+            NORMED,
+            CENTERED,
+            LAST,
+            CLIP,
         )
-        own_k, own_v = _cached(own_k, k_ptr), _cached(own_v.to(tl.float32), k_ptr)
+        own_k, own_v = _cached(own_k, k_ptr), _cached(clipped(own_v.to(tl.float32), CLIP), k_ptr)
         kept = in_head[None, :] & (slot >= 0)
         slot = tl.maximum(slot, 0)
         place = (
@@ -495,6 +562,7 @@ def prefill_kernel(
     seq_len_ptr,
     table_ptr,
     row_ptr,
+    sinks_ptr,
     out_ptr,
     q_stride_token,
     q_stride_head,
@@ -523,7 +591,7 @@ def prefill_kernel(
 ):
     """Attend from a (tile of TOKENS queries, KV head).
 
-    A prompt's last tiles have the most keys and start first."""
+    A prompt's last tiles have the most keys and start first. `sinks_ptr` may be None."""
     kv_head = tl.program_id(0) % KV_HEADS
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
     request = _request_of_tile(query_start_ptr, tile, num_reqs, TOKENS)
@@ -550,8 +618,7 @@ def prefill_kernel(
     v_ptr += kv_head.to(tl.int64) * kv_stride_head
     table_ptr = _table_of(request.to(tl.int64), table_ptr, row_ptr, table_stride, INDIRECT)
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
-    row_max = tl.full([ROWS], -1e30, tl.float32)
-    row_sum = tl.zeros([ROWS], tl.float32)
+    row_max, row_sum = _start(sinks_ptr, head, row < TOKENS * GROUP)
     if SLIDING:
         begin = tl.maximum(context + first_query - window + 1, 0)
     else:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import matmul
 from .activation import apply, check_kind
+from .epilogue import Norm
 from .matmul import Unscaled, load_once
 from .pdl import release, supported, wait
 
@@ -92,10 +93,10 @@ def add_norm(
 ) -> Unscaled:
     """Return norm(x Wᵀ + b + residual) as an input of `linear`, for 2 to MAX_TOKENS tokens.
 
-    norm: see `norm.add_rms_norm`. The rounded sum is written into `residual`; the norm is of that.
+    It is an RMS norm. The rounded sum is written into `residual`; the norm is of that.
 
-    residual: `[num_tokens, size]`; norm_weight: `[size]`; square_sums: fp64 zeros `[num_tokens]`,
-    which become part of the result. The rest is as in `linear`.
+    residual: `[num_tokens, size]`; norm_weight: `[size]`, in x's type or fp32; square_sums: fp64
+    zeros `[num_tokens]`, which become part of the result. The rest is as in `linear`.
     Rows are rounded before they are divided by their root mean square, so their type must have the
     range: bf16, not fp16.
 
@@ -117,7 +118,7 @@ def add_norm(
             f"square_sums must be [{len(x)}] in float64, contiguous, "
             f"not {list(square_sums.shape)} in {square_sums.dtype}"
         )
-    return matmul.add_norm(x, weight, bias, matmul.Norm(residual, norm_weight, eps, square_sums))
+    return matmul.add_norm(x, weight, bias, Norm(residual, norm_weight, eps, square_sums))
 
 
 def _check(x: Tensor, weight: Tensor, least: int = 0) -> None:

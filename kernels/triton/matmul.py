@@ -6,7 +6,8 @@ flight. If large tiles are too few, either the warps of a program divide the col
 tile, or several programs divide the columns of a tile: the last program to finish then adds their
 sums, always in the same order. The weight has the type of x, or is FP8 and converted in registers.
 An RMS norm between two products is fused into both: the first computes the sums of squares of its
-columns, and the second divides by their root mean square."""
+columns, and the second divides by their root mean square. See `epilogue` for what follows the
+loop."""
 
 # mypy: allow-incomplete-defs
 # Kernels annotate constexpr parameters only.
@@ -22,8 +23,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .activation import apply
 from .counters import counters
+from .epilogue import (
+    INTERPRETED,
+    Delta,
+    Norm,
+    dot,
+    finish,
+    load_constants,
+    load_inputs,
+    tile_outputs,
+    tile_rows,
+)
 from .pdl import fetch, release, supported, wait
 
 MAX_TOKENS = 64  # most rows of x in a tile
@@ -32,7 +43,6 @@ ROW_CLASSES = (1, 8, 16, 32, 48, MAX_TOKENS)
 COLUMNS = 128  # columns per step of the loop and per part
 MULTIPROCESSORS = 132  # number on an H200
 ENOUGH = 72  # programs that keep more than half of them busy
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Tile(NamedTuple):
@@ -62,15 +72,6 @@ class Unscaled:
         return self.x.device
 
 
-class Norm(NamedTuple):
-    """An RMS norm after a product and its residual sum."""
-
-    residual: Tensor  # [num_tokens, size]; becomes the sum
-    weight: Tensor
-    eps: float
-    square_sums: Tensor  # fp64 zeros [num_tokens]; become the rows' sums of squares
-
-
 def matmul(
     x: Tensor | Unscaled,
     weight: Tensor,
@@ -80,11 +81,12 @@ def matmul(
     gated: bool,
     out: Tensor,
     tile: Tile | None = None,
+    delta: Delta | None = None,
 ) -> Tensor:
     """Compute `linear.linear`, or `fp8.linear` with a scale, for up to MAX_TOKENS tokens.
 
-    These functions check the arguments."""
-    _run(x, weight, scale, bias, activation, gated, out, None, tile)
+    These functions check the arguments. `delta` is added before bias, activation and gate."""
+    _run(x, weight, scale, bias, activation, gated, out, None, tile, delta)
     return out
 
 
@@ -94,10 +96,11 @@ def add_norm(
     bias: Tensor | None,
     norm: Norm,
     tile: Tile | None = None,
+    delta: Delta | None = None,
 ) -> Unscaled:
     """Compute `linear.add_norm`, which checks the arguments."""
     out = torch.empty_like(norm.residual)
-    _run(x, weight, None, bias, None, False, out, norm, tile)
+    _run(x, weight, None, bias, None, False, out, norm, tile, delta)
     return Unscaled(out, norm.square_sums, norm.eps)
 
 
@@ -111,6 +114,7 @@ def _run(
     out: Tensor,
     norm: Norm | None,
     tile: Tile | None,
+    delta: Delta | None,
 ) -> None:
     scaled, given, eps = True, out, 0.0
     if isinstance(x, Unscaled):
@@ -146,6 +150,7 @@ def _run(
         out if norm is None else norm.residual,
         out if norm is None else norm.weight,
         out if norm is None else norm.square_sums,
+        *(delta or (out, out, out, out)),
         num_tokens,
         num_rows // 2 if gated else num_rows,
         in_features,
@@ -166,6 +171,7 @@ def _run(
         UNSCALED=not scaled,
         LATE=_late(num_tokens, activation, gated, norm is not None),
         NORMED=norm is not None,
+        RANK=0 if delta is None else delta.low.shape[1],
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=4 if tile.parts == 1 else tile.parts,
@@ -278,19 +284,6 @@ def load_once(pointers, live, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b, acc):
-    """Return a @ bᵀ + acc in fp32. The interpreter multiplies bits of bf16, so they are widened."""
-    if INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    if len(acc.shape) == 2:
-        b = tl.trans(b)
-    else:
-        b = tl.trans(b, 0, 2, 1)
-    return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
 def _sum_of_programs(acc, part_ptr, count_ptr, SPLITS: tl.constexpr):
     """Return (sum over the tile's programs, whether this is the last to arrive)."""
     tile = tl.program_id(0)
@@ -322,6 +315,10 @@ def _tile_kernel(
     residual_ptr,
     norm_ptr,
     found_ptr,
+    low_ptr,
+    up_ptr,
+    slot_ptr,
+    used_ptr,
     num_tokens,
     size,
     in_features,
@@ -342,41 +339,31 @@ def _tile_kernel(
     UNSCALED: tl.constexpr,
     LATE: tl.constexpr,
     NORMED: tl.constexpr,
+    RANK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply x by ROWS rows of the weight, over `share` of its columns.
 
-    If GATED, half of the rows are gate's and half up's. Tiles are `[tokens or rows, columns]`, with
-    several parts `[parts, ..., columns]`.
+    Tiles are `[tokens or rows, columns]`, with several parts `[parts, ..., columns]`.
 
     The first operand of the product is the one with 64 rows, if any: the tensor cores take as many
-    at a time, and read them again for each run of the second. Otherwise it is the longer one. Rows
-    past the last one repeat it."""
+    at a time, and read them again for each run of the second. Otherwise it is the longer one."""
     if not LATE:
         release(PDL)
-    OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
     WEIGHT_FIRST: tl.constexpr = ROWS == 64 or (TOKENS < 64 and ROWS >= TOKENS)
     FIRST: tl.constexpr = ROWS if WEIGHT_FIRST else TOKENS
     SECOND: tl.constexpr = TOKENS if WEIGHT_FIRST else ROWS
-    lane = tl.arange(0, ROWS)
-    row = tl.minimum(tl.program_id(0) * OUTPUTS + lane % OUTPUTS, size - 1)
-    if GATED:
-        row += lane // OUTPUTS * size
+    row, out_row = tile_rows(size, ROWS, GATED)
     begin = tl.program_id(1) * share
     left = in_features - begin
     rows = weight_ptr + row.to(tl.int64) * in_features + begin
     if FETCHED:
         fetch(rows[:, None] + tl.minimum(tl.arange(0, FETCHED // LINE) * LINE, left - 1)[None, :])
-    if SCALED:
-        scale = tl.load(scale_ptr + row)
-    if BIASED:
-        bias = tl.load(bias_ptr + row).to(tl.float32)
     token = tl.arange(0, TOKENS)
-    out_row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    stored = (token < num_tokens)[:, None] & (out_row < size)[None, :]
-    at_out = (token * size)[:, None] + out_row[None, :]
-    if NORMED:
-        norm = tl.load(norm_ptr + out_row, mask=out_row < size, other=0.0).to(tl.float32)
+    at_out, stored = tile_outputs(token, out_row, num_tokens, size)
+    constants = load_constants(
+        scale_ptr, bias_ptr, norm_ptr, row, out_row, size, SCALED, BIASED, NORMED
+    )
     x_rows = x_ptr + token * in_features + begin
     if PARTS == 1:
         column = tl.arange(0, COLUMNS)[None, :]
@@ -393,10 +380,20 @@ def _tile_kernel(
         in_x = (token < num_tokens)[None, :, None]
         acc = tl.zeros([PARTS, FIRST, SECOND], tl.float32)
     wait(PDL)
-    if UNSCALED:
-        square_sums = tl.load(given_ptr + token, mask=token < num_tokens, other=0.0).to(tl.float32)
-    if NORMED:
-        residual = tl.load(residual_ptr + at_out, mask=stored, other=0.0)
+    inputs = load_inputs(
+        given_ptr,
+        residual_ptr,
+        low_ptr,
+        slot_ptr,
+        used_ptr,
+        token,
+        at_out,
+        stored,
+        num_tokens,
+        UNSCALED,
+        NORMED,
+        RANK,
+    )
     for start in tl.range(0, tl.minimum(share, left), PARTS * COLUMNS, num_stages=STAGES):
         at = start + column
         weight = load_once(rows + at, at < left, EVEN)
@@ -404,9 +401,9 @@ def _tile_kernel(
         if SCALED:
             weight = _like(weight, x.dtype)
         if WEIGHT_FIRST:
-            acc = _dot(weight, x, acc)
+            acc = dot(weight, x, acc)
         else:
-            acc = _dot(x, weight, acc)
+            acc = dot(x, weight, acc)
     if LATE:
         release(PDL)
     if PARTS > 1:
@@ -415,28 +412,29 @@ def _tile_kernel(
         acc, last = _sum_of_programs(acc, part_ptr, count_ptr, SPLITS)
         if not last:
             return
-    if WEIGHT_FIRST:
-        acc = tl.trans(acc)
-    if SCALED:
-        acc *= scale[None, :]
-    if UNSCALED:
-        acc *= tl.rsqrt(square_sums / in_features + eps)[:, None]
-    if BIASED:
-        acc += bias[None, :]
-    if GATED:
-        y, up = tl.split(tl.permute(tl.reshape(acc, [TOKENS, 2, OUTPUTS]), [0, 2, 1]))
-    else:
-        y = acc
-    if KIND != "":
-        y = apply(y, KIND)
-    if GATED:
-        y *= up
-    if NORMED:
-        total = (y + residual.to(tl.float32)).to(residual.dtype)
-        tl.store(residual_ptr + at_out, total, mask=stored)
-        y = tl.where(stored, total.to(tl.float32), 0.0)
-        # In fp64 the order of programs hardly ever shows once the sum is rounded.
-        square_sums = tl.sum(y * y, 1).to(tl.float64)
-        tl.atomic_add(found_ptr + token, square_sums, mask=token < num_tokens, sem="relaxed")
-        y *= norm[None, :]
-    tl.store(out_ptr + at_out, y.to(out_ptr.dtype.element_ty), mask=stored)
+    finish(
+        acc,
+        constants,
+        inputs,
+        out_ptr,
+        residual_ptr,
+        found_ptr,
+        up_ptr,
+        used_ptr,
+        row,
+        token,
+        at_out,
+        stored,
+        num_tokens,
+        size,
+        in_features,
+        eps,
+        SCALED,
+        BIASED,
+        UNSCALED,
+        NORMED,
+        RANK,
+        KIND,
+        GATED,
+        WEIGHT_FIRST,
+    )

@@ -7,9 +7,12 @@ stream writes, nor write what one reads. Constant data, such as weights, may be 
 Every such kernel waits in every program, so the end of one implies the end of all before it. Data
 written two kernels ago may therefore be read before `wait` if the kernel ahead releases after its
 own `wait`; data written three kernels ago, if the kernel ahead is a product, which follows such a
-kernel. `wait` stands before loops, never in one: the compiler may hoist a loop's loads.
+kernel. `EARLY` lists what each kernel reads before its `wait`. `wait` stands before loops, never in
+one: the compiler may hoist a loop's loads.
 
-In a CUDA graph this hides the launch, about a microsecond per kernel.
+In a CUDA graph this hides the launch, about a microsecond per kernel. Results do not depend on it.
+If they change with TOOLKIT_EARLY_LAUNCH=0 in the environment, which turns it off, a kernel reads
+something before it is written.
 
 Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization"."""
 
@@ -18,18 +21,82 @@ Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronizati
 
 from __future__ import annotations
 
+import os
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+VARIABLE = "TOOLKIT_EARLY_LAUNCH"
+
 
 @cache
 def supported(device: torch.device) -> bool:
     """Return the value for PDL and `launch_pdl`. Cached, since each launch needs it."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    if device.type != "cuda" or os.environ.get(VARIABLE) == "0":
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+class Early(NamedTuple):
+    """Parameters of a kernel that point to what it reads before its `wait`."""
+
+    constant: tuple[str, ...] = ()  # written while no step runs: weights, tables
+    step: tuple[str, ...] = ()  # inputs of the step: written at least three kernels earlier
+    fetched: tuple[str, ...] = ()
+    """Only prefetched into the L2 cache, which always has the newest data: of any age."""
+
+
+_AFFINE = Early(constant=("weight_ptr", "bias_ptr"))
+
+EARLY = {
+    "activation._activation_kernel": Early(),
+    "activation._soft_cap_kernel": Early(),
+    "all_reduce._all_gather_kernel": Early(),
+    "all_reduce._all_reduce_kernel": Early(),
+    "all_reduce._all_reduce_norm_kernel": _AFFINE,
+    "all_reduce._pushed_norm_kernel": _AFFINE,
+    "attention_kernels.decode_kernel": Early(
+        constant=("q_weight_ptr", "k_weight_ptr"),
+        step=(
+            "cos_sin_ptr",
+            "q_cos_sin_ptr",
+            "query_start_ptr",
+            "seq_len_ptr",
+            "row_ptr",
+            "order_ptr",
+            "table_ptr",
+            "slot_ptr",
+        ),
+        fetched=("k_ptr", "v_ptr"),
+    ),
+    "attention_kernels.merge_kernel": Early(step=("query_start_ptr",)),
+    "embedding._embed_kernel": Early(),
+    "fp8._quantize_kernel": Early(),
+    "fp8._vector_kernel": Early(constant=("weight_ptr", "scale_ptr", "bias_ptr")),
+    "linear._vector_kernel": _AFFINE,
+    "matmul._tile_kernel": Early(
+        constant=("scale_ptr", "bias_ptr", "norm_ptr"), fetched=("weight_ptr",)
+    ),
+    "norm._join_kernel": Early(
+        constant=(
+            "weight_ptr",
+            "bias_ptr",
+            "weight_2_ptr",
+            "bias_2_ptr",
+            "post_weight_ptr",
+            "post_bias_ptr",
+        )
+    ),
+    "norm._rms_norm_rows_kernel": Early(constant=("weight_ptr",)),
+    "rotary._qk_norm_rope_write_kernel": Early(step=("cos_sin_ptr", "q_cos_sin_ptr", "slot_ptr")),
+    "sampling._choose_kernel": Early(),
+    "sampling._statistics_kernel": Early(),
+}
+"""By module and kernel: all kernels that are launched early."""
 
 
 @triton.jit

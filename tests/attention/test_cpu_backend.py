@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.attention import AttentionBatch, AttentionShape, HeadTransform
+from toolkit.attention import AttentionBatch, AttentionShape, HeadNorm, HeadTransform
 from toolkit.attention.cpu import CPUBackend
 from toolkit.attention.torch import TorchBackend
 from toolkit.kernels import cpu
@@ -16,7 +16,8 @@ BLOCK_SIZE = 16
 MIXED = [(1, 40), (20, 20), (7, 60), (1, 1)]
 
 
-def make_batch(lens: list[tuple[int, int]]) -> AttentionBatch:
+def make_batch(lens: list[tuple[int, int]], rope: tuple[torch.Tensor, ...] = ()) -> AttentionBatch:
+    """`rope`: tables by position."""
     queries, contexts = np.array(lens, np.int32).T.copy()
     blocks = -(-contexts // BLOCK_SIZE)
     table = torch.zeros(len(lens), int(blocks.max()), dtype=torch.int32)
@@ -38,6 +39,7 @@ def make_batch(lens: list[tuple[int, int]]) -> AttentionBatch:
         max_seq_len=int(contexts.max()),
         query_lens=queries,
         context_lens=contexts,
+        rope=tuple(table[positions] for table in rope),
     )
 
 
@@ -51,6 +53,8 @@ def assert_equals_reference(
     width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
     batch = make_batch(MIXED)
     num_blocks = int(batch.block_table.max()) + 1
+    angles = torch.randn(2, 64, shape.head_size // 2)
+    tables = torch.stack((angles.cos(), angles.sin()), dim=2).to(dtype).unbind()
     # Two layers with their own caches. The second step reads what the first has written.
     caches = torch.randn(2, 2, num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_size)
     ours, expected = (caches.clone().to(cache_dtype or dtype) for _ in range(2))
@@ -60,7 +64,7 @@ def assert_equals_reference(
         for layer in range(2):
             found = []
             for backend, cache in backends:
-                step = make_batch(MIXED)
+                step = make_batch(MIXED, tables)
                 step.block_table, step.slot_mapping = batch.block_table, batch.slot_mapping
                 query = backend.write(qkv.clone(), *cache[layer], step, shape, transform)
                 found.append(backend.attend(query, *cache[layer], step, shape).float())
@@ -68,10 +72,9 @@ def assert_equals_reference(
     torch.testing.assert_close(ours.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
 
-def transforms(size: int, dtype: torch.dtype = torch.float32) -> HeadTransform:
-    angles = torch.randn(64, size // 2)
-    table = torch.stack((angles.cos(), angles.sin()), dim=1).to(dtype)
-    return HeadTransform(table, torch.randn(size).to(dtype), torch.randn(size).to(dtype), 1e-6)
+def normed(size: int, dtype: torch.dtype = torch.float32) -> HeadTransform:
+    q_weight, k_weight = torch.randn(2, 1, size).to(dtype).unbind()
+    return HeadTransform(rope=0, norm=HeadNorm(q_weight, k_weight, 1e-6))
 
 
 @pytest.fixture(params=[True, False], ids=["kernels", "PyTorch"])
@@ -87,15 +90,25 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("kernels")
 def test_cpu_backend_equals_the_reference() -> None:
     assert_equals_reference(AttentionShape(4, 4, 64, 0.125))
-    assert_equals_reference(AttentionShape(8, 2, 32, 0.2, sliding_window=11), transforms(32))
-    assert_equals_reference(AttentionShape(6, 3, 16, 0.25), transforms(16))
+    assert_equals_reference(AttentionShape(8, 2, 32, 0.2, sliding_window=11), normed(32))
+    assert_equals_reference(AttentionShape(6, 3, 16, 0.25), normed(16))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_cpu_backend_supports_every_transform() -> None:
+    shape = AttentionShape(4, 2, 32, 0.2)
+    q_weight, k_weight = torch.randn(4, 32), torch.randn(2, 32)
+    assert_equals_reference(shape, HeadTransform(rope=1, q_rope=0, clip=0.5))
+    for is_centered, is_last in ((True, False), (False, True)):
+        norm = HeadNorm(q_weight, k_weight, 0.1, is_centered, is_last)
+        assert_equals_reference(shape, HeadTransform(rope=1, norm=norm))
 
 
 @pytest.mark.usefixtures("kernels")
 def test_cpu_backend_supports_bfloat16_and_fp8_caches() -> None:
     shape = AttentionShape(4, 2, 64, 0.125)
-    assert_equals_reference(shape, transforms(64, torch.bfloat16), torch.bfloat16, tolerance=6e-2)
-    assert_equals_reference(shape, transforms(64), cache_dtype=torch.float8_e4m3fn)
+    assert_equals_reference(shape, normed(64, torch.bfloat16), torch.bfloat16, tolerance=6e-2)
+    assert_equals_reference(shape, normed(64), cache_dtype=torch.float8_e4m3fn)
 
 
 def test_cpu_backend_supports_more_than_its_kernels() -> None:
@@ -104,7 +117,9 @@ def test_cpu_backend_supports_more_than_its_kernels() -> None:
     assert_equals_reference(AttentionShape(2, 2, 32, 0.2), dtype=torch.float16, tolerance=1e-2)
 
 
-@pytest.mark.skipif(not cpu.available(), reason=str(cpu.problem()))
-def test_kernels_cap_logits() -> None:
-    torch.manual_seed(0)
+@pytest.mark.usefixtures("kernels")
+def test_cpu_backend_caps_logits() -> None:
     assert_equals_reference(AttentionShape(4, 2, 32, 1.0, soft_cap=3.0))
+    shape = AttentionShape(4, 1, 80, 1.0, sliding_window=11, soft_cap=20.0)
+    assert_equals_reference(shape, normed(80, torch.bfloat16), torch.bfloat16, tolerance=6e-2)
+    assert_equals_reference(shape, normed(80), cache_dtype=torch.float8_e4m3fn)

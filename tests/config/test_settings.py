@@ -53,6 +53,16 @@ def resolve(rows, flags, environment=None, **more):
 
 
 class TestPrecedence:
+    def test_a_json_object_is_read_from_every_source(self, toml):
+        rows, scaling = options(ModelConfig), {"rope_type": "yarn", "factor": 4.0}
+        toml('rope_scaling = {rope_type = "yarn", factor = 4.0}')
+        assert resolve(rows, {})["rope_scaling"] == scaling
+        text = '{"rope_type": "yarn", "factor": 2}'
+        assert resolve(rows, {}, {"TK_ROPE_SCALING": text})["rope_scaling"]["factor"] == 2
+        for wrong, words in (("{", "not valid JSON"), ("[1]", "must be a JSON object")):
+            with pytest.raises(ConfigError, match=f"TK_ROPE_SCALING .*{words}"):
+                resolve(rows, {}, {"TK_ROPE_SCALING": wrong})
+
     def test_flag_overrides_variable_overrides_file_overrides_default(self, toml):
         flags, variables = {"max_num_seqs": 1}, {"TK_MAX_NUM_SEQS": "2"}
         given = []

@@ -12,6 +12,7 @@ import torch
 
 from tests import checkpoints
 from tests.checkpoints import VOCAB
+from tests.distributed.test_tensor_parallel import check_tokens_and_logprobs
 from tests.pooling.folders import bert, bert_tokenizer, save
 from toolkit import LLM, SamplingParams, StructuredOutputsParams
 from toolkit.config import EngineConfig
@@ -21,8 +22,8 @@ from toolkit.engine.messages import EngineRequest
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.executor import Pending
 from toolkit.models.build import build_model, load_config
+from toolkit.models.model import Model
 from toolkit.models.pipeline_split import split_layers
-from toolkit.models.registry import Model
 from toolkit.scheduler import ModelOutput, Request, Scheduler, SchedulerOutput
 from toolkit.sequence import SequenceSpec
 from toolkit.weights.loader import load_weights
@@ -55,36 +56,18 @@ def load() -> Iterator[Callable[..., LLM]]:
 @pytest.mark.parametrize(
     ("name", "tensor", "stages"),
     [
-        ("gpt2", 1, 2),
-        ("llama3-gqa", 1, 2),
+        *((name, 2, 2) for name in ("gpt2", "llama3-gqa", "mistral-window", "qwen2", "qwen3-tied")),
+        *((name, 2, 2) for name in ("gemma3", "gpt-neox", "olmo2", "cohere2", "falcon")),
         ("qwen2-tied-some-windows", 1, 3),
-        ("gpt2", 2, 2),
-        ("llama3-gqa", 2, 2),
-        ("qwen3-tied", 2, 2),
     ],
 )
 def test_greedy_tokens_and_logprobs_equal_transformers(
     load: Callable[..., LLM], checkpoint: Checkpoint, name: str, tensor: int, stages: int
 ) -> None:
     """Chunks of a prompt follow each other through the stages."""
-    model, prompts = checkpoints.make_reference(name), prompts_for(name)
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
     llm = load(checkpoint(name), max_num_batched_tokens=24, **sizes)
-    params = SamplingParams(
-        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0, logprobs=0
-    )
-    results = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    for prompt, result in zip(prompts, results, strict=True):
-        tokens = list(result.outputs[0].token_ids)
-        assert tokens == checkpoints.greedy(model, prompt, NEW_TOKENS)
-        expected = checkpoints.logits(model, prompt + tokens).log_softmax(-1)
-        found = [*result.prompt_logprobs[1:], *result.outputs[0].logprobs]
-        for position, (token, logprobs) in enumerate(
-            zip((prompt + tokens)[1:], found, strict=True)
-        ):
-            assert logprobs[token].logprob == pytest.approx(
-                float(expected[position, token]), abs=1e-4
-            )
+    check_tokens_and_logprobs(llm, name, prompts_for(name), NEW_TOKENS)
 
 
 def test_all_kinds_of_sampling_and_embeddings_equal_one_process(
@@ -151,7 +134,6 @@ def build(folder: Path, stage: Stage) -> Model:
     with parallel(SINGLE, stage):
         return build_model(
             load_config(folder),
-            folder,
             device=torch.device("cpu"),
             dtype=torch.float32,
             max_model_len=8,
@@ -199,7 +181,7 @@ def test_an_unknown_tensor_is_refused_on_each_stage(checkpoint: Checkpoint, tmp_
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     for index in range(2):
         with pytest.raises(
-            CheckpointError, match=r"layers\.7\.odd\.weight that Llama does not have"
+            CheckpointError, match=r"layers\.7\.odd\.weight that LlamaForCausalLM does not have"
         ):
             load_weights(
                 build(tmp_path, Stage(index, 2)), tmp_path, "auto", elsewhere=all_names(tmp_path)

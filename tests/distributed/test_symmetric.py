@@ -6,22 +6,23 @@ import mmap
 import multiprocessing
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from toolkit.distributed.group import Group
-from toolkit.distributed.symmetric import (
-    SymmetricMemory,
-    choose_algorithms,
-    open_peer_memory,
-)
+from toolkit.distributed.symmetric import choose_algorithms, open_peer_memory
+from toolkit.kernels.reference import Norm
 
 RANKS = 3
 PROGRAMS = 4
 """Fewer than on a GPU, so that each adds up several blocks and rows."""
 SIZES = (1, 5000, 3 * 1024 * 4, 40_000)
 SHAPES = ((1, 64), (9, 48))
+NORMS = ("rms", "rms wide", "layer", "layer biased", "layer biased wide")
+"""Kinds of norms. Wide: with parameters in fp32."""
 DTYPES = (torch.float32, torch.bfloat16)
 GATHERED = ((1, 5), (7, 2500))
 GATHERED_BYTES = 4 * RANKS * 7 * 2500
@@ -33,6 +34,11 @@ def x_of(rank: int, call: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * call + rank)).to(
         dtype
     )
+
+
+def norm_of(kind: str, call: int, size: int, dtype: torch.dtype) -> Norm:
+    weight, bias = x_of(8, call, 2, size, dtype=torch.float32 if "wide" in kind else dtype)
+    return Norm(weight, bias if "biased" in kind else None, 1e-5, "layer" in kind)
 
 
 def run_rank(rank: int, folder: Path) -> None:
@@ -62,19 +68,14 @@ def run_rank(rank: int, folder: Path) -> None:
                     )
                 )
         for shape in SHAPES:
-            for centered in (False, True):
+            for kind in NORMS:
                 call += 1
-                residual, weight, bias = (
-                    x_of(9, call, *shape, dtype=dtype),
-                    *x_of(8, call, 2, shape[1], dtype=dtype),
-                )
+                norm = norm_of(kind, call, shape[1], dtype)
                 x = x_of(rank, call, *shape, dtype=dtype)
-                found += kernels.all_reduce_norm(
-                    x, residual, weight, bias if centered else None, 1e-5, peers
-                )
-                residual = x_of(9, call, *shape, dtype=dtype)
-                norm = kernels.pushed_norm if kernels.fits_push(x) else kernels.all_reduce_norm
-                found += norm(x, residual, weight, bias if centered else None, 1e-5, peers)
+                pushed = kernels.pushed_norm if kernels.fits_push(x) else kernels.all_reduce_norm
+                for kernel in (kernels.all_reduce_norm, pushed):
+                    residual = x_of(9, call, *shape, dtype=dtype)
+                    found += kernel(x, residual, norm, peers)
         for shape in GATHERED:
             call += 1
             outs = []
@@ -101,7 +102,7 @@ def expected() -> list[torch.Tensor]:
                     sum(x_of(rank, call, size, dtype=dtype).double() for rank in range(RANKS))
                 )
         for shape in SHAPES:
-            for centered in (False, True):
+            for kind in NORMS:
                 call += 1
                 x = sum(x_of(rank, call, *shape, dtype=dtype).double() for rank in range(RANKS)).to(
                     dtype
@@ -109,12 +110,12 @@ def expected() -> list[torch.Tensor]:
                 total = (
                     (x.double() + x_of(9, call, *shape, dtype=dtype).double()).to(dtype).double()
                 )
-                weight, bias = x_of(8, call, 2, shape[1], dtype=dtype).double()
-                size = (shape[1],)
-                layer = torch.nn.functional.layer_norm(total, size, weight, bias)
-                norm = (
-                    layer if centered else torch.nn.functional.rms_norm(total, size, weight, 1e-5)
-                )
+                weight, bias, eps, is_centered = norm_of(kind, call, shape[1], dtype)
+                bias = None if bias is None else bias.double()
+                if is_centered:
+                    norm = F.layer_norm(total, weight.shape, weight.double(), bias, eps)
+                else:
+                    norm = F.rms_norm(total, weight.shape, weight.double(), eps)
                 sums += [norm, total, norm, total]
         for shape in GATHERED:
             call += 1
@@ -182,12 +183,61 @@ def test_tensors_too_large_for_the_buffers_are_refused():
     assert not kernels.fits_push(torch.empty(1, 64))
 
 
-def test_the_algorithm_depends_on_the_size():
-    algorithms = ((8192, "pushed"), (16384, "two-shot"), (32768, "NCCL"))
-    memory = SymmetricMemory(None, None, torch.empty(0), None, algorithms)
-    assert [memory.algorithm(size) for size in (1, 8192, 8193, 16384, 16385, 10**9)] == [
-        "pushed", "pushed", "two-shot", "two-shot", "NCCL", "NCCL",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "dtype", "algorithm", "norm"),
+    [
+        ((1, 1), torch.bfloat16, "pushed", "all_reduce_norm"),  # an odd row cannot be pushed
+        ((1, 4096), torch.bfloat16, "pushed", "pushed_norm"),
+        ((1, 2048), torch.float32, "pushed", "all_reduce_norm"),
+        ((2, 2050), torch.bfloat16, "two-shot", None),
+        ((1, 8192), torch.bfloat16, "two-shot", None),
+        ((3, 4096), torch.bfloat16, "one-shot", "all_reduce_norm"),
+        ((4, 4096), torch.bfloat16, "NCCL", None),
+        ((5, 4096), torch.bfloat16, "NCCL", None),
+    ],
+    ids=str,
+)
+def test_size_of_a_sum_decides_the_kernel(monkeypatch, shape, dtype, algorithm, norm):
+    pytest.importorskip("triton")
+    from toolkit.kernels import sums
+
+    limits = ((8192, "pushed"), (16384, "two-shot"), (24576, "one-shot"), (32768, "NCCL"))
+    chosen = sums.Sums(SimpleNamespace(size=3), limits)
+    for name in ("all_reduce", "all_reduce_norm", "pushed_norm"):
+        monkeypatch.setattr(sums.kernels, name, lambda *_, name=name: name)
+    x = torch.empty(shape, dtype=dtype)
+    assert chosen.algorithm(x.nbytes) == algorithm
+    assert chosen.all_reduce(x) == (None if algorithm == "NCCL" else "all_reduce")
+    assert chosen.all_reduce_norm(x, x, Norm(x[0], None, 1e-5, False)) == norm
+    assert sums.Sums(chosen.peers).all_reduce(x) is None, "before they are timed"
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "expected"),
+    [
+        (2, 1, ["NCCL", "pushed", "one-shot"]),
+        (3, 1, ["NCCL", "pushed", "one-shot", "two-shot"]),
+        (3, 129, ["NCCL", "one-shot", "two-shot"]),
+        (3, 2**17, ["NCCL"]),
+    ],
+)
+def test_algorithms_that_fit_are_timed(monkeypatch, size, rows, expected):
+    pytest.importorskip("triton")
+    from toolkit.kernels import sums
+
+    called = []
+    for name in ("all_reduce", "all_reduce_norm", "pushed_norm"):
+        monkeypatch.setattr(sums.kernels, name, lambda *_, name=name, **more: called.append(name))
+    monkeypatch.setattr(sums, "join", lambda *_: called.append("norm"))
+    x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta")
+    chosen = sums.Sums(SimpleNamespace(size=size))
+    calls = chosen.candidates(lambda x: called.append("NCCL"), x, x, x[0])
+    assert list(calls) == expected
+    for call in calls.values():
+        call()
+    of = {"NCCL": ["NCCL", "norm"], "pushed": ["pushed_norm"], "one-shot": ["all_reduce_norm"]}
+    of["two-shot"] = ["all_reduce", "norm"]
+    assert called == [one for name in expected for one in of[name]]
 
 
 def test_a_group_on_cpus_has_no_peer_memory():

@@ -39,6 +39,8 @@ from toolkit.cli.root import tree
 from toolkit.config.sources import FILE_VARIABLE
 from toolkit.demo import MODEL_DIR
 from toolkit.logs import DEBUG
+from toolkit.models.registry import model_types
+from toolkit.models.rotary import SCALINGS
 from tools.docs.prose import PROSE
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +96,11 @@ class Block:
     @property
     def place(self) -> str:
         return f"{self.page}:{self.line}"
+
+    @property
+    def is_of_repository(self) -> bool:
+        """True if it shows a file of the repository."""
+        return bool(self.file) and (ROOT / self.file).is_file()
 
     @cached_property
     def commands(self) -> list[str]:
@@ -195,7 +202,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).symlink_to(target)
     write_files(folder)
     for block in BLOCKS:
-        if block.file:
+        if block.file and not block.is_of_repository:
             (folder / block.file).write_text(block.text)
     config = json.loads((folder / "model" / "tokenizer_config.json").read_text())
     (folder / "tools.jinja").write_text(TEMPLATE + config["chat_template"])
@@ -292,7 +299,10 @@ def test_models_are_fetched_shown_and_removed(tmp_path: Path, environment: dict[
     assert not list((tmp_path / "hf").rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("page", dict.fromkeys(b.page for b in BLOCKS if b.language == "python"))
+SNIPPETS = [b for b in BLOCKS if b.language == "python" and not b.is_of_repository]
+
+
+@pytest.mark.parametrize("page", dict.fromkeys(block.page for block in SNIPPETS))
 def test_python_runs(
     page: str,
     server: Server,
@@ -304,8 +314,8 @@ def test_python_runs(
     monkeypatch.chdir(folder)
     names: dict[str, object] = {"__name__": "__main__"}
     try:
-        for block in BLOCKS:
-            if (block.page, block.language) == (page, "python"):
+        for block in SNIPPETS:
+            if block.page == page:
                 exec(compile(directed(block.text, server), block.place, "exec"), names)
     finally:
         for value in names.values():
@@ -421,6 +431,21 @@ def test_index_lists_every_page():
     assert sorted(listed) == [
         p.name for p in PAGES if p.parent.name == "docs" and p.stem != "README"
     ]
+
+
+def test_shown_files_are_those_of_the_repository():
+    shown = [block for block in BLOCKS if block.is_of_repository]
+    assert shown
+    for block in shown:
+        assert block.text == (ROOT / block.file).read_text(), block.place
+
+
+def test_table_of_models_lists_every_architecture_and_rope_type():
+    page = (ROOT / "docs" / "models.md").read_text()
+    listed = re.findall(r"^\| .* \| `([\w-]+)` \|", page, re.MULTILINE)
+    assert sorted(kind.replace("-", "_") for kind in listed) == list(model_types())
+    rope_types = page.partition("The values of `rope_type` are")[2].partition(".")[0]
+    assert set(re.findall(r"`(\w+)`", rope_types)) == SCALINGS.keys()
 
 
 def test_readme_is_short():

@@ -175,7 +175,7 @@ def test_non_finite_logits_fail_only_their_request(llm, expected, temperature):
     """A token's embedding is NaN. Its blocks are used again afterwards."""
     model = llm._core.executor._worker.runner.model
     with torch.inference_mode():
-        model.embed.weight[POISON] = torch.nan
+        model.embed.weight.values[POISON] = torch.nan
     params = SamplingParams(
         temperature=temperature, max_tokens=15, ignore_eos=True, seed=4, logit_bias={POISON: -100.0}
     )
@@ -209,7 +209,7 @@ def test_failure_lasts_until_a_step_succeeds(llm, monkeypatch):
     assert (tokens, reason) == ([5], "error")
     assert core.failure is None
     with torch.inference_mode():
-        core.executor._worker.runner.model.embed.weight[POISON] = torch.nan
+        core.executor._worker.runner.model.embed.weight.values[POISON] = torch.nan
     drive(llm, [[POISON, 3]])
     assert "not finite" in core.failure
 

@@ -47,3 +47,18 @@ def test_do_sample_false_is_greedy(folder):
     assert LLM(str(folder), device="cpu").get_default_sampling_params() == SamplingParams(
         temperature=0.0
     )
+
+
+def test_every_end_token_of_a_list_ends_an_answer(folder):
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    prompt = {"prompt_token_ids": [1, 2, 3]}
+
+    def answer() -> list[int]:
+        llm = LLM(str(folder), device="cpu")
+        return list(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids)
+
+    whole = answer()
+    for position in (0, len(set(whole)) - 1):
+        token = list(dict.fromkeys(whole))[position]
+        write_defaults(folder, eos_token_id=[checkpoints.EOS, token])
+        assert answer() == whole[: whole.index(token) + 1]

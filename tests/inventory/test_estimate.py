@@ -22,12 +22,12 @@ from toolkit.distributed import SINGLE, Group, Stage, parallel
 from toolkit.errors import CheckpointError, ConfigError, OutOfMemoryError
 from toolkit.hardware import devices
 from toolkit.hardware.devices import Device, find_device
-from toolkit.inventory.checkpoint import ARCHITECTURES, Checkpoint, read_folder
+from toolkit.inventory.checkpoint import Checkpoint, read_folder
+from toolkit.inventory.dry_run import dry_run
 from toolkit.inventory.estimate import CUDA_RUNTIME, estimate
 from toolkit.kernels import cpu
 from toolkit.models.build import build_model, load_config
-from toolkit.models.registry import SUPPORTED
-from toolkit.worker.kv_cache import block_bytes
+from toolkit.worker.kv_cache import cache_layout
 from toolkit.worker.worker import Worker
 from tools.bench.models import CONFIGS
 
@@ -67,6 +67,25 @@ def test_estimate_matches_the_worker(checkpoint: Callable[[str], Path], kind: st
         info.max_model_len,
     )
     assert result.block_bytes / result.block_size == info.token_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "share"),
+    [
+        ("mistral-window", 160, 151 / 160),
+        ("mistral-window", 9, 0),
+        ("qwen2-tied-some-windows", 40, 2 / 3 * 29 / 40),
+        ("qwen3", 160, 0),
+    ],
+)
+def test_dry_run_reports_the_cache_outside_windows(checkpoint, capsys, kind, length, share):
+    config = settings(model=str(checkpoint(kind)), max_model_len=length, kv_cache_memory=0.005)
+    dry_run(config, as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert report["outside_windows_bytes"] == pytest.approx(share * report["cache_bytes"], abs=1)
+    dry_run(config, as_json=False)
+    shown = f"({share:.0%}) is outside them, with sequences of {length} tokens"
+    assert (shown in " ".join(capsys.readouterr().out.split())) == bool(share)
 
 
 @pytest.mark.skipif(not cpu.available(), reason="needs the CPU kernels")
@@ -117,7 +136,6 @@ def test_tensor_parallel_estimate_is_per_rank(checkpoint: Callable[[str], Path],
     with parallel(Group(0, 2)):
         sketch = build_model(
             load_config(folder),
-            folder,
             device=torch.device("meta"),
             dtype=torch.float32,
             max_model_len=1,
@@ -144,13 +162,12 @@ def test_pipeline_parallel_estimate_is_for_the_tightest_stage(
         with parallel(SINGLE, Stage(index, 2)):
             sketch = build_model(
                 load_config(folder),
-                folder,
                 device=torch.device("meta"),
                 dtype=torch.float32,
                 max_model_len=1,
             )
         stages.append(
-            (sum(p.nbytes for p in sketch.parameters()), block_bytes(sketch, 16, torch.float32))
+            (sum(p.nbytes for p in sketch.parameters()), cache_layout(sketch, 16).block_bytes(4))
         )
     assert (result.weights, result.block_bytes) in stages
     num_blocks = [(result.device.free - weights) // block for weights, block in stages]
@@ -191,10 +208,6 @@ def encoder(folder: Path, kind: str) -> Path:
         model = transformers.BertModel(transformers.BertConfig(**size, max_position_embeddings=64))
     model.save_pretrained(folder)
     return folder
-
-
-def test_architectures_match_the_registry():
-    assert set(ARCHITECTURES) == set(SUPPORTED)
 
 
 def shape_of(name: str, folder: Path) -> Checkpoint:

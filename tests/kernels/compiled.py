@@ -6,14 +6,18 @@ compile in a process that interprets.
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from toolkit.kernels.triton.all_reduce import _pushed_norm_kernel
 from toolkit.kernels.triton.attention_hopper import SWIZZLED, hopper_prefill_kernel
 from toolkit.kernels.triton.attention_kernels import decode_kernel, merge_kernel
 from toolkit.kernels.triton.matmul import _tile_kernel
+from toolkit.kernels.triton.norm import _join_kernel
+from toolkit.kernels.triton.rotary import _qk_norm_rope_write_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 << 10
@@ -59,6 +63,7 @@ DECODE_TYPES = {
     "part_ptr": "*fp32",
     "log_sum_ptr": "*fp32",
     "slot_ptr": "*i64",
+    "sinks_ptr": "*fp32",
     "eps": "fp32",
     "inner_scale": "fp32",
     "outer_scale": "fp32",
@@ -76,12 +81,55 @@ DECODE = {
     "SLIDING": False,
     "CAPPED": False,
 }
+JOIN_TYPES = dict.fromkeys(("scale", "eps", "eps_2", "post_eps"), "fp32")
+JOIN = {
+    "POST_CENTERED": True,
+    "post_bias_ptr": None,
+    "CENTERED": False,
+    "bias_ptr": None,
+    "CENTERED_2": True,
+    "SIZE": 5000,
+    "BLOCK": 8192,
+    "SCALED": True,
+    "PDL": True,
+}
+PUSHED_TYPES = {"eps": "fp32", "addresses_ptr": "*i64", "weight_ptr": "*i64", "bias_ptr": "*i64"}
+PUSHED_TYPES |= dict.fromkeys(("x_ptr", "residual_ptr", "out_ptr", "calls_ptr"), "*i32")
+PUSHED = {
+    "TYPE": tl.bfloat16,
+    "HALF": 2500,
+    "RANK": 1,
+    "SIZE": 3,
+    "CENTERED": True,
+    "PAIRS": 4096,
+    "ROWS": 128,
+    "WORDS": 4096,
+    "PUSHED_OFFSET": 1 << 28,
+    "PDL": True,
+}
+PLAIN = {"q_cos_sin_ptr": None, "CENTERED": False, "LAST": False, "PER_HEAD": False, "CLIP": 0.0}
+FULL = {"NORMED": True, "CENTERED": True, "LAST": False, "PER_HEAD": True, "CLIP": 8.0}
+WRITE = {
+    "BLOCK_SIZE": 16,
+    "Q_HEADS": 16,
+    "KV_HEADS": 8,
+    "FIRST": 0,
+    "HEAD_SIZE": 80,
+    "HALF": 20,
+    "HALF_PAD": 32,
+    "REST_PAD": 64,
+    "ROWS": 16,
+    "ROTATED": True,
+    "PDL": True,
+}
 TILE_TYPES = {
     "part_ptr": "*fp32",
     "count_ptr": "*i32",
     "given_ptr": "*fp64",
     "found_ptr": "*fp64",
     "scale_ptr": "*fp32",
+    "slot_ptr": "*i32",
+    "used_ptr": "*i32",
     "eps": "fp32",
 }
 TILE = {
@@ -99,7 +147,8 @@ def compile_tile(
     name: str, tokens: int, rows: int, stages: int, parts: int, splits: int, **changes: object
 ) -> None:
     shape = {"TOKENS": tokens, "ROWS": rows, "STAGES": stages, "PARTS": parts, "SPLITS": splits}
-    plain = {"KIND": "", "GATED": False, "UNSCALED": False, "NORMED": False, "LATE": False}
+    plain = {"KIND": "", "GATED": False, "UNSCALED": False, "NORMED": False}
+    plain |= {"LATE": False, "RANK": 0}
     compile_kernel(
         name,
         _tile_kernel,
@@ -121,13 +170,21 @@ def compile_hopper(name: str, block_size: int, group: int, dtype: str) -> None:
 
 def main() -> None:
     fused = {"OWN": True, "SPLIT": False, "HALF": 64, "NORMED": True, "ORDERED": True}
-    compile_kernel("decode, fused", decode_kernel, DECODE_TYPES, DECODE | fused, 2, 3)
+    plain = PLAIN | {"sinks_ptr": None}
+    compile_kernel("decode, fused", decode_kernel, DECODE_TYPES, DECODE | plain | fused, 2, 3)
+    full = FULL | {"SLIDING": True, "CAPPED": True, "HEAD_SIZE": 80, "HALF": 20}
+    compile_kernel("decode, all", decode_kernel, DECODE_TYPES, DECODE | fused | full, 2, 3)
+    compile_kernel(
+        "norm, rotate and write", _qk_norm_rope_write_kernel, DECODE_TYPES, WRITE | FULL, 4, 3
+    )
     split = {"OWN": False, "SPLIT": True, "HALF": 0, "NORMED": False, "ORDERED": False}
-    compile_kernel("decode, split", decode_kernel, DECODE_TYPES, DECODE | split, 2, 3)
+    compile_kernel("decode, split", decode_kernel, DECODE_TYPES, DECODE | plain | split, 2, 3)
     merge = {"HEAD_SIZE": 128, "HEAD_PAD": 128, "SPLITS_PAD": 16, "PDL": True}
     compile_kernel("merge", merge_kernel, DECODE_TYPES, merge, 4, 3)
     compile_hopper("prefill on Hopper", 16, 4, "bf16")
     compile_hopper("prefill on Hopper, large blocks", 128, 7, "fp16")
+    compile_kernel("join", _join_kernel, JOIN_TYPES, JOIN, 16, 3)
+    compile_kernel("pushed sum and norm", _pushed_norm_kernel, PUSHED_TYPES, PUSHED, 16, 3)
     compile_tile("product after a norm", 64, 64, 6, 1, 1, UNSCALED=True)
     compile_tile(
         "product after a norm, gated",
@@ -143,6 +200,9 @@ def main() -> None:
     )
     compile_tile("product before a norm, warps", 8, 16, 5, 2, 1, NORMED=True, LATE=True)
     compile_tile("product before a norm, programs", 64, 64, 5, 1, 2, NORMED=True, LATE=True)
+    compile_tile("product with adapters", 64, 64, 6, 1, 1, LATE=True, RANK=16)
+    warps = {"NORMED": True, "LATE": True, "RANK": 16}
+    compile_tile("product with adapters before a norm, warps", 8, 16, 5, 2, 1, **warps)
 
 
 if __name__ == "__main__":

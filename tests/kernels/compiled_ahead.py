@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
+from toolkit.kernels.reference import Norm
 from toolkit.kernels.triton import norm
 from toolkit.kernels.triton.ahead import LateCompilations, compiled_side_by_side
 
@@ -70,10 +71,14 @@ def unloadable_kernel(out_ptr):
     tl.store(out_ptr, 1.0)
 
 
+RMS = Norm(torch.ones(256), None, 1e-5, False)
+LAYER = Norm(torch.ones(512), torch.ones(512), 1e-5, True)
+
+
 def launch_norms(*num_tokens: int) -> None:
     for n in num_tokens:
-        norm.add_rms_norm(torch.ones(n, 256), torch.ones(n, 256), torch.ones(256), 1e-5)
-        norm.add_layer_norm(torch.ones(n, 512), None, torch.ones(512), torch.ones(512), 1e-5)
+        norm.join(torch.ones(n, 256), torch.ones(n, 256), [RMS])
+        norm.join(torch.ones(n, 512), None, [LAYER])
 
 
 triton.runtime.driver.set_active(FakeGPU())
@@ -116,10 +121,10 @@ with pytest.MonkeyPatch.context() as patch:
     patch.setattr("triton.runtime._async_compile.as_completed", interrupted)
     compiling = compiled_side_by_side(2)
     compiling.__enter__()
-    norm.add_rms_norm(torch.ones(4, 512), torch.ones(4, 512), torch.ones(512), 1e-5)
+    norm.join(torch.ones(4, 512), torch.ones(4, 512), [LAYER])
     with pytest.raises(KeyboardInterrupt):
         compiling.__exit__(None, None, None)
-norm.add_rms_norm(torch.ones(4, 512), torch.ones(4, 512), torch.ones(512), 1e-5)
+norm.join(torch.ones(4, 512), torch.ones(4, 512), [LAYER])
 assert launched[-1] == 4, "kernels can be launched after an interruption"
 
 num_compiled = len(compilers)

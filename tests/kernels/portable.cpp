@@ -17,9 +17,15 @@ struct Weight {  // as in linear.cpp
 };
 
 struct Norm {  // as in norm.cpp
-  const void *weight, *bias;
-  int64_t size, is_bf16;
+  const float *weight, *bias;
+  int32_t is_centered;
   float eps;
+};
+
+struct Join {  // as in norm.cpp
+  Norm norms[2], post;
+  int64_t num_norms, size, is_bf16;
+  float scale;
 };
 
 extern "C" {
@@ -29,8 +35,9 @@ const char* tk_variant();
 void tk_pack_portable(const uint32_t*, int64_t, int64_t, int64_t, uint32_t*);
 void tk_linear_portable(const void*, const void*, int64_t, int64_t, void*, int64_t);
 void tk_rows_portable(const void*, const int64_t*, int64_t, void*, int64_t);
-void tk_add_norm_portable(const void*, const void*, void*, void*, int64_t);
-void tk_write_portable(const AttentionLayer*, const AttentionStep*, void*);
+void tk_join_portable(const void*, const void*, const void*, void*, void*, int64_t);
+void tk_write_portable(const AttentionLayer*, const AttentionStep*, void*, const void*, const void*,
+                       int64_t);
 void tk_attend_portable(const AttentionLayer*, const AttentionStep*, const void*, int64_t, void*);
 }
 
@@ -102,32 +109,37 @@ static void linear(const std::string& name, int64_t kind, int64_t rows, int64_t 
 
 static void norm() {
   Floats x = random_floats(3 * 52), residual = random_floats(3 * 52), weight = random_floats(52);
-  Floats bias = random_floats(52), out(3 * 52);
-  const Norm rms{weight.data(), nullptr, 52, 0, 1e-6f};
-  const Norm layer{weight.data(), bias.data(), 52, 0, 1e-5f};
-  tk_add_norm_portable(&rms, x.data(), residual.data(), out.data(), 3);
+  Floats bias = random_floats(52), out(2 * 3 * 52);
+  const Norm rms{weight.data(), nullptr, 0, 1e-6f}, layer{weight.data(), bias.data(), 1, 1e-5f};
+  const Join plain{{rms, {}}, {}, 1, 52, 0, 1.0f}, full{{layer, rms}, rms, 2, 52, 0, 0.3f};
+  tk_join_portable(&plain, x.data(), nullptr, residual.data(), out.data(), 3);
   print_result("rms-norm", out);
-  tk_add_norm_portable(&layer, x.data(), residual.data(), out.data(), 3);
-  print_result("layer-norm", out);
+  tk_join_portable(&full, x.data(), bias.data(), residual.data(), out.data(), 1);
+  print_result("norms", out);
   print_result("residual", residual);
 }
 
 // A prompt of 5 tokens, and the 20th token of another request. 4 heads share 2 KV heads.
-static void attention(int64_t window) {
-  constexpr int64_t kHeads = 4, kKvHeads = 2, kSize = 24, kBlock = 8, kTokens = 6;
+// is_other: norms centered, last, and of each head; heads clipped; logits capped, with sinks.
+static void attention(int64_t window, bool is_other) {
+  constexpr int64_t kHeads = 4, kKvHeads = 2, kSize = 24, kHalf = kSize / 2, kBlock = 8, kTokens = 6;
   Floats keys = random_floats(8 * kBlock * kKvHeads * kSize), values = random_floats(keys.size());
   Floats qkv = random_floats(kTokens * (kHeads + 2 * kKvHeads) * kSize);
-  Floats tables = random_floats(32 * kSize), q_weight = random_floats(kSize);
-  Floats k_weight = random_floats(kSize), out(kTokens * kHeads * kSize);
-  const AttentionLayer layer{keys.data(),     values.data(), tables.data(), q_weight.data(),
-                             k_weight.data(), kSize / 2,     kHeads,        kKvHeads,
-                             kSize,           kBlock,        window,        0,
-                             0.2f,            0.0f,          1e-6f};
-  const int64_t positions[] = {0, 1, 2, 3, 4, 19}, slots[] = {40, 41, 42, 43, 44, 27};
+  Floats angles = random_floats(kTokens * 2 * kHalf), q_weight = random_floats(kHeads * kSize);
+  Floats k_weight = random_floats(kKvHeads * kSize), out(kTokens * kHeads * kSize);
+  const int64_t other = is_other, stride = other * kSize;
+  const float cap = is_other ? 3.0f : 0.0f, clip = is_other ? 0.8f : 0.0f;
+  const float sinks[kHeads] = {0.5f, -1.0f, 2.0f, 0.0f}, *own_sinks = is_other ? sinks : nullptr;
+  const AttentionLayer layer{keys.data(), values.data(), q_weight.data(), k_weight.data(),
+                             own_sinks,   stride,        stride,          0,
+                             other,       other,         kHeads,          kKvHeads,
+                             kSize,       kBlock,        window,          0,
+                             0.2f,        cap,           1e-6f,           clip};
+  const int64_t slots[] = {40, 41, 42, 43, 44, 27};
   const int32_t starts[] = {0, 5, 6}, lens[] = {5, 20}, rows[] = {0, 1};
   const int32_t table[] = {5, 0, 0, 1, 2, 3};
-  const AttentionStep step{positions, slots, starts, lens, rows, table, 3, 2, kTokens};
-  tk_write_portable(&layer, &step, qkv.data());
+  const AttentionStep step{slots, starts, lens, rows, table, 3, 2, kTokens};
+  tk_write_portable(&layer, &step, qkv.data(), angles.data(), angles.data(), kHalf);
   tk_attend_portable(&layer, &step, qkv.data(), (kHeads + 2 * kKvHeads) * kSize, out.data());
   print_result("attention-" + std::to_string(window), out);
   print_result("keys-" + std::to_string(window), keys);
@@ -140,12 +152,12 @@ int main() {
   std::fprintf(stderr, "%s\n", tk_variant());
   for (int64_t rows : {1, 2, 5, 130}) {
     const std::string suffix = std::to_string(rows);
-    linear("fp32-" + suffix, 0, rows, 70, 33, 0, false);
+    linear("fp32-" + suffix, 0, rows, 70, 33, 5, false);
     linear("bf16-" + suffix, 1, rows, 70, 34, 4, false);
-    linear("int8-" + suffix, 2, rows, 70, 36, 3, false);
+    linear("int8-" + suffix, 2, rows, 70, 36, 6, false);
     linear("gated-" + suffix, 0, rows, 72, 20, 1, true);
   }
   norm();
-  attention(0);
-  attention(7);
+  attention(0, false);
+  attention(7, true);
 }

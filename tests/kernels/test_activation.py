@@ -9,16 +9,17 @@ import torch
 
 from toolkit.kernels import reference
 
-KINDS = ["silu", "gelu", "gelu_tanh", "relu"]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+TOLERANCE = {FP32: 1e-5, FP16: 1e-3, BF16: 8e-3}
 FORMULAS = {
     "silu": lambda x: x / (1 + math.exp(-x)),
     "gelu": lambda x: 0.5 * x * (1 + math.erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: (
         0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     ),
+    "gelu_quick": lambda x: x / (1 + math.exp(-1.702 * x)),
     "relu": lambda x: max(x, 0.0),
+    "relu2": lambda x: max(x, 0.0) ** 2,
 }
 
 
@@ -29,7 +30,7 @@ def activations(triton):
     return activation
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMULAS)
 def test_reference_equals_the_formula(kind):
     x = torch.linspace(-6, 6, 101)
     expected = torch.tensor([FORMULAS[kind](value) for value in x.tolist()])
@@ -41,9 +42,12 @@ def test_reference_equals_the_formula(kind):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 100), (2, 1024), (5, 2500)])
+@pytest.mark.parametrize("kind", FORMULAS)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((1, 1), BF16), ((3, 100), FP16), ((2, 1024), FP32), ((5, 2500), BF16)],
+    ids=str,
+)
 def test_triton_equals_reference(activations, device, shape, dtype, kind):
     torch.manual_seed(0)
     tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
@@ -59,14 +63,30 @@ def test_triton_equals_reference(activations, device, shape, dtype, kind):
     torch.testing.assert_close(out, expected, **tolerance)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMULAS)
 def test_extreme_values_stay_finite_and_nan_stays_nan(activations, device, kind):
     x = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4, float("nan")], device=device)
     y = activations.activation(x, kind)
-    torch.testing.assert_close(
-        y[:5].cpu(), torch.tensor([0.0, 0.0, 0.0, 100.0, 1e4]), rtol=0, atol=1e-6
-    )
+    expected = torch.tensor([0.0, 0.0, 0.0, 100.0, 1e4])
+    expected = expected.square() if kind == "relu2" else expected
+    torch.testing.assert_close(y[:5].cpu(), expected, rtol=0, atol=1e-6)
     assert y[5].isnan()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_logits_are_capped_in_place(activations, device, dtype):
+    torch.manual_seed(0)
+    padded = (40 * torch.randn(3, 1300, device=device)).to(dtype)
+    expected = padded.clone()
+    expected[:, :1100] = (30 * torch.tanh(padded[:, :1100].double() / 30)).to(dtype)
+    for apply in (reference.soft_cap_, activations.soft_cap_):
+        found = padded.clone()
+        apply(found[:, :1100], 30.0)
+        torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    extreme = torch.tensor([[-torch.inf, torch.inf, 1e30, torch.nan]], device=device)
+    activations.soft_cap_(extreme, 5.0)
+    expected = torch.tensor([[-5.0, 5.0, 5.0, torch.nan]])
+    torch.testing.assert_close(extreme.cpu(), expected, equal_nan=True)
 
 
 def test_unsupported_inputs_are_errors(activations):
@@ -74,3 +94,5 @@ def test_unsupported_inputs_are_errors(activations):
         activations.activation(torch.ones(2, 4), "tanh")
     with pytest.raises(ValueError, match="contiguous"):
         activations.gated_activation(torch.ones(4, 8).T, "silu")
+    with pytest.raises(ValueError, match="each row of the logits"):
+        activations.soft_cap_(torch.ones(4, 8).T, 5.0)

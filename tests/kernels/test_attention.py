@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,12 +40,19 @@ class Case:
     cached: torch.dtype | None = None  # None: dtype
     window: int = 0
     cap: float = 0.0
+    sinks: bool = False
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
-    def options(self) -> dict[str, float]:
-        return {"scale": self.head_size**-0.5, "sliding_window": self.window, "soft_cap": self.cap}
+    def options(self) -> dict[str, Any]:
+        sinks = torch.linspace(-1, 3, self.heads, device=self.device) if self.sinks else None
+        return {
+            "scale": self.head_size**-0.5,
+            "sliding_window": self.window,
+            "soft_cap": self.cap,
+            "sinks": sinks,
+        }
 
     @property
     def bounds(self) -> dict[str, int]:
@@ -168,16 +176,20 @@ def test_reference_equals_pytorch_on_unpaged_data(
     assert_close(reference.paged_attention(*inputs.arguments, **case.options), torch.cat(expected))
 
 
-def test_reference_caps_logits_by_the_formula():
-    case = Case(((1, 5),), heads=1, kv_heads=1, cap=0.3)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_reference_caps_logits_and_adds_sinks_by_the_formula(sinks):
+    case = Case(((1, 5),), heads=2, kv_heads=1, cap=0.3, sinks=sinks)
     inputs = make(case)
-    q, keys, values = inputs.q[0, 0].tolist(), inputs.keys[0][:, 0].tolist(), inputs.values[0][:, 0]
-    dots = [case.options["scale"] * sum(a * b for a, b in zip(q, key, strict=True)) for key in keys]
-    weights = [math.exp(0.3 * math.tanh(dot / 0.3)) for dot in dots]
-    expected = sum(
-        weight / sum(weights) * value for weight, value in zip(weights, values, strict=True)
-    )
-    assert_close(reference.paged_attention(*inputs.arguments, **case.options)[0, 0], expected)
+    actual = reference.paged_attention(*inputs.arguments, **case.options)[0]
+    keys, values = inputs.keys[0][:, 0].tolist(), inputs.values[0][:, 0]
+    for q, sink, found in zip(inputs.q[0].tolist(), (-1, 3), actual, strict=True):
+        dots = [sum(a * b for a, b in zip(q, key, strict=True)) for key in keys]
+        weights = [math.exp(0.3 * math.tanh(case.options["scale"] * dot / 0.3)) for dot in dots]
+        total = sum(weights) + (math.exp(sink) if sinks else 0)
+        expected = sum(
+            weight / total * value for weight, value in zip(weights, values, strict=True)
+        )
+        assert_close(found, expected)
 
 
 # Triton: compiled if there is a GPU, else interpreted
@@ -243,17 +255,25 @@ def test_every_head_grouping(triton_attention, device, heads, kv_heads, lens):
     check(triton_attention, Case(lens, heads=heads, kv_heads=kv_heads), device)
 
 
-@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
-@pytest.mark.parametrize("block_size", [7, 16])
-@pytest.mark.parametrize("window", [1, 4, 17, 100])
-def test_sliding_windows(triton_attention, device, window, block_size, lens):
-    check(triton_attention, Case(lens, window=window, block_size=block_size), device)
-
-
-@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
-@pytest.mark.parametrize(("cap", "window"), [(0.5, 0), (50.0, 0), (2.0, 5)])
-def test_soft_caps(triton_attention, device, cap, window, lens):
-    check(triton_attention, Case(lens, cap=cap, window=window), device)
+@pytest.mark.parametrize(
+    ("lens", "head_size", "block_size", "window", "cap", "sinks"),
+    pairwise(
+        [DECODE, MIXED],
+        [64, 80, 96, 128, 256],
+        [7, 16],
+        [0, 1, 4, 17, 100],
+        [0.0, 0.5, 50.0],
+        [False, True],
+    ),
+    ids=str,
+)
+def test_windows_caps_and_sinks(
+    triton_attention, device, lens, head_size, block_size, window, cap, sinks
+):
+    case = Case(
+        lens, head_size=head_size, block_size=block_size, window=window, cap=cap, sinks=sinks
+    )
+    check(triton_attention, case, device)
 
 
 @pytest.mark.parametrize("window", [0, 50])
@@ -292,16 +312,17 @@ def test_random_ragged_batches(triton_attention, device, seed):
     check(triton_attention, case, device)
 
 
-@pytest.mark.parametrize("window", [0, 40])
-@pytest.mark.parametrize("splits", [1, 2, 3, 8])
-def test_key_splits_change_no_result(triton_attention, device, splits, window):
-    case = replace(Case(((1, 150), (1, 1), (1, 64), (1, 129)), window=window), device=device)
+@pytest.mark.parametrize(
+    ("splits", "window", "cap", "sinks"),
+    pairwise([1, 2, 3, 8], [0, 40], [0.0, 2.0], [False, True]),
+)
+def test_key_splits_change_no_result(triton_attention, device, splits, window, cap, sinks):
+    lens = ((1, 150), (1, 1), (1, 64), (1, 129))
+    case = Case(lens, window=window, cap=cap, sinks=sinks, device=device)
     inputs = make(case)
     out = torch.full(inputs.q.shape, NAN, device=device)
     batch = triton_attention.Batch(*inputs.arguments, out)
-    triton_attention.decode(
-        batch, triton_attention.Logits(case.options["scale"], window, 0.0), splits
-    )
+    triton_attention.decode(batch, triton_attention.Logits(**case.options), splits)
     assert_close(out, reference.paged_attention(*inputs.arguments, **case.options))
 
 

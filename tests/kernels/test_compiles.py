@@ -30,7 +30,7 @@ def test_kernels_compile_for_hopper(tmp_path):
 
     An example is a variable that changes its shape.
     """
-    assert len(run("compiled.py", tmp_path).splitlines()) == 9
+    assert len(run("compiled.py", tmp_path).splitlines()) > 9
 
 
 def test_parallel_compilation(tmp_path):

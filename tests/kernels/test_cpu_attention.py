@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.combinations import pairwise
 from toolkit.kernels import cpu, reference
 from toolkit.kernels.cpu.attention import AttentionStep, Layer
+from toolkit.kernels.reference import HeadNorm
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.problem()))
 
@@ -30,6 +33,7 @@ HEADS = {
     "largest": (2, 1, 256),
 }
 ODD_SIZES = (8, 12, 24, 40, 80, 96, 100)
+DECODE_AND_PREFILL = LENS["continued prompts and next tokens"]
 
 
 @dataclass
@@ -46,21 +50,21 @@ class Case:
 
     @property
     def step(self) -> AttentionStep:
-        unused = torch.zeros(len(self.q), dtype=torch.int64)
+        slots = torch.zeros(len(self.q), dtype=torch.int64)  # unused
         return AttentionStep(
-            unused, unused, self.query_start_loc, self.seq_lens, self.rows, self.block_table
+            slots, self.query_start_loc, self.seq_lens, self.rows, self.block_table
         )
 
-    def ours(self, **options: float) -> Tensor:
+    def ours(self, **options: Any) -> Tensor:
         layer = Layer(
             self.k_cache,
             self.v_cache,
             self.q.shape[1],
-            **options,  # type: ignore[arg-type]  # ints and floats
+            **options,
         )
         return layer.attend(self.q, self.step)
 
-    def reference(self, **options: float) -> Tensor:
+    def reference(self, **options: Any) -> Tensor:
         return reference.paged_attention(
             self.q,
             self.k_cache,
@@ -68,7 +72,7 @@ class Case:
             self.query_start_loc,
             self.seq_lens,
             self.block_table[self.rows.long()],
-            **options,  # type: ignore[arg-type]  # ints and floats
+            **options,
         )
 
 
@@ -110,7 +114,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     cpu.set_num_threads(before)
 
 
-def assert_same(case: Case, **options: float) -> None:
+def assert_same(case: Case, **options: Any) -> None:
     options = {"scale": case.q.shape[2] ** -0.5} | options
     expected, found = case.reference(**options).float(), case.ours(**options).float()
     assert found.isfinite().all()
@@ -135,7 +139,7 @@ def test_heads_of_any_size(size: int, variant: str) -> None:
     torch.manual_seed(0)
     with cpu.using(variant):
         for dtype in DTYPES:
-            assert_same(make_case(LENS["continued prompts and next tokens"], (6, 3, size), dtype))
+            assert_same(make_case(DECODE_AND_PREFILL, (6, 3, size), dtype))
 
 
 @pytest.mark.parametrize("variant", cpu.variants())
@@ -143,11 +147,7 @@ def test_heads_of_any_size(size: int, variant: str) -> None:
 def test_blocks_of_any_size(block_size: int, variant: str) -> None:
     torch.manual_seed(0)
     with cpu.using(variant):
-        assert_same(
-            make_case(
-                LENS["continued prompts and next tokens"], (4, 2, 32), torch.float32, block_size
-            )
-        )
+        assert_same(make_case(DECODE_AND_PREFILL, (4, 2, 32), torch.float32, block_size))
 
 
 @pytest.mark.parametrize("variant", cpu.variants())
@@ -160,13 +160,36 @@ def test_sliding_windows_hide_earlier_keys(window: int, variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", cpu.variants())
-def test_soft_caps_bound_the_logits(variant: str) -> None:
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [
+        ((4, 2, 64), torch.float32),
+        ((6, 3, 80), torch.bfloat16),
+        ((8, 1, 96), torch.float32),
+        ((4, 2, 256), torch.bfloat16),
+        ((9, 3, 100), torch.float32),
+    ],
+    ids=str,
+)
+def test_soft_caps_bound_the_logits(
+    heads: tuple[int, int, int], dtype: torch.dtype, variant: str
+) -> None:
     torch.manual_seed(0)
+    case = make_case(DECODE_AND_PREFILL, heads, dtype)
     with cpu.using(variant):
-        for soft_cap in (0.5, 30.0):
-            case = make_case(LENS["continued prompts and next tokens"], (4, 2, 64), torch.float32)
-            assert_same(case, soft_cap=soft_cap, scale=1.0)
-            assert_same(case, soft_cap=soft_cap, sliding_window=40)
+        assert_same(case, soft_cap=0.5, scale=1.0)
+        assert_same(case, soft_cap=30.0, scale=1.0, sliding_window=40)
+
+
+@pytest.mark.parametrize("variant", cpu.variants())
+@pytest.mark.usefixtures("threads")
+def test_sinks_join_the_softmax(variant: str) -> None:
+    torch.manual_seed(0)
+    sinks = torch.tensor([-200.0, -1.0, 0.0, 2.0, 5.0, 200.0])
+    with cpu.using(variant):
+        for dtype in DTYPES:
+            case = make_case([(1, 700), (33, 170), (1, 1)], (6, 2, 40), dtype)
+            assert_same(case, sinks=sinks, sliding_window=400)
 
 
 def test_threads_share_heads_and_keys_of_one_request(threads: int) -> None:
@@ -198,73 +221,104 @@ def test_nan_in_queries_reaches_the_output(variant: str) -> None:
 
 def test_unsupported_inputs_are_errors() -> None:
     case = make_case([(1, 4)], (2, 2, 32), torch.float32)
-    with pytest.raises(ValueError, match="all in fp32 or all in bfloat16"):
+    with pytest.raises(ValueError, match="both in fp32 or both in bfloat16"):
         Layer(case.k_cache, case.v_cache.bfloat16(), 2, scale=1.0)
     with pytest.raises(ValueError, match="must divide"):
         Layer(case.k_cache, case.v_cache, 3, scale=1.0)
     big = torch.zeros(1, 16, 1, 264)
     with pytest.raises(ValueError, match="at most 256"):
         Layer(big, big, 1, scale=1.0)
-    with pytest.raises(ValueError, match="cannot rotate 17 pairs"):
-        Layer(case.k_cache, case.v_cache, 2, scale=1.0, cos_sin=torch.zeros(4, 2, 17))
+    for weight in (torch.ones(3, 32), torch.ones(1, 32).half(), torch.ones(32, 2).T):
+        with pytest.raises(ValueError, match="the norm of 2 heads must be"):
+            Layer(case.k_cache, case.v_cache, 2, scale=1.0, norm=HeadNorm(weight, weight, 1e-5))
+    with pytest.raises(ValueError, match="the sinks of 2 heads"):
+        Layer(case.k_cache, case.v_cache, 2, scale=1.0, sinks=torch.zeros(3))
     layer = Layer(case.k_cache, case.v_cache, 2, scale=1.0)
     with pytest.raises(ValueError, match="each of contiguous heads"):
         layer.attend(case.q.bfloat16(), case.step)
     with pytest.raises(ValueError, match="contiguous, not"):
         layer.write(torch.zeros(1, 64), case.step)
+    for angles in (torch.zeros(1, 2, 17), torch.zeros(3, 2, 16), torch.zeros(1, 2, 16).bfloat16()):
+        with pytest.raises(ValueError, match="the angles of 1 tokens must be"):
+            layer.write(torch.zeros(1, 6 * 32), case.step, angles)
     with pytest.raises(ValueError, match="int64"):
-        AttentionStep(*[torch.zeros(1)] * 5, torch.zeros(1, 1))
+        AttentionStep(*[torch.zeros(1)] * 4, torch.zeros(1, 1))
     long, int_ = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="lengths"):
-        AttentionStep(long, long, int_, int_, int_, int_[None])
+        AttentionStep(long, int_, int_, int_, int_[None])
 
 
-@pytest.mark.parametrize("variant", cpu.variants())
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 9, 400])
+NORMS: list[dict[str, bool] | None] = [
+    None,
+    {"is_per_head": False},
+    {"is_per_head": True, "is_centered": True},
+    {"is_per_head": False, "is_last": True},
+    {"is_per_head": True, "is_centered": True, "is_last": True},
+]
+
+
 @pytest.mark.parametrize(
-    ("half", "normed"),
-    [(0, False), (0, True), (12, False), (20, True)],
-    ids=["plain", "normed", "rotated", "both"],
+    ("variant", "norm", "sizes", "dtype", "num_tokens", "clip"),
+    pairwise(
+        cpu.variants(),
+        NORMS,
+        [(40, 12), (64, 0), (80, 40), (96, 16), (100, 50), (256, 128)],
+        DTYPES,
+        [1, 9, 400],
+        [0.0, 0.7],
+    ),
+    ids=str,
 )
-def test_write_stores_keys_and_values_and_returns_queries(
-    half: int, normed: bool, num_tokens: int, dtype: torch.dtype, variant: str
+def test_write_transforms_heads_and_stores_keys_and_values(
+    variant: str,
+    norm: dict[str, bool] | None,
+    sizes: tuple[int, int],
+    dtype: torch.dtype,
+    num_tokens: int,
+    clip: float,
 ) -> None:
     torch.manual_seed(0)
-    num_heads, num_kv_heads, size, block_size = 6, 2, 40, 16
+    (size, half), num_heads, num_kv_heads, block_size = sizes, 6, 2, 16
     caches = torch.randn(2, 40, block_size, num_kv_heads, size).to(dtype)
-    qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * size).to(dtype)
-    positions = torch.randint(0, 50, (num_tokens,))
+    qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * size).add(0.2).to(dtype)
     slots = torch.randperm(40 * block_size)[:num_tokens]
     slots[num_tokens // 2] = -1
-    options = {
-        "cos_sin": torch.randn(50, 2, half).to(dtype) if half else None,
-        "q_weight": torch.randn(size).to(dtype) if normed else None,
-        "k_weight": torch.randn(size).to(dtype) if normed else None,
-        "eps": 1e-5,
-    }
+    cos_sin, q_cos_sin = torch.randn(2, num_tokens, 2, half).to(dtype) if half else (None, None)
+    options: dict[str, Any] = {"clip": clip}
+    if norm is not None:
+        # Weights of one head are in the model's type; those of each head, in fp32.
+        flags = dict(norm)
+        is_per_head = flags.pop("is_per_head")
+        heads, kind = ((num_heads, num_kv_heads), torch.float32) if is_per_head else ((1, 1), dtype)
+        weights = (torch.randn(n, size).to(kind) for n in heads)
+        options["norm"] = HeadNorm(*weights, 1e-5, **flags)
+    angles = {"cos_sin": cos_sin, "q_cos_sin": q_cos_sin if clip else None}
     expected_caches = caches.clone()
     expected = reference.qk_norm_rope_write(
         qkv,
-        positions,
-        slot_mapping=slots,
-        k_cache=expected_caches[0],
-        v_cache=expected_caches[1],
+        slots,
+        *expected_caches,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        **options,  # type: ignore[arg-type]  # tensors and a float
+        **angles,
+        **options,
     )
-    zero = torch.zeros(1, dtype=torch.int32)
-    starts = torch.zeros(2, dtype=torch.int32)
-    step = AttentionStep(positions, slots, starts, zero, zero, zero[None])
+    zero, starts = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     with cpu.using(variant):
-        layer = Layer(
-            *caches,
-            num_heads,
-            scale=1.0,
-            **options,  # type: ignore[arg-type]  # tensors and a float
-        )
-        found = layer.write(qkv, step)
+        layer = Layer(*caches, num_heads, scale=1.0, **options)
+        found = layer.write(qkv, AttentionStep(slots, starts, zero, zero, zero[None]), **angles)
     tolerance = {"atol": TOLERANCE[dtype], "rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5}
     torch.testing.assert_close(found, expected, **tolerance)
     torch.testing.assert_close(caches, expected_caches, **tolerance)
+
+
+@pytest.mark.parametrize("variant", cpu.variants())
+def test_clipping_keeps_nan(variant: str) -> None:
+    caches = torch.zeros(2, 1, 16, 1, 40)
+    zero = torch.zeros(1, dtype=torch.int32)
+    step = AttentionStep(zero.long(), torch.zeros(2, dtype=torch.int32), zero, zero, zero[None])
+    with cpu.using(variant):
+        layer = Layer(*caches, 1, scale=1.0, clip=2.0)
+        found = layer.write(torch.full((1, 120), torch.nan), step)
+    assert found.isnan().all()
+    assert caches[:, 0, 0].isnan().all()

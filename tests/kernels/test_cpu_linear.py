@@ -12,7 +12,7 @@ from toolkit.kernels import cpu, reference
 if not cpu.available():
     pytest.skip(f"the CPU kernels: {cpu.problem()}", allow_module_level=True)
 
-from toolkit.kernels.cpu.linear import PackedLinear
+from toolkit.kernels.cpu.linear import ACTIVATIONS, PackedLinear
 
 SHAPES = [
     (1, 32, 4),
@@ -25,7 +25,6 @@ SHAPES = [
     (130, 66, 64),
 ]
 """(rows, out, in): single rows; complete and partial tiles, panels and words; several blocks."""
-ACTIVATIONS = [None, "silu", "relu", "gelu", "gelu_tanh"]
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 

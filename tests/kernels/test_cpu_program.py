@@ -17,9 +17,10 @@ if not cpu.available():
     pytest.skip(f"the CPU kernels: {cpu.problem()}", allow_module_level=True)
 
 from toolkit.kernels.cpu.linear import PackedLinear
-from toolkit.kernels.cpu.norm import Norm
+from toolkit.kernels.cpu.norm import Join
 from toolkit.kernels.cpu.program import Program, Recorder, UnrecordableError
 from toolkit.kernels.cpu.sampling import sample
+from toolkit.kernels.reference import Norm
 
 HIDDEN, INNER = 24, 40
 
@@ -31,11 +32,11 @@ class Layers(NamedTuple):
     down: torch.Tensor
     packed_up: PackedLinear
     packed_down: PackedLinear
-    norm: Norm
+    norm: Join
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(3):
-            normed, _ = self.norm(x, None)
+            (normed,), _ = self.norm(x, None)
             x = self.packed_down(self.packed_up(normed)[:, :].flatten(1))
         return x
 
@@ -49,9 +50,8 @@ class Layers(NamedTuple):
 def layers() -> Layers:
     torch.manual_seed(0)
     up, down = torch.randn(INNER, HIDDEN), torch.randn(HIDDEN, INNER)
-    return Layers(
-        up, down, PackedLinear(up), PackedLinear(down), Norm(torch.ones(HIDDEN), None, 1e-5)
-    )
+    norm = Join(HIDDEN, [Norm(torch.ones(HIDDEN), None, 1e-5, False)])
+    return Layers(up, down, PackedLinear(up), PackedLinear(down), norm)
 
 
 def recorded(

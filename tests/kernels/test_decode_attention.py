@@ -10,16 +10,19 @@ import torch
 import torch.nn.functional as F
 
 from tests.combinations import pairwise
+from tests.kernels import test_rotary
 from tests.kernels.test_attention import DTYPES, FP8, NAN, TOLERANCE, Case, make
 from toolkit.kernels import reference
 
 
 @dataclass(frozen=True)
 class Fused:
-    """Options of `decode_attention` in addition to `Case`. rotary_size 0: no rotation."""
+    """Options of `decode_attention` in addition to `Case`, as of `test_rotary.Case`."""
 
     rotary_size: int = 0
-    normed: bool = False
+    norm: str = ""
+    q_table: bool = False
+    clip: float = 0.0
     unstored: tuple[int, ...] = ()
     ordered: bool = False
 
@@ -32,16 +35,11 @@ def check_fused(triton_attention, case: Case, fused: Fused, device: torch.device
     longest = max(context for _, context in case.lens)
     width = (case.heads + 2 * case.kv_heads) * case.head_size
     qkv = torch.randn(len(case.lens), width + 8).to(case.dtype).to(device)[:, :width]
-    angles = torch.rand(longest, fused.rotary_size // 2) * 6
-    options: dict[str, object] = {}
-    if fused.normed:
-        options = {
-            name: (torch.rand(case.head_size) + 0.5).to(case.dtype).to(device)
-            for name in ("q_weight", "k_weight")
-        }
-        options["eps"] = 1e-6
-    cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1).to(case.dtype).to(device)
-    positions = inputs.seq_lens - 1
+    sizes = (case.heads, case.kv_heads, case.head_size, fused.rotary_size)
+    transform = test_rotary.Case(
+        *sizes, fused.norm, fused.q_table, fused.clip, tokens=len(case.lens), dtype=case.dtype
+    )
+    options = test_rotary.head_options(transform, device)
     slots = []
     for request, (_, context) in enumerate(case.lens):
         block = inputs.block_table[request, (context - 1) // case.block_size].item()
@@ -52,8 +50,6 @@ def check_fused(triton_attention, case: Case, fused: Fused, device: torch.device
     expected_k, expected_v = inputs.k_cache.clone(), inputs.v_cache.clone()
     q = reference.qk_norm_rope_write(
         qkv,
-        positions,
-        cos_sin if fused.rotary_size else None,
         slot_mapping,
         expected_k,
         expected_v,
@@ -82,7 +78,6 @@ def check_fused(triton_attention, case: Case, fused: Fused, device: torch.device
         qkv,
         inputs.k_cache,
         inputs.v_cache,
-        positions,
         slot_mapping,
         inputs.query_start_loc,
         inputs.seq_lens,
@@ -90,7 +85,6 @@ def check_fused(triton_attention, case: Case, fused: Fused, device: torch.device
         order=order,
         num_heads=case.heads,
         max_seq_len=longest,
-        cos_sin=cos_sin if fused.rotary_size else None,
         **case.options,
         **options,
     )
@@ -109,33 +103,37 @@ SINGLES = ((1, 9), (1, 1), (1, 70), (1, 16), (1, 17))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sizes", "normed", "cached"),
-    pairwise(
-        DTYPES,
-        [(32, 32), (64, 0), (80, 80), (80, 32), (96, 48), (128, 128), (256, 64)],
-        [True, False],
-        [None, FP8],
-    ),
+    ("heads", "window", "cap", "sinks", "splits"),
+    pairwise([(3, 3), (14, 2), (16, 1), (20, 1)], [0, 1, 40], [0.0, 2.0], [False, True], [1, 2, 5]),
     ids=str,
 )
-def test_sizes_dtypes_and_norms(triton_attention, device, dtype, sizes, normed, cached):
-    head_size, rotary_size = sizes
-    case = Case(SINGLES, dtype=dtype, cached=cached, head_size=head_size)
-    check_fused(triton_attention, case, Fused(rotary_size, normed), device)
+def test_groups_windows_caps_sinks_and_splits(
+    triton_attention, device, monkeypatch, heads, window, cap, sinks, splits
+):
+    monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: splits)
+    case = Case(SINGLES, heads=heads[0], kv_heads=heads[1], window=window, cap=cap, sinks=sinks)
+    unstored = (0, 3) if splits == 1 else ()
+    check_fused(triton_attention, case, Fused(32, "rms", unstored=unstored), device)
 
 
 @pytest.mark.parametrize(
-    ("heads", "window", "cap", "splits"),
-    pairwise([(3, 3), (14, 2), (16, 1), (20, 1)], [0, 1, 40], [0.0, 2.0], [1, 2, 5]),
+    ("sizes", "norm", "q_table", "clip", "dtypes", "splits"),
+    pairwise(
+        [(64, 0), (80, 32), (96, 96), (128, 64), (256, 256)],
+        ["", *test_rotary.NORMS],
+        [False, True],
+        [0.0, 0.7],
+        [*((dtype, None) for dtype in DTYPES), (torch.float16, FP8), (torch.bfloat16, FP8)],
+        [1, 2],
+    ),
     ids=str,
 )
-def test_groups_windows_caps_and_splits(
-    triton_attention, device, monkeypatch, heads, window, cap, splits
+def test_every_transform_of_every_head_size(
+    triton_attention, device, monkeypatch, sizes, norm, q_table, clip, dtypes, splits
 ):
     monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: splits)
-    case = Case(SINGLES, heads=heads[0], kv_heads=heads[1], window=window, cap=cap)
-    unstored = (0, 3) if splits == 1 else ()
-    check_fused(triton_attention, case, Fused(32, normed=True, unstored=unstored), device)
+    case = Case(SINGLES[:3], head_size=sizes[0], dtype=dtypes[0], cached=dtypes[1])
+    check_fused(triton_attention, case, Fused(sizes[1], norm, q_table, clip), device)
 
 
 def test_requests_may_start_in_any_order(triton_attention, device, monkeypatch):
@@ -155,7 +153,6 @@ def test_programs_process_the_requests_in_the_order(triton_attention, device, mo
         torch.randn(3, (case.heads + 2 * case.kv_heads) * case.head_size, device=device),
         inputs.k_cache,
         inputs.v_cache,
-        inputs.seq_lens - 1,
         torch.tensor([0, 1, 2], device=device),
         inputs.query_start_loc,
         inputs.seq_lens,
@@ -177,7 +174,7 @@ def test_many_requests_of_many_lengths(triton_attention, device, monkeypatch, nu
     rng = random.Random(num_reqs)
     lens = tuple((1, rng.randint(1, 300)) for _ in range(num_reqs))
     case = Case(lens, heads=8, head_size=128, dtype=torch.bfloat16)
-    check_fused(triton_attention, case, Fused(128, normed=True, ordered=True), device)
+    check_fused(triton_attention, case, Fused(128, "rms", ordered=True), device)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -192,7 +189,6 @@ def test_padding_requests_write_nothing(triton_attention, device, monkeypatch, s
         qkv,
         inputs.k_cache,
         inputs.v_cache,
-        F.pad(inputs.seq_lens, (0, 2)),
         slots,
         torch.cat((inputs.query_start_loc, inputs.query_start_loc[-1:].repeat(2))),
         F.pad(inputs.seq_lens, (0, 2)),
@@ -208,7 +204,7 @@ def test_padding_requests_write_nothing(triton_attention, device, monkeypatch, s
             qkv[:, :-8],
             inputs.k_cache,
             inputs.v_cache,
-            *[inputs.seq_lens] * 5,
+            *[inputs.seq_lens] * 4,
             num_heads=4,
             max_seq_len=1,
             scale=1.0,

@@ -184,13 +184,17 @@ def test_products_of_any_size_and_dtype(fp8, device, dtype, sizes, tokens):
     check(fp8, Case(tokens, *sizes, dtype=dtype), device)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 20])
-@pytest.mark.parametrize("in_features", [256, 1100])
-@pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize(
-    ("activation", "gated"), [("silu", True), (None, True), ("gelu_tanh", False), ("gelu", False)]
+    ("end", "tokens", "in_features", "biased"),
+    pairwise(
+        [("silu", True), (None, True), ("gelu_tanh", False), ("gelu", False), ("relu2", False)],
+        [1, 3, 20],
+        [256, 1100],
+        [True, False],
+    ),
 )
-def test_bias_activation_and_gate(fp8, device, activation, gated, biased, in_features, tokens):
+def test_bias_activation_and_gate(fp8, device, end, biased, in_features, tokens):
+    activation, gated = end
     check(fp8, Case(tokens, 20, in_features, activation, gated, biased), device)
 
 

@@ -116,21 +116,24 @@ def test_tiles_split_over_warps(linears, device, gated, rows, parts, tokens, in_
     assert_close(out, reference.linear(**call))
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 20])
-@pytest.mark.parametrize("in_features", [256, 1100])
-@pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize(
-    ("activation", "gated"),
-    [
-        ("silu", True),
-        (None, True),
-        ("gelu_tanh", True),
-        ("gelu_tanh", False),
-        ("gelu", False),
-        ("relu", False),
-    ],
+    ("end", "tokens", "in_features", "biased"),
+    pairwise(
+        [
+            ("silu", True),
+            (None, True),
+            ("gelu_tanh", True),
+            ("gelu_tanh", False),
+            ("gelu", False),
+            ("relu", False),
+        ],
+        [1, 3, 20],
+        [256, 1100],
+        [True, False],
+    ),
 )
-def test_bias_activation_and_gate(linears, device, activation, gated, biased, in_features, tokens):
+def test_bias_activation_and_gate(linears, device, end, biased, in_features, tokens):
+    activation, gated = end
     check(linears, Case(tokens, 20, in_features, activation, gated, biased), device)
 
 
@@ -155,11 +158,13 @@ def check_norm(linears, device, dtype, tokens, hidden, in_features, tile=None) -
     call = make(Case(tokens, hidden, in_features, biased=True, dtype=dtype), device)
     x, weight, bias = call["x"], call["weight"], call["bias"]
     residual = (3 * torch.randn(tokens, hidden, device=device)).to(dtype)
-    norm_weight = (torch.rand(hidden, device=device) + 0.5).to(dtype)
+    # As Gemma's, in fp32 while the rows are not.
+    norm_weight = torch.rand(hidden, device=device) + 0.5
     following = make(Case(tokens, 70, hidden, "silu", gated=True, biased=True, dtype=dtype), device)
     del following["x"]
     y = reference.linear(x, weight, bias)
-    expected, total = reference.add_rms_norm(y, residual, norm_weight, 1e-5)
+    rms = reference.Norm(norm_weight, None, 1e-5, False)
+    (expected,), total = reference.join(y, residual.clone(), [rms])
     square_sums = torch.zeros(tokens, dtype=torch.float64, device=device)
     if tile is None:
         unscaled = linears.add_norm(x, weight, residual, norm_weight, 1e-5, square_sums, bias)
@@ -320,18 +325,19 @@ def test_real_sizes(linears, device, case, tokens):
 @pytest.mark.parametrize("tokens", [1, 8, 64])
 def test_kernels_of_a_captured_chain_wait_for_their_inputs(linears, device, tokens):
     """In a graph, each kernel starts before the one ahead of it has ended."""
-    from toolkit.kernels.triton.norm import add_rms_norm
+    from toolkit.kernels.triton.norm import join
 
     torch.manual_seed(0)
     weights = (torch.randn(24, 1024, 1024, device=device) / 32).bfloat16()
     gates = (torch.randn(2048, 1024, device=device) / 32).bfloat16()
-    scale = torch.ones(1024, device=device, dtype=torch.bfloat16)
+    weight = torch.ones(1024, device=device, dtype=torch.bfloat16)
+    rms = reference.Norm(weight, None, 1e-5, False)
     first = torch.randn(tokens, 1024, device=device, dtype=torch.bfloat16)
 
     def chain(product) -> Tensor:
         x, residual = first.clone(), None
         for weight in weights:
-            x, residual = add_rms_norm(x, residual, scale, 1e-5)
+            (x,), residual = join(x, residual, [rms])
             x = product(product(x, weight), weight)
             x = product(product(x, gates, None, "silu", True), weight)
         return x

@@ -1,19 +1,18 @@
-"""Fused sums and norms: the reference against PyTorch, Triton against the reference."""
+"""Norms and residual sums: the reference against PyTorch in fp64, Triton against the reference."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from tests.kernels.joins import EPS, JOINS, Join, make_join
 from toolkit.kernels import reference
+from toolkit.kernels.reference import Norm
 
-EPS = 1e-5
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # Relative: one or two units in the last place.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 2e-2}
-NAN = float("nan")
+TOLERANCE = {FP32: 1e-5, FP16: 1e-3, BF16: 2e-2}
 
 
 @pytest.fixture(scope="session")
@@ -23,77 +22,98 @@ def norm(triton):
     return norm
 
 
-def rows(
-    num_tokens: int, size: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, ...]:
-    """Return x, residual, weight, bias. Mean and variance of x are far from 0 and 1."""
-    torch.manual_seed(num_tokens * size)
-    x, residual = (3 * torch.randn(2, num_tokens, size) + 1).to(dtype).to(device)
-    weight, bias = torch.randn(2, size).to(dtype).to(device)
-    return x, residual, weight, bias
+def exact_norm(x: Tensor, norm: Norm) -> Tensor:
+    x = x.double()
+    if norm.is_centered:
+        x = x - x.mean(-1, keepdim=True)
+    y = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.weight.double()
+    return y if norm.bias is None else y + norm.bias.double()
 
 
-def apply(
-    module, kind: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, **options
-):
-    if kind == "rms":
-        return module.add_rms_norm(x, residual, weight, EPS, **options)
-    return module.add_layer_norm(x, residual, weight, bias, EPS, **options)
+@pytest.mark.parametrize("join", JOINS, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_reference_equals_pytorch(join, dtype):
+    (x, residual, norms), options = make_join(join, 5, 48, dtype, torch.device("cpu"), 1)
+    before = None if residual is None else residual.clone()
+    found, total = reference.join(x, residual, norms, **options)
+    expected = x.double()
+    if before is None:
+        assert total is x
+    else:
+        assert total is residual
+        expected = expected if not join.other else expected + options["other"].double()
+        expected = exact_norm(expected, options["post"]) if join.post else expected
+        expected = before.double() + join.scale * expected
+        torch.testing.assert_close(total.double(), expected, rtol=TOLERANCE[dtype], atol=1e-5)
+    for normed, one in zip(found, norms, strict=True):
+        assert normed.dtype == dtype
+        torch.testing.assert_close(
+            normed.double(), exact_norm(total, one), rtol=TOLERANCE[dtype], atol=1e-5
+        )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_reference_equals_pytorch(dtype):
-    x, residual, weight, bias = rows(5, 48, dtype, torch.device("cpu"))
-    normed, total = reference.add_rms_norm(x, residual, weight, EPS)
-    torch.testing.assert_close(total, x + residual, rtol=0, atol=0)
-    expected = F.rms_norm(total.float(), (48,), weight.float(), EPS).to(dtype)
-    torch.testing.assert_close(normed, expected, rtol=TOLERANCE[dtype], atol=1e-5)
-    normed, total = reference.add_layer_norm(x, None, weight, bias, EPS)
-    assert total is x
-    expected = F.layer_norm(x.float(), (48,), weight.float(), bias.float(), EPS).to(dtype)
-    torch.testing.assert_close(normed, expected, rtol=TOLERANCE[dtype], atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("with_residual", [True, False])
+@pytest.mark.parametrize("join", JOINS, ids=str)
 @pytest.mark.parametrize(
-    ("num_tokens", "size"), [(1, 1), (3, 7), (1, 768), (2, 1000), (1, 4096), (2, 16384)]
+    ("num_tokens", "size", "dtype"),
+    [
+        (1, 1, FP16),
+        (3, 7, FP32),
+        (1, 768, BF16),
+        (2, 1000, FP16),
+        (2, 16384, FP32),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_triton_equals_reference(norm, device, dtype, num_tokens, size, with_residual, kind):
-    x, residual, weight, bias = rows(num_tokens, size, dtype, device)
-    given = residual if with_residual else None
-    expected, expected_total = apply(reference, kind, x, given, weight, bias)
-    before = x.clone()
-    normed, total = apply(norm, kind, x, given, weight, bias)
-    torch.testing.assert_close(normed, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    truncates = device.type == "cpu" and dtype == torch.bfloat16  # the interpreter's cast to bf16
-    torch.testing.assert_close(total, expected_total, rtol=2**-7 if truncates else 0, atol=0)
+def test_triton_equals_reference(norm, device, num_tokens, size, dtype, join):
+    (x, residual, norms), options = make_join(join, num_tokens, size, dtype, device, 1)
+    own, before = None if residual is None else residual.clone(), x.clone()
+    expected, expected_total = reference.join(x, residual, norms, **options)
+    found, total = norm.join(x, own, norms, **options)
+    assert len(found) == len(expected)
+    for normed, one in zip(found, expected, strict=True):
+        torch.testing.assert_close(normed, one, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    # A plain sum is exact, but the interpreter's cast to bf16 truncates.
+    truncates = device.type == "cpu" and dtype == BF16
+    is_exact = join == Join(join.residual, join.norms) and not truncates
+    tolerance = 0 if is_exact else TOLERANCE[dtype]
+    torch.testing.assert_close(total, expected_total, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(x, before, rtol=0, atol=0)
-    assert total is (residual if with_residual else x)
-
-
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_a_given_output_is_filled(norm, device, kind):
-    x, residual, weight, bias = rows(4, 100, torch.bfloat16, device)
-    expected, _ = apply(reference, kind, x, residual, weight, bias)
-    out = torch.full_like(x, NAN)
-    normed, _ = apply(norm, kind, x, residual, weight, bias, out=out)
-    assert normed is out
-    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    assert total is (own if join.residual else x)
 
 
 def test_variance_is_exact_with_a_large_mean(norm, device):
     x = torch.randn(2, 512, device=device) + 1000
-    weight, bias = torch.ones(512, device=device), torch.zeros(512, device=device)
-    normed, _ = norm.add_layer_norm(x, None, weight, bias, EPS)
-    expected = F.layer_norm(x.double(), (512,)).float()
+    layer = Norm(torch.ones(512, device=device), None, EPS, True)
+    (normed,), _ = norm.join(x, None, [layer])
+    expected = torch.nn.functional.layer_norm(x.double(), (512,)).float()
     torch.testing.assert_close(normed, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("size", "dtype", "is_wide"), [(1, FP32, True), (100, BF16, True), (1024, FP16, False)], ids=str
+)
+def test_rows_are_normed_in_place(norm, device, size, dtype, is_wide):
+    torch.manual_seed(size)
+    rows = (3 * torch.randn(5, 3 * size, device=device) + 1).to(dtype)
+    weight = torch.randn(size, device=device).to(torch.float32 if is_wide else dtype)
+    parts = [rows.clone() for _ in range(3)]
+    for part, apply in zip(parts[:2], (norm.rms_norm_rows, reference.rms_norm_rows), strict=True):
+        apply(part[:, size : 2 * size], weight, EPS)
+    exact = exact_norm(rows[:, size : 2 * size], Norm(weight, None, EPS, False))
+    parts[2][:, size : 2 * size] = exact.to(dtype)
+    for part in parts[:2]:
+        torch.testing.assert_close(part, parts[2], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
 def test_unsupported_inputs_are_errors(norm):
-    weight = torch.ones(8)
+    rms = Norm(torch.ones(8), None, EPS, False)
     with pytest.raises(ValueError, match="contiguous"):
-        norm.add_rms_norm(torch.ones(2, 16)[:, :8], None, weight, EPS)
+        norm.join(torch.ones(2, 16)[:, :8], None, [rms])
     with pytest.raises(ValueError, match="longer than"):
-        norm.add_rms_norm(torch.ones(1, norm.MAX_SIZE + 1), None, weight, EPS)
+        norm.join(torch.ones(1, norm.MAX_SIZE + 1), None, [rms])
+    with pytest.raises(ValueError, match="need a residual"):
+        norm.join(torch.ones(1, 8), None, [rms], scale=2.0)
+    with pytest.raises(ValueError, match="each row must be contiguous"):
+        norm.rms_norm_rows(torch.ones(8, 8).T, rms.weight, EPS)
+    with pytest.raises(ValueError, match="longer than"):
+        norm.rms_norm_rows(torch.ones(1, norm.MAX_SIZE + 1), rms.weight, EPS)

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from tests.combinations import pairwise
 from toolkit.kernels import reference
+from toolkit.kernels.reference import HeadNorm
 
 NAN = float("nan")
-EPS = 1e-6
+EPS = 0.1  # so large that leaving it out shows
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FP8 = torch.float8_e4m3fn
+NORMS = ["rms fp32", "centered", "rms last", "centered fp32 per-head", "centered last per-head"]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
@@ -25,20 +27,45 @@ class Case:
     kv_heads: int = 2
     head_size: int = 32
     rotary_size: int = 32  # 0: no rotation
-    normed: bool = False
+    norm: str = ""  # words of `head_options`; "": none
+    q_table: bool = False
+    clip: float = 0.0
     tokens: int = 5
     block_size: int = 4
     dtype: torch.dtype = torch.float32
     cached: torch.dtype | None = None  # None: dtype
-    position_dtype: torch.dtype = torch.int64
     heads_first: bool = False
+
+
+def head_options(case: Case, device: torch.device) -> dict[str, object]:
+    """Return random arguments of the transform.
+
+    The norm is RMS norm unless it is `centered`. It may be `last`, and its weights of each head
+    (`per-head`) or in `fp32`."""
+    angles = 6 * torch.rand(2, case.tokens, case.rotary_size // 2)
+    tables = torch.stack((angles.cos(), angles.sin()), dim=2).to(case.dtype).to(device)
+    per_head = "per-head" in case.norm
+    weight_dtype = torch.float32 if "fp32" in case.norm else case.dtype
+    q_weight = torch.rand(case.heads if per_head else 1, case.head_size) + 0.5
+    k_weight = torch.rand(case.kv_heads if per_head else 1, case.head_size) - 1.5
+    norm = HeadNorm(
+        q_weight.to(weight_dtype).to(device),
+        k_weight.to(weight_dtype).to(device),
+        EPS,
+        is_centered="centered" in case.norm,
+        is_last="last" in case.norm,
+    )
+    return {
+        "cos_sin": tables[0] if case.rotary_size else None,
+        "q_cos_sin": tables[1] if case.rotary_size and case.q_table else None,
+        "norm": norm if case.norm else None,
+        "clip": case.clip,
+    }
 
 
 @dataclass
 class Inputs:
     qkv: Tensor
-    positions: Tensor
-    cos_sin: Tensor | None
     slots: Tensor
     cache: Tensor  # [2, blocks, block_size, kv_heads, head_size]
     options: dict[str, object]
@@ -46,9 +73,7 @@ class Inputs:
     def run(self, module) -> tuple[Tensor, Tensor]:
         """Return queries and the cache."""
         cache = self.cache.clone(memory_format=torch.preserve_format)
-        q = module.qk_norm_rope_write(
-            self.qkv, self.positions, self.cos_sin, self.slots, cache[0], cache[1], **self.options
-        )
+        q = module.qk_norm_rope_write(self.qkv, self.slots, cache[0], cache[1], **self.options)
         return q, cache
 
 
@@ -56,9 +81,6 @@ def make(case: Case, device: torch.device) -> Inputs:
     """Return random inputs. Slots are shuffled, some tokens have none, and unused slots are NaN."""
     torch.manual_seed(0)
     width = (case.heads + 2 * case.kv_heads) * case.head_size
-    positions = torch.randint(0, 50, (case.tokens,), dtype=case.position_dtype)
-    angles = torch.rand(50, case.rotary_size // 2) * 6
-    cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1).to(case.dtype).to(device)
     num_blocks = 2 + -(-case.tokens // case.block_size)
     cache = torch.full((2, num_blocks, case.block_size, case.kv_heads, case.head_size), NAN)
     cache = cache.to(case.cached or case.dtype)
@@ -66,22 +88,12 @@ def make(case: Case, device: torch.device) -> Inputs:
         cache = cache.transpose(2, 3).contiguous().transpose(2, 3)
     slots = torch.randperm(num_blocks * case.block_size)[: case.tokens]
     slots[case.tokens // 2 :: 3] = -1
-    weights = {
-        "q_weight": torch.rand(case.head_size) + 0.5,
-        "k_weight": torch.rand(case.head_size) - 1.5,
-    }
-    options: dict[str, object] = {"num_heads": case.heads, "num_kv_heads": case.kv_heads}
-    if case.normed:
-        options |= {name: weight.to(case.dtype).to(device) for name, weight in weights.items()} | {
-            "eps": EPS
-        }
+    heads = {"num_heads": case.heads, "num_kv_heads": case.kv_heads}
     return Inputs(
         qkv=(2 * torch.randn(case.tokens, width + 8)).to(case.dtype).to(device)[:, :width],
-        positions=positions.to(device),
-        cos_sin=cos_sin if case.rotary_size else None,
         slots=slots.to(device),
         cache=cache.to(device),
-        options=options,
+        options=heads | head_options(case, device),
     )
 
 
@@ -111,47 +123,49 @@ def check(rotary, case: Case, device: torch.device) -> None:
     torch.testing.assert_close(inputs.qkv, before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("rotary_size", [32, 16, 0])
-@pytest.mark.parametrize("normed", [True, False])
-def test_reference_equals_transformers(rotary_size, normed):
+@pytest.mark.parametrize(
+    ("rotary_size", "norm", "q_table", "clip"),
+    pairwise(
+        [32, 16, 0],
+        ["", *NORMS],
+        [False, True],
+        [0.0, 0.7],
+    ),
+    ids=str,
+)
+def test_reference_equals_transformers(rotary_size, norm, q_table, clip):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    case = Case(rotary_size=rotary_size, normed=normed)
+    case = Case(rotary_size=rotary_size, norm=norm, q_table=q_table, clip=clip)
     inputs = make(case, torch.device("cpu"))
     q, cache = inputs.run(reference)
-    heads = inputs.qkv.view(case.tokens, -1, case.head_size)
-    expected_q, k, v = heads[:, :4].clone(), heads[:, 4:6].clone(), heads[:, 6:]
-    if normed:
-        expected_q = F.rms_norm(expected_q, (32,), inputs.options["q_weight"], EPS)
-        k = F.rms_norm(k, (32,), inputs.options["k_weight"], EPS)
+    heads = inputs.qkv.view(case.tokens, -1, case.head_size).clone()
+    if clip:
+        heads = heads.where(heads.abs() < clip, clip * heads.sign())
+    both, v = [heads[:, :4], heads[:, 4:6]], heads[:, 6:]
+
+    def normed() -> list[Tensor]:
+        of = F.layer_norm if "centered" in norm else F.rms_norm
+        weights = inputs.options["norm"].q_weight, inputs.options["norm"].k_weight
+        return [of(x, (32,), eps=EPS) * weight for x, weight in zip(both, weights, strict=True)]
+
+    if norm and "last" not in norm:
+        both = normed()
     if rotary_size:
-        cos, sin = (x.repeat(1, 2) for x in inputs.cos_sin[inputs.positions].unbind(1))
-        rotated = apply_rotary_pos_emb(
-            expected_q[..., :rotary_size], k[..., :rotary_size], cos, sin, unsqueeze_dim=1
-        )
-        expected_q[..., :rotary_size], k[..., :rotary_size] = rotated
+        tables = [inputs.options["cos_sin"]] * 2
+        if q_table:
+            tables[0] = inputs.options["q_cos_sin"]
+        for x, table in zip(both, tables, strict=True):
+            cos, sin = (part.repeat(1, 2) for part in table.unbind(1))
+            part = x[..., :rotary_size].clone()
+            x[..., :rotary_size] = apply_rotary_pos_emb(part, part, cos, sin, unsqueeze_dim=1)[0]
+    if "last" in norm:
+        both = normed()
+    expected_q, k = both
     torch.testing.assert_close(q, expected_q)
     expected = inputs.cache.clone()
     reference.write_kv(k, v, expected[0], expected[1], inputs.slots)
     torch.testing.assert_close(cache, expected, equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "sizes", "normed"),
-    pairwise(
-        DTYPES,
-        [(32, 32), (64, 0), (80, 80), (80, 32), (96, 96), (128, 64), (256, 256)],
-        [True, False],
-    ),
-    ids=str,
-)
-def test_heads_of_any_size_rotated_fully_or_partly(rotary, device, dtype, sizes, normed):
-    head_size, rotary_size = sizes
-    check(
-        rotary,
-        Case(head_size=head_size, rotary_size=rotary_size, normed=normed, dtype=dtype),
-        device,
-    )
 
 
 @pytest.mark.parametrize(
@@ -168,29 +182,26 @@ def test_every_head_grouping(rotary, device, tokens, heads, rotary_size):
     )
 
 
+@pytest.mark.parametrize(
+    ("sizes", "norm", "q_table", "clip", "dtypes"),
+    pairwise(
+        [(64, 0), (80, 32), (96, 96), (128, 64), (256, 256)],
+        ["", *NORMS],
+        [False, True],
+        [0.0, 0.7],
+        [*((dtype, None) for dtype in DTYPES), (torch.float16, FP8), (torch.bfloat16, FP8)],
+    ),
+    ids=str,
+)
+def test_every_transform_of_every_head_size(rotary, device, sizes, norm, q_table, clip, dtypes):
+    dtype, cached = dtypes
+    check(rotary, Case(3, 3, *sizes, norm, q_table, clip, dtype=dtype, cached=cached), device)
+
+
 @pytest.mark.parametrize("heads_first", [True, False])
 @pytest.mark.parametrize("block_size", [1, 7, 16])
 def test_every_cache_layout(rotary, device, block_size, heads_first):
-    check(rotary, Case(block_size=block_size, heads_first=heads_first, normed=True), device)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "sizes", "normed"),
-    [
-        (torch.float32, (32, 32), True),
-        (torch.float16, (64, 0), False),
-        (torch.bfloat16, (80, 32), True),
-        (torch.bfloat16, (128, 128), False),
-    ],
-    ids=str,
-)
-def test_caches_in_fp8(rotary, device, dtype, sizes, normed):
-    head_size, rotary_size = sizes
-    check(
-        rotary,
-        Case(head_size=head_size, rotary_size=rotary_size, normed=normed, dtype=dtype, cached=FP8),
-        device,
-    )
+    check(rotary, Case(block_size=block_size, heads_first=heads_first, norm="rms"), device)
 
 
 def test_fp8_caches_saturate(rotary, device):
@@ -204,22 +215,14 @@ def test_fp8_caches_saturate(rotary, device):
     assert q.abs().max() > 1e4
 
 
-def test_positions_may_be_int32(rotary, device):
-    check(rotary, Case(position_dtype=torch.int32), device)
-
-
 def test_programs_may_process_several_tokens(rotary, device, monkeypatch):
     monkeypatch.setattr(rotary, "PROGRAMS", 4)
-    check(rotary, Case(tokens=37, normed=True), device)
+    check(rotary, Case(tokens=37, norm="rms"), device)
     check(rotary, Case(tokens=37, heads=5, kv_heads=5, rotary_size=0), device)
 
 
 def test_empty_inputs_write_nothing(rotary, device):
-    inputs = make(Case(), device)
-    empty = replace(
-        inputs, qkv=inputs.qkv[:0], positions=inputs.positions[:0], slots=inputs.slots[:0]
-    )
-    q, cache = empty.run(rotary)
+    q, cache = make(Case(tokens=0), device).run(rotary)
     assert q.shape == (0, 4, 32)
     assert cache.isnan().all()
 
@@ -238,3 +241,12 @@ def test_unsupported_inputs_are_errors(rotary):
         replace(inputs, cache=inputs.cache.half()).run(rotary)
     with pytest.raises(ValueError, match="contiguous"):
         replace(inputs, qkv=inputs.qkv.T.contiguous().T).run(rotary)
+    table, weight = torch.zeros(4, 2, 16), torch.ones(2, 32)
+    for options, message in (
+        ({"cos_sin": table}, "angles of 5 tokens"),
+        ({"q_cos_sin": table[:, :, :8]}, "angles of 5 tokens"),
+        ({"cos_sin": None, "q_cos_sin": inputs.options["cos_sin"]}, "only if keys are"),
+        ({"norm": HeadNorm(weight, weight, EPS)}, "for one head or 4 and 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(inputs, options=inputs.options | options).run(rotary)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import sys
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -26,10 +28,21 @@ def kernels() -> Kernels:
 
 def test_every_member_is_callable_or_a_limit(kernels):
     members = dict(vars(kernels))
-    assert members.pop("row_classes")[-1] == kernels.linear.__globals__["MAX_TOKENS"]
+    assert members.pop("row_classes")[-1] == kernels.product_add_norm.__globals__["MAX_TOKENS"]
     limits = {name for name in members if re.match(r"(min|max)_", name)}
     assert {type(members[name]) for name in limits} == {int}
     assert all(callable(members[name]) for name in members.keys() - limits)
+
+
+def test_every_member_is_typed(kernels):
+    """mypy takes the members' types from the functions that they are."""
+    for name, member in vars(kernels).items():
+        if isinstance(member, FunctionType):
+            function = inspect.unwrap(member)  # of a context manager
+            kinds = [one.annotation for one in inspect.signature(function).parameters.values()]
+            kinds.append(inspect.signature(function).return_annotation)
+            assert inspect.Parameter.empty not in kinds, name
+            assert not any("Any" in str(kind) for kind in kinds), name
 
 
 def test_every_member_is_used(kernels):
@@ -47,7 +60,7 @@ def test_without_triton_there_are_no_kernels(monkeypatch):
 
 
 def triton_imports(node: ast.AST) -> list[str]:
-    """Return the modules of `kernels.triton` and `kernels.cublas` that a module imports to run."""
+    """Return the modules of `kernels` for GPUs that a module imports to run."""
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         return []
     names = []
@@ -55,7 +68,9 @@ def triton_imports(node: ast.AST) -> list[str]:
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
         names = [f"{node.module}.{alias.name}" for alias in node.names]
-    found = [one for one in names if re.match(r"toolkit\.kernels\.(triton|cublas)\b", one)]
+    found = [
+        one for one in names if re.match(r"toolkit\.kernels\.(triton|cublas|products|sums)\b", one)
+    ]
     return found + [one for child in ast.iter_child_nodes(node) for one in triton_imports(child)]
 
 

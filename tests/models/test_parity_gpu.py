@@ -1,25 +1,28 @@
 """Parity with Transformers on a GPU: `make test-gpu`.
 
-In fp32 all tokens equal Transformers'. In 16 bits, correct engines may choose differently between
-two tokens that are almost equally likely, and then diverge. So each of our tokens is checked with
-an fp32 Transformers forward over our own sequence: it must be the likeliest token there, within a
-tolerance measured from Transformers' own error in that type.
+Correct engines may choose differently between two tokens that are almost equally likely, and then
+diverge. So each of our tokens is checked with an fp32 Transformers forward over our own sequence:
+it must be the likeliest token there, within a tolerance: in 16 bits, Transformers' own error.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests import checkpoints
-from tests.checkpoints import NEW_TOKENS, POSITIONS, VOCAB
+from tests.checkpoints import NEW_TOKENS, VOCAB, generate
+from tests.models.architectures import ARCHITECTURES, OVERFLOWS_FP16, POSITIONS
+from tests.models.conftest import SMALL_POOL, Case
 from tests.models.test_stress import random_request
-from toolkit import LLM, SamplingParams
-from toolkit.errors import CheckpointError, OutOfMemoryError
+from toolkit import LLM
+from toolkit.errors import CheckpointError, ConfigError, OutOfMemoryError
 from toolkit.hardware import memory
 from toolkit.hardware.graph_capture import captured, empty_cache
 from toolkit.kernels import cublas
@@ -29,106 +32,94 @@ from toolkit.worker.warm_up import WarmUp
 
 pytestmark = pytest.mark.gpu
 
-FEW = ("gpt2", "llama3-gqa", "llama31-rope", "mistral-window", "qwen2-tied-some-windows", "qwen3")
-"""Models for tests that do not depend on the architecture."""
-
-MODES: dict[str, dict] = {
-    "ragged": {},
+MODES_OF_FEW: dict[str, dict] = {
     "no-overlap": {"async_scheduling": False},
     "no-graphs": {"enforce_eager": True},
     "neither": {"async_scheduling": False, "enforce_eager": True},
-    "reference-attention": {"attention_backend": "torch"},
     "chunked": {"max_num_batched_tokens": 7, "block_size": 4},
-    "recompute": {
-        "num_gpu_blocks_override": 44,
-        "block_size": 4,
-        "swap_space": 0.0,
-        "enable_prefix_caching": False,
-    },
-    "swap": {
-        "num_gpu_blocks_override": 44,
-        "block_size": 4,
-        "swap_space": 0.01,
-        "enable_prefix_caching": False,
-    },
+    "recompute": SMALL_POOL | {"swap_space": 0.0},
+    "swap": SMALL_POOL | {"swap_space": 0.01},
 }
+SIZES = {"kv_cache_memory": 0.05, "max_num_seqs": 16}
+
+
+class Noise:
+    """The largest error of Transformers' log-probabilities, by type."""
+
+    def __init__(self, case: Case, prompts: list[list[int]] | None = None) -> None:
+        self._case, self._prompts = case, prompts or case.prompts
+        self._known = {"float32": 1e-4}
+
+    def __getitem__(self, dtype: str) -> float:
+        """Return the error over the prompts and as many random tokens as are generated."""
+        if dtype not in self._known:
+            rng, errors = random.Random(dtype), []
+            rounded = copy.deepcopy(self._case.model).to("cuda", getattr(torch, dtype))
+            for prompt in self._prompts:
+                sequence = prompt + [rng.randrange(VOCAB) for _ in range(NEW_TOKENS)]
+                theirs = checkpoints.logits(rounded, sequence).float().log_softmax(-1).cpu()
+                exact = self._case.logits(sequence).log_softmax(-1)
+                errors.append(float((theirs - exact).abs().max()))
+            self._known[dtype] = max(errors)
+        return self._known[dtype]
+
+    def tolerance(self, dtype: str) -> float:
+        """Return how much less likely a right choice may be than the likeliest token.
+
+        In 16 bits: two tokens, each with twice Transformers' error."""
+        return self[dtype] * (1 if dtype == "float32" else 4)
 
 
 @pytest.fixture(scope="module")
-def noise(case):
-    """Return the largest error of Transformers' log-probabilities over the prompts, by type."""
-    name, _, model, prompts, expected = case
-    sequences = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
-    exact = [checkpoints.logits(model, s).log_softmax(-1) for s in sequences]
-    found = {"float32": 1e-4}
-    for dtype in (torch.float16, torch.bfloat16):
-        rounded = checkpoints.make_reference(name).to("cuda", dtype)
-        with torch.no_grad():
-            theirs = [
-                rounded(torch.tensor([s], device="cuda")).logits[0].float().log_softmax(-1).cpu()
-                for s in sequences
-            ]
-        found[str(dtype).removeprefix("torch.")] = max(
-            float((a - b).abs().max()) for a, b in zip(theirs, exact, strict=True)
-        )
-    return found
+def noise(case: Case) -> Noise:
+    return Noise(case)
 
 
-def run(llm: LLM, prompts: list[list[int]], **params: object):
-    settings = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, **params)
-    return llm.generate([{"prompt_token_ids": p} for p in prompts], settings, use_tqdm=False)
-
-
-def check(results, model, expected, dtype: str, noise: dict[str, float]) -> None:
-    """Check that every answer has the requested length, and that every token is a right choice."""
-    for result, tokens in zip(results, expected, strict=True):
-        for answer in result.outputs:
-            ours = list(answer.token_ids)
-            assert len(ours) == NEW_TOKENS
-            if dtype == "float32":
-                assert ours == tokens
-                continue
-            reference = checkpoints.logits(model, result.prompt_token_ids + ours).log_softmax(-1)
-            at = reference[len(result.prompt_token_ids) - 1 : -1]
-            behind = at.max(-1).values - at.gather(-1, torch.tensor(ours)[:, None])[:, 0]
-            # Two tokens, each with twice Transformers' error.
-            assert float(behind.max()) < 4 * noise[dtype]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_greedy_tokens_in_fp32_equal_transformers(case, mode):
-    name, folder, model, prompts, expected = case
-    if mode != "ragged" and name not in FEW:
-        pytest.skip("covered by other architectures")
-    llm = LLM(str(folder), dtype="float32", kv_cache_memory=0.05, max_num_seqs=16, **MODES[mode])
-    check(run(llm, prompts), model, expected, "float32", {})
+def check(case: Case, noise: Noise, dtype: str, settings: dict) -> None:
+    if dtype == "float16" and case.name in OVERFLOWS_FP16:
+        pytest.skip("overflows in fp16")
+    llm = case.engine(dtype=dtype, **SIZES, **settings)
+    case.assert_greedy(generate(llm, case.prompts), noise.tolerance(dtype))
     assert llm._core.scheduler.pool.usage == 0
+    llm.shutdown()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("mode", ["ragged", "neither", "chunked", "swap"])
-def test_tokens_in_16_bits_are_right_choices(case, noise, mode, dtype):
-    name, folder, model, prompts, expected = case
-    if mode != "ragged" and name not in FEW:
-        pytest.skip("covered by other architectures")
-    llm = LLM(str(folder), dtype=dtype, kv_cache_memory=0.05, max_num_seqs=16, **MODES[mode])
-    check(run(llm, prompts), model, expected, dtype, noise)
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        ("float32", "auto"),
+        ("float16", "auto"),
+        ("bfloat16", "auto"),
+        ("float32", "torch"),
+        ("bfloat16", "flash"),
+    ],
+)
+def test_greedy_tokens_are_right_choices(case, noise, dtype, backend):
+    try:
+        check(case, noise, dtype, {"attention_backend": backend})
+    except ConfigError as error:
+        if backend != "flash" or error.param != "attention_backend":
+            raise
+        pytest.skip(error.message)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_prefix_cache_hits_parallel_answers_and_prompt_logprobs(case, noise, dtype):
-    name, folder, model, prompts, expected = case
-    if name not in FEW:
-        pytest.skip("covered by other architectures")
-    llm = LLM(
-        str(folder), dtype=dtype, kv_cache_memory=0.05, max_num_seqs=32, max_num_batched_tokens=40
-    )
-    check(run(llm, prompts, n=2), model, expected, dtype, noise)
-    again = run(llm, prompts)
-    assert [r.num_cached_tokens for r in again] == [(len(p) - 1) // 16 * 16 for p in prompts]
-    check(again, model, expected, dtype, noise)
-    for result, prompt in zip(run(llm, prompts, prompt_logprobs=1), prompts, strict=True):
-        reference = checkpoints.logits(model, prompt).log_softmax(-1)
+@pytest.mark.parametrize("mode", MODES_OF_FEW)
+def test_tokens_of_a_few_are_right_choices_in_more_modes(few, mode, dtype):
+    check(few, Noise(few), dtype, MODES_OF_FEW[mode])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_prefix_cache_hits_parallel_answers_and_prompt_logprobs(few, dtype):
+    noise = Noise(few)
+    llm = few.engine(dtype=dtype, kv_cache_memory=0.05, max_num_seqs=32, max_num_batched_tokens=40)
+    few.assert_greedy(generate(llm, few.prompts, n=2), noise.tolerance(dtype))
+    again = generate(llm, few.prompts)
+    assert [r.num_cached_tokens for r in again] == [(len(p) - 1) // 16 * 16 for p in few.prompts]
+    few.assert_greedy(again, noise.tolerance(dtype))
+    for result in generate(llm, few.prompts, prompt_logprobs=1):
+        prompt = result.prompt_token_ids
+        reference = few.logits(prompt).log_softmax(-1)
         for index, position in enumerate(result.prompt_logprobs[1:]):
             token = prompt[index + 1]
             assert position[token].logprob == pytest.approx(
@@ -193,7 +184,8 @@ def test_kernels_compile_while_weights_are_read(checkpoint, monkeypatch):
     llm = LLM(folder, dtype="float32", gpu_memory_utilization=0.2, max_num_seqs=8)
     monkeypatch.undo()
     usual = LLM(folder, dtype="float32", num_gpu_blocks_override=64, max_num_seqs=8)
-    assert run(llm, prompts)[0].outputs[0].token_ids == run(usual, prompts)[0].outputs[0].token_ids
+    [ours], [expected] = generate(llm, prompts), generate(usual, prompts)
+    assert ours.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 @pytest.mark.alone
@@ -263,7 +255,7 @@ def test_shutdown_frees_the_memory(checkpoint):
         gc.disable()  # shutdown must not rely on the garbage collector
         try:
             llm = LLM(str(checkpoint(name)), **settings)
-            run(llm, [[1, 2, 3]] * 9)
+            generate(llm, [[1, 2, 3]] * 9)
             assert torch.cuda.mem_get_info()[0] < before - 2**30
             llm.shutdown()
         finally:
@@ -350,23 +342,10 @@ def test_engine_starts_while_another_is_garbage(checkpoint):
     llm.shutdown()
 
 
-def greatest_error(model, rounded, prompts: list[list[int]]) -> float:
-    """Return the largest error of `rounded`'s log-probabilities, over prompts and greedy tokens."""
-    errors = []
-    for prompt in prompts:
-        sequence = prompt + checkpoints.greedy(model, prompt, NEW_TOKENS)
-        with torch.no_grad():
-            theirs = (
-                rounded(torch.tensor([sequence], device="cuda"))
-                .logits[0]
-                .float()
-                .log_softmax(-1)
-                .cpu()
-            )
-        errors.append(
-            float((theirs - checkpoints.logits(model, sequence).log_softmax(-1)).abs().max())
-        )
-    return max(errors)
+def wide_case(folder: Path, family: str, **sizes: int) -> Case:
+    """Return a case of a model like llama3-gqa with other sizes."""
+    model = checkpoints.make_model(family, ARCHITECTURES["llama3-gqa"][1] | sizes)
+    return Case("wide", checkpoints.save(model, folder), model)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -380,29 +359,17 @@ def test_head_size_128(tmp_path, monkeypatch, budget, dtype):
     monkeypatch.setattr(
         attention, "_prefill_on_hopper", lambda *args: steps.append(1) or prefill(*args)
     )
-    sizes = {"head_dim": 128, "max_position_embeddings": 512}
-    settings = checkpoints.ARCHITECTURES["llama3-gqa"][1] | sizes
-    monkeypatch.setitem(checkpoints.ARCHITECTURES, "wide", ("Qwen3", settings))
-    model = checkpoints.make_reference("wide")
-    folder = checkpoints.save(model, tmp_path / "wide")
+    case = wide_case(tmp_path, "Qwen3", head_dim=128, max_position_embeddings=512)
     rng = random.Random(7)
-    prompts = [
+    case.prompts = [
         [rng.randrange(VOCAB) for _ in range(length)] for length in (1, 15, 64, 65, 130, 260, 400)
     ]
-    rounded = checkpoints.make_reference("wide").to("cuda", getattr(torch, dtype))
-    noise = {dtype: greatest_error(model, rounded, prompts)}
-    llm = LLM(
-        str(folder),
-        dtype=dtype,
-        kv_cache_memory=0.05,
-        max_num_seqs=16,
-        max_num_batched_tokens=budget,
-    )
-    expected = [[]] * len(prompts)
-    check(run(llm, prompts), model, expected, dtype, noise)
-    again = run(llm, [prompt + prompts[1] for prompt in prompts])
+    tolerance = Noise(case).tolerance(dtype)
+    llm = case.engine(dtype=dtype, **SIZES, max_num_batched_tokens=budget)
+    case.assert_greedy(generate(llm, case.prompts), tolerance)
+    again = generate(llm, [prompt + case.prompts[1] for prompt in case.prompts])
     assert any(result.num_cached_tokens for result in again)
-    check(again, model, expected, dtype, noise)
+    case.assert_greedy(again, tolerance)
     assert steps or torch.cuda.get_device_capability()[0] != 9
 
 
@@ -410,22 +377,18 @@ def test_head_size_128(tmp_path, monkeypatch, budget, dtype):
 def test_norms_are_joined_with_products_of_many_requests(tmp_path, monkeypatch, family):
     """Sizes that the kernels for few rows support at any number of tokens."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 3}
-    settings = checkpoints.ARCHITECTURES["llama3-gqa"][1] | sizes
-    monkeypatch.setitem(checkpoints.ARCHITECTURES, "wide", (family, settings))
-    model = checkpoints.make_reference("wide")
-    folder = checkpoints.save(model, tmp_path / "wide")
+    case = wide_case(tmp_path, family, **sizes)
     rng = random.Random(5)
-    prompts = [[rng.randrange(VOCAB) for _ in range(3 + i)] for i in range(40)]
-    rounded = checkpoints.make_reference("wide").to("cuda", torch.bfloat16)
-    error = greatest_error(model, rounded, prompts[::8])
+    case.prompts = [[rng.randrange(VOCAB) for _ in range(3 + i)] for i in range(40)]
+    tolerance = Noise(case, case.prompts[::8]).tolerance("bfloat16")
     kernels, rows = kernels_for(torch.device("cuda", 0)), []
-    add_norm = kernels.linear_add_norm
+    add_norm = kernels.product_add_norm
     monkeypatch.setattr(
-        kernels, "linear_add_norm", lambda x, *rest: rows.append(len(x)) or add_norm(x, *rest)
+        kernels, "product_add_norm", lambda x, *rest: rows.append(len(x)) or add_norm(x, *rest)
     )
     for count in (40, 21, 7):
-        llm = LLM(str(folder), dtype="bfloat16", kv_cache_memory=0.05, max_num_seqs=48)
-        check(run(llm, prompts[:count]), model, [[]] * count, "bfloat16", {"bfloat16": error})
+        llm = case.engine(dtype="bfloat16", kv_cache_memory=0.05, max_num_seqs=48)
+        case.assert_greedy(generate(llm, case.prompts[:count]), tolerance)
         llm.shutdown()
     assert min(rows) <= 8
     assert max(rows) > 32
@@ -433,10 +396,10 @@ def test_norms_are_joined_with_products_of_many_requests(tmp_path, monkeypatch, 
 
 def test_step_out_of_memory_is_split(checkpoint, monkeypatch):
     """Large steps fail with PyTorch's error; every request is still answered correctly."""
-    model = checkpoints.make_reference("gpt2")
+    case = Case("gpt2", checkpoint("gpt2"))
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCAB) for _ in range(20)] for _ in range(6)]
-    llm = LLM(str(checkpoint("gpt2")), dtype="float32", kv_cache_memory=0.05, max_num_seqs=8)
+    llm = case.engine(dtype="float32", kv_cache_memory=0.05, max_num_seqs=8)
     runner = llm._core.executor._worker.runner
     execute, failures = runner.execute, [0]
 
@@ -447,8 +410,6 @@ def test_step_out_of_memory_is_split(checkpoint, monkeypatch):
         return execute(step)
 
     monkeypatch.setattr(runner, "execute", failing)
-    results = run(llm, prompts)
+    results = generate(llm, prompts)
     assert failures[0] >= 1
-    check(
-        results, model, [checkpoints.greedy(model, p, NEW_TOKENS) for p in prompts], "float32", {}
-    )
+    case.assert_greedy(results)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from toolkit.errors import CheckpointError
-from toolkit.layers.rotary import SCALINGS, inverse_frequencies
-from toolkit.models.model_config import parse_config
+from toolkit.models.describe import ROPE_PARAMETERS, Rope
+from toolkit.models.registry import parse_config
+from toolkit.models.rotary import SCALINGS, inverse_frequencies
 
 
 def every(**choices: list) -> list[dict]:
@@ -95,21 +95,20 @@ def test_frequencies_equal_transformers(kind, parameters, trained, extended):
         expected, expected_factor = ROPE_INIT_FUNCTIONS[kind](
             theirs, torch.device("cpu"), seq_len=length
         )
-        inv_freq, factor = inverse_frequencies(ours, 64, length)
+        inv_freq, factor = inverse_frequencies(ours.rope(), length)
         torch.testing.assert_close(inv_freq, expected, rtol=1e-6, atol=0)
         assert inv_freq.dtype == torch.float32
         assert factor == pytest.approx(expected_factor, rel=1e-12)
 
 
 def test_unscaled_frequencies_are_the_papers():
-    inv_freq, factor = inverse_frequencies(
-        SimpleNamespace(rope_parameters={"rope_theta": 1e4}), 8, 100
-    )
+    inv_freq, factor = inverse_frequencies(Rope({"rope_theta": 1e4}, 8, 100), 100)
     torch.testing.assert_close(inv_freq, torch.tensor([1.0, 0.1, 0.01, 0.001]))
     assert factor == 1.0
 
 
 def test_all_scalings_are_tested():
+    assert list(SCALINGS) == list(ROPE_PARAMETERS)
     assert set(SCALINGS) == set(PARAMETERS) | {"default"} == set(ROPE_INIT_FUNCTIONS) | {"default"}
 
 
@@ -135,15 +134,12 @@ def test_all_scalings_are_tested():
     ],
 )
 def test_invalid_parameters_are_named(parameters, words):
-    config = SimpleNamespace(
-        rope_parameters={"rope_theta": 1e4} | parameters, max_position_embeddings=1000
-    )
     with pytest.raises(CheckpointError) as caught:
-        inverse_frequencies(config, 32, 1000)
+        inverse_frequencies(Rope({"rope_theta": 1e4} | parameters, 32, 1000), 1000)
     assert words in caught.value.message
     assert "\n" not in caught.value.message
 
 
 def test_odd_head_size_is_refused():
     with pytest.raises(CheckpointError, match="size is 33"):
-        inverse_frequencies(SimpleNamespace(rope_parameters={"rope_theta": 1e4}), 33, 100)
+        inverse_frequencies(Rope({"rope_theta": 1e4}, 33, 100), 100)

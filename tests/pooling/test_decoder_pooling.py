@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import normalize
 
 from tests import checkpoints
+from tests.models.architectures import POSITIONS
 from toolkit import LLM, SamplingParams
 from toolkit.config import EngineConfig
 from toolkit.engine.core import EngineCore
@@ -18,7 +19,7 @@ from toolkit.executor import UniprocExecutor
 from toolkit.sampling.params import PoolingParams
 from toolkit.sequence import SequenceSpec
 
-PROMPTS = [[(7 * i + n) % 250 for i in range(n)] for n in (1, 5, 16, 33, 70, checkpoints.POSITIONS)]
+PROMPTS = [[(7 * i + n) % 250 for i in range(n)] for n in (1, 5, 16, 33, 70, POSITIONS)]
 
 
 def expected(model, mode, prompts=PROMPTS):

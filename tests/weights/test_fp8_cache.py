@@ -63,6 +63,7 @@ def test_fp8_cache_loses_little_and_holds_more():
 def with_sizes(name: str, folder: Path, keys: float, values: float) -> Path:
     """Save the model with scaled keys and values, and queries and output scaled inversely."""
     model = checkpoints.make_reference(name)
+    kind = "norm" if name in ("qwen3", "olmo2") else "proj"
     with torch.no_grad():
         for part, tensor in model.named_parameters():
             if "c_attn" in part:  # queries, keys and values side by side
@@ -74,9 +75,9 @@ def with_sizes(name: str, folder: Path, keys: float, values: float) -> Path:
                 tensor /= values
             elif "v_proj" in part:
                 tensor *= values
-            elif any(kind in part for kind in (("k_norm",) if "qwen3" in name else ("k_proj",))):
+            elif f"k_{kind}" in part:
                 tensor *= keys
-            elif any(kind in part for kind in (("q_norm",) if "qwen3" in name else ("q_proj",))):
+            elif f"q_{kind}" in part:
                 tensor /= keys
     return checkpoints.save(model, folder)
 
@@ -85,7 +86,7 @@ SIZES = [(2.0**9, 2.0**-5), (2.0**-5, 2.0**9)]
 
 
 @pytest.mark.parametrize(("keys", "values"), SIZES)
-@pytest.mark.parametrize("name", [*NAMES, "qwen2"])
+@pytest.mark.parametrize("name", [*NAMES, "qwen2", "olmo2"])
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)],
@@ -106,18 +107,19 @@ def test_predicted_rms_equals_that_of_random_inputs(checkpoint, name):
     """Includes the biases of the projection and of the norm, and the norm's weight."""
     folder, random_ = checkpoint(name), torch.Generator().manual_seed(0)
     config = load_config(folder)
-    model = build_model(
-        config, folder, device=torch.device("cpu"), dtype=torch.float32, max_model_len=8
-    )
+    model = build_model(config, device=torch.device("cpu"), dtype=torch.float32, max_model_len=8)
     load_weights(model, folder, "auto")
     for layer in model.layers:
-        for part in (layer.attn_norm.weight, layer.attn_norm.bias, layer.qkv.bias):
+        join, qkv = layer[0].join, layer[0].mixes[0].input
+        norm = join.norms[0]
+        for part in (norm.weight, norm.bias, qkv.bias):
             if part is not None:
                 part.add_(torch.randn(part.shape, generator=random_))
-        hidden = torch.randn(20_000, len(layer.attn_norm.weight), generator=random_)
-        measured = layer.qkv(layer.attn_norm(hidden, None)[0]).square().mean(0).sqrt()
+        hidden = torch.randn(20_000, len(norm.weight), generator=random_)
+        (normed,), _ = join(hidden, None)
+        measured = qkv(normed).square().mean(0).sqrt()
         torch.testing.assert_close(
-            cache_scale._output_rms(layer, slice(None)), measured, rtol=0.1, atol=0.0
+            cache_scale._output_rms(qkv, norm, slice(None)), measured, rtol=0.1, atol=0.0
         )
 
 

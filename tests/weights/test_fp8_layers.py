@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.combinations import pairwise
 from tests.weights.accuracy import compare
 from toolkit import LLM, SamplingParams
 from toolkit.errors import CheckpointError, ConfigError
@@ -20,6 +21,7 @@ from toolkit.models.build import build_model, load_config
 from toolkit.weights import fp8, safetensors
 from toolkit.weights.loader import load_weights
 from toolkit.weights.slots import QuantizedSlot
+from toolkit.weights.weight import Epilogue
 
 CPU = torch.device("cpu")
 LAYERS = ["gpt2", "llama-biases-head-dim", "qwen3"]
@@ -28,7 +30,7 @@ LAYERS = ["gpt2", "llama-biases-head-dim", "qwen3"]
 
 def load(folder, quantization: str | None, device=CPU, load_format: str = "auto"):
     options = {"device": device, "dtype": torch.float32, "max_model_len": 32}
-    model = build_model(load_config(folder), folder, quantization=quantization, **options)
+    model = build_model(load_config(folder), quantization=quantization, **options)
     load_weights(model, folder, load_format)
     return model
 
@@ -43,11 +45,11 @@ def linears(model) -> dict[str, Linear]:
 
 def assert_rounded(quantized: Linear, exact: Linear) -> None:
     """Check that numbers are rounded to e4m3 times the row's scale, and row maxima are exact."""
-    assert quantized.weight.dtype == torch.float8_e4m3fn
-    weight, scale = quantized.weight.float(), quantized.scale[:, None]
-    error = (weight * scale - exact.weight).abs()
-    assert (error <= exact.weight.abs() / 16 + scale / 1024 * 1.001).all()
-    assert (weight.abs().amax(1) == 448).all()
+    assert quantized.weight.values.dtype == torch.float8_e4m3fn
+    scales, expected = quantized.weight.scales[:, None], exact.weight.values
+    error = (quantized.weight.dequantize() - expected).abs()
+    assert (error <= expected.abs() / 16 + scales / 1024 * 1.001).all()
+    assert (quantized.weight.values.float().abs().amax(1) == 448).all()
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -77,14 +79,14 @@ def test_chunk_size_does_not_change_the_weights(checkpoint, name, monkeypatch):
     )
     monkeypatch.setattr("toolkit.weights.loader.read_into", safetensors.read_into)
     for layer_name, layer in linears(load(folder, "fp8")).items():
-        assert torch.equal(layer.weight.float(), expected[layer_name].weight.float())
-        assert torch.equal(layer.scale, expected[layer_name].scale)
+        weight, other = layer.weight, expected[layer_name].weight
+        assert torch.equal(weight.values.float(), other.values.float())
+        assert torch.equal(weight.scales, other.scales)
 
 
 def test_dummy_weights_are_quantized(checkpoint):
     for layer in linears(load(checkpoint("llama3-gqa"), "fp8", load_format="dummy")).values():
-        weight = layer.weight.float() * layer.scale[:, None]
-        assert 0.015 < weight.std() < 0.025
+        assert 0.015 < layer.weight.dequantize().std() < 0.025
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -109,9 +111,9 @@ def test_quantized_checkpoints_are_refused(checkpoint, tmp_path):
 def test_fp8_needs_16_bit_activations(monkeypatch):
     monkeypatch.setattr(fp8, "has_arithmetic", lambda device: True)
     monkeypatch.setattr(fp8, "kernels_for", lambda device: SimpleNamespace())
-    fp8.require(CPU, torch.bfloat16)
+    fp8.FP8Weight.require(CPU, torch.bfloat16)
     with pytest.raises(ConfigError, match="--dtype bfloat16 or float16"):
-        fp8.require(CPU, torch.float32)
+        fp8.FP8Weight.require(CPU, torch.float32)
 
 
 # Products
@@ -137,45 +139,53 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def exact_and_quantized(tokens, size, in_features, device, dtype, activation, gated):
-    """Return (x, bias, unquantized result in fp32, weight, scale)."""
+    """Return (x, bias, unquantized result in fp32, weight)."""
     torch.manual_seed(0)
     rows = 2 * size if gated else size
     wide = torch.randn(rows, in_features, device=device) / in_features**0.5
     x = torch.randn(tokens, in_features, device=device).to(dtype)
     bias = torch.randn(rows, device=device).to(dtype)
     exact = reference.linear(x.float(), wide, bias, activation, gated)
-    return x, bias, exact, *fp8.quantize(wide)
+    with device:
+        weight = fp8.FP8Weight(rows, in_features)
+    weight.part_slots(slice(None), ())["weight"].fill(wide)
+    return x, bias, exact, weight
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 17, 100])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("size", "in_features"), [(64, 96), (48, 40), (30, 64)])
 @pytest.mark.parametrize(
-    ("activation", "gated"), [(None, False), ("gelu_tanh", False), ("silu", True)]
+    ("tokens", "sizes", "end", "dtype"),
+    pairwise(
+        [1, 16, 17, 100],
+        [(64, 96), (48, 40), (30, 64)],
+        [(None, False), ("gelu_tanh", False), ("silu", True)],
+        [torch.bfloat16, torch.float16],
+    ),
+    ids=str,
 )
 @pytest.mark.usefixtures("interpreted")
-def test_products_are_close_to_those_of_exact_weights(
-    device, activation, gated, size, in_features, dtype, tokens
-):
+def test_products_are_close_to_those_of_exact_weights(device, tokens, sizes, end, dtype):
     """Rounding to e4m3 is an error of 2.6 % in norm, with x rounded too 3.7 %, with a gate more."""
-    x, bias, exact, weight, scale = exact_and_quantized(
-        tokens, size, in_features, device, dtype, activation, gated
-    )
-    y = fp8.linear(x, weight, scale, bias, activation, gated=gated)
+    activation, gated = end
+    x, bias, exact, weight = exact_and_quantized(tokens, *sizes, device, dtype, *end)
+    y = weight.product(x, Epilogue(bias, activation, gated))
     assert (y.dtype, y.shape) == (dtype, exact.shape)
     assert relative(y, exact) < (0.09 if gated else 0.05)
     if tokens <= 16:  # x is not rounded there
-        assert relative(y, reference.linear_fp8(x, weight, scale, bias, activation, gated)) < 0.01
+        rounded = reference.linear(x.float(), weight.dequantize(), bias, activation, gated)
+        assert relative(y, rounded) < 0.01
 
 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.usefixtures("interpreted")
 def test_fp8_products_scale_the_rows_of_both_operands(device, dtype, biased):
-    x, bias, _, weight, scale = exact_and_quantized(40, 64, 96, device, dtype, None, False)
+    from toolkit.kernels.products import scaled_product
+
+    x, bias, _, weight = exact_and_quantized(40, 64, 96, device, dtype, None, False)
     rows, x_scale = reference.quantize_fp8(x * torch.linspace(0.1, 10, 40, device=device)[:, None])
     bias = bias if biased else None
-    y = fp8.product(rows, x_scale, weight, scale, bias, dtype)
-    wide = F.linear(rows.float() * x_scale, weight.float() * scale[:, None])
+    y = scaled_product(rows, x_scale, weight.values, weight.scales, bias, dtype)
+    wide = F.linear(rows.float() * x_scale, weight.dequantize())
     assert y.dtype == dtype
     assert relative(y, wide + bias if bias is not None else wide) < 0.005
 
@@ -193,10 +203,10 @@ def test_fp8_products_scale_the_rows_of_both_operands(device, dtype, biased):
     ],
 )
 def test_products_of_real_sizes(device, size, in_features, activation, gated, dtype, tokens):
-    x, bias, exact, weight, scale = exact_and_quantized(
+    x, bias, exact, weight = exact_and_quantized(
         tokens, size, in_features, device, dtype, activation, gated
     )
-    y = fp8.linear(x, weight, scale, bias, activation, gated=gated)
+    y = weight.product(x, Epilogue(bias, activation, gated))
     assert relative(y, exact) < (0.09 if gated else 0.05)
 
 
@@ -205,7 +215,7 @@ def test_products_of_real_sizes(device, size, in_features, activation, gated, dt
 
 def test_fp8_weights_lose_little(monkeypatch):
     """Measured: error 5.1 % of the standard deviation, 95 % of the likeliest tokens unchanged."""
-    monkeypatch.setattr(fp8, "require", lambda device, dtype: None)
+    monkeypatch.setattr(fp8.FP8Weight, "require", lambda device, dtype: None)
     found = compare({"device": "cpu", "dtype": "float32"}, {"quantization": "fp8"})
     assert 0 < found.error < 0.08
     assert found.agreement > 0.9

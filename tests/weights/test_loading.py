@@ -104,6 +104,32 @@ class TestValid:
         save_file({name: t.contiguous().clone() for name, t in tensors.items()}, weights(folder))
         assert answer(folder) == gpt2_answer
 
+    @pytest.mark.parametrize("head", ["embed_out", "lm_head"])
+    @pytest.mark.parametrize("name", ["gpt-neox", "gpt-neox-sequential"])
+    def test_gpt_neox_with_old_buffers_and_a_head(self, checkpoint, tmp_path, name, head):
+        """The second is tied. Without the base model's prefix."""
+        folder = Path(shutil.copytree(checkpoint(name), tmp_path / "neox"))
+        model = checkpoints.make_reference(name)
+        tensors = {key.removeprefix("gpt_neox."): t for key, t in model.state_dict().items()}
+        tensors[f"{head}.weight"] = tensors.pop("lm_head.weight").clone()
+        tensors["layers.0.attention.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+        tensors["layers.0.attention.masked_bias"] = torch.tensor(-1e9)
+        tensors["layers.0.attention.rotary_emb.inv_freq"] = torch.ones(4)
+        save_file(tensors, weights(folder))
+        assert answer(folder) == checkpoints.greedy(model, PROMPT, 16)
+
+    @pytest.mark.parametrize("name", ["phi", "gpt-neox"])
+    def test_base_model_without_head(self, checkpoint, tmp_path, name):
+        folder = Path(shutil.copytree(checkpoint(name), tmp_path / "base"))
+        model = checkpoints.make_reference(name).base_model
+        model.save_pretrained(folder)
+        llm = LLM(str(folder), device="cpu", max_num_seqs=2, pooling="last")
+        [result] = llm.embed([PROMPT])
+        with torch.no_grad():
+            last = model(torch.tensor([PROMPT])).last_hidden_state[0, -1]
+        expected = torch.nn.functional.normalize(last, dim=0)
+        torch.testing.assert_close(torch.tensor(result.outputs.embedding), expected)
+
     @pytest.mark.parametrize("zipped", [True, False])
     def test_pytorch_files_of_both_formats(self, checkpoint, tmp_path, zipped, gpt2_answer):
         """Files from before PyTorch 1.6 are not zip archives."""

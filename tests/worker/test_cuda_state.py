@@ -16,9 +16,9 @@ from toolkit.kernels.table import Kernels
 from toolkit.sampling.params import SamplingParams as Params
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.sequence import SequenceSpec
-from toolkit.worker.batch_state import BatchState, StepShape
-from toolkit.worker.cuda_runner import CudaRunner, Graph, graph_shapes
+from toolkit.worker.batch_state import BatchState
 from toolkit.worker.cuda_state import CudaBatchState
+from toolkit.worker.graph_policy import StepShape
 from toolkit.worker.warm_up import WarmUp
 
 ROWS, LENGTH, BLOCK = 7, 100, 4
@@ -215,43 +215,3 @@ def test_decode_attention_gets_the_order():
     backend._decode = lambda *tensors, **more: received.update(more)
     backend.forward(*[torch.zeros(3)] * 3, batch, AttentionShape(4, 2, 32, 1.0), HeadTransform())
     assert received["order"] is batch.order
-
-
-def a_step(counts: list[int], computed: list[int], **more) -> SchedulerOutput:
-    n = len(counts)
-    return SchedulerOutput(
-        step=0,
-        rows=np.arange(n, dtype=np.int32),
-        num_tokens=np.array(counts, np.int32),
-        num_computed=np.array(computed, np.int32),
-        samples=np.ones(n, np.bool_),
-        **more,
-    )
-
-
-def test_a_step_uses_the_smallest_graph_that_fits():
-    runner = CudaRunner.__new__(CudaRunner)
-    graphs = [Graph(shape, None, None) for shape in reversed(graph_shapes(100, 2048, 32768))]
-    runner._decode = [g for g in graphs if g.shape.max_query_len == 1]
-    runner._mixed = [g for g in graphs if g.shape.max_query_len > 1]
-
-    def chosen(*args, **more) -> tuple[int, int] | None:
-        graph = runner._graph_for(a_step(*args, **more))
-        return (graph.shape.num_tokens, graph.shape.max_query_len) if graph else None
-
-    assert chosen([1], [5]) == (1, 1)
-    assert chosen([1] * 3, [20_000] * 3) == (4, 1)
-    assert chosen([1] * 97, [9] * 97) == (100, 1)
-    assert chosen([2], [9]) == (64, 64)
-    assert chosen([300, 1, 1], [0, 8000, 4]) == (512, 512)
-    assert chosen([300, 1], [0, 8192]) is None, "graphs do not split a long context of one token"
-    assert chosen([300, 20], [20_000, 9]) == (512, 512), "long prompts are split"
-    assert chosen([1100], [0]) is None, "padding to 1536 costs too much"
-    assert chosen([1153], [0]) == (1536, 1536)
-    assert chosen([2000], [0], prompt_logprobs=[0]) is None
-    assert chosen([2049], [0]) is None
-    assert max(s.num_tokens for s in graph_shapes(1, 8192, 1000)) == 1024, "no step is larger"
-    assert max(s.num_tokens for s in graph_shapes(1500, 1400, 1000) if s.max_query_len == 1) == 1400
-    for shape in graph_shapes(100, 2048, 32768):
-        assert shape.num_reqs <= 100
-        assert shape.num_reqs <= shape.num_tokens

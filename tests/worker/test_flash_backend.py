@@ -16,6 +16,7 @@ from toolkit.attention import AttentionBatch, AttentionShape, choose_backend
 from toolkit.attention import flash as flash_module
 from toolkit.attention.flash import FlashBackend
 from toolkit.attention.torch import TorchBackend
+from toolkit.attention.triton import TritonBackend
 from toolkit.errors import ConfigError
 from toolkit.kernels.table import Kernels
 
@@ -135,6 +136,17 @@ def test_flash_attn_gets_the_prompts_and_their_pages(monkeypatch, cute, shape_op
     torch.testing.assert_close(
         FlashBackend(cpu).attend(q, k, v, batch, shape), expected, rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("major", "size", "is_supported"), [(9, 256, True), (10, 128, True), (10, 256, False)]
+)
+def test_flash_attn_4_has_small_heads_on_blackwell(monkeypatch, major, size, is_supported):
+    monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *args: None)
+    monkeypatch.setattr(flash_module, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    reason = FlashBackend.unsupported_reason(torch.device("cuda"), torch.bfloat16, size, 16)
+    assert reason is None if is_supported else "up to 128 on Blackwell" in reason
 
 
 def test_without_a_gpu_flash_is_rejected_with_the_reason():

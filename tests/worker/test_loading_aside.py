@@ -97,9 +97,7 @@ def test_a_failed_start_stops_loading(checkpoint, monkeypatch, failure):
 def test_reading_pickled_tensors_can_be_stopped(checkpoint, tmp_path, monkeypatch):
     shutil.copy(checkpoint("gpt2") / "config.json", tmp_path)
     torch.save(load_file(checkpoint("gpt2") / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    model = build_model(
-        load_config(tmp_path), tmp_path, device=CPU, dtype=torch.float32, max_model_len=8
-    )
+    model = build_model(load_config(tmp_path), device=CPU, dtype=torch.float32, max_model_len=8)
     stop, filled = threading.Event(), []
     monkeypatch.setattr(Slot, "fill", lambda slot, tensor: filled.append(slot) or stop.set())
     find_weights(model, tmp_path, "auto")(stop)

@@ -141,10 +141,10 @@ def test_a_cache_that_does_not_fit_is_reported(checkpoint, monkeypatch):
 
 
 def test_weights_that_do_not_fit_are_reported(checkpoint, monkeypatch):
-    def full(config, folder, *, device, **more):
+    def full(config, *, device, **more):
         if device.type == "cpu":
             raise MemoryError
-        return build_model(config, folder, device=device, **more)
+        return build_model(config, device=device, **more)
 
     monkeypatch.setattr("toolkit.worker.worker.build_model", full)
     with pytest.raises(

@@ -8,12 +8,14 @@ from toolkit.attention.backend import (
     choose_backend,
 )
 from toolkit.attention.layer import Attention
+from toolkit.kernels.reference import HeadNorm
 
 __all__ = [
     "Attention",
     "AttentionBackend",
     "AttentionBatch",
     "AttentionShape",
+    "HeadNorm",
     "HeadTransform",
     "choose_backend",
 ]

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from toolkit.errors import ConfigError
+from toolkit.kernels.reference import HeadNorm
 
 
 @dataclass(slots=True)
@@ -36,6 +37,12 @@ class AttentionBatch:
     context_lens: npt.NDArray[np.int32] | None = (
         None  # `seq_lens` on the host; None in a captured step
     )
+    rope: tuple[torch.Tensor, ...] = ()
+    """Cosines and sines of each token, [num_tokens, 2, rotary_size / 2], by kind of rotation.
+
+    The model gathers them before its first layer. NOTE: on a GPU at least three kernels lie between
+    the gathering and the first attention: attention reads them before the kernel ahead of it ends
+    (see `toolkit.kernels.triton.pdl`)."""
     plan: dict[Hashable, Any] = field(default_factory=dict)  # computed once, for all layers
 
 
@@ -53,14 +60,23 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class HeadTransform:
-    """Transform of queries and keys: an RMS norm of each head (Qwen3), then a rotation.
+    """Transform of the heads between the QKV projection and attention.
 
-    A step whose tensors are None is skipped."""
+    `reference.qk_norm_rope_write` defines it."""
 
-    cos_sin: torch.Tensor | None = None  # [max_model_len, 2, rotary_size / 2]
-    q_weight: torch.Tensor | None = None  # [head_size]
-    k_weight: torch.Tensor | None = None  # [head_size]
-    eps: float = 0.0
+    rope: int | None = None  # index into `AttentionBatch.rope`; None: no rotation
+    q_rope: int | None = None  # the queries' index (Ministral 3 scales them); None: `rope`
+    norm: HeadNorm | None = None
+    clip: float = 0.0  # queries, keys and values are first clamped to ±clip (OLMo); 0: not
+
+    def arguments(self, batch: AttentionBatch) -> dict[str, Any]:
+        """Return keyword arguments of `reference.qk_norm_rope_write` for a step."""
+        return {
+            "cos_sin": None if self.rope is None else batch.rope[self.rope],
+            "q_cos_sin": None if self.q_rope is None else batch.rope[self.q_rope],
+            "norm": self.norm,
+            "clip": self.clip,
+        }
 
 
 class AttentionBackend(abc.ABC):

@@ -2,7 +2,7 @@
 
 Where they cannot run (not built, a cache in FP8 or float16, heads larger than 256) each request's
 keys and values are gathered for PyTorch's fused attention, which takes 2 to 6 times as long in a
-decode step."""
+decode step. It has no soft cap: such layers take the plain operations."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,6 @@ from toolkit.attention.backend import (
     AttentionShape,
     HeadTransform,
 )
-from toolkit.attention.heads import split_heads
 from toolkit.kernels import cpu, reference
 from toolkit.kernels.cpu.attention import DTYPES, MAX_HEAD_SIZE, AttentionStep, Layer
 
@@ -59,18 +58,21 @@ class CPUBackend(AttentionBackend):
         shape: AttentionShape,
         transform: HeadTransform,
     ) -> torch.Tensor:
+        arguments = transform.arguments(batch)
         layer = self._layers.get(k_cache.data_ptr())
         if layer is None and kernels_support(k_cache):
             layer = self._layers[k_cache.data_ptr()] = _layer(k_cache, v_cache, shape, transform)
         if layer is not None:
-            return layer.write(qkv, _step(batch))
-        query, key, value = split_heads(qkv, batch, shape, transform)
-        if k_cache.dtype == key.dtype:
-            k_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, key)
-            v_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, value)
-        else:
-            reference.write_kv(key, value, k_cache, v_cache, batch.slot_mapping)
-        return query
+            return layer.write(qkv, _step(batch), arguments["cos_sin"], arguments["q_cos_sin"])
+        return reference.qk_norm_rope_write(
+            qkv,
+            batch.slot_mapping,
+            k_cache,
+            v_cache,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            **arguments,
+        )
 
     def attend(
         self,
@@ -105,10 +107,8 @@ def _layer(
         scale=shape.scale,
         sliding_window=shape.sliding_window,
         soft_cap=shape.soft_cap,
-        cos_sin=transform.cos_sin,
-        q_weight=transform.q_weight,
-        k_weight=transform.k_weight,
-        eps=transform.eps,
+        norm=transform.norm,
+        clip=transform.clip,
     )
 
 
@@ -117,7 +117,6 @@ def _step(batch: AttentionBatch) -> AttentionStep:
     step: AttentionStep | None = batch.plan.get("step")
     if step is None:
         step = batch.plan["step"] = AttentionStep(
-            batch.positions,
             batch.slot_mapping,
             batch.query_start_loc,
             batch.seq_lens,
@@ -134,8 +133,6 @@ def _gathered(
     batch: AttentionBatch,
     shape: AttentionShape,
 ) -> torch.Tensor:
-    if shape.soft_cap:
-        raise NotImplementedError("PyTorch's fused attention has no soft cap")
     plan = batch.plan.get(shape.sliding_window)
     if plan is None:
         plan = batch.plan[shape.sliding_window] = _plan(
@@ -151,7 +148,9 @@ def _gathered(
             keys[part.keys].transpose(0, 1),
             values[part.keys].transpose(0, 1),
         )
-        if len(q) == 1:
+        if shape.soft_cap:
+            out[part.queries] = _capped(q, k, v, shape)
+        elif len(q) == 1:
             # One query token: the heads that share a KV head become rows of one matrix.
             rows = q.view(1, shape.num_kv_heads, group, shape.head_size)
             result = F.scaled_dot_product_attention(rows, k[None], v[None], scale=shape.scale)
@@ -167,6 +166,23 @@ def _gathered(
                 enable_gqa=group > 1,
             )
             out[part.queries] = result[0].transpose(0, 1)
+    return out
+
+
+def _capped(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: AttentionShape
+) -> torch.Tensor:
+    """Return one request's attention with capped logits, head by head: they take much memory.
+
+    query: [query_len, num_heads, head_size]; keys, values: [num_kv_heads, key_len, head_size]."""
+    hidden = ~_mask(len(query), keys.shape[1], shape.sliding_window)
+    out = torch.empty(query.shape)
+    group = shape.num_heads // shape.num_kv_heads
+    for head in range(shape.num_heads):
+        logits = query[:, head].float() @ keys[head // group].float().T * shape.scale
+        logits = shape.soft_cap * torch.tanh(logits / shape.soft_cap)
+        weights = logits.masked_fill_(hidden, -torch.inf).softmax(-1)
+        out[:, head] = weights @ values[head // group].float()
     return out
 
 

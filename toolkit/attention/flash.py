@@ -8,6 +8,8 @@ from toolkit.attention.backend import AttentionBatch, AttentionShape
 from toolkit.attention.triton import TritonBackend
 
 FLASH_2_PAGE = 256  # flash-attn 2 needs a block size divisible by this
+CUTE_BLACKWELL_HEAD = 128
+"""Largest head size of flash-attn-4 on Blackwell with a paged cache. Hopper has up to 256."""
 
 
 class FlashBackend(TritonBackend):
@@ -42,9 +44,15 @@ class FlashBackend(TritonBackend):
             return f"supports float16 and bfloat16, and the model is {name}"
         if head_size % 8:
             return f"supports head sizes divisible by 8, and the model's is {head_size}"
+        capability = torch.cuda.get_device_capability(device)
         if _prefers_cute(device):
+            if capability[0] == 10 and head_size > CUTE_BLACKWELL_HEAD:
+                return (
+                    f"flash-attn-4 supports head sizes up to {CUTE_BLACKWELL_HEAD} on Blackwell, "
+                    f"and the model's is {head_size}"
+                )
             return None
-        if torch.cuda.get_device_capability(device) < (8, 0):
+        if capability < (8, 0):
             return "needs Ampere or a later GPU"
         if find_spec("flash_attn.flash_attn_interface") is None:
             return "flash-attn 2 is not installed, and flash-attn-4 needs Hopper or Blackwell"

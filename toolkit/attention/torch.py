@@ -8,7 +8,6 @@ from toolkit.attention.backend import (
     AttentionShape,
     HeadTransform,
 )
-from toolkit.attention.heads import split_heads
 from toolkit.kernels import reference
 
 
@@ -30,9 +29,15 @@ class TorchBackend(AttentionBackend):
         shape: AttentionShape,
         transform: HeadTransform,
     ) -> torch.Tensor:
-        query, key, value = split_heads(qkv, batch, shape, transform)
-        reference.write_kv(key, value, k_cache, v_cache, batch.slot_mapping)
-        return query
+        return reference.qk_norm_rope_write(
+            qkv,
+            batch.slot_mapping,
+            k_cache,
+            v_cache,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            **transform.arguments(batch),
+        )
 
     def attend(
         self,

@@ -51,7 +51,6 @@ class TritonBackend(AttentionBackend):
             qkv,
             k_cache,
             v_cache,
-            batch.positions,
             batch.slot_mapping,
             batch.query_start_loc,
             batch.seq_lens,
@@ -63,10 +62,7 @@ class TritonBackend(AttentionBackend):
             scale=shape.scale,
             sliding_window=shape.sliding_window,
             soft_cap=shape.soft_cap,
-            cos_sin=transform.cos_sin,
-            q_weight=transform.q_weight,
-            k_weight=transform.k_weight,
-            eps=transform.eps,
+            **transform.arguments(batch),
         )
 
     def write(
@@ -80,16 +76,12 @@ class TritonBackend(AttentionBackend):
     ) -> torch.Tensor:
         return self._write(
             qkv,
-            batch.positions,
-            transform.cos_sin,
             batch.slot_mapping,
             k_cache,
             v_cache,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
-            q_weight=transform.q_weight,
-            k_weight=transform.k_weight,
-            eps=transform.eps,
+            **transform.arguments(batch),
         )
 
     def attend(

@@ -83,6 +83,8 @@ def given_settings(
     for row in rows:
         if row.type is tuple and not given.get(row.name):
             given[row.name] = None  # Typer passes an empty list for a repeatable flag not given
+        if row.type is dict and given.get(row.name) is not None:
+            given[row.name] = row.parse(given[row.name], row.flag)
         if row.argument and given.get(f"{row.name}_argument") is not None:
             given[row.name] = given[f"{row.name}_argument"]
     return resolve(rows, given, path, known_settings(root), file=given.get("config"))
@@ -138,7 +140,7 @@ def _parameters(row: Option) -> list[inspect.Parameter]:
     metavar = row.metavar or ("|".join(str(c) for c in row.choices) or None)
     if row.type is tuple:
         metavar = row.metavar or "<str>"
-    kind_of_value: Any = list[str] if row.type is tuple else row.type
+    kind_of_value: Any = list[str] if row.type is tuple else str if row.type is dict else row.type
     hint: Any = Annotated[
         kind_of_value | None,
         typer.Option(

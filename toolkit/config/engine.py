@@ -51,6 +51,19 @@ class ModelConfig:
         minimum=1,
         common=True,
     )
+    hf_overrides: Mapping[str, Any] | None = option(
+        None,
+        "Fields that replace those of the model's config.json, as a JSON object. null removes one.",
+        metavar="JSON",
+    )
+    rope_scaling: Mapping[str, Any] | None = option(
+        None,
+        "Scaling of rotary positions, for a longer context: a JSON object such as "
+        '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}. The '
+        "model's rope_theta is kept. With yarn the model's maximum length becomes factor times the "
+        "original one.",
+        metavar="JSON",
+    )
     load_format: Literal["auto", "safetensors", "dummy"] = option(
         "auto",
         "Format of the weight files. auto: safetensors, else PyTorch files, read without running "
@@ -76,6 +89,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_all(self)
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Fields that replace those of config.json."""
+        rope = {} if self.rope_scaling is None else {"rope_scaling": self.rope_scaling}
+        return {**(self.hf_overrides or {}), **rope}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

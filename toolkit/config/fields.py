@@ -4,6 +4,7 @@ Its name, type, default, bounds and help text define the flag, the TK_* variable
 and the documentation."""
 
 import dataclasses
+import json
 import re
 import types
 import typing
@@ -158,6 +159,13 @@ class Option:
 
     def parse(self, text: str, source: str) -> Any:
         """Parse the text of a variable or a flag. Raises ConfigError that names `source`."""
+        if self.type is dict:
+            try:
+                return self.check(json.loads(text), source)
+            except json.JSONDecodeError as error:
+                raise ConfigError(
+                    f"{source} is not valid JSON: {error}. It got {text!r}.", param=self.name
+                ) from None
         if self.type is tuple:
             parts = [part.strip() for part in text.split(",") if part.strip()]
             if not parts and self.is_blank_key(""):
@@ -224,8 +232,9 @@ def _unwrap(hint: Any) -> tuple[type, bool, tuple[Any, ...]]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         inner = [arg for arg in typing.get_args(hint) if arg is not type(None)]
         optional, hint = True, inner[0]
-    if typing.get_origin(hint) is tuple:  # tuple[str, ...]
-        return tuple, optional, ()
+    container = {tuple: tuple, Mapping: dict}.get(typing.get_origin(hint))
+    if container is not None:  # tuple[str, ...], Mapping[str, Any]
+        return container, optional, ()
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         return type(choices[0]), optional, choices
@@ -233,4 +242,10 @@ def _unwrap(hint: Any) -> tuple[type, bool, tuple[Any, ...]]:
 
 
 def _type_name(kind: type) -> str:
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
+    return {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        dict: "a JSON object",
+    }[kind]

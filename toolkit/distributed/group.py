@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 import torch
@@ -14,6 +14,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from toolkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from toolkit.kernels.reference import Norm
 
 # The older name warns at each call where the newer one exists.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -41,9 +44,7 @@ class PeerMemory(Protocol):
         self,
         x: torch.Tensor,
         residual: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        eps: float,
+        norm: Norm,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return (norm(total), total), or None where two steps are faster."""
         ...

@@ -16,22 +16,21 @@ import statistics
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from toolkit.distributed.group import Group
 from toolkit.hardware.graph_capture import captured
+from toolkit.kernels.reference import Norm
 from toolkit.kernels.table import Kernels, kernels_for
 
 if TYPE_CHECKING:
-    from toolkit.kernels.triton.all_reduce import Peers
+    from toolkit.kernels.sums import Algorithm, Sums
 
 logger = logging.getLogger(__name__)
 
-Algorithm = Literal["pushed", "one-shot", "two-shot", "NCCL"]
 WIDTH = 4096  # length of the timed rows, in numbers of 16 bits
 ROWS = tuple(2**power for power in range(14))
 _opened = False
@@ -55,30 +54,21 @@ class GatherBuffer:
 class SymmetricMemory:
     """A rank's peer memory and its kernels. See `PeerMemory`."""
 
-    peers: Peers
+    sums: Sums
     kernels: Kernels
     buffer: torch.Tensor  # this rank's, bytes
     handle: object  # keeps the other ranks' buffers mapped
-    algorithms: tuple[tuple[int, Algorithm], ...] = ()
-    """(most bytes of a sum, fastest algorithm), ascending. Larger sums use NCCL."""
     gather_buffers: dict[int, GatherBuffer] = field(default_factory=dict)  # by local address
 
-    def algorithm(self, nbytes: int) -> Algorithm:
-        return next((one for limit, one in self.algorithms if nbytes <= limit), "NCCL")
-
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
-        algorithm = self.algorithm(x.nbytes)
-        two_shot = algorithm == "two-shot"
-        if algorithm == "NCCL" or not self.kernels.fits_all_reduce(x, self.peers.size, two_shot):
-            return None
-        return self.kernels.all_reduce(x, self.peers, two_shot)
+        return self.sums.all_reduce(x)
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> bool:
         """Fill all ranks' `out`. Return False if it does not begin a gather buffer."""
         buffer = self.gather_buffers.get(out.data_ptr())
         if buffer is None:
             return False
-        self.kernels.all_gather(x, out, buffer.addresses, self.peers)
+        self.kernels.all_gather(x, out, buffer.addresses, self.sums.peers)
         return True
 
     def gather_buffer(
@@ -106,23 +96,15 @@ class SymmetricMemory:
         self,
         x: torch.Tensor,
         residual: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        eps: float,
+        norm: Norm,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return (norm(total), total) of all ranks' x plus residual, or None if not one kernel."""
-        algorithm = self.algorithm(x.nbytes)
-        if algorithm == "pushed" and self.kernels.fits_pushed_norm(x):
-            return self.kernels.pushed_norm(x, residual, weight, bias, eps, self.peers)
-        if algorithm in ("pushed", "one-shot") and self.kernels.fits_all_reduce_norm(x):
-            return self.kernels.all_reduce_norm(x, residual, weight, bias, eps, self.peers)
-        return None
+        return self.sums.all_reduce_norm(x, residual, norm)
 
     def release(self) -> None:
         """End the kernels that wait for a lost rank. All sums are meaningless from then on."""
         stream = torch.cuda.Stream(self.buffer.device)  # type: ignore[no-untyped-call]  # torch's
         with torch.cuda.stream(stream):
-            self.kernels.release_peers(self.buffer, self.peers)
+            self.kernels.release_peers(self.buffer, self.sums.peers)
 
 
 def open_peer_memory(group: Group, device: torch.device) -> Group:
@@ -167,7 +149,8 @@ def choose_algorithms(group: Group, device: torch.device) -> Group:
     times = _measure(group, memory, device)
     fastest = tuple((size, min(found, key=found.__getitem__)) for size, found in times.items())
     logger.info("all-reduce over %d GPUs: %s", group.size, ", ".join(_describe(times)))
-    return replace(group, peer_memory=replace(memory, algorithms=fastest))
+    sums = replace(memory.sums, algorithms=fastest)
+    return replace(group, peer_memory=replace(memory, sums=sums))
 
 
 def _is_on_one_machine(group: Group) -> bool:
@@ -206,7 +189,7 @@ def _rendezvous(group: Group, kernels: Kernels, buffer: torch.Tensor) -> Symmetr
     addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=buffer.device)
     peers = kernels.make_peers(group.rank, addresses)
     torch.cuda.synchronize(buffer.device)
-    return SymmetricMemory(peers, kernels, buffer, handle)
+    return SymmetricMemory(kernels.sums(peers), kernels, buffer, handle)
 
 
 def _measure(
@@ -215,39 +198,15 @@ def _measure(
     """Return microseconds of a sum and the norm after it, by bytes of the sum.
 
     They are the slowest rank's, and so the same on all ranks."""
-    kernels, peers = memory.kernels, memory.peers
-    add_rms_norm = kernels.add_rms_norm
     found: dict[int, dict[Algorithm, float]] = {}
-    weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
+    norm = Norm(torch.ones(WIDTH, dtype=torch.bfloat16, device=device), None, 1e-5, False)
     for rows in ROWS:
         x = torch.zeros(rows, WIDTH, dtype=torch.bfloat16, device=device)
-        rest = torch.zeros_like(x), weight, None, 1e-5
-        calls: dict[Algorithm, Callable[[], object]] = {
-            "NCCL": partial(_reduce_and_norm, group.all_reduce, add_rms_norm, x, rest[0], weight)
-        }
-        if kernels.fits_pushed_norm(x):
-            calls["pushed"] = partial(kernels.pushed_norm, x, *rest, peers)
-        if kernels.fits_all_reduce_norm(x):
-            calls["one-shot"] = partial(kernels.all_reduce_norm, x, *rest, peers)
-        if group.size > 2 and kernels.fits_all_reduce(x, group.size, two_shot=True):
-            two_shot = partial(kernels.all_reduce, peers=peers, two_shot=True)
-            calls["two-shot"] = partial(
-                _reduce_and_norm, two_shot, add_rms_norm, x, rest[0], weight
-            )
+        calls = memory.sums.candidates(group.all_reduce, x, torch.zeros_like(x), norm)
         found[x.nbytes] = {
             name: -group.minimum(-round(1000 * _time(call))) / 1000 for name, call in calls.items()
         }
     return found
-
-
-def _reduce_and_norm(
-    all_reduce: Callable[[torch.Tensor], torch.Tensor],
-    add_rms_norm: Callable[..., object],
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-) -> None:
-    add_rms_norm(all_reduce(x), residual, weight, 1e-5)
 
 
 def _time(call: Callable[[], object]) -> float:

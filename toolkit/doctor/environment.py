@@ -17,7 +17,7 @@ from toolkit.units import size
 from toolkit.version import __version__
 
 VARIABLES = (
-    "TK_", "HF_", "CUDA_", "NVIDIA_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "TRITON_",
+    "TK_", "TOOLKIT_", "HF_", "CUDA_", "NVIDIA_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "TRITON_",
     "TRANSFORMERS_", "LD_",
 )  # fmt: skip
 """Prefixes of environment variables that affect tk."""

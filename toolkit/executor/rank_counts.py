@@ -1,7 +1,6 @@
 """Check that a model can be split over a number of ranks."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -9,8 +8,9 @@ from toolkit.config import EngineConfig
 from toolkit.distributed import Group, parallel
 from toolkit.errors import ConfigError
 from toolkit.models.build import build_model, load_config
+from toolkit.models.describe import Decoder
 from toolkit.models.pipeline_split import split_layers
-from toolkit.models.registry import CausalLM, resolve_architecture
+from toolkit.models.registry import describe
 
 MOST = 64  # sizes to try for the list of possible ones
 
@@ -34,11 +34,13 @@ def require_size(config: EngineConfig, folder: Path) -> None:
     gpus = torch.cuda.device_count() if here else 0
     if gpus and config.parallel.world_size > gpus:
         raise ConfigError(f"{asked} needs as many GPUs, and PyTorch sees {gpus} here.", param=param)
-    model_config: Any = load_config(folder)
-    decodes = issubclass(resolve_architecture(model_config, str(folder)), CausalLM)
-    if not decodes and config.parallel.world_size > 1:
+    model_config = load_config(folder, config.model.overrides)
+    description = describe(model_config)
+    if not isinstance(description, Decoder):
+        if config.parallel.world_size == 1:
+            return
         raise ConfigError(f"{asked}: encoders run on one device only.", param=param)
-    split_layers(model_config.num_hidden_layers, num_stages, layer=1, head=1)
+    split_layers(len(description.layers), num_stages, layer=1, head=1)
     problem = _problem(config, folder, wanted)
     if problem is not None:
         fits = [
@@ -55,8 +57,7 @@ def _problem(config: EngineConfig, folder: Path, size: int) -> str | None:
     try:
         with parallel(Group(0, size)):
             build_model(
-                load_config(folder),
-                folder,
+                load_config(folder, config.model.overrides),
                 device=torch.device("meta"),
                 dtype=torch.float32,
                 max_model_len=1,

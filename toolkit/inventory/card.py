@@ -111,9 +111,10 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 
 def _shape(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     config = checkpoint.config
-    heads, (_, kv_heads, head_size) = config.num_attention_heads, checkpoint.cache_shape
-    kv = f", {kv_heads} for keys and values" if kv_heads not in (0, heads) else ""
-    of = f" of {head_size}" if head_size else ""
+    heads, attention = config.num_attention_heads, checkpoint.attention[:1]
+    kv_heads = {one.num_kv_heads for one in attention} - {heads}
+    kv = "".join(f", {number} for keys and values" for number in kv_heads)
+    of = "".join(f" of {one.head_size}" for one in attention)
     return [
         (
             "shape",

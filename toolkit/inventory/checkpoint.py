@@ -3,29 +3,18 @@
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import CheckpointError
-from toolkit.models.model_config import (
-    BertConfig,
-    GPT2Config,
-    LlamaConfig,
-    XLMRobertaConfig,
-    parse_config,
-)
+from toolkit.models.describe import Attention, Decoder, Encoder, Parameter
+from toolkit.models.overrides import override, read_config
+from toolkit.models.registry import describe, find_problem, parse_config
 from toolkit.pooling.settings import has_pooling, read_pooling
 
-ARCHITECTURES = (
-    "GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM", "GPT2Model", "LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model",
-    "BertModel", "BertForSequenceClassification", "RobertaModel",
-    "RobertaForSequenceClassification", "XLMRobertaModel", "XLMRobertaForSequenceClassification",
-)  # fmt: skip
-"""Names in `models.registry.SUPPORTED`, which cannot be imported without torch."""
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 TYPES = {
     "F64": "float64",
@@ -36,11 +25,8 @@ TYPES = {
     "F8_E5M2": "fp8",
 }  # our names for safetensors' types
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-_NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
-"""Buffers in old checkpoints."""
 _NOT_IN_ENCODERS = ("pooler.", "cls.", "lm_head.", "embeddings.position_ids")
-_TABLES = ("wte.", "wpe.", "embed_tokens.", "_embeddings.", "lm_head.")
-"""Substrings of the names of matrices that are not linear layers."""
+_ENCODER_TABLES = "_embeddings."
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +42,6 @@ class Tensor:
         """Number of elements."""
         return math.prod(self.shape)
 
-    @property
-    def is_vocabulary(self) -> bool:
-        """True for the token embedding and the output head."""
-        return any(part in self.name for part in ("wte.", "embed_tokens.", "lm_head."))
-
-    @property
-    def is_table(self) -> bool:
-        """True for token and position embeddings."""
-        return any(part in self.name for part in ("wte.", "wpe.", "embed_tokens."))
-
-    @property
-    def is_linear(self) -> bool:
-        """True for the weight of a linear layer, which can be quantized."""
-        return len(self.shape) == 2 and not any(part in self.name for part in _TABLES)
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -83,6 +54,10 @@ class Checkpoint:
     folder: Path | None = None  # None: only on the hub
     read: Callable[[str], str] = field(default=lambda name: "", repr=False, compare=False)
     """Returns the text of a file, empty if there is none of that name."""
+
+    def with_overrides(self, overrides: Mapping[str, Any]) -> "Checkpoint":
+        """Return the checkpoint with some fields of config.json replaced."""
+        return replace(self, raw=override(self.raw, overrides))
 
     @property
     def architecture(self) -> str:
@@ -104,12 +79,14 @@ class Checkpoint:
                 quantization.get("quant_method") if isinstance(quantization, dict) else quantization
             )
             return f"its weights are quantized ({method})"
-        if self.architecture not in ARCHITECTURES:
+        if find_problem(self.raw):
             return f"tk does not support {self.architecture}"
         try:
-            parse_config(self.raw)
+            describe(parse_config(self.raw))
         except ValueError as error:
             return str(error)
+        except CheckpointError as error:
+            return error.message
         return None if self.has_weights else "it has no weights"
 
     @cached_property
@@ -117,18 +94,12 @@ class Checkpoint:
         """Config as the engine parses it. Raises CheckpointError for an unsupported model."""
         if self.problem is not None:
             raise CheckpointError(f"{self.name}: {self.problem}.")
-        config = parse_config(self.raw)
-        if not self.has_head:
-            config.tie_word_embeddings = True
-        return config
+        return parse_config(self.raw)
 
-    @property
-    def has_head(self) -> bool:
-        return self.architecture.endswith("HeadModel") or not self.architecture.endswith("Model")
-
-    @property
-    def is_encoder(self) -> bool:
-        return isinstance(self.config, BertConfig)
+    @cached_property
+    def description(self) -> Decoder | Encoder:
+        """Description of the model. Raises CheckpointError for an unsupported model."""
+        return describe(self.config)
 
     @property
     def has_weights(self) -> bool:
@@ -151,35 +122,30 @@ class Checkpoint:
         return str(dtype) if dtype else None
 
     @property
-    def weights(self) -> Iterator[Tensor]:
-        """Tensors that the engine loads. Raises CheckpointError without safetensors files."""
+    def parameters(self) -> Iterator[Parameter]:
+        """Tensors that the engine loads.
+
+        Raises CheckpointError for an encoder without safetensors files."""
+        if isinstance(self.description, Decoder):
+            yield from self.description.parameters()
+            return
         if not self.tensors:
             raise CheckpointError(
                 f"{self.name} has no safetensors file, so the size of its weights is unknown."
             )
+        unused = _NOT_IN_ENCODERS
         for tensor in self.tensors:
-            if tensor.name.endswith(_NO_WEIGHTS):
-                continue
-            if tensor.name == "lm_head.weight" and getattr(
-                self.config, "tie_word_embeddings", False
-            ):
-                continue
-            if self.is_encoder and self._is_unused(tensor.name):
-                continue
-            yield tensor
-
-    def _is_unused(self, name: str) -> bool:
-        is_scorer = not self.architecture.endswith("Model")
-        return any(part in name for part in _NOT_IN_ENCODERS) and not (
-            is_scorer and "pooler.dense" in name
-        )
+            is_head = self.description.is_scorer and "pooler.dense" in tensor.name
+            if is_head or not any(part in tensor.name for part in unused):
+                is_linear = len(tensor.shape) == 2 and _ENCODER_TABLES not in tensor.name
+                yield Parameter(tensor.name, tensor.shape, "linear" if is_linear else "vector")
 
     @property
     def num_parameters(self) -> int | None:
-        """Number of parameters, or None without safetensors headers."""
-        if not self.tensors:
-            return None
-        return sum(tensor.size for tensor in (self.tensors if self.problem else self.weights))
+        """Number of parameters, or None if it is unknown."""
+        if self.problem is None and (self.tensors or isinstance(self.description, Decoder)):
+            return sum(parameter.size for parameter in self.parameters)
+        return sum(tensor.size for tensor in self.tensors) or None
 
     @property
     def context(self) -> int | None:
@@ -195,34 +161,23 @@ class Checkpoint:
     @property
     def max_positions(self) -> int:
         """Longest sequence that the model supports, in tokens."""
-        config = self.config
-        if isinstance(config, XLMRobertaConfig):
-            return int(config.max_position_embeddings - config.pad_token_id - 1)
-        return int(config.max_position_embeddings)
+        return self.description.max_positions
 
     @property
-    def cache_shape(self) -> tuple[int, int, int]:
-        """(layers, KV heads, head size). All 0 for an encoder, which has no KV cache."""
-        config = self.config
-        if isinstance(config, GPT2Config):
-            heads = config.n_head
-            return config.n_layer, heads, config.n_embd // heads
-        if isinstance(config, LlamaConfig):
-            return config.num_hidden_layers, config.num_key_value_heads or 0, config.head_dim or 0
-        return 0, 0, 0
+    def attention(self) -> list[Attention]:
+        """Attention of each layer with a KV cache; none for an encoder."""
+        return self.description.attention if isinstance(self.description, Decoder) else []
 
 
 def read_folder(folder: Path, name: str) -> Checkpoint:
     """Read the checkpoint in a folder. Raises CheckpointError for missing or unreadable files."""
+    raw = read_config(folder)
     try:
-        raw = json.loads((folder / "config.json").read_text())
-        if not isinstance(raw, dict):
-            raise ValueError("it is not a JSON object")
         files = {
             path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()
         }
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} cannot be read: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from None
     tensors = [
         tensor for file in _weight_files(folder, files) for tensor in read_header(folder / file)
     ]

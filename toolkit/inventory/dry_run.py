@@ -14,7 +14,8 @@ def dry_run(engine: EngineConfig, *, as_json: bool) -> int:
     """Print the memory that a model needs. Return the exit code: 0 if it fits, else 1.
 
     Raises ToolkitError for a model that is missing or unsupported."""
-    checkpoint = find_checkpoint(engine.model.model, engine.model.revision)
+    found = find_checkpoint(engine.model.model, engine.model.revision)
+    checkpoint = found.with_overrides(engine.model.overrides)
     device = find_device(engine.device.device, engine.parallel.num_local_devices)
     result = estimate(checkpoint, engine, device)
     if as_json:
@@ -44,6 +45,7 @@ def as_fields(name: str, result: Estimate) -> dict[str, Any]:
         "block_size": result.block_size,
         "num_blocks": result.num_blocks,
         "cache_bytes": result.cache,
+        "outside_windows_bytes": int(result.outside_windows * result.cache),
         "token_bytes": result.block_bytes / result.block_size,
         "max_model_len": result.max_model_len,
         "largest_max_model_len": result.largest_context,
@@ -68,9 +70,15 @@ def _facts(result: Estimate) -> list[tuple[str, str]]:
         return [*facts, ("context", f"{result.max_model_len:,} tokens; an encoder has no KV cache")]
     per_token = f"{size(result.block_bytes / result.block_size)} each"
     facts += [("KV cache", f"{size(result.cache)}: {result.num_tokens:,} tokens, {per_token}")]
+    windows = []
+    if result.outside_windows:
+        idle = size(result.outside_windows * result.cache)
+        text = f"{idle} of the KV cache ({result.outside_windows:.0%}) is outside them"
+        windows = [("windows", f"{text}, with sequences of {result.max_model_len:,} tokens")]
     sequences = f": {result.num_sequences:.1f} sequences of that length" if result.fits else ""
     return [
         *facts,
+        *windows,
         ("context", f"{result.max_model_len:,} tokens{sequences}"),
         (
             "largest",

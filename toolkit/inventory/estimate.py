@@ -6,8 +6,7 @@ model on the hub by range requests), the cache from config.json, free memory fro
 system. Tests compare the results with a worker's `WorkerInfo`."""
 
 import dataclasses
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +15,16 @@ from toolkit.config.engine import ParallelConfig
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.hardware.devices import Device
 from toolkit.hardware.figures import CPU_CACHE_SHARE, SAMPLING_BYTES
-from toolkit.inventory.checkpoint import TYPE_BYTES, Checkpoint, Tensor
-from toolkit.models.model_config import auto_dtype
+from toolkit.inventory.checkpoint import TYPE_BYTES, Checkpoint
+from toolkit.models.cache_layout import CacheLayout
+from toolkit.models.describe import Attention, Parameter
+from toolkit.models.model_config import resolve_dtype
 from toolkit.models.pipeline_split import split_layers
 from toolkit.units import GIB, size
 
 CPU_RUNTIME = 400 * 2**20
 """Memory of a CPU server's processes without weights and cache: 223 MiB idle (2026-11-21)."""
 CUDA_RUNTIME = 700 * 2**20  # memory of a process's CUDA context, kernels and workspaces
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # layer number in a decoder's tensor names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,8 @@ class Estimate:
     max_model_len: int
     max_positions: int
     has_cache: bool
+    outside_windows: float
+    """Part of the cache of a full-length sequence, in all layers, that no attention reads."""
 
     @property
     def weights_fit(self) -> bool:
@@ -106,16 +108,13 @@ def estimate(checkpoint: Checkpoint, engine: EngineConfig, device: Device) -> Es
     if device.kind == "cpu":
         ranks = engine.parallel.num_local_devices
         device = dataclasses.replace(device, total=device.total // ranks, free=device.free // ranks)
-    wanted, on_gpu = engine.model.dtype, device.kind != "cpu"
-    dtype = auto_dtype(checkpoint.config, on_gpu=on_gpu) if wanted == "auto" else wanted
+    dtype = resolve_dtype(engine.model.dtype, checkpoint.config, on_gpu=device.kind != "cpu")
     max_model_len = _max_model_len(checkpoint, engine)
     stages = _stages(checkpoint, engine, dtype)
-    _, heads, head_size = checkpoint.cache_shape
     cache_type = dtype if engine.cache.kv_cache_dtype == "auto" else engine.cache.kv_cache_dtype
     ranks = engine.parallel.tensor_parallel_size
-    # With fewer heads than ranks, several ranks have the same head.
-    heads = max(1, heads // ranks) if heads else 0
-    layer_bytes = 2 * engine.cache.block_size * heads * head_size * TYPE_BYTES[cache_type]
+    layout = CacheLayout.of(checkpoint.attention, engine.cache.block_size, ranks)
+    layer_bytes = layout.layer_bytes(TYPE_BYTES[cache_type]) if layout else 0
     step = _step_bytes(config, engine, dtype, device)
 
     def count_blocks(weights: int, layers: int) -> int:
@@ -142,37 +141,45 @@ def estimate(checkpoint: Checkpoint, engine: EngineConfig, device: Device) -> Es
         max_model_len=max_model_len,
         max_positions=checkpoint.max_positions,
         has_cache=block_bytes > 0,
+        outside_windows=_outside_windows(checkpoint.attention, max_model_len),
     )
+
+
+def _outside_windows(layers: Sequence[Attention], length: int) -> float:
+    """Return the part of a sequence's keys and values that is outside the layers' windows.
+
+    Layers with a window keep all tokens, like the others."""
+    tokens = [max(0, length - layer.window) for layer in layers if layer.window]
+    return sum(tokens) / (len(layers) * length) if tokens else 0.0
 
 
 def _stages(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> list[tuple[int, int]]:
     """Return (bytes of one rank's weights without padding, number of layers) of each stage."""
-    count, layers = engine.parallel.pipeline_parallel_size, checkpoint.cache_shape[0]
+    count, layers = engine.parallel.pipeline_parallel_size, len(checkpoint.attention)
     nbytes = _tensor_bytes(checkpoint, engine, dtype)
+    parameters = list(checkpoint.parameters)
     if count == 1:
-        return [(sum(map(nbytes, checkpoint.weights)), layers)]
+        return [(sum(map(nbytes, parameters)), layers)]
     if not layers:
         raise ConfigError(
             f"--pipeline-parallel-size {count}: encoders run on one device only.",
             param="pipeline_parallel_size",
         )
     layer_bytes, first, last = dict.fromkeys(range(layers), 0), 0, 0
-    tables = [tensor for tensor in checkpoint.weights if tensor.is_vocabulary]
-    head = nbytes(next((tensor for tensor in tables if "lm_head." in tensor.name), tables[0]))
-    for tensor in checkpoint.weights:
-        found = _LAYER.search(tensor.name)
-        if found is not None:
-            index = int(found[1])
-            if index >= layers:
-                raise CheckpointError(
-                    f"{checkpoint.name} has a tensor {tensor.name}, but only {layers} layers."
-                )
-            layer_bytes[index] += nbytes(tensor)
-        elif tensor.is_table:
-            first += nbytes(tensor)
+    is_tied = checkpoint.config.tie_word_embeddings
+    (head,) = (
+        nbytes(parameter)
+        for parameter in parameters
+        if parameter.kind == ("embedding" if is_tied else "head")
+    )
+    for parameter in parameters:
+        if parameter.layer is not None:
+            layer_bytes[parameter.layer] += nbytes(parameter)
+        elif parameter.kind in ("embedding", "positions"):
+            first += nbytes(parameter)
         else:
-            last += nbytes(tensor)
-    if getattr(checkpoint.config, "tie_word_embeddings", False):
+            last += nbytes(parameter)
+    if is_tied:
         last += head
     counts = split_layers(layers, count, layer_bytes[0], head)
     begins = [sum(counts[:index]) for index in range(count)]
@@ -187,21 +194,21 @@ def _stages(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> list[tu
 
 def _tensor_bytes(
     checkpoint: Checkpoint, engine: EngineConfig, dtype: str
-) -> Callable[[Tensor], int]:
+) -> Callable[[Parameter], int]:
     """Return a function for the bytes of one rank's part of a tensor."""
     quantization, num_ranks = engine.model.quantization, engine.parallel.tensor_parallel_size
-    tied = bool(getattr(checkpoint.config, "tie_word_embeddings", False))
+    tables = ("head", "embedding") if checkpoint.config.tie_word_embeddings else ("head",)
 
-    def item_bytes(tensor: Tensor) -> int:
-        is_head = tensor.is_vocabulary and (tied or "lm_head." in tensor.name)
-        is_quantized = tensor.is_linear or (is_head and quantization == "int8")
-        return TYPE_BYTES[quantization if quantization and is_quantized else dtype]
+    def nbytes(parameter: Parameter) -> int:
+        is_quantized = parameter.kind == "linear" or (
+            parameter.kind in tables and quantization == "int8"
+        )
+        kind = quantization if quantization and is_quantized else dtype
+        is_sharded = parameter.kind in ("linear", "head", "embedding")
+        count = -(-parameter.size // num_ranks) if is_sharded else parameter.size
+        return count * TYPE_BYTES["float32" if parameter.is_float32 else kind]
 
-    def part_size(tensor: Tensor) -> int:
-        is_sharded = tensor.is_linear or tensor.is_vocabulary
-        return -(-tensor.size // num_ranks) if is_sharded else tensor.size
-
-    return lambda tensor: part_size(tensor) * item_bytes(tensor)
+    return nbytes
 
 
 def _max_model_len(checkpoint: Checkpoint, engine: EngineConfig) -> int:

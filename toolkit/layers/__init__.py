@@ -2,17 +2,17 @@
 
 from toolkit.layers.embedding import Embedding, VocabularyEmbedding
 from toolkit.layers.linear import GatedLinear, Linear, MergedLinear, OutputHead
-from toolkit.layers.norm import LayerNorm, RMSNorm
-from toolkit.layers.rotary import RotaryEmbedding
+from toolkit.layers.norm import Join, Norm
+from toolkit.layers.stream import Stream
 
 __all__ = [
     "Embedding",
     "GatedLinear",
-    "LayerNorm",
+    "Join",
     "Linear",
     "MergedLinear",
+    "Norm",
     "OutputHead",
-    "RMSNorm",
-    "RotaryEmbedding",
+    "Stream",
     "VocabularyEmbedding",
 ]

@@ -1,71 +1,57 @@
 """Embedding tables."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from toolkit.distributed import Shard, aligned_shard, current_group
-from toolkit.kernels.table import kernels_for
-from toolkit.weights.packed import Packed
-from toolkit.weights.slots import Slot, Slots
+from toolkit.distributed import Shard, aligned_shard, current_group, full_shard
+from toolkit.weights.plain import plain_weight
+from toolkit.weights.quantization import new_head_weight
+from toolkit.weights.slots import Slots
+from toolkit.weights.weight import Weight
 
 ALIGNMENT = 64  # on a GPU a table's number of rows is a multiple of this
 
 
 class Embedding(nn.Module):
-    """A table [size, hidden], looked up by row. `table` may end with padding (see OutputHead)."""
+    """A table [size, hidden], looked up by row. `weight` may end with padding (see OutputHead).
 
-    packed: Packed | None = None  # holds the rows in place of `table`
+    `name`: in the checkpoint."""
 
-    def __init__(self, size: int, hidden: int) -> None:
+    weight: Weight
+
+    def __init__(self, name: str, size: int, hidden: int) -> None:
         super().__init__()
-        self.size = size
-        self.table = nn.Parameter(padded_table(size, hidden), requires_grad=False)
+        self.name, self.shard = name, full_shard(size)
+        self.weight = plain_weight(padded(size), hidden)
 
     @property
-    def weight(self) -> torch.Tensor:
-        """[size, hidden]"""
-        return self.table[: self.size]
+    def size(self) -> int:
+        """Number of rows without padding."""
+        return self.shard.count
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        if self.packed is not None:
-            return self.packed.rows(indices, self.table.dtype)
-        return F.embedding(indices, self.table)
+        return self.weight.take(indices)
 
-    def use_packed(self, packed: Packed) -> None:
-        """Look rows up in a head's weight that was packed from this table, and free the table."""
-        if packed.has_rows:
-            self.packed = packed
-            self.table = nn.Parameter(torch.empty(0, dtype=self.table.dtype), requires_grad=False)
-
-    def slots(self, name: str) -> Slots:
-        return {f"{name}.weight": Slot(self.weight)}
+    def slots(self) -> Slots:
+        shards = self.shard, full_shard(self.weight.shape[1])
+        slots = self.weight.part_slots(slice(self.size), shards)
+        return {f"{self.name}.{kind}": slot for kind, slot in slots.items()}
 
 
 class VocabularyEmbedding(Embedding):
     """Token embeddings. Each rank has a shard of the rows, and zeros for the others' tokens."""
 
-    def __init__(self, size: int, hidden: int) -> None:
+    def __init__(self, name: str, size: int, hidden: int, *, is_tied: bool = False) -> None:
+        """`is_tied`: the output head has the same weight."""
         nn.Module.__init__(self)
-        self.group = current_group()
-        self.shard = vocabulary_shard(size)
-        self.size = self.shard.count
-        self.table = nn.Parameter(vocabulary_table(size, hidden), requires_grad=False)
+        self.name, self.group, self.shard = name, current_group(), vocabulary_shard(size)
+        make = new_head_weight if is_tied else plain_weight
+        self.weight = make(padded(self.shard.max_count), hidden)
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
-            return super().forward(indices)
-        kernels = kernels_for(indices.device)
-        if kernels is not None:
-            rows = kernels.embed_shard(indices, self.table, self.shard.begin, self.shard.count)
-        else:
-            own = indices - self.shard.begin
-            is_own = (own >= 0) & (own < self.shard.count)
-            rows = super().forward(own.where(is_own, 0)) * is_own[:, None]
-        return self.group.all_reduce(rows)
-
-    def slots(self, name: str) -> Slots:
-        return {f"{name}.weight": Slot(self.weight, shards=(self.shard,))}
+            return self.weight.take(indices)
+        return self.group.all_reduce(self.weight.take_shard(indices, self.shard))
 
 
 def vocabulary_shard(size: int) -> Shard:
@@ -73,22 +59,10 @@ def vocabulary_shard(size: int) -> Shard:
     return aligned_shard(size, _alignment())
 
 
-def vocabulary_table(size: int, hidden: int) -> torch.Tensor:
-    """Return an empty table for this rank's tokens, with as many rows as the other ranks have.
-
-    Rows past the last token are zero."""
-    shard = vocabulary_shard(size)
-    table = padded_table(shard.max_count, hidden)
-    if not shard.is_full:
-        table[shard.count :].zero_()
-    return table
+def padded(size: int) -> int:
+    """Return the number of rows of a table. On a GPU it is padded."""
+    return -(-size // _alignment()) * _alignment()
 
 
 def _alignment() -> int:
     return ALIGNMENT if torch.get_default_device().type == "cuda" else 1
-
-
-def padded_table(size: int, hidden: int) -> torch.Tensor:
-    """Return an empty table of `size` rows, padded on a GPU."""
-    alignment = _alignment()
-    return torch.empty(-(-size // alignment) * alignment, hidden)

@@ -1,138 +1,118 @@
-"""Normalization, fused with the residual sum before it."""
+"""Norms, and joins: the sums of the residual stream, fused with the norms of the sum."""
 
 from __future__ import annotations
 
-import abc
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from toolkit.distributed import current_group
-from toolkit.kernels import cpu
-from toolkit.kernels.cpu.norm import DTYPES, Norm
-from toolkit.kernels.table import Kernels, kernels_for
+from toolkit.distributed import Group, current_group
+from toolkit.kernels import cpu, reference
+from toolkit.kernels.cpu.norm import DTYPES
+from toolkit.kernels.cpu.norm import Join as PackedJoin
+from toolkit.kernels.table import kernels_for
 from toolkit.weights.slots import Slot, Slots
 
-if TYPE_CHECKING:
-    from toolkit.kernels.triton.matmul import Unscaled
-    from toolkit.layers.linear import Linear
 
-
-class _Normalization(nn.Module, abc.ABC):
-    """(norm(x + residual), x + residual) of x and residual, both [num_tokens, size].
-
-    The sum may be written into `residual`. Under tensor parallelism an x with a residual is a
-    row-parallel product: the ranks' parts are summed here, in the same kernel where that is
-    fastest."""
+class Norm(nn.Module):
+    """Parameters of an RMS norm (Zhang & Sennrich, 2019) or a layer norm (Ba et al., 2016)."""
 
     bias: nn.Parameter | None
-    packed: Norm | None = None  # computes it on a CPU
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(
+        self,
+        name: str | None,
+        size: int,
+        eps: float,
+        *,
+        is_centered: bool = False,
+        has_bias: bool = False,
+        offset: float = 0.0,
+    ) -> None:
+        """`name`: in the checkpoint, None without parameters there. `offset`: added to the stored
+        weight."""
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
-        self.register_parameter("bias", None)
-        self.eps = eps
-        self.group = current_group()
+        self.name, self.eps, self.is_centered, self.offset = name, eps, is_centered, offset
+        # 1 + w is not rounded to 16 bits.
+        dtype = torch.float32 if offset else None
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
+        bias = nn.Parameter(torch.zeros(size, dtype=dtype), requires_grad=False)
+        self.register_parameter("bias", bias if has_bias else None)
+
+    @property
+    def arguments(self) -> reference.Norm:
+        """Arguments of the kernels."""
+        return reference.Norm(self.weight, self.bias, self.eps, self.is_centered)
+
+    def slots(self) -> Slots:
+        if self.name is None:
+            return {}
+        slots: Slots = {f"{self.name}.weight": Slot(self.weight, offset=self.offset)}
+        if self.bias is not None:
+            slots[f"{self.name}.bias"] = Slot(self.bias)
+        return slots
+
+
+class Join(nn.Module):
+    """(norms of the sum, sum), where sum = residual + scale · post(x + other).
+
+    All are [num_tokens, size]. `other`: a second product that is added. The sum is written into
+    `residual`; without one, x is the sum. Under tensor parallelism x and other are row-parallel
+    products: the ranks' parts are summed here, in the same kernel where that is fastest."""
+
+    def __init__(
+        self, size: int, norms: Sequence[Norm], post: Norm | None = None, scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.size, self.norms, self.scale = size, nn.ModuleList(norms), scale
+        self.post = post
+        self.group, self.dtype = current_group(), torch.get_default_dtype()
+        self.packed: PackedJoin | None = None  # computes it on a CPU
+        self.arguments = tuple(norm.arguments for norm in norms)
+        self._post = None if post is None else post.arguments
+
+    @property
+    def is_plain(self) -> bool:
+        """True for one norm of a plain sum."""
+        return len(self.arguments) == 1 and self._post is None and self.scale == 1.0
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor, residual: torch.Tensor | None, other: torch.Tensor | None = None
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
         if residual is not None and self.group.size > 1:
-            if self.group.peer_memory is not None:
-                both = self.group.peer_memory.all_reduce_norm(
-                    x, residual, self.weight, self.bias, self.eps
-                )
+            if other is not None:
+                x, other = x + other, None
+            if self.group.peer_memory is not None and self.is_plain:
+                both = self.group.peer_memory.all_reduce_norm(x, residual, self.arguments[0])
                 if both is not None:
-                    return both
+                    return [both[0]], both[1]
             x = self.group.all_reduce(x)
         if self.packed is not None:
-            normed, total = self.packed(x, residual)
-            return normed, total
+            return self.packed(x, residual, other)
         kernels = kernels_for(x.device)
-        if kernels is not None:
-            return self._add_norm(kernels, x, residual)
-        total = x if residual is None else x + residual
-        return self._norm(total), total
-
-    def after(
-        self,
-        product: Linear,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        into: Linear,
-        square_sums: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | Unscaled, torch.Tensor]:
-        """Apply the norm to product(x) and residual. The norm's output is the input of `into`.
-
-        square_sums: fp64 zeros [len(x) or more], not shared with other calls; None if the products
-        fuse no norms (`Linear.can_fuse_norms`)."""
-        both: tuple[torch.Tensor, torch.Tensor] = self(product(x), residual)
-        return both
-
-    @abc.abstractmethod
-    def _add_norm(
-        self, kernels: Kernels, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (norm, sum) by a GPU's kernels."""
-
-    @abc.abstractmethod
-    def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        """Return norm(x) by PyTorch."""
+        join = reference.join if kernels is None else kernels.join
+        if residual is None:
+            return join(x, None, self.arguments)
+        return join(x, residual, self.arguments, other=other, post=self._post, scale=self.scale)
 
     def pack(self) -> None:
         """Prepare the CPU kernel, if there is one. Called once, after loading."""
-        if cpu.available() and self.weight.dtype in DTYPES:
-            self.packed = Norm(self.weight, self.bias, self.eps)
+        if cpu.available() and self.dtype in DTYPES:
+            self.packed = PackedJoin(self.size, self.arguments, self._post, self.scale)
 
 
-class LayerNorm(_Normalization):
-    """Layer normalization (Ba et al., 2016)."""
+def norm_over_ranks(rows: torch.Tensor, weight: torch.Tensor, eps: float, group: Group) -> None:
+    """Apply an RMS norm in place to rows of which each rank has an equal part.
 
-    bias: nn.Parameter
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__(size, eps)
-        self.bias = nn.Parameter(torch.zeros(size), requires_grad=False)
-
-    def _add_norm(
-        self, kernels: Kernels, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return kernels.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
-
-    def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-    def slots(self, name: str) -> Slots:
-        return {f"{name}.weight": Slot(self.weight), f"{name}.bias": Slot(self.bias)}
-
-
-class RMSNorm(_Normalization):
-    """Root mean square normalization (Zhang & Sennrich, 2019)."""
-
-    def after(
-        self,
-        product: Linear,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        into: Linear,
-        square_sums: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | Unscaled, torch.Tensor]:
-        """Fuse the norm into the two products if both have few rows."""
-        if square_sums is not None and product.can_fuse_norms(x) and into.can_fuse_norms(x):
-            square_sums = square_sums[: len(x)]
-            return product.add_norm(x, residual, self.weight, self.eps, square_sums), residual
-        return super().after(product, x, residual, into, square_sums)
-
-    def _add_norm(
-        self, kernels: Kernels, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return kernels.add_rms_norm(x, residual, self.weight, self.eps)
-
-    def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-    def slots(self, name: str) -> Slots:
-        return {f"{name}.weight": Slot(self.weight)}
+    Several ranks may have the same part. rows: [num_tokens, size], may be strided."""
+    if group.size == 1:
+        kernels = kernels_for(rows.device)
+        if kernels is not None:
+            kernels.rms_norm_rows(rows, weight, eps)
+        else:
+            reference.rms_norm_rows(rows, weight, eps)
+        return
+    wide = rows.float()
+    squares = group.all_reduce(wide.square().sum(1, keepdim=True))
+    rows.copy_(wide * torch.rsqrt(squares / (group.size * len(weight)) + eps) * weight.float())

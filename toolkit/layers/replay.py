@@ -38,7 +38,7 @@ class _Recorded:
 
 
 class Replay:
-    """Runs the layers of a step by replaying a recording for as many tokens, or calls them.
+    """Runs the layers of a step by replaying a recording for their number of tokens, or calls them.
 
     Everything else that layers read (weights, the cache) stays in place as long as the block table
     does."""
@@ -69,7 +69,9 @@ class Replay:
 
     def _record(self, layers: Layers, x: torch.Tensor, batch: AttentionBatch) -> _Recorded | None:
         own_x = x.clone()
-        positions, slot_mapping, seq_lens, rows = (tensor.clone() for tensor in _inputs(batch))
+        positions, slot_mapping, seq_lens, rows, *rope = (
+            tensor.clone() for tensor in _inputs(batch)
+        )
         own = AttentionBatch(
             positions=positions,
             slot_mapping=slot_mapping,
@@ -79,6 +81,7 @@ class Replay:
             block_table=batch.block_table,
             max_query_len=1,
             max_seq_len=batch.max_seq_len,
+            rope=tuple(rope),
         )
         try:
             program, out = self._recorder.record(lambda: layers(own_x, own))
@@ -88,4 +91,4 @@ class Replay:
 
 
 def _inputs(batch: AttentionBatch) -> tuple[torch.Tensor, ...]:
-    return batch.positions, batch.slot_mapping, batch.seq_lens, batch.rows
+    return batch.positions, batch.slot_mapping, batch.seq_lens, batch.rows, *batch.rope

@@ -1,1 +1,1 @@
-"""Model architectures, one per file; their registry and configs; the Hugging Face hub."""
+"""Descriptions of models, one file per architecture; models built from them; the hub."""

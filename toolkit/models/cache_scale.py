@@ -3,53 +3,69 @@
 e4m3 has full precision from 2^-6 to 448, and less or none outside. So keys are multiplied by a
 power of two and queries divided by it; values, and the output projection, in the same way. The
 scales are folded into the weights: this adds no rounding (except near the ends of float16's range)
-and no work per step. The size of keys and values is computed from the weights, since the norm
-before them gives inputs of a known size."""
+and no work per step. The size of keys and values is computed from the weights, since a norm gives
+their inputs a known size: the norm before attention or, without one, the norms of all products
+that were added to the residual stream before."""
 
 import math
 
 import torch
 
+from toolkit.kernels.reference import Norm
 from toolkit.layers import Linear
-from toolkit.models.decoder import Decoder, DecoderLayer
+from toolkit.models.decoder import Decoder, Step
+from toolkit.models.mix import AttentionMix
 
 TARGET_RMS = 16.0
 """Approximate RMS of the largest entry of a key or value after scaling. It leaves a factor of 28
 to e4m3's maximum, and of 1,000 to where precision starts to drop."""
+SAMPLE = 4096  # tokens whose embeddings are read
 MAX_EXPONENT = 8  # larger powers of two cost precision in float16 weights
 
 
 @torch.inference_mode()
 def scale_cache(model: Decoder) -> None:
     """Fold the scales into the weights. Call after loading, before packing."""
-    for layer in model.layers:
-        assert isinstance(layer, DecoderLayer)
-        _scale(layer)
+    square = _embedding_square(model)
+    for step in (module for module in model.modules() if isinstance(module, Step)):
+        post = step.join.post
+        if post is not None:
+            square = square + (step.join.scale * post.weight.float()).square()
+        norms = step.join.arguments or (Norm(square.sqrt(), None, 0.0, False),)
+        for index, mix in zip(step.inputs, step.mixes, strict=True):
+            if isinstance(mix, AttentionMix) and not mix.attn.transform.clip:
+                _scale(mix, norms[index])
 
 
-def _scale(layer: DecoderLayer) -> None:
-    num_q, num_k, _ = (part.count for part in layer.qkv.parts)
+def _embedding_square(model: Decoder) -> torch.Tensor:
+    """Return the mean square of each entry of the first layer's input.
+
+    0 if another stage has the embedding: values of this stage's first layer are then not scaled."""
+    if not model.stage.is_first:
+        return torch.zeros(())
+    rows = model.embed.weight.dequantize(slice(min(SAMPLE, model.embed.size)))
+    return (model.description.embed_scale * rows).square().mean(0)
+
+
+def _scale(mix: AttentionMix, norm: Norm) -> None:
+    num_q, num_k, _ = (part.count for part in mix.input.parts)
     queries, keys, values = slice(num_q), slice(num_q, num_q + num_k), slice(num_q + num_k, None)
-    transform = layer.attn.transform
-    if transform.q_weight is not None and transform.k_weight is not None:
-        factor = _factor(transform.k_weight.float().abs().max())
-        transform.k_weight.mul_(factor)
-        transform.q_weight.div_(factor)
+    if mix.norm is not None:
+        factor = _factor(mix.norm.k_weight.float().abs().max())
+        mix.norm.k_weight.mul_(factor)
+        mix.norm.q_weight.div_(factor)
     else:
-        factor = _factor(_output_rms(layer, keys).max())
-        _multiply(layer.qkv, keys, factor)
-        _multiply(layer.qkv, queries, 1 / factor)
-    factor = _factor(_output_rms(layer, values).max())
-    _multiply(layer.qkv, values, factor)
-    _multiply(layer.out, slice(None), 1 / factor, bias=False)
+        factor = _factor(_output_rms(mix.input, norm, keys).max())
+        _multiply(mix.input, keys, factor)
+        _multiply(mix.input, queries, 1 / factor)
+    factor = _factor(_output_rms(mix.input, norm, values).max())
+    _multiply(mix.input, values, factor)
+    _multiply(mix.output, slice(None), 1 / factor, bias=False)
 
 
-def _output_rms(layer: DecoderLayer, rows: slice) -> torch.Tensor:
-    """Return the RMS of each of these outputs of `qkv`, assuming independent normalized inputs."""
-    norm, linear = layer.attn_norm, layer.qkv
-    weight = linear.weight[rows].float()
-    if linear.scale is not None:
-        weight *= linear.scale[rows, None]
+def _output_rms(linear: Linear, norm: Norm, rows: slice) -> torch.Tensor:
+    """Return the RMS of each of these outputs, assuming independent normalized inputs."""
+    weight = linear.weight.dequantize(rows)
     square = (weight * norm.weight.float()).square().sum(1)
     constant = torch.zeros_like(square) if linear.bias is None else linear.bias[rows].float()
     if norm.bias is not None:
@@ -66,6 +82,6 @@ def _factor(rms: torch.Tensor) -> float:
 
 
 def _multiply(linear: Linear, rows: slice, factor: float, *, bias: bool = True) -> None:
-    (linear.weight if linear.scale is None else linear.scale)[rows].mul_(factor)
+    linear.weight.multiply(factor, rows)
     if bias and linear.bias is not None:
         linear.bias[rows].mul_(factor)

@@ -1,157 +1,133 @@
-"""Base classes of decoders: embedding, layers, norm and head, split over pipeline stages."""
+"""A decoder, built from its description, split over pipeline stages."""
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from itertools import chain
 
 import torch
 from torch import nn
 
-from toolkit.attention import Attention, AttentionBatch
+from toolkit.attention import AttentionBatch
 from toolkit.distributed import current_group, current_stage
-from toolkit.layers import LayerNorm, Linear, MergedLinear, OutputHead, RMSNorm, VocabularyEmbedding
+from toolkit.layers import Embedding, Join, Norm, OutputHead, Stream, VocabularyEmbedding
 from toolkit.layers.replay import Replay
+from toolkit.models import describe
+from toolkit.models.mix import AttentionMix, Mix, MLPMix
+from toolkit.models.model import CausalLM
 from toolkit.models.pipeline_split import split_layers
-from toolkit.models.registry import CausalLM
-from toolkit.weights.quantization import quantizes_head
-from toolkit.weights.slots import Slots
-
-if TYPE_CHECKING:
-    from toolkit.kernels.triton.matmul import Unscaled
+from toolkit.models.rotary import RotaryTables
+from toolkit.weights.quantization import is_quantized, quantizes_head
 
 
-class DecoderLayer(nn.Module, abc.ABC):
-    """Attention and MLP, each preceded by a norm."""
+class Step(nn.Module):
+    """Branches that read the same residual stream and are added to it together."""
 
-    attn_norm: LayerNorm | RMSNorm
-    qkv: MergedLinear
-    attn: Attention
-    out: Linear
-    mlp_norm: LayerNorm | RMSNorm
-    up: Linear  # includes the activation, and the gate if there is one
-    down: Linear
+    def __init__(
+        self, step: describe.Step, before: describe.Step | None, hidden: int, rope: RotaryTables
+    ) -> None:
+        """`before`: the step whose products the stream has not added yet."""
+        super().__init__()
+        norms = list(dict.fromkeys(branch.norm for branch in step if branch.norm is not None))
+        self.join = Join(hidden, [_norm(norm) for norm in norms], *_after(before))
+        mixes = [_mix(branch.mix, hidden, rope) for branch in step]
+        self._mixes = tuple(mixes)  # typed, and faster to iterate over
+        self.mixes = nn.ModuleList(mixes)
+        self.inputs = [norms.index(b.norm) if b.norm is not None else 0 for b in step]
+        """Index of each branch's norm."""
+        self.into = mixes[0].input if len(step) == 1 else None
 
     def forward(
-        self,
-        x: torch.Tensor | Unscaled,
-        residual: torch.Tensor,
-        batch: AttentionBatch,
-        square_sums: torch.Tensor | None,
-        wanted: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (down's input, residual). If `wanted` is given, only for those tokens.
-
-        x: output of `attn_norm`. `down` is left to the caller: the norm after it belongs to the
-        next layer, and the two may be fused."""
-        y = self.attn(self.qkv(x), batch)
+        self, stream: Stream, batch: AttentionBatch, wanted: torch.Tensor | None = None
+    ) -> None:
+        """Add the branches' products to the stream. If `wanted` is given, only of those tokens."""
+        rows = stream.read(self.join, self.into)
+        for mix, index in zip(self._mixes, self.inputs, strict=True):
+            y = mix(rows[index], batch)
+            stream.add(mix.output, y if wanted is None else y[wanted])
         if wanted is not None:
-            y, residual = y[wanted], residual[wanted]
-        x, residual = self.mlp_norm.after(self.out, y, residual, self.up, square_sums)
-        return self.up(x), residual
+            stream.keep(wanted)
 
-    def square_sum_buffers(
-        self, x: torch.Tensor, num_layers: int
-    ) -> list[tuple[torch.Tensor | None, ...]]:
-        """Return buffers per layer for the norms after attention and MLP. x: hidden states."""
-        if not isinstance(self.mlp_norm, RMSNorm) or not self.out.can_fuse_norms(x):
-            return [(None, None)] * num_layers
-        # Kernels are compiled for buffers aligned to 16 bytes: an even number of float64.
-        buffers = torch.zeros(
-            num_layers, 2, len(x) + len(x) % 2, dtype=torch.float64, device=x.device
-        )
-        return [pair.unbind() for pair in buffers]
+    @property
+    def attends(self) -> bool:
+        return any(isinstance(mix, AttentionMix) for mix in self._mixes)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Return a value that is equal for layers that launch the same kernels."""
-        return self.attn.shape, *((p.shape, p.dtype) for p in self.parameters())
-
-    @abc.abstractmethod
-    def slots(self, name: str) -> Slots:
-        """Return the slots of the layer whose checkpoint name is `name`."""
+        """A value that is equal for steps that launch the same kernels."""
+        shapes = tuple(mix.attn.shape for mix in self._mixes if isinstance(mix, AttentionMix))
+        return shapes, *((p.shape, p.dtype) for p in self.parameters())
 
 
 class Decoder(CausalLM):
-    """Base of decoders. A subclass defines its layers, its norm and their checkpoint names."""
-
-    embed_name: ClassVar[str]
-    layers_name: ClassVar[str]
-    norm_name: ClassVar[str]
+    """A decoder. Layers are lists of steps."""
 
     embed: VocabularyEmbedding  # on the first stage; if tied, also on the last
-    norm: LayerNorm | RMSNorm  # on the last stage, like the head
 
-    def __init__(self, config: Any, max_model_len: int) -> None:
-        super().__init__(config, max_model_len)
-        self.group, self.stage, self.tied = (
-            current_group(),
-            current_stage(),
-            config.tie_word_embeddings,
-        )
+    def __init__(self, description: describe.Decoder, max_model_len: int) -> None:
+        vocab, hidden = description.vocab_size, description.hidden_size
+        super().__init__(vocab, hidden)
+        self.description, self.tied = description, description.is_tied
+        self.group, self.stage = current_group(), current_stage()
         self.has_table = self.stage.is_first or (self.stage.is_last and self.tied)
         if self.has_table:
-            self.embed = VocabularyEmbedding(config.vocab_size, config.hidden_size)
-        make = self.layer_factory(config, max_model_len)
-        self.indices = _stage_layers(self, config, make)
-        self.layers = nn.ModuleList(make(index) for index in self.indices)
-        self._few_layers: list[DecoderLayer] = []
+            self.embed = VocabularyEmbedding(description.embed, vocab, hidden, is_tied=self.tied)
+        positions = description.positions
+        if positions is not None and self.stage.is_first:
+            self.embed_positions = Embedding(positions.name, positions.size, hidden)
+        self.rope = RotaryTables(description.attention, max_model_len)
+        layers = [description.layers[index] for index in _stage_layers(description)]
+        before = [None, *chain.from_iterable(layers)]
+        steps = iter(
+            Step(step, last, hidden, self.rope)
+            for step, last in zip(chain.from_iterable(layers), before, strict=False)
+        )
+        self.layers = nn.ModuleList(nn.ModuleList(next(steps) for _ in layer) for layer in layers)
+        norms = [_norm(description.norm)] if self.stage.is_last else []
+        self.last = Join(hidden, norms, *_after(before[-1]))
+        self._few_layers: list[Sequence[Step]] = []
         self._replay = Replay() if self.stage.is_last and self.group.size == 1 else None
         if self.stage.is_last:
-            self.norm = self.make_norm(config)
-        # On the first stage only for its table: a tied table is quantized as the head's weight.
-        if self.stage.is_last or (self.has_table and self.tied and quantizes_head()):
-            self.lm_head = OutputHead(
-                config.hidden_size, config.vocab_size, self.embed if self.tied else None
-            )
-
-    @abc.abstractmethod
-    def layer_factory(self, config: Any, max_model_len: int) -> Callable[[int], DecoderLayer]:
-        """Return a function that makes the layer with a given index."""
-
-    @abc.abstractmethod
-    def make_norm(self, config: Any) -> LayerNorm | RMSNorm:
-        """Make the norm after the last layer."""
-
-    def embed_input(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """Return the first layer's input, [num_tokens, hidden]."""
-        x: torch.Tensor = self.embed(token_ids)
-        return x
+            head = dataclasses.asdict(description.head)
+            tied = self.embed if self.tied else None
+            self.lm_head = OutputHead(hidden, vocab, **head, tied=tied)
 
     def forward(
         self, token_ids: torch.Tensor, batch: AttentionBatch, hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        x = self.embed_input(token_ids, batch) if hidden is None else hidden
-        return (
-            self._run_layers(x, batch)
-            if self._replay is None
-            else self._replay(self._run_layers, x, batch)
-        )
+        batch.rope = self.rope.take(batch.positions)
+        x = self._embed(token_ids, batch) if hidden is None else hidden
+        if self._replay is None:
+            return self._run_layers(x, batch)
+        return self._replay(self._run_layers, x, batch)
+
+    def _embed(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """Return the first layer's input, [num_tokens, hidden]."""
+        x: torch.Tensor = self.embed(token_ids)
+        if self.description.embed_scale != 1.0:
+            # Rounded like the weights, as where the model was trained.
+            x = x * torch.tensor(self.description.embed_scale, dtype=x.dtype).item()
+        if self.description.positions is not None:
+            x = x + self.embed_positions(batch.positions + self.description.positions.first)
+        return x
 
     def _run_layers(self, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Run this stage's layers, and the norm on the last stage."""
         layers = self._layers()
-        buffers = layers[0].square_sum_buffers(x, len(layers))
-        normed, residual = layers[0].attn_norm(x, None)
-        for (layer, following), square_sums in zip(pairwise(layers), buffers, strict=False):
-            x, residual = layer(normed, residual, batch, square_sums[0])
-            normed, residual = following.attn_norm.after(
-                layer.down, x, residual, following.qkv, square_sums[1]
-            )
-        layer = layers[-1]
+        stream = Stream(x, sum(map(len, layers)) + 1)
         wanted = batch.wanted if self.stage.is_last else None
-        x, residual = layer(normed, residual, batch, buffers[-1][0], wanted)
-        x = layer.down(x)
-        if not self.stage.is_last:
-            total: torch.Tensor = self.group.all_reduce(x) + residual
-            return total
-        out: torch.Tensor = self.norm(x, residual)[0]
+        for layer in layers[:-1]:
+            for step in layer:
+                step(stream, batch)
+        for step in layers[-1]:
+            step(stream, batch, wanted if step.attends else None)
+        (out,) = stream.read(self.last)
+        assert isinstance(out, torch.Tensor)
         return out
 
-    def _layers(self) -> list[DecoderLayer]:
+    def _layers(self) -> list[Sequence[Step]]:
         return self._few_layers or list(self.layers)  # type: ignore[arg-type]  # a ModuleList
 
     @contextmanager
@@ -160,36 +136,43 @@ class Decoder(CausalLM):
 
         They launch the kernels of all layers."""
         layers = self._layers()
-        kinds = {layer.kind: layer for layer in reversed(layers)}
+        kinds = {tuple(step.kind for step in layer): layer for layer in reversed(layers)}
         self._few_layers = list(dict.fromkeys((*kinds.values(), layers[-1])))
         try:
             yield
         finally:
             self._few_layers = []
 
-    def slots(self) -> Slots:
-        slots: Slots = {}
-        if self.has_table:
-            slots |= self.embed.slots(self.embed_name)
-        for index, layer in zip(self.indices, self.layers, strict=True):
-            assert isinstance(layer, DecoderLayer)
-            slots |= layer.slots(f"{self.layers_name}.{index}")
-        if self.stage.is_last:
-            slots |= self.norm.slots(self.norm_name)
-            if not self.tied:
-                slots |= self.lm_head.slots("lm_head")
-        return slots
+
+def _mix(mix: describe.Attention | describe.MLP, hidden: int, rope: RotaryTables) -> Mix:
+    if isinstance(mix, describe.MLP):
+        return MLPMix(mix, hidden)
+    return AttentionMix(mix, hidden, *rope.indices(mix))
 
 
-def _stage_layers(model: Decoder, config: Any, make: Callable[[int], DecoderLayer]) -> range:
+def _norm(norm: describe.Norm) -> Norm:
+    return Norm(**dataclasses.asdict(norm))
+
+
+def _after(step: describe.Step | None) -> tuple[Norm | None, float]:
+    """Return how the products of a step are added: (norm, scale)."""
+    if step is None:
+        return None, 1.0
+    (first, *others) = step
+    assert all((b.post, b.scale) == (None, first.scale) for b in others)
+    return None if first.post is None else _norm(first.post), first.scale
+
+
+def _stage_layers(description: describe.Decoder) -> range:
     """Return the indices of this stage's layers, balanced by the weight bytes that a step reads."""
-    if model.stage.count == 1:
-        return range(config.num_hidden_layers)
-    with torch.device("meta"):
-        parts = make(0), OutputHead(config.hidden_size, config.vocab_size)
-    layer = sum(parameter.nbytes for parameter in parts[0].parameters())
-    # The head is not quantized yet: this happens when it is packed.
-    head = sum(p.numel() * (1 if quantizes_head() else p.itemsize) for p in parts[1].parameters())
-    counts = split_layers(config.num_hidden_layers, model.stage.count, layer, head)
-    begin = sum(counts[: model.stage.index])
-    return range(begin, begin + counts[model.stage.index])
+    stage, num_layers = current_stage(), len(description.layers)
+    if stage.count == 1:
+        return range(num_layers)
+    itemsize = torch.get_default_dtype().itemsize
+    layer = description.layer_size(0) * (1 if is_quantized() else itemsize)
+    head = description.vocab_size * description.hidden_size
+    counts = split_layers(
+        num_layers, stage.count, layer, head * (1 if quantizes_head() else itemsize)
+    )
+    begin = sum(counts[: stage.index])
+    return range(begin, begin + counts[stage.index])

@@ -2,19 +2,27 @@
 
 Reading it without Transformers saves seconds at every start."""
 
-from typing import Annotated, Any
+import json
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
+from toolkit.errors import ConfigError
 from toolkit.kernels import cpu
+from toolkit.models.describe import Rope
 
 Size = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ArchitectureConfig(msgspec.Struct, kw_only=True):
-    """Fields that every kind has."""
+    """Fields of every architecture."""
+
+    overflows_float16: ClassVar[bool] = False  # activations exceed the range of float16
+    fixed: ClassVar[dict[str, tuple[object, ...]]] = {}
+    """Values of other fields of config.json that say what the model always computes."""
 
     architectures: list[str]
+    model_type: str = ""
     dtype: str | None = None  # type that the weights were saved in, by PyTorch's name
     torch_dtype: str | None = None  # old spelling of `dtype`; read that
     vocab_size: Size
@@ -24,49 +32,33 @@ class ArchitectureConfig(msgspec.Struct, kw_only=True):
         self.dtype = self.dtype or self.torch_dtype
 
 
-def auto_dtype(config: ArchitectureConfig, *, on_gpu: bool) -> str:
-    """Return the type of weights and activations for --dtype auto.
+def resolve_dtype(wanted: str, config: ArchitectureConfig, *, on_gpu: bool) -> str:
+    """Return the type of weights and activations for --dtype `wanted`.
 
-    On a GPU: the checkpoint's 16-bit type, else bfloat16. On a CPU: bfloat16 for a bfloat16
-    checkpoint if our kernels are available, else float32. float16 would lose precision as
-    bfloat16, and has no fast products on a CPU."""
+    auto is, on a GPU, float16 for a float16 checkpoint, else bfloat16; on a CPU, bfloat16 for a
+    bfloat16 checkpoint if our kernels are available, else float32. There float16 would lose
+    precision as bfloat16, and has no fast products.
+
+    Raises ConfigError for float16 if the model's activations exceed its range. auto avoids it."""
+    if wanted == "float16" and config.overflows_float16:
+        raise ConfigError(
+            f"--dtype float16: activations of {config.architectures[0]} exceed its range. Use "
+            f"--dtype bfloat16.",
+            param="dtype",
+        )
+    if wanted != "auto":
+        return wanted
     if on_gpu:
-        return config.dtype if config.dtype in ("bfloat16", "float16") else "bfloat16"
+        keeps = config.dtype == "float16" and not config.overflows_float16
+        return "float16" if keeps else "bfloat16"
     return "bfloat16" if config.dtype == "bfloat16" and cpu.available() else "float32"
 
 
-class GPT2Config(ArchitectureConfig, kw_only=True):
-    vocab_size: Size = 50257
-    n_positions: Size = 1024
-    n_embd: Size = 768
-    n_layer: Size = 12
-    n_head: Size = 12
-    n_inner: Size | None = None
-    activation_function: str = "gelu_new"
-    layer_norm_epsilon: float = 1e-5
-    scale_attn_weights: bool = True
-    scale_attn_by_inverse_layer_idx: bool = False
-    add_cross_attention: bool = False
-    tie_word_embeddings: bool = True
+class DecoderConfig(ArchitectureConfig, kw_only=True):
+    """Fields of decoders with Llama's names."""
 
-    hidden_size: Size | None = None
-    max_position_embeddings: Size | None = None
-    num_attention_heads: Size | None = None
-    num_hidden_layers: Size | None = None
-    """Other kinds' names for n_embd, n_positions, n_head and n_layer. These win."""
+    default_theta: ClassVar[float] = 10000.0  # for configs without rope_theta
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.hidden_size = self.n_embd = self.hidden_size or self.n_embd
-        self.max_position_embeddings = self.n_positions = (
-            self.max_position_embeddings or self.n_positions
-        )
-        self.num_attention_heads = self.n_head = self.num_attention_heads or self.n_head
-        self.num_hidden_layers = self.n_layer = self.num_hidden_layers or self.n_layer
-        _head_size(self.hidden_size, self.num_attention_heads)
-
-
-class LlamaConfig(ArchitectureConfig, kw_only=True):
     vocab_size: Size = 32000
     hidden_size: Size = 4096
     intermediate_size: Size = 11008
@@ -77,13 +69,9 @@ class LlamaConfig(ArchitectureConfig, kw_only=True):
     hidden_act: str = "silu"
     max_position_embeddings: Size = 2048
     rms_norm_eps: float = 1e-6
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    sliding_window: int | None = None  # tokens
-    layer_types: list[str] | None = None
-    """`full_attention` or `sliding_attention` for each layer. None: all the same."""
     rope_parameters: dict[str, Any] | None = None
-    """`rope_type`, `rope_theta` and the parameters of that type of scaling."""
+    """`rope_type`, `rope_theta` and the parameters of that type of scaling; or these for each
+    layer type."""
 
     rope_scaling: dict[str, Any] | None = None
     rope_theta: float | None = None
@@ -91,8 +79,12 @@ class LlamaConfig(ArchitectureConfig, kw_only=True):
     original_max_position_embeddings: Size | None = None
     """Old spellings. Their values are in `rope_parameters`."""
 
+    is_causal: bool | None = None
+    use_bidirectional_attention: bool | None = None
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(self, is_causal=(None, True), use_bidirectional_attention=(None, False))
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
@@ -101,16 +93,16 @@ class LlamaConfig(ArchitectureConfig, kw_only=True):
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
         if self.head_dim is None:
-            self.head_dim = _head_size(self.hidden_size, self.num_attention_heads)
-        if self.layer_types is not None:
-            self.layer_types = _checked_layer_types(self.layer_types, self.num_hidden_layers)
-        self.rope_parameters = self._complete_rope_parameters()
+            self.head_dim = head_size(self.hidden_size, self.num_attention_heads)
+        given = dict(self.rope_scaling or self.rope_parameters or {})
+        if any(isinstance(value, dict) for value in given.values()):
+            self.rope_parameters = {kind: self._completed(own or {}) for kind, own in given.items()}
+        else:
+            self.rope_parameters = self._completed(given)
 
-    def _complete_rope_parameters(self) -> dict[str, Any]:
-        parameters = dict(self.rope_scaling or self.rope_parameters or {})
-        if any(isinstance(value, dict) for value in parameters.values()):
-            raise ValueError("rope_parameters that differ from layer to layer are not supported")
-        parameters.setdefault("rope_theta", self.rope_theta or 10000.0)
+    def _completed(self, given: dict[str, Any]) -> dict[str, Any]:
+        parameters = dict(given)
+        parameters.setdefault("rope_theta", self.rope_theta or self.default_theta)
         parameters.setdefault("rope_type", parameters.get("type", "default"))
         if self.partial_rotary_factor is not None:
             parameters.setdefault("partial_rotary_factor", self.partial_rotary_factor)
@@ -122,111 +114,43 @@ class LlamaConfig(ArchitectureConfig, kw_only=True):
                 )
         return parameters
 
-
-class MistralConfig(LlamaConfig, kw_only=True):
-    intermediate_size: Size = 14336
-    num_key_value_heads: Size | None = 8
-    max_position_embeddings: Size = 131072
-    sliding_window: int | None = 4096
-
-
-class Qwen2Config(LlamaConfig, kw_only=True):
-    vocab_size: Size = 151936
-    intermediate_size: Size = 22016
-    num_key_value_heads: Size | None = 32
-    max_position_embeddings: Size = 32768
-    sliding_window: int | None = 4096
-    use_sliding_window: bool = False
-    max_window_layers: int = 28
-    """Number of first layers with full attention, if `layer_types` is not given."""
-
-    def __post_init__(self) -> None:
-        if not self.use_sliding_window:
-            self.sliding_window = None
-        if self.layer_types is None:
-            first = (
-                self.num_hidden_layers if self.sliding_window is None else self.max_window_layers
-            )
-            self.layer_types = [
-                "sliding_attention" if i >= first else "full_attention"
-                for i in range(self.num_hidden_layers)
-            ]
-        super().__post_init__()
-
-
-class Qwen3Config(Qwen2Config, kw_only=True):
-    head_dim: Size | None = 128
-
-
-class BertConfig(ArchitectureConfig, kw_only=True):
-    vocab_size: Size = 30522
-    hidden_size: Size = 768
-    intermediate_size: Size = 3072
-    num_hidden_layers: Size = 12
-    num_attention_heads: Size = 12
-    hidden_act: str = "gelu"
-    max_position_embeddings: Size = 512
-    type_vocab_size: Size = 2
-    layer_norm_eps: float = 1e-12
-    pad_token_id: int = 0
-    position_embedding_type: str = "absolute"
-    is_decoder: bool = False
-    num_labels: Size = 2  # labels of a classifier. The length of `id2label` replaces it
-    id2label: dict[str, Any] | None = None
-    sentence_transformers: dict[str, Any] | None = None
-    sbert_ce_default_activation_function: str | None = None
-    """Old spelling of `sentence_transformers.activation_fn`: a torch.nn class, for scores."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _head_size(self.hidden_size, self.num_attention_heads)
-        if self.id2label is not None:
-            self.num_labels = len(self.id2label)
-
     @property
-    def score_activation(self) -> str:
-        """Name of the torch.nn class that is applied to scores."""
-        name = (self.sentence_transformers or {}).get("activation_fn")
-        name = name or self.sbert_ce_default_activation_function or "Sigmoid"
-        return str(name).rpartition(".")[2]
+    def max_positions(self) -> int:
+        """Longest sequence in tokens. YaRN extends the length that it names."""
+        assert self.rope_parameters is not None
+        rope = self.rope_parameters.get("full_attention", self.rope_parameters)
+        factor, length = rope.get("factor"), rope.get("original_max_position_embeddings")
+        if rope["rope_type"] != "yarn" or not isinstance(factor, int | float):
+            return self.max_position_embeddings
+        return max(self.max_position_embeddings, int(factor * length))
+
+    def rope(self, layer_type: str = "full_attention", **options: Any) -> Rope:
+        """Describe the rotation of layers of a type. `options`: other fields of `Rope`."""
+        assert self.rope_parameters is not None
+        assert self.head_dim is not None
+        parameters = self.rope_parameters.get(layer_type, self.rope_parameters)
+        return Rope(parameters, self.head_dim, self.max_position_embeddings, **options)
 
 
-class XLMRobertaConfig(BertConfig, kw_only=True):
-    pad_token_id: int = 1
+class WindowedConfig(DecoderConfig, kw_only=True):
+    """Fields of decoders whose layers may have a sliding window."""
+
+    sliding_window: int | None = None  # tokens
+    layer_types: list[str] | None = None
+    """`full_attention` or `sliding_attention` for each layer. None: all the same."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layer_types is not None:
+            self.layer_types = checked_layer_types(self.layer_types, self.num_hidden_layers)
+
+    def window(self, index: int) -> int:
+        """Return the window of a layer in tokens; 0: none."""
+        is_full = self.layer_types is not None and self.layer_types[index] == "full_attention"
+        return 0 if is_full else self.sliding_window or 0
 
 
-class RobertaConfig(XLMRobertaConfig, kw_only=True):
-    vocab_size: Size = 50265
-
-
-KINDS: dict[str, type[ArchitectureConfig]] = {
-    "gpt2": GPT2Config,
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "bert": BertConfig,
-    "roberta": RobertaConfig,
-    "xlm-roberta": XLMRobertaConfig,
-}  # config classes by config.json's `model_type`
-
-
-def parse_config(raw: dict[str, Any]) -> ArchitectureConfig:
-    """Parse the content of a config.json.
-
-    Raises ValueError for a value of the wrong type, a contradiction, or an unsupported feature."""
-    kind = KINDS.get(str(raw.get("model_type")))
-    if kind is None:
-        raise ValueError(
-            f"unsupported model_type {raw.get('model_type')!r}; supported: {', '.join(KINDS)}"
-        )
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise ValueError(str(error).replace("`$.", "`")) from None
-
-
-def _head_size(hidden_size: int, num_heads: int) -> int:
+def head_size(hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads:
         raise ValueError(
             f"hidden_size ({hidden_size}) is not a multiple of num_attention_heads ({num_heads})"
@@ -234,7 +158,7 @@ def _head_size(hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
-def _checked_layer_types(layer_types: list[str], num_layers: int) -> list[str]:
+def checked_layer_types(layer_types: list[str], num_layers: int) -> list[str]:
     """Check the layer types. Replaces the old name for full attention."""
     layer_types = ["full_attention" if kind == "attention" else kind for kind in layer_types]
     unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
@@ -243,3 +167,12 @@ def _checked_layer_types(layer_types: list[str], num_layers: int) -> list[str]:
     if len(layer_types) != num_layers:
         raise ValueError(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
     return layer_types
+
+
+def require(config: ArchitectureConfig, **accepted: tuple[object, ...]) -> None:
+    """Raise ValueError if a field does not have one of its accepted values."""
+    for name, values in accepted.items():
+        value = getattr(config, name)
+        if value not in values:
+            listed = " or ".join(map(json.dumps, values))
+            raise ValueError(f"{name} is {json.dumps(value)}, and tk supports {listed}")

@@ -1,145 +1,102 @@
-"""Supported architectures, and the interface of a model."""
+"""Find an architecture by config.json. Imports no torch.
 
-import abc
-from contextlib import AbstractContextManager, nullcontext
+An architecture is a module of `models.architectures`, named like the config's `model_type`, with
+ARCHITECTURES (names in the config's `architectures`), Config and describe(config)."""
+
+import pkgutil
+import re
+from dataclasses import replace
+from functools import cache
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, Protocol, cast
 
-import torch
-from torch import nn
+import msgspec
 
-from toolkit.attention import Attention, AttentionBatch
-from toolkit.attention.packed import PackedBatch
-from toolkit.distributed import SINGLE_STAGE, Stage
 from toolkit.errors import CheckpointError
-from toolkit.layers import LayerNorm, Linear, OutputHead, RMSNorm
-from toolkit.weights.slots import Slots
-
-SUPPORTED = {
-    "GPT2LMHeadModel": "toolkit.models.gpt2:GPT2",
-    "LlamaForCausalLM": "toolkit.models.llama:Llama",
-    "MistralForCausalLM": "toolkit.models.mistral:Mistral",
-    "Qwen2ForCausalLM": "toolkit.models.qwen2:Qwen2",
-    "Qwen3ForCausalLM": "toolkit.models.qwen3:Qwen3",
-    "GPT2Model": "toolkit.models.gpt2:GPT2",
-    "LlamaModel": "toolkit.models.llama:Llama",
-    "MistralModel": "toolkit.models.mistral:Mistral",
-    "Qwen2Model": "toolkit.models.qwen2:Qwen2",
-    "Qwen3Model": "toolkit.models.qwen3:Qwen3",
-    "BertModel": "toolkit.models.bert:Bert",
-    "BertForSequenceClassification": "toolkit.models.bert:BertScorer",
-    "RobertaModel": "toolkit.models.roberta:Roberta",
-    "RobertaForSequenceClassification": "toolkit.models.roberta:RobertaScorer",
-    "XLMRobertaModel": "toolkit.models.roberta:Roberta",
-    "XLMRobertaForSequenceClassification": "toolkit.models.roberta:RobertaScorer",
-}
-"""Classes by name in config.json's `architectures`. A decoder's `...Model` has no output head: it
-only pools."""
+from toolkit.models import architectures
+from toolkit.models.describe import Decoder, Encoder, Head
+from toolkit.models.model_config import ArchitectureConfig
+from toolkit.models.unread import find_unknown
 
 
-class Model(nn.Module, abc.ABC):
-    """A transformer over packed tokens.
+class Architecture(Protocol):
+    """A module of `models.architectures`."""
 
-    Its parameters are uninitialized, on the default device and in the default dtype."""
+    ARCHITECTURES: tuple[str, ...]
+    """Names in config.json's `architectures`. A decoder's `...Model` has no output head: it only
+    pools."""
+    Config: type[ArchitectureConfig]
 
-    vocab_size: int
-    hidden_size: int
-    dtype: torch.dtype  # of the activations
-    unused: ClassVar[tuple[str, ...]] = ()  # substrings of checkpoint tensor names to ignore
-
-    def __init__(self, config: Any, max_model_len: int) -> None:
-        super().__init__()
-        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
-        self.dtype = torch.get_default_dtype()
-
-    @staticmethod
-    @abc.abstractmethod
-    def max_positions(config: Any) -> int:
-        """Return the longest sequence that the model supports, in tokens."""
-
-    @abc.abstractmethod
-    def slots(self) -> Slots:
-        """Return the destination of each tensor of a checkpoint."""
-
-    def pack_weights(self) -> None:
-        """Convert the weights to the layout that is fastest on a CPU."""
-        for module in self.modules():
-            if isinstance(module, Linear | LayerNorm | RMSNorm):
-                module.pack()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights, packed or not."""
-        packed = [module.packed for module in self.modules() if isinstance(module, Linear)]
-        return sum(p.nbytes for p in self.parameters()) + sum(
-            p.nbytes for p in packed if p is not None
-        )
+    def describe(self, config: Any) -> Decoder | Encoder:
+        """Describe the model. Raises ValueError for an unsupported feature."""
 
 
-class Encoder(Model):
-    """A model with bidirectional attention. It has no KV cache and runs complete prompts."""
-
-    @abc.abstractmethod
-    def forward(self, token_ids: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-        """Return the last hidden states [num_tokens, hidden] of token_ids [num_tokens]."""
+@cache
+def model_types() -> tuple[str, ...]:
+    """Return the supported values of `model_type`, with underscores."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(architectures.__path__)))
 
 
-class Scorer(Encoder):
-    """A cross-encoder: it scores pairs of texts."""
-
-    @abc.abstractmethod
-    def score(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map hidden states of the prompts' first tokens [n, hidden] to scores [n, 1]."""
+def supported() -> list[str]:
+    """Return the names of all supported architectures."""
+    return [name for kind in model_types() for name in _module(kind).ARCHITECTURES]
 
 
-class CausalLM(Model):
-    """A decoder, with causal attention."""
-
-    lm_head: OutputHead  # on the last stage; may share the embedding's weight
-    stage: Stage = SINGLE_STAGE
-
-    @abc.abstractmethod
-    def forward(
-        self, token_ids: torch.Tensor, batch: AttentionBatch, hidden: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Run this stage.
-
-        token_ids: [num_tokens]. hidden: [num_tokens, hidden], the previous stage's output. On the
-        last stage returns the normalized last hidden states [num_tokens, hidden], or only those of
-        `batch.wanted`; on other stages the next stage's `hidden`."""
-
-    def logits(self, hidden: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
-        """Map [n, hidden] to logits [n, vocab_size]. On a GPU they are written to `buffer`."""
-        logits: torch.Tensor = self.lm_head(hidden, buffer)
-        return logits
-
-    def with_few_layers(self) -> AbstractContextManager[None]:
-        """Run as few layers inside the block as launch the kernels of all."""
-        return nullcontext()
-
-    def attention_layers(self) -> list[Attention]:
-        """Return the attention layers in order."""
-        return [module for module in self.modules() if isinstance(module, Attention)]
+def find_problem(raw: dict[str, Any]) -> str | None:
+    """Return why a config.json's architecture is not supported, or None."""
+    names = list(raw.get("architectures") or [])
+    kind = _kind(raw)
+    if not names:
+        return f"it names no architecture; its model_type is {raw.get('model_type')!r}"
+    if kind not in model_types() or not set(names) & set(_module(kind).ARCHITECTURES):
+        listed = " or ".join(map(repr, names))
+        return f"unsupported architecture {listed} with model_type {raw.get('model_type')!r}"
+    return None
 
 
-def resolve_architecture(config: Any, where: str) -> type[Model]:
-    """Return the class for a config. Raises CheckpointError that lists the supported ones."""
-    names = list(getattr(config, "architectures", None) or [])
-    for name in names:
-        if name in SUPPORTED:
-            module, _, attribute = SUPPORTED[name].partition(":")
-            model: type[Model] = getattr(import_module(module), attribute)
-            return model
-    found = (
-        f"Unsupported architecture {' or '.join(map(repr, names))} in {where}."
-        if names
-        else f"{where} names no architecture; its model_type is "
-        f"{getattr(config, 'model_type', None)!r}."
-    )
-    raise CheckpointError(f"{found} Supported: {', '.join(SUPPORTED)}.")
+def parse_config(raw: dict[str, Any]) -> ArchitectureConfig:
+    """Parse the content of a config.json.
+
+    Raises ValueError for a value of the wrong type, a contradiction, an unsupported feature, or an
+    unknown field that may change what the model computes."""
+    problem = find_problem(raw)
+    if problem is not None:
+        raise ValueError(problem)
+    unknown = find_unknown(raw, _module(_kind(raw)).Config)
+    if unknown is not None:
+        raise ValueError(unknown)
+    try:
+        config = msgspec.convert(raw, _module(_kind(raw)).Config)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error).replace("`$.", "`")) from None
+    config.model_type = _kind(raw)
+    known = _module(config.model_type).ARCHITECTURES
+    config.architectures = [name for name in config.architectures if name in known]
+    if not has_head(config):
+        config.tie_word_embeddings = True  # the head is unused; tied, it takes no memory
+    return config
 
 
-def has_head(config: Any) -> bool:
+def describe(config: ArchitectureConfig) -> Decoder | Encoder:
+    """Describe a model. Raises CheckpointError for an unsupported feature."""
+    try:
+        description = _module(config.model_type).describe(config)
+    except ValueError as error:
+        raise CheckpointError(f"config.json cannot be used: {error}.") from None
+    if isinstance(description, Decoder) and not has_head(config):
+        return replace(description, head=Head())  # unused, so it needs no bias
+    return description
+
+
+def has_head(config: ArchitectureConfig) -> bool:
     """Return whether the checkpoint has a head: for a decoder, the output head."""
-    name = next(name for name in config.architectures if name in SUPPORTED)
+    name = config.architectures[0]
     return name.endswith("HeadModel") or not name.endswith("Model")
+
+
+def _kind(raw: dict[str, Any]) -> str:
+    return re.sub(r"\W", "_", str(raw.get("model_type")))
+
+
+def _module(kind: str) -> Architecture:
+    return cast("Architecture", import_module(f"{architectures.__name__}.{kind}"))

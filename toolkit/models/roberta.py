@@ -2,17 +2,13 @@
 
 They are BERT with positions that start after the padding token's id."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from toolkit.models.bert import Bert, BertScorer
 
 
 class Roberta(Bert):
     prefix: ClassVar[str] = "roberta"
-
-    @staticmethod
-    def max_positions(config: Any) -> int:
-        return int(config.max_position_embeddings - config.pad_token_id - 1)
 
 
 class RobertaScorer(Roberta, BertScorer):

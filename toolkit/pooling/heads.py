@@ -8,8 +8,10 @@ import torch
 
 from toolkit.config import EngineConfig
 from toolkit.errors import CheckpointError, ConfigError
-from toolkit.models.model_config import ArchitectureConfig, BertConfig
-from toolkit.models.registry import CausalLM, Encoder, Model, Scorer, has_head
+from toolkit.models.architectures import bert
+from toolkit.models.model import CausalLM, Encoder, Model, Scorer
+from toolkit.models.model_config import ArchitectureConfig
+from toolkit.models.registry import has_head
 from toolkit.pooling.accumulator import PromptPooling
 from toolkit.pooling.pooler import Pooler, activation, load_pooler
 from toolkit.pooling.settings import (
@@ -61,7 +63,7 @@ def encoder_head(
                 "--pooling is for embedding models. This one scores pairs of texts.",
                 param="pooling",
             )
-        assert isinstance(model_config, BertConfig)
+        assert isinstance(model_config, bert.Config)
         scores = _scores(model, model_config.score_activation)
         return scores, PoolingInfo(task="score", size=1)
     pooling = read_pooling(folder, _MODE_OF[config.model.pooling], "mean")

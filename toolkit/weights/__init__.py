@@ -1,1 +1,1 @@
-"""Reading checkpoints, and the formats that weights are stored and multiplied in."""
+"""Reading checkpoints, and the formats of weights with their products."""

@@ -1,26 +1,19 @@
-"""Activation functions, by kind and by the names in config.json."""
-
-from collections.abc import Callable
-from functools import partial
-
-import torch
-import torch.nn.functional as F
+"""Kinds of activation functions, by the names in config.json. Imports no torch."""
 
 from toolkit.errors import CheckpointError
 
-FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
-
-KINDS = {kind: kind for kind in FUNCTIONS} | {
+KINDS = {kind: kind for kind in ("silu", "relu", "relu2", "gelu", "gelu_tanh", "gelu_quick")} | {
     "swish": "silu",
+    "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "quick_gelu": "gelu_quick",
 }
+"""Kinds (of `kernels.reference.ACTIVATIONS`) by name: their own, and Transformers' names for them
+(`transformers.activations`)."""
 
 
 def activation_kind(name: str) -> str:

@@ -17,10 +17,18 @@ from toolkit.weights.quantization import METHODS
 from toolkit.weights.safetensors import read_header, read_into
 from toolkit.weights.slots import QuantizedSlot, Slot, Slots
 
-_PREFIXES = ("transformer.", "model.", "bert.", "roberta.")
-_QUANTIZED = {method.DTYPE for method in METHODS.values()}
-_NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
+_PREFIXES = ("transformer.", "model.", "gpt_neox.", "bert.", "roberta.")
+_QUANTIZED = {method.values_dtype for method in METHODS.values()}
+_NOT_WEIGHTS = (
+    *(
+        f".{attention}.{mask}"
+        for attention in ("attn", "attention")
+        for mask in ("bias", "masked_bias")
+    ),
+    "rotary_emb.inv_freq",
+)
 """Buffers in old checkpoints."""
+_HEAD, _NEOX_HEAD = "lm_head.", "embed_out."
 
 
 class Loadable(Protocol):
@@ -84,10 +92,11 @@ class _SlotTable:
     """A model's slots by tensor name. Tracks the tensors that are still missing."""
 
     def __init__(self, model: Loadable, elsewhere: Iterable[str]) -> None:
-        self._model = type(model).__name__
+        self._model = getattr(model, "architecture", type(model).__name__)
         self._unused = model.unused
         self._slots = model.slots()
         self._elsewhere = frozenset(elsewhere) - self._slots.keys()
+        self._has_head = any(map(_is_head, (*self._slots, *self._elsewhere)))
         self._missing = dict.fromkeys(self._slots)
 
     def find(self, file: Path, name: str, shape: tuple[int, ...]) -> Sequence[Slot]:
@@ -96,7 +105,7 @@ class _SlotTable:
         Raises CheckpointError if the model has no such tensor, or one of another shape."""
         known = _known_name(name, self._slots)
         if known is None:
-            if name.endswith(_NOT_WEIGHTS) or name == "lm_head.weight":
+            if name.endswith(_NOT_WEIGHTS) or (_is_head(name) and not self._has_head):
                 return ()
             if any(part in name for part in self._unused) or _known_name(name, self._elsewhere):
                 return ()
@@ -204,7 +213,9 @@ def _known_name(name: str, slots: Collection[str]) -> str | None:
     """Return the slot's name for a checkpoint's tensor name, or None.
 
     The base model's prefix may be missing. Old BERT checkpoints call a norm's weight and bias
-    gamma and beta."""
+    gamma and beta, and GPT-NeoX calls the head embed_out."""
+    if name.startswith(_NEOX_HEAD):
+        name = _HEAD + name.removeprefix(_NEOX_HEAD)
     if name.endswith((".gamma", ".beta")):
         name = name.replace(".gamma", ".weight").replace(".beta", ".bias")
     if name in slots:
@@ -213,3 +224,7 @@ def _known_name(name: str, slots: Collection[str]) -> str | None:
         if prefix + name in slots:
             return prefix + name
     return None
+
+
+def _is_head(name: str) -> bool:
+    return name.startswith((_HEAD, _NEOX_HEAD))

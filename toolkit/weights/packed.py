@@ -1,77 +1,85 @@
 """Weights in the layout that is fastest for matrix products on a CPU."""
 
-from typing import Protocol
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 
 from toolkit.kernels import cpu
-from toolkit.weights.activation import FUNCTIONS
+from toolkit.weights.weight import Epilogue, Weight
+
+if TYPE_CHECKING:
+    from toolkit.kernels.cpu.linear import PackedLinear
+    from toolkit.weights.weight import Rows
 
 ONEDNN_ROWS = 16  # rows of x that oneDNN's layout is optimized for. It works with any number
 
 
-class Packed(Protocol):
-    """A packed weight that computes act(x Wᵀ + b), or act(gate) · up."""
-
-    nbytes: int  # of the weight
-    has_rows: bool  # supports `rows`
-
-    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Map x [num_tokens, in] to [num_tokens, out] in `dtype` (default: x's)."""
-        ...
-
-    def rows(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return rows of the weight, [num_tokens, in] in `dtype`."""
-        ...
-
-
 def pack(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    *,
-    activation: str | None,
-    gated: bool,
-) -> Packed | None:
-    """Pack a weight [out, in]. `scale`: row scales, for int8. None if only the plain layout works.
+    values: torch.Tensor, scales: torch.Tensor | None, epilogue: Epilogue, dtype: torch.dtype
+) -> Weight | None:
+    """Pack a weight [rows, columns]. None if only the plain layout works.
 
-    Uses our kernels, or oneDNN if they were not built. Measured on one Zen 4 core, half of gpt2's
-    layers in fp32, oneDNN's time over ours: 2.3 at one row, 1.7 at 4, 1.3 at 16, 1.07 at 64, 0.97
-    at 512."""
-    if cpu.available() and weight.dtype in (torch.float32, torch.bfloat16, torch.int8):
+    scales: of the rows, for int8; dtype: of the model. Uses our kernels, or oneDNN if they were
+    not built. Measured on one Zen 4 core, half of gpt2's layers in fp32, oneDNN's time over ours:
+    2.3 at one row, 1.7 at 4, 1.3 at 16, 1.07 at 64, 0.97 at 512."""
+    if cpu.available() and values.dtype in (torch.float32, torch.bfloat16, torch.int8):
         from toolkit.kernels.cpu.linear import PackedLinear
 
-        packed: Packed = PackedLinear(weight, bias, scale, activation=activation, gated=gated)
-        return packed
-    if _onednn_has(weight.dtype):
-        return _OneDNN(weight, bias, activation, gated)
-    return None
+        bias, activation, gated, result, _ = epilogue
+        linear = PackedLinear(values, bias, scales, activation=activation, gated=gated)
+        return PackedWeight(linear, gated, result, dtype)
+    return OneDNNWeight(values) if _onednn_has(values.dtype) else None
 
 
-class _OneDNN:
-    has_rows = False
+class PackedWeight(Weight):
+    """A weight for our CPU kernels, which contains the end of its products."""
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, gated: bool
+        self,
+        linear: PackedLinear,
+        gated: bool,
+        result: torch.dtype | None,
+        dtype: torch.dtype,
     ) -> None:
-        self.nbytes = weight.nbytes
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, ONEDNN_ROWS)
-        self._bias, self._activation, self._gated = bias, activation, gated
+        """`result`: type of products; `dtype`: of rows."""
+        super().__init__(2 * linear.columns if gated else linear.columns, linear.depth)
+        self.has_rows = not gated
+        self._linear, self._result, self._dtype = linear, result, dtype
 
-    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._weight, self._bias, "none", [], ""
-        )
-        if self._gated:
-            y, up = y.chunk(2, dim=1)
-        if self._activation:
-            y = FUNCTIONS[self._activation](y)
-        if self._gated:
-            y = y * up
-        return y if dtype is None else y.to(dtype)
+    @property
+    def nbytes(self) -> int:
+        return self._linear.nbytes
 
-    def rows(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        raise NotImplementedError("oneDNN's layout does not expose rows")
+    def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor), "see fuses_norm"
+        return self._linear(x, self._result)
+
+    def take(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._linear.rows(ids, self._dtype)
+
+
+class OneDNNWeight(Weight):
+    """A weight in oneDNN's layout, which does not expose rows."""
+
+    has_rows = False
+
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__(*values.shape)
+        self._nbytes = values.nbytes
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(values, ONEDNN_ROWS)
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
+        y = torch.ops.mkldnn._linear_pointwise(x, self._packed, epilogue.bias, "none", [], "")
+        return epilogue.activate(y)
+
+    def take(self, ids: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
 
 
 def _onednn_has(dtype: torch.dtype) -> bool:

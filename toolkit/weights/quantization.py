@@ -6,9 +6,13 @@ from contextvars import ContextVar
 
 import torch
 
-from toolkit.weights import fp8, int8
+from toolkit.weights.fp8 import FP8Weight
+from toolkit.weights.int8 import Int8Weight
+from toolkit.weights.plain import plain_weight
+from toolkit.weights.row_scaled import RowScaledWeight
+from toolkit.weights.weight import Weight
 
-METHODS = {"fp8": fp8, "int8": int8}
+METHODS: dict[str, type[RowScaledWeight]] = {"fp8": FP8Weight, "int8": Int8Weight}
 _building: ContextVar[str | None] = ContextVar("quantization", default=None)
 
 
@@ -28,14 +32,20 @@ def quantized(method: str | None) -> Iterator[None]:
         _building.reset(token)
 
 
-def new_weight(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (uninitialized weight, fp32 row scales or None) for a linear layer."""
+def new_weight(rows: int, columns: int) -> Weight:
+    """Return an uninitialized weight for a linear layer."""
     method = _building.get()
-    if method is None:
-        return torch.empty(rows, columns), None
-    return torch.empty(rows, columns, dtype=METHODS[method].DTYPE), torch.empty(
-        rows, dtype=torch.float32
-    )
+    return plain_weight(rows, columns) if method is None else METHODS[method](rows, columns)
+
+
+def new_head_weight(rows: int, columns: int) -> Weight:
+    """Return an uninitialized weight for an output head, which an embedding may share."""
+    return new_weight(rows, columns) if quantizes_head() else plain_weight(rows, columns)
+
+
+def is_quantized() -> bool:
+    """Return whether the linear layers of the model being built are quantized."""
+    return _building.get() is not None
 
 
 def quantizes_head() -> bool:
@@ -44,9 +54,3 @@ def quantizes_head() -> bool:
     On a CPU it is: small models spend a third of their time there. On GPUs the head keeps the
     checkpoint's precision, which matters most there."""
     return _building.get() == "int8"
-
-
-def quantize(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (weight [rows, columns] in a method's `dtype`, fp32 scales [rows])."""
-    rows, scale = int8.quantize(weight) if dtype == int8.DTYPE else fp8.quantize(weight)
-    return rows, scale

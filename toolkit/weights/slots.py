@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from toolkit.distributed import Shard
-from toolkit.weights.quantization import quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +15,20 @@ class Slot:
     """Destination of one checkpoint tensor: a parameter, or a view of the part that it fills."""
 
     target: torch.Tensor
-    transpose: bool = False  # GPT-2's files have [in, out]; ours are [out, in]
+    transpose: bool = False  # the file has [in, out]; ours are [out, in]
     shards: tuple[Shard | None, ...] = ()
     """This rank's part of each of the target's first dimensions. None, or left out: all."""
+    order: tuple[int, ...] | None = None
+    """Row of the tensor for each row of the target. None: the rows of the shard. The first of
+    `shards` then has all rows of the tensor."""
+    entries: tuple[int, ...] | None = None
+    """Entry of the tensor's last dimension for each of the target's. None: the same."""
+    offset: float = 0.0  # added to the tensor
 
     @property
     def needs_all_rows(self) -> bool:
         """True if the tensor cannot be filled in chunks of rows."""
-        return False
+        return self.order is not None or self.entries is not None
 
     @property
     def region(self) -> tuple[Shard, ...]:
@@ -47,48 +52,61 @@ class Slot:
 
     def rows(self, first: int, count: int) -> Slot:
         """Return the slot of some rows of the checkpoint tensor."""
+        if self.needs_all_rows:
+            return self
         part = slice(first, first + count)
-        return Slot(self.target[:, part] if self.transpose else self.target[part], self.transpose)
+        target = self.target[:, part] if self.transpose else self.target[part]
+        return Slot(target, self.transpose, offset=self.offset)
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Copy a checkpoint tensor into place. Its type is converted on the target's device."""
+        self.target.copy_(self._arranged(tensor))
+        if self.offset:
+            self.target.add_(self.offset)
+
+    def _arranged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor on the target's device, in the target's order."""
         tensor = tensor.to(self.target.device)
-        self.target.copy_(tensor.T if self.transpose else tensor)
+        if self.transpose:
+            tensor = tensor.T
+        if self.order is not None:
+            tensor = tensor[torch.tensor(self.order, device=tensor.device)]
+        if self.entries is not None:
+            tensor = tensor[..., torch.tensor(self.entries, device=tensor.device)]
+        return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedSlot(Slot):
-    """Destination of a tensor stored in FP8 or int8, with a scale per row."""
+    """Destination of a tensor that is stored with a scale per row."""
 
-    scale: torch.Tensor  # [rows of the target], fp32
+    scales: torch.Tensor  # [rows of the target], fp32
+    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    """Returns (target, scales) of a tensor."""
 
     @property
     def needs_all_rows(self) -> bool:
         """True if transposed: the file's rows are columns here, and a scale needs all of them."""
-        return self.transpose
+        return self.transpose or self.order is not None
 
     def rows(self, first: int, count: int) -> Slot:
-        if self.transpose:
+        if self.needs_all_rows:
             return self
         part = slice(first, first + count)
-        return QuantizedSlot(self.target[part], scale=self.scale[part])
+        return QuantizedSlot(self.target[part], scales=self.scales[part], quantize=self.quantize)
 
     def fill(self, tensor: torch.Tensor) -> None:
-        tensor = tensor.to(self.target.device)
-        weight, scale = quantize(tensor.T if self.transpose else tensor, self.target.dtype)
+        weight, scales = self.quantize(self._arranged(tensor))
         self.target.copy_(weight)
-        self.scale.copy_(scale)
+        self.scales.copy_(scales)
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedSlot:
     """Destinations of a checkpoint tensor that holds several projections, each of them sharded."""
 
-    parts: Sequence[Slot]  # their regions are those of the joined tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.parts[0].shape
+    shape: tuple[int, ...]
+    parts: Sequence[Slot]  # their regions are those of the joined tensor. none: not needed here
 
 
 Slots = dict[str, Slot | JoinedSlot]  # slots by tensor name in the checkpoint

@@ -1,6 +1,5 @@
 """Running requests on the device, one stable row each."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,6 @@ from toolkit.sampling.sampling_state import SamplingState
 from toolkit.scheduler import NewRow, SchedulerOutput
 
 IntArray = npt.NDArray[np.integer[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """Padded size of a step. The lengths are upper bounds for its requests."""
-
-    num_tokens: int
-    num_reqs: int
-    max_query_len: int
-    max_seq_len: int
 
 
 class BatchState:

@@ -1,6 +1,5 @@
 """Runs steps on a GPU, common ones as CUDA graphs, from inputs to sampled tokens."""
 
-import bisect
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,32 +12,21 @@ import torch
 from toolkit.attention import AttentionBackend, AttentionBatch
 from toolkit.hardware.graph_capture import captured, empty_cache
 from toolkit.kernels.table import Kernels
-from toolkit.models.registry import CausalLM
+from toolkit.models.model import CausalLM
 from toolkit.sampling.grammar import Masks
 from toolkit.sampling.sampler import sample
 from toolkit.sampling.sampling_state import to_device
 from toolkit.scheduler import SchedulerOutput
-from toolkit.worker.batch_state import StepShape
 from toolkit.worker.cuda_state import CudaBatchState, StepInputs
+from toolkit.worker.graph_policy import GraphPolicy, StepShape
 from toolkit.worker.kv_cache import KVCache
 from toolkit.worker.model_runner import ModelRunner, Sample, Sampled
-
-MIXED_TOKENS = (
-    *range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), 2560, 3072, 4096, 6144,
-    8192,
-)  # fmt: skip
-"""Padded token counts of captured steps that mix prompts and next tokens."""
-SMALL_MIXED = 512  # number of tokens up to which padding costs next to nothing
-MIN_FILL = 0.75  # share of tokens from which a larger captured step is faster than no graph
-MAX_MIXED_CONTEXT = 8192
-"""Longest context of a decoding request in a mixed graph, which does not split its keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
     """A captured step and its output."""
 
-    shape: StepShape
     graph: torch.cuda.CUDAGraph
     out: torch.Tensor
     """Logits [num_reqs, vocab]; before the last stage, hidden states [num_tokens, hidden]."""
@@ -60,21 +48,21 @@ class CudaRunner(ModelRunner):
         cache: KVCache,
         state: CudaBatchState,
         kernels: Kernels,
+        policy: GraphPolicy,
     ) -> None:
         super().__init__(model, backend, cache, state)
-        self.kernels = kernels
+        self.kernels, self.policy = kernels, policy
         num_rows = len(state.block_table) - 1
         if model.stage.is_last:
             head, group = model.lm_head.weight, model.lm_head.group
             self._logits = group.gather_buffer(
-                (num_rows, head.shape[0] * group.size), head.dtype, self.device
+                (num_rows, head.shape[0] * group.size), model.dtype, self.device
             )
         if not model.stage.is_first:
             shape = state.max_tokens, model.hidden_size
             self._received = torch.zeros(shape, dtype=model.dtype, device=self.device)
         self._sampled = torch.empty(num_rows, dtype=torch.int32, device=self.device)
-        self._decode: list[Graph] = []  # sorted by number of requests; `_mixed` by number of tokens
-        self._mixed: list[Graph] = []
+        self._graphs: dict[StepShape, Graph] = {}
         self._pool: Any = None
 
     # ---- steps
@@ -195,9 +183,7 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def capture(self, shapes: Sequence[StepShape]) -> None:
-        """Capture a graph per shape, on the current stream.
-
-        The largest comes first: the others then fit into its memory."""
+        """Capture a graph per shape, on the current stream."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         for shape in shapes:
             self.state.send(_EMPTY)
@@ -205,53 +191,22 @@ class CudaRunner(ModelRunner):
             graph = torch.cuda.CUDAGraph()
             with captured(graph, self._pool):
                 out = self._forward(shape)
-            kept = self._decode if shape.max_query_len == 1 else self._mixed
-            bisect.insort(kept, Graph(shape, graph, out), key=lambda g: g.shape.num_tokens)
+            self._graphs[shape] = Graph(graph, out)
         torch.cuda.synchronize()
         empty_cache()  # memory of the steps before the captures
 
     def close(self) -> None:
         """Free the graphs, even while this object is referenced."""
-        for graph in (*self._decode, *self._mixed):
+        for graph in self._graphs.values():
             graph.graph.reset()
-        self._decode, self._mixed = [], []
+        self._graphs = {}
 
     def _graph_for(self, step: SchedulerOutput) -> Graph | None:
-        """Return the smallest graph that the step fits into, or None."""
-        total = step.total_tokens
-        is_decode = total == len(step.rows)
-        graphs = self._decode if is_decode else self._mixed
-        at = bisect.bisect_left(graphs, total, key=lambda g: g.shape.num_tokens)
-        if at == len(graphs):
+        """Return the graph to replay for a step, or None. Graphs do not keep hidden states."""
+        shape = self.policy.shape_for(step)
+        if shape is None or self._keeps_hidden(step):
             return None
-        if self._keeps_hidden(step):  # graphs do not
-            return None
-        padded = graphs[at].shape.num_tokens
-        if not is_decode and padded > SMALL_MIXED and total < MIN_FILL * padded:
-            return None
-        if not is_decode and (step.num_computed[step.num_tokens == 1] >= MAX_MIXED_CONTEXT).any():
-            return None
-        return graphs[at]
-
-
-def graph_shapes(max_num_seqs: int, max_num_tokens: int, max_model_len: int) -> list[StepShape]:
-    """Return shapes worth capturing, largest first: decode steps, and mixed steps."""
-    counts = decode_sizes(min(max_num_seqs, max_num_tokens))
-    most_tokens = min(max_num_tokens, max_num_seqs * max_model_len)
-    useful = bisect.bisect_left(MIXED_TOKENS, most_tokens) + 1
-    shapes = [StepShape(n, n, 1, max_model_len) for n in counts]
-    shapes += [
-        StepShape(tokens, min(tokens, max_num_seqs), tokens, max_model_len)
-        for tokens in MIXED_TOKENS[:useful]
-        if tokens <= max_num_tokens
-    ]
-    return sorted(shapes, key=lambda s: (s.num_tokens, s.max_query_len), reverse=True)
-
-
-def decode_sizes(most: int) -> list[int]:
-    """Return the numbers of requests of decode steps worth capturing, up to `most`."""
-    sizes = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(576, most, 64))
-    return [*(n for n in sizes if n < most), most]
+        return self._graphs.get(shape)  # None before it is captured
 
 
 def _last_tokens(inputs: StepInputs) -> torch.Tensor:

@@ -9,7 +9,8 @@ from toolkit.attention import AttentionBatch
 from toolkit.kernels.table import Kernels
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.scheduler.output import IntArray
-from toolkit.worker.batch_state import BatchState, StepShape
+from toolkit.worker.batch_state import BatchState
+from toolkit.worker.graph_policy import StepShape
 from toolkit.worker.staging import Staging
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from toolkit.attention.packed import PackedBatch
-from toolkit.models.registry import Encoder
+from toolkit.models.model import Encoder
 from toolkit.pooling.heads import Head
 from toolkit.scheduler import ModelOutput, SchedulerOutput
 from toolkit.worker.delivery import copy_barrier, to_host

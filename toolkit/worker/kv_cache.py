@@ -8,7 +8,8 @@ import torch
 
 from toolkit.attention import AttentionBackend
 from toolkit.errors import ConfigError
-from toolkit.models.registry import CausalLM
+from toolkit.models.cache_layout import CacheLayout
+from toolkit.models.model import CausalLM
 from toolkit.weights import fp8
 
 SWAP_PIECE = 2**26  # bytes per copy between device and host
@@ -29,7 +30,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = block_shape(model, block_size)
+        shape = cache_layout(model, block_size).block_shape
         self.device, self.dtype = device, dtype
         # FP8 is stored as bytes: not every device copies it by index.
         stored = torch.uint8 if dtype == fp8.DTYPE else dtype
@@ -90,14 +91,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     )
 
 
-def block_shape(model: CausalLM, block_size: int) -> tuple[int, int, int, int]:
-    """Return the shape of one block's keys: [num_layers, block_size, num_kv_heads, head_size]."""
+def cache_layout(model: CausalLM, block_size: int) -> CacheLayout:
+    """Return the layout of this rank's part of a model's cache."""
     layers = model.attention_layers()
     shape = layers[0].shape
-    return len(layers), block_size, shape.num_kv_heads, shape.head_size
-
-
-def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block: keys and values of all layers."""
-    layers, size, heads, head_size = block_shape(model, block_size)
-    return 2 * layers * size * heads * head_size * dtype.itemsize
+    return CacheLayout(len(layers), block_size, shape.num_kv_heads, shape.head_size)

@@ -4,7 +4,7 @@
 and CUDA graphs."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -15,13 +15,13 @@ import torch
 from toolkit.attention import AttentionBackend, AttentionBatch
 from toolkit.attention.cpu import kernels_support
 from toolkit.hardware.parent import is_own_process
-from toolkit.models.registry import CausalLM
+from toolkit.models.model import CausalLM
 from toolkit.pooling.accumulator import PromptPooling
 from toolkit.sampling.grammar import Masks
 from toolkit.sampling.logprobs import gather_logprobs
 from toolkit.sampling.sampler import sample
 from toolkit.scheduler import ModelOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs
-from toolkit.worker.batch_state import BatchState, StepShape
+from toolkit.worker.batch_state import BatchState
 from toolkit.worker.delivery import copy_barrier, to_host
 from toolkit.worker.kv_cache import KVCache
 
@@ -122,10 +122,6 @@ class ModelRunner:
 
     def _pools(self, step: SchedulerOutput) -> bool:
         return self.pooling is not None and self.pooling.is_needed(step)
-
-    def capture(self, shapes: Sequence[StepShape]) -> None:
-        """Capture a CUDA graph per shape. Raises RuntimeError without a GPU."""
-        raise RuntimeError("CUDA graphs need an NVIDIA GPU and Triton")
 
     def close(self) -> None:
         """Free graphs. No step follows."""

@@ -12,9 +12,9 @@ from toolkit.kernels.table import Kernels
 from toolkit.sampling.params import MAX_LOGPROBS, SamplingParams
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.sequence import SequenceSpec
-from toolkit.worker.batch_state import StepShape
-from toolkit.worker.cuda_runner import MIXED_TOKENS, CudaRunner, decode_sizes
+from toolkit.worker.cuda_runner import CudaRunner
 from toolkit.worker.encoder_runner import EncoderRunner
+from toolkit.worker.graph_policy import StepShape
 from toolkit.worker.info import WorkerInfo
 from toolkit.worker.model_runner import ModelRunner
 
@@ -78,12 +78,12 @@ class WarmUp:
 
         Decode kernels depend on how many programs share a request's keys; other kernels, on the
         number of tokens and, after the last layer's attention, of requests."""
-        longest, most = self._info.max_model_len, self._most_requests
+        policy = self._cuda_runner.policy
+        longest, most = policy.max_model_len, policy.most_requests
         contexts = self._up_to(_CONTEXTS, longest)
         shapes = [StepShape(1, 1, 1, context) for context in contexts]
-        shapes += [StepShape(n, n, 1, longest) for n in decode_sizes(most)]
-        sizes = sorted({*row_classes, *MIXED_TOKENS})
-        sizes = self._up_to(sizes, min(self._info.max_num_batched_tokens, most * longest))
+        shapes += [StepShape(n, n, 1, longest) for n in policy.decode_sizes]
+        sizes = self._up_to(sorted({*row_classes, *policy.mixed_sizes}), policy.most_tokens)
         for tokens in sizes:
             is_any_count = tokens <= row_classes[-1] or tokens == sizes[-1]
             for count in self._up_to(row_classes, most) if is_any_count else [most]:
@@ -98,11 +98,11 @@ class WarmUp:
 
     def choose_products(self) -> None:
         """Choose products for the largest step, which long prompts use."""
-        runner, longest = self._cuda_runner, self._info.max_model_len
-        num_tokens = min(self._info.max_num_batched_tokens, self._most_requests * longest)
-        if num_tokens >= runner.kernels.min_choice_tokens:
-            with runner.kernels.choosing_large_linear():
-                runner.rehearse([StepShape(num_tokens, self._most_requests, num_tokens, longest)])
+        runner, policy = self._cuda_runner, self._cuda_runner.policy
+        most = policy.most_tokens
+        if most >= runner.kernels.min_choice_tokens:
+            with runner.kernels.choosing_products():
+                runner.rehearse([StepShape(most, policy.most_requests, most, policy.max_model_len)])
 
     def peak_bytes(self, *, samples: bool) -> int:
         """Return the peak bytes of the largest step, including those outside PyTorch.
@@ -116,16 +116,17 @@ class WarmUp:
         sampling = self._max_num_seqs * self._info.vocab_size * SAMPLING_BYTES if samples else 0
         return int(torch.cuda.max_memory_allocated() + max(0, outside) + sampling)
 
-    def graph_bytes(self, shapes: Sequence[StepShape]) -> int:
+    def graph_bytes(self) -> int:
         """Return the bytes that CUDA graphs will take.
 
         The largest takes all its activations, which the others share. Each other one takes as much
         as the second does."""
-        assert isinstance(self._runner, ModelRunner)
+        runner = self._runner
+        shapes = runner.policy.shapes if isinstance(runner, CudaRunner) else []
         empty_cache()  # else memory of earlier steps would count for the first
         free = [torch.cuda.mem_get_info()[0]]
         for shape in shapes[:2]:
-            self._runner.capture([shape])
+            self._cuda_runner.capture([shape])
             free.append(torch.cuda.mem_get_info()[0])
         taken = [max(0, before - after) for before, after in itertools.pairwise(free)]
         return sum(taken) + max(0, len(shapes) - 2) * (taken[1] if len(taken) > 1 else 0)

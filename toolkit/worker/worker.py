@@ -28,20 +28,22 @@ from toolkit.kernels.table import kernels_for
 from toolkit.models.build import build_model, choose_dtype, load_config
 from toolkit.models.cache_scale import scale_cache
 from toolkit.models.decoder import Decoder
+from toolkit.models.model import CausalLM, Encoder, Model
 from toolkit.models.model_config import ArchitectureConfig
-from toolkit.models.registry import CausalLM, Encoder, Model, has_head, resolve_architecture
+from toolkit.models.registry import describe, has_head
 from toolkit.pooling import heads
 from toolkit.pooling.settings import has_pooling
 from toolkit.scheduler import SchedulerOutput
 from toolkit.weights.loader import find_weights
 from toolkit.weights.quantization import require
 from toolkit.worker import memory_budget
-from toolkit.worker.batch_state import BatchState, StepShape
-from toolkit.worker.cuda_runner import CudaRunner, graph_shapes
+from toolkit.worker.batch_state import BatchState
+from toolkit.worker.cuda_runner import CudaRunner
 from toolkit.worker.cuda_state import CudaBatchState
 from toolkit.worker.encoder_runner import EncoderRunner
+from toolkit.worker.graph_policy import GraphPolicy
 from toolkit.worker.info import Report, WorkerInfo
-from toolkit.worker.kv_cache import KVCache, block_bytes, choose_cache_dtype
+from toolkit.worker.kv_cache import KVCache, cache_layout, choose_cache_dtype
 from toolkit.worker.loading import Fill, Loading
 from toolkit.worker.model_runner import ModelRunner, PendingOutput
 from toolkit.worker.warm_up import WarmUp
@@ -58,7 +60,6 @@ class Worker:
     info: WorkerInfo
     encoder: EncoderRunner | None = None
     """Runner of a model without a KV cache, in place of `runner`."""
-    _graph_shapes: list[StepShape]
     _stream: torch.cuda.Stream | None = None
     _loading: Loading | None = None
 
@@ -113,7 +114,7 @@ class Worker:
                 self.group = open_peer_memory(group, device)
                 self.group = choose_algorithms(self.group, device)
         with phases("config"):
-            model_config = load_config(self.folder)
+            model_config = load_config(self.folder, self.config.model.overrides)
             dtype = choose_dtype(self.config.model.dtype, model_config, device)
             max_model_len = self._max_model_len(model_config)
             require(self.config.model.quantization, device, dtype)
@@ -138,13 +139,13 @@ class Worker:
         with phases("KV cache"):
             self._make_cache(model, device, dtype, max_model_len, loaded)
         self._add_pooling(model, model_config, device)
-        if self._graph_shapes:
+        if isinstance(self.runner, CudaRunner) and self.runner.policy.captures:
             advice = "lower --gpu-memory-utilization or --kv-cache-memory, or use --enforce-eager"
             with (
                 phases("CUDA graphs"),
                 memory.explain_out_of_memory("CUDA graphs next to the KV cache", device, advice),
             ):
-                self.runner.capture(self._graph_shapes)
+                self.runner.capture(self.runner.policy.shapes)
         if device.type == "cuda":
             with phases("warm-up"), self._room_for_steps(device):
                 WarmUp(self.runner, self.info, self.config.scheduler.max_num_seqs).run()
@@ -265,8 +266,8 @@ class Worker:
             8192 if device.type == "cuda" else 2048
         )
 
-    def _max_model_len(self, model_config: object) -> int:
-        made_for = resolve_architecture(model_config, str(self.folder)).max_positions(model_config)
+    def _max_model_len(self, model_config: ArchitectureConfig) -> int:
+        made_for = describe(model_config).max_positions
         wanted = self.config.model.max_model_len
         if wanted is not None and wanted > made_for:
             raise ConfigError(
@@ -277,7 +278,7 @@ class Worker:
 
     def _load(
         self,
-        model_config: object,
+        model_config: ArchitectureConfig,
         device: torch.device,
         dtype: torch.dtype,
         max_model_len: int,
@@ -293,7 +294,6 @@ class Worker:
             with parallel(group, stage):
                 return build_model(
                     model_config,
-                    self.folder,
                     device=device,
                     dtype=dtype,
                     max_model_len=max_model_len,
@@ -375,7 +375,7 @@ class Worker:
             fp8_cache=cache_dtype == torch.float8_e4m3fn,
         )
         logger.info("attention backend %s (%s)", backend.name, why)
-        per_block = block_bytes(model, block_size, cache_dtype)
+        per_block = cache_layout(model, block_size).block_bytes(cache_dtype.itemsize)
         budget = self._budget(device)
         num_rows, kernels = config.scheduler.max_num_seqs, kernels_for(device)
 
@@ -393,7 +393,13 @@ class Worker:
                     model, backend, cache, BatchState(num_rows, max_len, block_size, device)
                 )
             state = CudaBatchState(num_rows, max_len, block_size, device, budget, kernels)
-            return CudaRunner(model, backend, cache, state, kernels)
+            policy = GraphPolicy(
+                num_rows,
+                budget,
+                max_len,
+                captures=backend.is_capturable and not config.device.enforce_eager,
+            )
+            return CudaRunner(model, backend, cache, state, kernels, policy)
 
         def info(max_len: int, num_blocks: int, num_host_blocks: int) -> WorkerInfo:
             return self._info(
@@ -407,10 +413,6 @@ class Worker:
                 num_host_blocks,
                 per_block,
             )
-
-        self._graph_shapes = []
-        if backend.is_capturable and kernels is not None and not config.device.enforce_eager:
-            self._graph_shapes = graph_shapes(num_rows, budget, max_model_len)
 
         if device.type == "cuda" and config.cache.num_gpu_blocks_override is None:
             with self._room_for_steps(device):
@@ -470,7 +472,7 @@ class Worker:
         if self.runner.backend.is_capturable and kernels_for(device) is not None:
             warm_up.choose_products()
         peak = warm_up.peak_bytes(samples=self.stage.is_last) - self.info.cache_bytes
-        peak += warm_up.graph_bytes(self._graph_shapes)
+        peak += warm_up.graph_bytes()
         del warm_up, self.runner
         empty_cache()
         total = torch.cuda.mem_get_info(device)[1]

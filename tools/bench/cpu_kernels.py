@@ -22,8 +22,9 @@ from toolkit.kernels import cpu
 from toolkit.kernels.cpu import probe
 from toolkit.kernels.cpu.attention import AttentionStep, Layer
 from toolkit.kernels.cpu.linear import PackedLinear
-from toolkit.kernels.cpu.norm import Norm
+from toolkit.kernels.cpu.norm import Join
 from toolkit.kernels.cpu.sampling import sample
+from toolkit.kernels.reference import Norm
 
 COLD_BYTES = 96 << 20
 BLOCK_SIZE = 16
@@ -153,7 +154,7 @@ def attention(
     count = int(starts[-1])
     no_slots = torch.full((count,), -1)
     contexts = torch.tensor([context for _, context in lens]).int()
-    step = AttentionStep(no_slots, no_slots, starts, contexts, torch.arange(len(lens)).int(), table)
+    step = AttentionStep(no_slots, starts, contexts, torch.arange(len(lens)).int(), table)
     q = torch.randn(count, num_heads, size).to(dtype)
     num_bytes = sum(context for _, context in lens) * 2 * num_kv_heads * size * dtype.itemsize
     shape = (2, sum(blocks), BLOCK_SIZE, num_kv_heads, size)
@@ -171,7 +172,7 @@ def norms() -> Iterator[CPUKernelRow]:
         (x, residual), (weight, bias) = torch.randn(2, num_rows, 768), torch.randn(2, 768)
         yield CPUKernelRow(
             f"norm     gpt2 with residual sum, {num_rows} rows",
-            [partial(Norm(weight, bias, 1e-5), x, residual)],
+            [partial(Join(768, [Norm(weight, bias, 1e-5, True)]), x, residual)],
             x.nbytes * 4,
         )
 

@@ -8,6 +8,7 @@ count as zero."""
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from toolkit.bench import workloads
 from toolkit.bench.workloads import Workload
 from toolkit.models.build import build_model, load_config
 from toolkit.models.decoder import Decoder
-from toolkit.models.registry import resolve_architecture
+from toolkit.models.registry import describe
 
 DTYPE = torch.bfloat16
 
@@ -72,14 +73,14 @@ def main() -> None:
 def load_sizes(folder: Path) -> tuple[ModelSizes, int, int]:
     """Return (sizes, context length, vocabulary size) of a decoder in 16 bits."""
     config = load_config(folder)
-    model = build_model(config, folder, device=torch.device("meta"), dtype=DTYPE, max_model_len=1)
+    model = build_model(config, device=torch.device("meta"), dtype=DTYPE, max_model_len=1)
     assert isinstance(model, Decoder)
     sizes = ModelSizes(
         layers=sum(parameter.numel() for parameter in model.layers.parameters()),
-        head=model.lm_head.weight.numel(),
+        head=math.prod(model.lm_head.weight.shape),
         attention=tuple(layer.shape for layer in model.attention_layers()),
     )
-    return sizes, resolve_architecture(config, str(folder)).max_positions(config), model.vocab_size
+    return sizes, describe(config).max_positions, model.vocab_size
 
 
 def all_workloads(context: int, vocab_size: int) -> Iterator[Workload]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from toolkit.kernels.reference import HeadNorm, Norm
 from toolkit.kernels.triton import (
     activation,
     bitmask,
@@ -78,12 +79,12 @@ def layer_rows(
     xs = make.copies(num_tokens, hidden)
     yield KernelRow(
         "add and RMS norm",
-        [partial(norm.add_rms_norm, x, residual, weight, 1e-5) for x in xs],
+        [partial(norm.join, x, residual, [Norm(weight, None, 1e-5, False)]) for x in xs],
         row * 4 * hidden,
     )
     yield KernelRow(
         "add and layer norm",
-        [partial(norm.add_layer_norm, x, residual, weight, weight, 1e-5) for x in xs],
+        [partial(norm.join, x, residual, [Norm(weight, weight, 1e-5, True)]) for x in xs],
         row * 4 * hidden,
     )
     yield KernelRow(
@@ -98,16 +99,14 @@ def layer_rows(
     blocks = -(-num_tokens // BLOCK_SIZE)
     cache = make.random(2, blocks, BLOCK_SIZE, kv_heads, head_size)
     cos_sin = make.random(num_tokens, 2, head_size // 2)
-    positions = torch.arange(num_tokens, dtype=torch.int32, device=make.device)
     slots = torch.randperm(blocks * BLOCK_SIZE, device=make.device)[:num_tokens]
-    norms = {"q_weight": weight[:head_size], "k_weight": weight[:head_size], "eps": 1e-6}
-    write = partial(rotary.qk_norm_rope_write, num_heads=heads, num_kv_heads=kv_heads)
-    for name, options in (("rotate and write", {}), ("norm, rotate and write", norms)):
+    normed = {"norm": HeadNorm(weight[None, :head_size], weight[None, :head_size], 1e-6)}
+    write = partial(
+        rotary.qk_norm_rope_write, num_heads=heads, num_kv_heads=kv_heads, cos_sin=cos_sin
+    )
+    for name, options in (("rotate and write", {}), ("norm, rotate and write", normed)):
         qkvs = make.copies(num_tokens, width)
-        calls = [
-            partial(write, qkv, positions, cos_sin, slots, cache[0], cache[1], **options)
-            for qkv in qkvs
-        ]
+        calls = [partial(write, qkv, slots, cache[0], cache[1], **options) for qkv in qkvs]
         yield KernelRow(name, [*calls], row * 2 * width)
     gates = [
         partial(activation.gated_activation, gate_up, "silu")
@@ -173,12 +172,13 @@ def fp8_products(
 ) -> list[Callable[[], object]]:
     """Return calls of a norm and a product with an FP8 weight, with different weights."""
     copies = min(64, max(2, COLD_BYTES // (rows * columns)))
-    x, ones = make.random(num_tokens, columns), make.random(columns)
+    x, rms = make.random(num_tokens, columns), Norm(make.random(columns), None, 1e-5, False)
     weights = [make.random(rows, columns, dtype=torch.float8_e4m3fn) for _ in range(copies)]
     scale = torch.ones(rows, device=make.device)
     kind = "silu" if gated else None
 
     def call(weight: Tensor) -> None:
-        fp8.linear(norm.add_rms_norm(x, None, ones, 1e-5)[0], weight, scale, None, kind, gated)
+        (normed,), _ = norm.join(x, None, [rms])
+        fp8.linear(normed, weight, scale, None, kind, gated)
 
     return [partial(call, weight) for weight in weights]

@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from toolkit.kernels import cublas
+from toolkit.kernels.reference import HeadNorm, Norm
 from toolkit.kernels.triton import activation, attention, fp8, linear, norm, sampling
 from toolkit.kernels.triton.attention import Batch, Logits, Tile
 from tools.bench import cpu_kernels as cpu_bench
@@ -330,8 +331,8 @@ def fused_decode(case: AttentionCase, first: Batch) -> Callable[[Batch], None]:
     """Return a decode step from the projections on. `first`: any batch; all share their tables."""
     width = (case.heads + 2 * case.kv_heads) * case.head_size
     qkv = torch.randn(len(case.lens), width, device="cuda", dtype=DTYPE)
-    weight = torch.ones(case.head_size, device="cuda", dtype=DTYPE)
-    cos_sin = torch.randn(case.max_seq_len, 2, case.head_size // 2, device="cuda", dtype=DTYPE)
+    weight = torch.ones(1, case.head_size, device="cuda", dtype=DTYPE)
+    cos_sin = torch.randn(len(case.lens), 2, case.head_size // 2, device="cuda", dtype=DTYPE)
     last = torch.tensor([context - 1 for _, context in case.lens], device="cuda")
     requests = torch.arange(len(case.lens), device="cuda")
     slots = first.block_table[requests, last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE
@@ -341,7 +342,6 @@ def fused_decode(case: AttentionCase, first: Batch) -> Callable[[Batch], None]:
             qkv,
             batch.k_cache,
             batch.v_cache,
-            last,
             slots,
             batch.query_start_loc,
             batch.seq_lens,
@@ -350,9 +350,7 @@ def fused_decode(case: AttentionCase, first: Batch) -> Callable[[Batch], None]:
             max_seq_len=case.max_seq_len,
             **case.logits._asdict(),
             cos_sin=cos_sin,
-            q_weight=weight,
-            k_weight=weight,
-            eps=1e-6,
+            norm=HeadNorm(weight, weight, 1e-6),
         )
 
     return run
@@ -472,17 +470,17 @@ def product_calls(
     """Return calls of a norm and a product with different weights: by our kernel, and by cuBLAS."""
     copies = min(MAX_CACHES, max(2, COLD_BYTES // (rows * columns * DTYPE.itemsize)))
     weights = [torch.randn(rows, columns, device="cuda", dtype=DTYPE) / 64 for _ in range(copies)]
-    x, scale = (
-        torch.randn(num_tokens, columns, device="cuda", dtype=DTYPE),
-        torch.ones(columns, device="cuda"),
-    )
+    x = torch.randn(num_tokens, columns, device="cuda", dtype=DTYPE)
+    rms = Norm(torch.ones(columns, device="cuda"), None, 1e-5, False)
     kind = "silu" if gated else None
 
     def ours(weight: Tensor) -> None:
-        linear.linear(norm.add_rms_norm(x, None, scale, 1e-5)[0], weight, None, kind, gated)
+        (normed,), _ = norm.join(x, None, [rms])
+        linear.linear(normed, weight, None, kind, gated)
 
     def library(weight: Tensor) -> None:
-        y = F.linear(norm.add_rms_norm(x, None, scale, 1e-5)[0], weight)
+        (normed,), _ = norm.join(x, None, [rms])
+        y = F.linear(normed, weight)
         if gated:
             activation.gated_activation(y, "silu")
 
@@ -522,7 +520,8 @@ def norm_calls(
         linear.linear(normed, second, None, "silu", gated=True)
 
     def separate(first: Tensor, second: Tensor) -> None:
-        normed, _ = norm.add_rms_norm(linear.linear(x, first), residual, scale, 1e-5)
+        product = linear.linear(x, first)
+        (normed,), _ = norm.join(product, residual, [Norm(scale, None, 1e-5, False)])
         linear.linear(normed, second, None, "silu", gated=True)
 
     weights = [

@@ -58,7 +58,7 @@ def measure(
     config: Any = load_config(folder)
     config.num_hidden_layers = layers or config.num_hidden_layers
     kind = choose_dtype(dtype, config, device)
-    model = build_model(config, folder, device=device, dtype=kind, max_model_len=context + 1)
+    model = build_model(config, device=device, dtype=kind, max_model_len=context + 1)
     assert isinstance(model, Decoder)
     load_weights(model, folder, "dummy")
     if device.type == "cpu":
@@ -109,7 +109,7 @@ def _batch(requests: int, context: int, device: torch.device) -> AttentionBatch:
 
 def _layers(model: Decoder, batch: AttentionBatch) -> Callable[[], object]:
     parameter = next(model.parameters())
-    hidden = torch.randn(len(batch.positions), model.norm.weight.numel()).to(parameter)
+    hidden = torch.randn(len(batch.positions), model.hidden_size).to(parameter)
 
     def call() -> None:
         model(batch.positions, batch, hidden.clone())

@@ -21,6 +21,7 @@ TYPES = {
     str: "string",
     bool: "true or false",
     tuple: "string, or list of strings",
+    dict: "table",
 }
 LOG = (
     "$XDG_STATE_HOME/tk/errors.log, else ~/.local/state/tk/errors.log",

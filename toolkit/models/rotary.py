@@ -1,7 +1,9 @@
 """Rotary position embedding (Su et al., 2021), with every scaling of Transformers' Llama."""
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,52 +11,76 @@ import torch
 from torch import nn
 
 from toolkit.errors import CheckpointError
+from toolkit.models.describe import Attention, Rope
 
 
-class RotaryEmbedding(nn.Module):
-    """Table of rotations, `cos_sin` [max_model_len, 2, size / 2].
+class RotaryTables(nn.Module):
+    """Tables of rotations, one for each kind of layer: [max_model_len, 2, size / 2].
 
-    Attention rotates pairs (i, i + size / 2) of the first `size` dimensions of each head.
+    A step gathers the rows of its tokens once, for all layers (`take`). Attention rotates pairs
+    (i, i + size / 2) of the first `size` dimensions of each head.
 
     NOTE: scalings that depend on the sequence length (dynamic, longrope) use `max_model_len`.
     Transformers uses the current length, so keys in its cache keep angles that no longer fit. The
     two agree as long as `max_model_len` is within the length that the model was first trained for.
     """
 
-    cos_sin: torch.Tensor
-
-    def __init__(self, config: Any, head_size: int, max_model_len: int) -> None:
+    def __init__(self, layers: Iterable[Attention], max_model_len: int) -> None:
         super().__init__()
-        inv_freq, scaling = inverse_frequencies(config, head_size, max_model_len)
-        if inv_freq.is_meta:
-            # On meta, the arithmetic below makes PyTorch load its compiler, which takes seconds.
-            table = torch.empty(max_model_len, 2, len(inv_freq), device="meta")
-        else:
-            positions = torch.arange(max_model_len, dtype=torch.float32, device=inv_freq.device)
-            angles = torch.outer(positions, inv_freq)
-            table = torch.stack((angles.cos(), angles.sin()), dim=1) * scaling
-        self.register_buffer("cos_sin", table.to(torch.get_default_dtype()), persistent=False)
+        self._kinds: list[tuple[Rope, bool]] = []  # (rotation, is it of queries alone)
+        self._max_model_len = max_model_len
+        self._tables: list[str] = []
+        for attention in layers:
+            if attention.rope is not None:
+                self._add(attention.rope, False)
+                if attention.rope.query_scaling is not None:
+                    self._add(attention.rope, True)
+
+    def indices(self, attention: Attention) -> tuple[int | None, int | None]:
+        """Return the tables of (queries and keys, queries alone) of a layer; None: none."""
+        if attention.rope is None:
+            return None, None
+        both = self._kinds.index((attention.rope, False))
+        if attention.rope.query_scaling is None:
+            return both, None
+        return both, self._kinds.index((attention.rope, True))
+
+    def take(self, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return each table's rows, [num_tokens, 2, size / 2]."""
+        return tuple(getattr(self, name).index_select(0, positions) for name in self._tables)
+
+    def _add(self, rope: Rope, of_queries: bool) -> None:
+        if (rope, of_queries) not in self._kinds:
+            self._tables.append(f"table{len(self._kinds)}")
+            self._kinds.append((rope, of_queries))
+            table = _table(rope, self._max_model_len, of_queries)
+            self.register_buffer(self._tables[-1], table, persistent=False)
 
 
-def inverse_frequencies(
-    config: Any, head_size: int, max_model_len: int
-) -> tuple[torch.Tensor, float]:
+def _table(rope: Rope, max_model_len: int, of_queries: bool) -> torch.Tensor:
+    inv_freq, factor = inverse_frequencies(rope, max_model_len)
+    dtype = torch.get_default_dtype()
+    if inv_freq.is_meta:
+        # On meta, the arithmetic below makes PyTorch load its compiler, which takes seconds.
+        return torch.empty(max_model_len, 2, len(inv_freq), dtype=dtype, device="meta")
+    positions = torch.arange(max_model_len, dtype=torch.float32, device=inv_freq.device)
+    angles = torch.outer(positions, inv_freq)
+    table = torch.stack((angles.cos(), angles.sin()), dim=1) * factor
+    if of_queries and rope.query_scaling is not None:
+        beta, length = rope.query_scaling
+        table = table * (1 + beta * torch.log1p(positions // length))[:, None, None]
+    return table.to(dtype)
+
+
+def inverse_frequencies(rope: Rope, max_model_len: int) -> tuple[torch.Tensor, float]:
     """Return (inverse frequencies [size / 2] in fp32, factor on cosines and sines).
 
-    Raises CheckpointError if the config's `rope_parameters` cannot be used."""
-    kind = config.rope_parameters.get("rope_type", "default")
-    if kind not in SCALINGS:
-        raise CheckpointError(f"Unsupported rope_type {kind!r}. Supported: {', '.join(SCALINGS)}.")
+    Raises CheckpointError if the rotation's parameters cannot be used."""
+    kind, head_size = rope.parameters.get("rope_type", "default"), rope.head_size
     device = torch.get_default_device()
     try:
         with torch.device("cpu"):
-            inv_freq, factor = SCALINGS[kind](
-                Rope(config, config.rope_parameters, head_size, max_model_len)
-            )
-    except KeyError as error:
-        raise CheckpointError(
-            f"The model's rope_parameters of type {kind!r} lack {error}."
-        ) from None
+            inv_freq, factor = SCALINGS[kind](_Scaled(rope, max_model_len))
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         text = " ".join(str(error).split())
         raise CheckpointError(
@@ -68,15 +94,19 @@ def inverse_frequencies(
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
-    """Inputs of a scaling.
+class _Scaled:
+    """Inputs of a scaling."""
 
-    Of `config`, scalings read `max_position_embeddings` at most, if their parameters lack it."""
-
-    config: Any
-    parameters: dict[str, Any]
-    head_size: int
+    rope: Rope
     max_model_len: int
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return self.rope.parameters
+
+    @property
+    def head_size(self) -> int:
+        return self.rope.head_size
 
     @property
     def base(self) -> float:
@@ -96,9 +126,7 @@ class Rope:
     def extension(self) -> float:
         """Extended over trained context length: `factor`, or else the ratio of the lengths."""
         factor = self.parameters.get("factor")
-        return float(
-            self.config.max_position_embeddings / self.trained_len if factor is None else factor
-        )
+        return float(self.rope.max_positions / self.trained_len if factor is None else factor)
 
     def wavelengths(self, base: float | None = None) -> torch.Tensor:
         """Return positions per radian, base^(2i / size), [size / 2]."""
@@ -107,16 +135,16 @@ class Rope:
         return lengths
 
 
-def _default(rope: Rope) -> tuple[torch.Tensor, float]:
+def _default(rope: _Scaled) -> tuple[torch.Tensor, float]:
     return 1.0 / rope.wavelengths(), 1.0
 
 
-def _linear(rope: Rope) -> tuple[torch.Tensor, float]:
+def _linear(rope: _Scaled) -> tuple[torch.Tensor, float]:
     """Position interpolation (Chen et al., 2023): divide positions by the factor."""
     return 1.0 / rope.wavelengths() / rope.parameters["factor"], 1.0
 
 
-def _proportional(rope: Rope) -> tuple[torch.Tensor, float]:
+def _proportional(rope: _Scaled) -> tuple[torch.Tensor, float]:
     """Rotate only the first pairs, by angles relative to the full head size."""
     fraction = rope.parameters.get("partial_rotary_factor", 1.0)
     num_rotated = int(fraction * rope.head_size // 2)
@@ -126,17 +154,17 @@ def _proportional(rope: Rope) -> tuple[torch.Tensor, float]:
     return inv_freq / rope.parameters.get("factor", 1.0), 1.0
 
 
-def _dynamic(rope: Rope) -> tuple[torch.Tensor, float]:
+def _dynamic(rope: _Scaled) -> tuple[torch.Tensor, float]:
     """Dynamic NTK scaling (section 3.3 of Peng et al., 2023).
 
     Past the trained length, the base grows with the length."""
-    factor, trained_len = rope.parameters["factor"], rope.config.max_position_embeddings
+    factor, trained_len = rope.parameters["factor"], rope.rope.max_positions
     length = max(rope.max_model_len, trained_len)
     growth = factor * length / trained_len - (factor - 1)
     return 1.0 / rope.wavelengths(rope.base * growth ** (rope.size / (rope.size - 2))), 1.0
 
 
-def _yarn(rope: Rope) -> tuple[torch.Tensor, float]:
+def _yarn(rope: _Scaled) -> tuple[torch.Tensor, float]:
     """YaRN (Peng et al., 2023): interpolate low frequencies, keep high ones, with a ramp between.
 
     Section 3.4 gives the factor on cosines and sines."""
@@ -177,7 +205,7 @@ def _yarn_attention_factor(parameters: dict[str, Any], extension: float) -> floa
     )
 
 
-def _longrope(rope: Rope) -> tuple[torch.Tensor, float]:
+def _longrope(rope: _Scaled) -> tuple[torch.Tensor, float]:
     """LongRoPE (Ding et al., 2024): a factor per pair, one set for lengths beyond the trained."""
     is_long = rope.max_model_len > rope.trained_len
     factors = torch.tensor(
@@ -193,7 +221,7 @@ def _longrope(rope: Rope) -> tuple[torch.Tensor, float]:
     return 1.0 / (factors * rope.wavelengths()), attention_factor
 
 
-def _llama3(rope: Rope) -> tuple[torch.Tensor, float]:
+def _llama3(rope: _Scaled) -> tuple[torch.Tensor, float]:
     """Llama 3.1's scaling (Grattafiori et al., 2024).
 
     Low frequencies are divided by the factor, high ones are kept, and those between are
@@ -206,7 +234,7 @@ def _llama3(rope: Rope) -> tuple[torch.Tensor, float]:
     return (1 - kept) * inv_freq / parameters["factor"] + kept * inv_freq, 1.0
 
 
-SCALINGS: dict[str, Callable[[Rope], tuple[torch.Tensor, float]]] = {
+SCALINGS: dict[str, Callable[[_Scaled], tuple[torch.Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,

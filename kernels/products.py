@@ -1,0 +1,96 @@
+"""Products with weights on a GPU. The size of a product decides which kernels compute it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from toolkit.kernels import cublas
+from toolkit.kernels.triton import fp8, linear
+from toolkit.kernels.triton.activation import activation as activated
+from toolkit.kernels.triton.activation import gated_activation
+from toolkit.kernels.triton.matmul import Unscaled
+
+ALIGNMENT = 16  # divisor of both sizes of an FP8 weight for `torch._scaled_mm`
+
+
+def product(
+    x: Tensor | Unscaled,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    gated: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return act(x Wᵀ + b), or act(gate) * up if W holds gate's rows, then up's.
+
+    x: `[num_tokens, in]`, contiguous, or a result of `linear.add_norm`; weight: `[size, in]`,
+    gated: `[2 * size, in]`; bias: one per row of the weight. Returns `[num_tokens, size]`, which is
+    `out` if that is given.
+
+    NOTE: on Hopper the weight may be read before the kernel ahead ends. See `linear.linear`."""
+    if isinstance(x, Unscaled) or linear.fits(len(x), weight):
+        return linear.linear(x, weight, bias, activation, gated, out)
+    if activation == "gelu_tanh" and not gated and bias is not None and x.dtype != torch.float32:
+        # cuBLAS adds the bias and applies this form of GELU while the sums are in registers.
+        return torch._addmm_activation(bias, x, weight.T, use_gelu=True, out=out)
+    if activation is None:
+        return cublas.linear(x, weight, bias, out)
+    return _activate(cublas.linear(x, weight, bias), activation, gated, out)
+
+
+def fuses_norm(num_tokens: int, weight: Tensor) -> bool:
+    """Return True if an RMS norm is fused into products of `num_tokens` rows with this weight.
+
+    It is fused into the product before it (`linear.add_norm`) and into `product` after it. Not in
+    float16, where rows may overflow before they are scaled, nor with FP8 weights, where it is
+    slower."""
+    return num_tokens > 1 and weight.dtype == torch.bfloat16 and linear.fits(num_tokens, weight)
+
+
+def fp8_product(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    gated: bool = False,
+) -> Tensor:
+    """Return `product` with the weight W * scale. weight: FP8; scale: fp32, one per row.
+
+    Products of few rows are bound by reading the weight: they leave x in 16 bits, which costs
+    nothing and is more exact. For many rows x is quantized too, with a scale for each token, for
+    the FP8 rate of the tensor cores."""
+    if len(x) <= fp8.TOKENS or any(size % ALIGNMENT for size in weight.shape):
+        return fp8.linear(x, weight, scale, bias, activation, gated)
+    y = scaled_product(*fp8.quantize(x), weight, scale, bias, x.dtype)
+    return y if activation is None else _activate(y, activation, gated)
+
+
+def scaled_product(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return (x * x_scale) (W * scale)ᵀ + b in `dtype`.
+
+    x: FP8 `[num_tokens, in]`; x_scale: fp32 `[num_tokens, 1]`."""
+    # Some GPUs' kernels cannot write fp16, or add a bias for some numbers of rows.
+    y = torch._scaled_mm(
+        x,
+        weight.T,
+        scale_a=x_scale,
+        scale_b=scale[None],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+    return y.to(dtype) if bias is None else torch.add(y, bias).to(dtype)
+
+
+def _activate(y: Tensor, kind: str, gated: bool, out: Tensor | None = None) -> Tensor:
+    return gated_activation(y, kind, out) if gated else activated(y, kind, out)

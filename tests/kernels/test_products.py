@@ -1,0 +1,79 @@
+"""Products with weights: every size is computed right, by the kernel meant for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.combinations import pairwise
+from toolkit.kernels import reference
+
+KINDS = [(None, False), ("gelu_tanh", False), ("silu", False), ("silu", True), ("gelu_tanh", True)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(scope="session")
+def products(triton):
+    from toolkit.kernels import products
+
+    return products
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "dtype", "kind", "biased", "has_out"),
+    pairwise([0, 1, 16, 17, 64, 65], [128, 80, 33], DTYPES, KINDS, [True, False], [True, False]),
+)
+def test_product_equals_the_reference(
+    products, device, tokens, columns, dtype, kind, biased, has_out
+):
+    torch.manual_seed(0)
+    activation, gated = kind
+    size = 24
+    rows = 2 * size if gated else size
+    weight = (torch.randn(rows, columns, device=device) / columns**0.5).to(dtype)
+    x = torch.randn(tokens, columns, device=device).to(dtype)
+    bias = torch.randn(rows, device=device).to(dtype) if biased else None
+    out = torch.full((tokens, size), torch.nan, dtype=dtype, device=device) if has_out else None
+    y = products.product(x, weight, bias, activation, gated=gated, out=out)
+    assert out is None or y is out
+    expected = reference.linear(x, weight, bias, activation, gated)
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape", "dtype", "expected"),
+    [
+        (1, (64, 256), torch.bfloat16, (True, False)),
+        (2, (64, 256), torch.bfloat16, (True, True)),
+        (2, (64, 256), torch.float16, (True, False)),
+        (2, (64, 256), torch.float32, (False, False)),
+        (2, (64, 256), torch.float8_e4m3fn, (False, False)),
+        (16, (64, 80), torch.bfloat16, (True, True)),
+        (17, (64, 80), torch.bfloat16, (False, False)),
+        (16, (64, 100), torch.bfloat16, (False, False)),
+        (64, (32768, 256), torch.bfloat16, (True, True)),
+        (17, (32769, 256), torch.bfloat16, (False, False)),
+        (65, (64, 256), torch.bfloat16, (False, False)),
+    ],
+    ids=str,
+)
+def test_size_decides_the_kernel(products, monkeypatch, tokens, shape, dtype, expected):
+    """`expected`: is it a Triton kernel, and are norms fused into it?"""
+    weight = torch.empty(shape, dtype=dtype, device="meta")
+    x = torch.empty(tokens, shape[1], dtype=dtype, device="meta")
+    monkeypatch.setattr(products.linear, "linear", lambda *_: "triton")
+    monkeypatch.setattr(products.cublas, "linear", lambda *_: "cublas")
+    is_triton = products.product(x, weight) == "triton"
+    assert (is_triton, products.fuses_norm(tokens, weight)) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape", "quantizes"),
+    [(16, (64, 64), False), (17, (64, 64), True), (17, (64, 40), False), (17, (24, 64), False)],
+)
+def test_size_decides_the_precision_of_rows(products, monkeypatch, tokens, shape, quantizes):
+    monkeypatch.setattr(products.fp8, "linear", lambda *_: False)
+    monkeypatch.setattr(products.fp8, "quantize", lambda x: (x, x))
+    monkeypatch.setattr(products, "scaled_product", lambda *_: True)
+    weight, x = torch.empty(shape, device="meta"), torch.empty(tokens, shape[1], device="meta")
+    assert products.fp8_product(x, weight, weight[:, 0]) == quantizes

@@ -1,0 +1,459 @@
+"""Tiny models of every architecture: Transformers' class and the fields of its config.
+
+Every field that changes what the model computes has a value that shows: windows and trained context
+lengths are short, multipliers and caps are far from 1, factors differ between dimensions.
+"""
+
+from __future__ import annotations
+
+POSITIONS = 160
+
+_ROPE = {"rope_theta": 10000.0}
+_LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": POSITIONS,
+    "tie_word_embeddings": False,
+}
+_MEDIUM = _LLAMA | {"hidden_size": 64, "intermediate_size": 96}
+_WIDE = _LLAMA | {"hidden_size": 128, "intermediate_size": 96}
+_TWO_HEADS_OF_96 = _LLAMA | {
+    "hidden_size": 192,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+_NEOX = {"num_hidden_layers": 2, "max_position_embeddings": POSITIONS}
+_FALCON = {
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 96,
+    "max_position_embeddings": POSITIONS,
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+ARCHITECTURES: dict[str, tuple[str, dict]] = {
+    "gpt2": ("GPT2", {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": POSITIONS}),
+    "gpt2-untied-inverse-scale": (
+        "GPT2",
+        {
+            "n_layer": 3,
+            "n_embd": 32,
+            "n_head": 2,
+            "n_positions": POSITIONS,
+            "n_inner": 40,
+            "tie_word_embeddings": False,
+            "scale_attn_by_inverse_layer_idx": True,
+        },
+    ),
+    "llama2-mha": ("Llama", _LLAMA | {"num_key_value_heads": 4}),
+    "llama3-gqa": (
+        "Llama",
+        _LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    ),
+    "llama-mqa-tied": ("Llama", _LLAMA | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama-biases-head-dim": (
+        "Llama",
+        _LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    ),
+    "llama-rope-linear": (
+        "Llama",
+        _LLAMA | {"rope_parameters": _ROPE | {"rope_type": "linear", "factor": 4.0}},
+    ),
+    "llama-rope-dynamic": (
+        "Llama",
+        _LLAMA | {"rope_parameters": _ROPE | {"rope_type": "dynamic", "factor": 4.0}},
+    ),
+    "llama-rope-yarn": (
+        "Llama",
+        _LLAMA
+        | {
+            "rope_parameters": _ROPE
+            | {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": POSITIONS // 4,
+            }
+        },
+    ),
+    "llama-rope-longrope": (
+        "Llama",
+        _LLAMA
+        | {
+            "rope_parameters": _ROPE
+            | {
+                "rope_type": "longrope",
+                "factor": 4.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [1.0, 2.0, 3.0, 4.0],
+                "original_max_position_embeddings": POSITIONS,
+            }
+        },
+    ),
+    "llama-rope-proportional": (
+        "Llama",
+        _LLAMA
+        | {"rope_parameters": _ROPE | {"rope_type": "proportional", "partial_rotary_factor": 0.5}},
+    ),
+    "llama31-rope": (
+        "Llama",
+        _LLAMA
+        | {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "mistral-window": ("Mistral", _LLAMA | {"sliding_window": 9}),
+    "mistral-no-window": ("Mistral", _LLAMA | {"sliding_window": None, "head_dim": 16}),
+    "qwen2": ("Qwen2", _LLAMA),
+    "qwen2-tied-some-windows": (
+        "Qwen2",
+        _LLAMA
+        | {
+            "num_hidden_layers": 3,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 11,
+            "max_window_layers": 1,
+        },
+    ),
+    "qwen3": ("Qwen3", _LLAMA | {"head_dim": 16}),
+    "qwen3-tied": ("Qwen3", _LLAMA | {"head_dim": 8, "tie_word_embeddings": True}),
+    "gemma": (
+        "Gemma",
+        _MEDIUM | {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True},
+    ),
+    "gemma2": (
+        "Gemma2",
+        _MEDIUM
+        | {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 6.0,
+            "sliding_window": 9,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        _MEDIUM
+        | {
+            "num_hidden_layers": 3,
+            "head_dim": 80,
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 9,
+            "layer_types": [_SLIDING, _FULL, _SLIDING],
+            "rope_parameters": {
+                _SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+                _FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "phi": (  # heads of 80, of which 32 rotate, as in Phi-2
+        "Phi",
+        _LLAMA
+        | {
+            "hidden_size": 160,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "rope_parameters": _ROPE | {"rope_type": "default", "partial_rotary_factor": 0.4},
+        },
+    ),
+    "phi3": ("Phi3", _TWO_HEADS_OF_96 | {"sliding_window": 20}),
+    "phi3-short-context": (  # max_model_len is the trained length: the short factors
+        "Phi3",
+        _WIDE
+        | {
+            "max_position_embeddings": 4 * POSITIONS,
+            "original_max_position_embeddings": POSITIONS,
+            "rope_parameters": _ROPE
+            | {
+                "rope_type": "longrope",
+                "short_factor": [1.0 + i / 9 for i in range(16)],
+                "long_factor": [1.0 + i * i / 9 for i in range(16)],
+            },
+        },
+    ),
+    "phi4-long-context": (
+        "Phi3",
+        _WIDE
+        | {
+            "original_max_position_embeddings": 32,
+            "tie_word_embeddings": True,
+            "rope_parameters": _ROPE
+            | {
+                "rope_type": "longrope",
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + i / 9 for i in range(12)],
+                "long_factor": [1.0 + i * i / 9 for i in range(12)],
+            },
+        },
+    ),
+    "gpt-neox": (
+        "GPTNeoX",
+        _NEOX
+        | {
+            "hidden_size": 192,
+            "num_attention_heads": 2,
+            "intermediate_size": 96,
+            "rope_parameters": _ROPE | {"rope_type": "default", "partial_rotary_factor": 0.25},
+        },
+    ),
+    "gpt-neox-sequential": (
+        "GPTNeoX",
+        _NEOX
+        | {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "intermediate_size": 96,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": _ROPE | {"rope_type": "default", "partial_rotary_factor": 1.0},
+        },
+    ),
+    "olmo": ("Olmo", _MEDIUM | {"clip_qkv": 1.5}),
+    "olmo2": ("Olmo2", _WIDE),
+    "olmo3": (
+        "Olmo3",
+        _MEDIUM
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": [_SLIDING, _FULL, _SLIDING],
+            "sliding_window": 9,
+            "attention_bias": True,
+            "rope_parameters": {
+                _SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+                _FULL: {
+                    "rope_type": "yarn",
+                    "rope_theta": 10000.0,
+                    "factor": 5.0,
+                    "original_max_position_embeddings": POSITIONS // 5,
+                    "beta_fast": 1.5,
+                    "beta_slow": 0.25,
+                    "attention_factor": 1.3,
+                },
+            },
+        },
+    ),
+    "smollm3": (
+        "SmolLM3",
+        _MEDIUM
+        | {
+            "num_hidden_layers": 3,
+            "no_rope_layers": [1, 0, 1],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3-windows": (
+        "SmolLM3",
+        _WIDE
+        | {
+            "num_hidden_layers": 3,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    ),
+    "granite": (
+        "Granite",
+        _MEDIUM
+        | {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.15,
+            "logits_scaling": 4.0,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "cohere": (
+        "Cohere",
+        _MEDIUM | {"use_qk_norm": True, "logit_scale": 0.25, "tie_word_embeddings": True},
+    ),
+    "cohere2": (
+        "Cohere2",
+        _WIDE
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": [_SLIDING, _FULL, _SLIDING],
+            "sliding_window": 9,
+            "logit_scale": 0.25,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm": (
+        "Glm",
+        _MEDIUM
+        | {
+            "head_dim": 32,
+            "rope_parameters": _ROPE | {"rope_type": "default", "partial_rotary_factor": 0.5},
+        },
+    ),
+    "glm4": (
+        "Glm4",
+        _MEDIUM
+        | {
+            "head_dim": 80,
+            "rope_parameters": _ROPE | {"rope_type": "default", "partial_rotary_factor": 0.5},
+        },
+    ),
+    "stablelm": (
+        "StableLm",
+        _WIDE
+        | {
+            "use_qkv_bias": True,
+            "rope_parameters": _ROPE | {"rope_type": "default", "partial_rotary_factor": 0.25},
+        },
+    ),
+    "stablelm-parallel": (
+        "StableLm",
+        _WIDE
+        | {
+            "use_parallel_residual": True,
+            "qk_layernorm": True,
+            "rope_parameters": _ROPE | {"rope_type": "default", "partial_rotary_factor": 0.5},
+        },
+    ),
+    "starcoder2": ("Starcoder2", _WIDE | {"sliding_window": 20, "tie_word_embeddings": True}),
+    "seed-oss": (
+        "SeedOss",
+        _MEDIUM | {"head_dim": 32, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "ernie4.5": ("Ernie4_5", _MEDIUM | {"head_dim": 32, "use_bias": True}),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        _MEDIUM
+        | {
+            "head_dim": 32,
+            "attention_bias": True,
+            "rope_parameters": _ROPE | {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        _MEDIUM
+        | {
+            "head_dim": 32,
+            "sliding_window": 40,
+            "rope_parameters": _ROPE
+            | {
+                "rope_type": "yarn",
+                "factor": 5.0,
+                "original_max_position_embeddings": POSITIONS // 5,
+                "beta_fast": 1.5,
+                "beta_slow": 0.25,
+                "mscale": 1.5,
+                "mscale_all_dim": 0.5,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "opt": (
+        "OPT",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "ffn_dim": 96,
+            "max_position_embeddings": POSITIONS,
+        },
+    ),
+    "falcon": (
+        "Falcon",
+        _FALCON
+        | {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon-one-norm": (  # as in Falcon 2
+        "Falcon",
+        _FALCON
+        | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-multi-query": (
+        "Falcon",
+        _FALCON | {"hidden_size": 64, "multi_query": True, "parallel_attn": True},
+    ),
+    "nemotron": (
+        "Nemotron",
+        _MEDIUM
+        | {
+            "head_dim": 32,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": _ROPE | {"rope_type": "default", "partial_rotary_factor": 0.5},
+        },
+    ),
+    "gptj": (
+        "GPTJ",
+        {"n_layer": 2, "n_embd": 64, "n_head": 2, "rotary_dim": 8, "n_positions": POSITIONS},
+    ),
+    "gpt-bigcode": (
+        "GPTBigCode",
+        {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": POSITIONS},
+    ),
+    "gpt-bigcode-all-heads": (
+        "GPTBigCode",
+        {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": POSITIONS, "multi_query": False},
+    ),
+    "ministral": (
+        "Ministral",
+        _MEDIUM
+        | {
+            "head_dim": 16,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "helium": ("Helium", _MEDIUM | {"head_dim": 16}),
+    "exaone4": (
+        "Exaone4",
+        _MEDIUM | {"num_hidden_layers": 4, "sliding_window": 20, "sliding_window_pattern": 2},
+    ),
+}
+"""Name: (prefix of Transformers' classes, fields of the config)."""
+
+SHORTEST_PROMPT = {"phi4-long-context": 33}
+"""Transformers chooses LongRoPE's factors by the length so far, tk by `max_model_len`."""
+
+MAX_MODEL_LEN = {"phi3-short-context": POSITIONS}
+
+OVERFLOWS_FP16 = frozenset({"gemma2", "gemma3"})
+"""Architectures whose trained models overflow in fp16."""
+
+REFUSED: dict[str, tuple[str, dict, str]] = {
+    "opt-350m": (
+        "OPT",
+        ARCHITECTURES["opt"][1] | {"do_layer_norm_before": False, "word_embed_proj_dim": 32},
+        "do_layer_norm_before|word_embed_proj_dim",
+    ),
+    "opt-projections": (
+        "OPT",
+        ARCHITECTURES["opt"][1] | {"word_embed_proj_dim": 32},
+        "word_embed_proj_dim",
+    ),
+    "falcon-alibi": ("Falcon", _FALCON | {"alibi": True}, "alibi"),
+    "phi-qk-norm": ("Phi", ARCHITECTURES["phi"][1] | {"qk_layernorm": True}, "qk_layernorm"),
+    "gemma3-bidirectional": (
+        "Gemma3",
+        ARCHITECTURES["gemma3"][1] | {"use_bidirectional_attention": True},
+        "use_bidirectional_attention",
+    ),
+}
+"""Variants that are not supported: (prefix, fields, pattern of the field named by the error)."""

@@ -1,0 +1,49 @@
+"""BERT (Devlin et al., 2019)."""
+
+from typing import Any, ClassVar
+
+from toolkit.models.describe import Encoder
+from toolkit.models.model_config import ArchitectureConfig, Size, head_size
+
+ARCHITECTURES = ("BertModel", "BertForSequenceClassification")
+
+
+class Config(ArchitectureConfig, kw_only=True):
+    fixed: ClassVar[dict[str, tuple[object, ...]]] = {"directionality": ("bidi",)}
+
+    vocab_size: Size = 30522
+    hidden_size: Size = 768
+    intermediate_size: Size = 3072
+    num_hidden_layers: Size = 12
+    num_attention_heads: Size = 12
+    hidden_act: str = "gelu"
+    max_position_embeddings: Size = 512
+    type_vocab_size: Size = 2
+    layer_norm_eps: float = 1e-12
+    pad_token_id: int = 0
+    position_embedding_type: str = "absolute"
+    is_decoder: bool = False
+    num_labels: Size = 2  # labels of a classifier. The length of `id2label` replaces it
+    id2label: dict[str, Any] | None = None
+    sentence_transformers: dict[str, Any] | None = None
+    sbert_ce_default_activation_function: str | None = None
+    """Old spelling of `sentence_transformers.activation_fn`: a torch.nn class, for scores."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        head_size(self.hidden_size, self.num_attention_heads)
+        if self.id2label is not None:
+            self.num_labels = len(self.id2label)
+
+    @property
+    def score_activation(self) -> str:
+        """Name of the torch.nn class that is applied to scores."""
+        name = (self.sentence_transformers or {}).get("activation_fn")
+        name = name or self.sbert_ce_default_activation_function or "Sigmoid"
+        return str(name).rpartition(".")[2]
+
+
+def describe(config: Config) -> Encoder:
+    scores = config.architectures[0].endswith("ForSequenceClassification")
+    model = "toolkit.models.bert:" + ("BertScorer" if scores else "Bert")
+    return Encoder(model, config.max_position_embeddings, scores)

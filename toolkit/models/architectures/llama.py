@@ -1,0 +1,33 @@
+"""Llama 2, 3, 3.1 and later (Touvron et al., 2023; Grattafiori et al., 2024)."""
+
+from typing import Any
+
+from toolkit.models.describe import Decoder, Layer
+from toolkit.models.model_config import DecoderConfig
+from toolkit.models.parts import attention, decoder, gated_mlp, pre_norm, rms_norm
+
+ARCHITECTURES = ("LlamaForCausalLM", "LlamaModel")
+
+
+class Config(DecoderConfig, kw_only=True):
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+def describe(config: Config) -> Decoder:
+    def layer(name: str, index: int) -> Layer:
+        bias = {"bias": config.attention_bias, "out_bias": config.attention_bias}
+        return llama_layer(config, name, mlp_bias=config.mlp_bias, **bias)
+
+    return decoder(config, layer, rms_norm(config, "model.norm"))
+
+
+def llama_layer(config: Any, name: str, *, mlp_bias: bool = False, **options: Any) -> Layer:
+    """Describe a layer with Llama's names. `options`: fields of `Attention`."""
+    given = {"rope": config.rope(), **options}
+    return pre_norm(
+        attention(config, f"{name}.self_attn", **given),
+        rms_norm(config, f"{name}.input_layernorm"),
+        gated_mlp(config, f"{name}.mlp", bias=mlp_bias),
+        rms_norm(config, f"{name}.post_attention_layernorm"),
+    )

@@ -1,0 +1,282 @@
+"""Descriptions of decoders. Imports no torch.
+
+A decoder is an embedding, layers, a norm and a head. A layer is a tuple of steps; a step is one or
+more branches that read the same residual stream and are added to it together. The builder, the
+weight loader, `tk show`, `--dry-run` and the layout of the cache read the same description."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Literal
+
+from toolkit.errors import CheckpointError
+from toolkit.weights.activation import activation_kind
+from toolkit.weights.source import Source
+
+ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("original_max_position_embeddings",),
+    "longrope": ("original_max_position_embeddings", "short_factor", "long_factor"),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "proportional": (),
+}
+"""Parameters that a type of rotation needs, besides `rope_theta`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMS norm, or a layer norm if it is centered."""
+
+    name: str | None  # of its tensors; None: it has no parameters
+    size: int
+    eps: float
+    is_centered: bool = False
+    has_bias: bool = False
+    offset: float = 0.0  # added to the stored weight, as in 1 + w; the sum is kept in fp32
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """A norm of queries and keys (QK norm)."""
+
+    q: str  # name of the query norm's tensors; `{}` stands for the head if each has its own
+    k: str
+    eps: float
+    span: Literal["head", "own", "all"] = "head"
+    """head: one weight for all heads; own: one for each head; all: one norm over all heads."""
+    is_centered: bool = False
+    offset: float = 0.0
+    is_last: bool = False  # after the rotation
+    order: tuple[int, ...] | None = None  # of the weight's entries for a head; None: as they are
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """A rotation of queries and keys by their positions (RoPE)."""
+
+    parameters: dict[str, Any]  # of config.json: rope_type, rope_theta, ...
+    head_size: int
+    max_positions: int
+    query_scaling: tuple[float, int] | None = None
+    """(beta, length): queries at position p are scaled by 1 + beta · log(1 + ⌊p / length⌋)."""
+
+    def __post_init__(self) -> None:
+        kind = self.parameters.get("rope_type", "default")
+        if kind not in ROPE_PARAMETERS:
+            listed = ", ".join(ROPE_PARAMETERS)
+            raise CheckpointError(f"Unsupported rope_type {kind!r}. Supported: {listed}.")
+        for name in ROPE_PARAMETERS[kind]:
+            if name not in self.parameters:
+                raise CheckpointError(
+                    f"The model's rope_parameters of type {kind!r} lack {name!r}."
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Causal self-attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    q: Source
+    k: Source
+    v: Source
+    out: Source
+    scale: float
+    bias: bool = False  # of queries, keys and values
+    out_bias: bool = False
+    rope: Rope | None = None
+    norm: HeadNorm | None = None
+    window: int = 0  # tokens, with the query itself; 0: no window
+    soft_cap: float = 0.0  # of scores: cap · tanh(score / cap); 0: none
+    clip: float = 0.0  # queries, keys and values are clamped to ±clip; 0: not
+
+    def projections(self, hidden: int) -> Iterator[tuple[Source, int, int, bool]]:
+        """Yield (source, rows, columns, has a bias) of each weight."""
+        kv = self.num_kv_heads * self.head_size
+        for source, rows in zip((self.q, self.k, self.v), (self.width, kv, kv), strict=True):
+            yield source, rows, hidden, self.bias
+        yield self.out, hidden, self.width, self.out_bias
+
+    @property
+    def width(self) -> int:
+        """Number of features of all queries."""
+        return self.num_heads * self.head_size
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    """down(activation(up(x))), or down(activation(gate(x)) · up(x))."""
+
+    size: int  # number of features between up and down
+    activation: str  # by its name in config.json
+    up: Source
+    down: Source
+    gate: Source | None = None
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        activation_kind(self.activation)  # refuses an unknown name
+
+    def projections(self, hidden: int) -> Iterator[tuple[Source, int, int, bool]]:
+        """Yield (source, rows, columns, has a bias) of each weight."""
+        for source in (self.up,) if self.gate is None else (self.gate, self.up):
+            yield source, self.size, hidden, self.bias
+        yield self.down, hidden, self.size, self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """scale · post(mix(norm(residual)))."""
+
+    mix: Attention | MLP
+    norm: Norm | None  # None: it reads the residual stream as it is
+    post: Norm | None = None
+    scale: float = 1.0
+
+
+Step = tuple[Branch, ...]  # branches that are added to the residual stream together
+Layer = tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """An embedding table."""
+
+    name: str
+    size: int
+    first: int = 0  # row of the first entry
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The projection to logits: soft_cap(scale · (W x + b))."""
+
+    name: str = "lm_head"
+    bias: bool = False
+    scale: float = 1.0
+    soft_cap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A tensor of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Literal["embedding", "positions", "head", "linear", "vector"]
+    layer: int | None = None
+    is_float32: bool = False  # kept in fp32 whatever the type of the model
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """A text encoder, whose model is a class of its own."""
+
+    model: str  # "module:class"
+    max_positions: int  # tokens
+    is_scorer: bool  # it scores pairs of texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """A decoder with causal attention."""
+
+    vocab_size: int
+    hidden_size: int
+    max_positions: int  # tokens
+    embed: str  # name of the embedding table
+    layers: Sequence[Layer]
+    layers_name: str  # name of the layers in the checkpoint, before their index
+    norm: Norm
+    head: Head = field(default_factory=Head)
+    is_tied: bool = False  # the head's weight is the embedding table
+    embed_scale: float = 1.0
+    positions: Table | None = None  # learned positions, added to the embedding
+
+    @property
+    def attention(self) -> list[Attention]:
+        """Attention of each layer."""
+        branches = chain.from_iterable(step for layer in self.layers for step in layer)
+        return [branch.mix for branch in branches if isinstance(branch.mix, Attention)]
+
+    def layer_size(self, index: int) -> int:
+        """Return the number of parameters of a layer's products."""
+        products = chain.from_iterable(
+            branch.mix.projections(self.hidden_size)
+            for branch in chain.from_iterable(self.layers[index])
+        )
+        return sum(rows * columns for _, rows, columns, _ in products)
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield the tensors of a checkpoint, each once."""
+        seen = set()
+        for parameter in self._parameters():
+            if parameter.name not in seen:
+                seen.add(parameter.name)
+                yield parameter
+
+    def _parameters(self) -> Iterator[Parameter]:
+        hidden = self.hidden_size
+        yield Parameter(f"{self.embed}.weight", (self.vocab_size, hidden), "embedding")
+        if self.positions is not None:
+            shape = self.positions.size, hidden
+            yield Parameter(f"{self.positions.name}.weight", shape, "positions")
+        for index, layer in enumerate(self.layers):
+            for branch in chain.from_iterable(layer):
+                yield from _branch_parameters(branch, hidden, index)
+        yield from _norm_parameters(self.norm, None)
+        if not self.is_tied:
+            yield Parameter(f"{self.head.name}.weight", (self.vocab_size, hidden), "head")
+        if self.head.bias:
+            yield Parameter(f"{self.head.name}.bias", (self.vocab_size,), "vector")
+
+
+def _branch_parameters(branch: Branch, hidden: int, index: int) -> Iterator[Parameter]:
+    yield from _norm_parameters(branch.norm, index)
+    yield from _norm_parameters(branch.post, index)
+    for source, rows, columns, has_bias in branch.mix.projections(hidden):
+        total = rows if source.order is None else source.order.total
+        sizes = (columns, total) if source.transpose else (total, columns)
+        yield Parameter(f"{source.name}.weight", sizes, "linear", index)
+        if has_bias:
+            yield Parameter(f"{source.name}.bias", (total,), "vector", index)
+    if isinstance(branch.mix, Attention) and branch.mix.norm is not None:
+        mix, norm = branch.mix, branch.mix.norm
+        for name, heads in ((norm.q, mix.num_heads), (norm.k, mix.num_kv_heads)):
+            for shape_name, shape in head_norm_tensors(name, norm.span, heads, mix.head_size):
+                yield Parameter(shape_name, shape, "vector", index, bool(norm.offset))
+
+
+def head_norm_tensors(
+    name: str, span: str, num_heads: int, head_size: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (name, shape) of the tensors of a QK norm."""
+    if span == "own" and "{}" in name:
+        yield from ((f"{name.format(head)}.weight", (head_size,)) for head in range(num_heads))
+    elif span == "own":
+        yield f"{name}.weight", (num_heads, head_size)
+    else:
+        yield f"{name}.weight", (head_size if span == "head" else num_heads * head_size,)
+
+
+def _norm_parameters(norm: Norm | None, layer: int | None) -> Iterator[Parameter]:
+    if norm is not None and norm.name is not None:
+        for part in ("weight", "bias") if norm.has_bias else ("weight",):
+            yield Parameter(f"{norm.name}.{part}", (norm.size,), "vector", layer, bool(norm.offset))

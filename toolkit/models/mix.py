@@ -1,0 +1,172 @@
+"""Attention and MLPs: the branches of a layer between its norms and the residual stream."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from toolkit.attention import Attention, AttentionBatch, AttentionShape, HeadNorm, HeadTransform
+from toolkit.distributed import Shard, current_group, even_shard, kv_head_shard
+from toolkit.kernels import cpu
+from toolkit.kernels.cpu.norm import DTYPES, RowNorm
+from toolkit.layers import GatedLinear, Linear, MergedLinear
+from toolkit.layers.norm import norm_over_ranks
+from toolkit.models import describe
+from toolkit.weights.activation import activation_kind
+from toolkit.weights.slots import JoinedSlot, Slot, Slots
+
+if TYPE_CHECKING:
+    from toolkit.kernels.triton.matmul import Unscaled
+
+
+class Mix(nn.Module):
+    """A branch without its norms. `input` and `output` are its first and its last product.
+
+    `forward` computes all but the last, which the residual stream adds."""
+
+    input: Linear
+    output: Linear
+
+
+class AttentionMix(Mix):
+    """Attention. Queries, keys and values are one product."""
+
+    def __init__(
+        self, attention: describe.Attention, hidden: int, rope: int | None, q_rope: int | None
+    ) -> None:
+        """`rope`, `q_rope`: indices into a batch's rotations, see `HeadTransform`."""
+        super().__init__()
+        size = attention.head_size
+        self.heads = even_shard(attention.num_heads, "attention heads")
+        self.kv_heads = kv_head_shard(attention.num_kv_heads)
+        shards = [part.times(size) for part in (self.heads, self.kv_heads, self.kv_heads)]
+        sources = attention.q, attention.k, attention.v
+        self.input = MergedLinear(hidden, shards, sources, bias=attention.bias)
+        self.norm = None if attention.norm is None else QKNorm(attention, self.heads, self.kv_heads)
+        self.attn = Attention(
+            AttentionShape(
+                self.heads.count,
+                self.kv_heads.count,
+                size,
+                attention.scale,
+                attention.window,
+                attention.soft_cap,
+            ),
+            HeadTransform(
+                rope=rope,
+                q_rope=q_rope,
+                norm=None if self.norm is None else self.norm.by_head,
+                clip=attention.clip,
+            ),
+        )
+        self.output = Linear(
+            attention.width, hidden, attention.out, bias=attention.out_bias, split="in"
+        )
+
+    def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
+        """Return the input of `output`, [num_tokens, heads · head_size]."""
+        qkv = self.input(x)
+        if self.norm is not None:
+            self.norm(qkv)
+        out: torch.Tensor = self.attn(qkv, batch)
+        return out
+
+
+class QKNorm(nn.Module):
+    """Norm of queries and keys. Attention computes it, unless it spans all heads (OLMo 2)."""
+
+    def __init__(self, attention: describe.Attention, heads: Shard, kv_heads: Shard) -> None:
+        super().__init__()
+        assert attention.norm is not None
+        self.norm, self.size, self.shards = attention.norm, attention.head_size, (heads, kv_heads)
+        self.group, is_shared = current_group(), self.norm.span == "head"
+        self.dtype = torch.get_default_dtype()
+        self._packed: list[RowNorm] = []
+        dtype = torch.float32 if self.norm.offset else None
+        self.q_weight, self.k_weight = (
+            nn.Parameter(
+                torch.ones(1 if is_shared else shard.count, self.size, dtype=dtype),
+                requires_grad=False,
+            )
+            for shard in self.shards
+        )
+
+    @property
+    def by_head(self) -> HeadNorm | None:
+        """The norm that attention computes."""
+        norm = self.norm
+        if norm.span == "all":
+            return None
+        return HeadNorm(
+            self.q_weight,
+            self.k_weight,
+            norm.eps,
+            is_centered=norm.is_centered,
+            is_last=norm.is_last,
+        )
+
+    def forward(self, qkv: torch.Tensor) -> None:
+        """Norm queries and keys over all heads, in place. qkv: [num_tokens, q | k | v]."""
+        if self.norm.span != "all":
+            return
+        begin = 0
+        for index, weight in enumerate((self.q_weight, self.k_weight)):
+            rows = qkv[:, begin : begin + weight.numel()]
+            begin += weight.numel()
+            if self._packed:
+                self._packed[index](rows)
+            else:
+                norm_over_ranks(rows, weight.view(-1), self.norm.eps, self.group)
+
+    def pack(self) -> None:
+        """Prepare the CPU kernels, if there are any. Called once, after loading."""
+        fits = cpu.available() and self.dtype in DTYPES and self.group.size == 1
+        if fits and self.norm.span == "all":
+            weights = self.q_weight, self.k_weight
+            self._packed = [RowNorm(weight.view(-1), self.norm.eps) for weight in weights]
+
+    def slots(self) -> Slots:
+        slots: Slots = {}
+        pairs = (self.norm.q, self.q_weight), (self.norm.k, self.k_weight)
+        for (name, weight), shard in zip(pairs, self.shards, strict=True):
+            tensors = describe.head_norm_tensors(name, self.norm.span, shard.total, self.size)
+            for index, (tensor, shape) in enumerate(tensors):
+                shards: tuple[Shard | None, ...] = ()
+                part = weight[0]
+                if self.norm.span == "all":
+                    part, shards = weight.view(-1), (shard.times(self.size),)
+                elif len(shape) == 2:
+                    part, shards = weight, (shard,)
+                elif self.norm.span == "own":
+                    if not shard.begin <= index < shard.begin + shard.count:
+                        slots[tensor] = JoinedSlot(shape, ())  # another rank's
+                        continue
+                    part = weight[index - shard.begin]
+                slots[tensor] = Slot(
+                    part, shards=shards, entries=self.norm.order, offset=self.norm.offset
+                )
+        return slots
+
+
+class MLPMix(Mix):
+    """An MLP. Gate and up are one product."""
+
+    def __init__(self, mlp: describe.MLP, hidden: int) -> None:
+        super().__init__()
+        kind = activation_kind(mlp.activation)
+        if mlp.gate is None:
+            self.input = Linear(
+                hidden, mlp.size, mlp.up, bias=mlp.bias, activation=kind, split="out"
+            )
+        else:
+            self.input = GatedLinear(
+                hidden, mlp.size, (mlp.gate, mlp.up), bias=mlp.bias, activation=kind
+            )
+        self.output = Linear(mlp.size, hidden, mlp.down, bias=mlp.bias, split="in")
+
+    def forward(self, x: torch.Tensor | Unscaled, _batch: AttentionBatch) -> torch.Tensor:
+        """Return the input of `output`."""
+        out: torch.Tensor = self.input(x)
+        return out

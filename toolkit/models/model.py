@@ -1,0 +1,112 @@
+"""The interfaces of models."""
+
+import abc
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from toolkit.attention import Attention, AttentionBatch
+from toolkit.attention.packed import PackedBatch
+from toolkit.distributed import SINGLE_STAGE, Stage
+from toolkit.layers import OutputHead
+from toolkit.weights.slots import Slots
+from toolkit.weights.weight import Weight
+
+
+@runtime_checkable
+class _Packable(Protocol):
+    def pack(self) -> None: ...
+
+
+@runtime_checkable
+class _Loadable(Protocol):
+    def slots(self) -> Slots: ...
+
+
+class Model(nn.Module, abc.ABC):
+    """A transformer over packed tokens.
+
+    Its parameters are uninitialized, on the default device and in the default dtype."""
+
+    vocab_size: int
+    hidden_size: int
+    dtype: torch.dtype  # of the activations
+    architecture: str  # its name in config.json
+    unused: ClassVar[tuple[str, ...]] = ()  # substrings of checkpoint tensor names to ignore
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.dtype = torch.get_default_dtype()
+
+    def slots(self) -> Slots:
+        """Return the destination of each tensor of a checkpoint."""
+        slots: Slots = {}
+        for module in self.modules():
+            if module is not self and isinstance(module, _Loadable):
+                slots |= module.slots()
+        return slots
+
+    def pack_weights(self) -> None:
+        """Convert the weights to the layout that is fastest on a CPU."""
+        # A list, because the iterator refers to weights, which are replaced.
+        for module in [module for module in self.modules() if isinstance(module, _Packable)]:
+            module.pack()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights, packed or not."""
+        return sum(
+            module.nbytes
+            if isinstance(module, Weight)
+            else sum(p.nbytes for p in module.parameters(recurse=False))
+            for module in self.modules()
+        )
+
+
+class Encoder(Model):
+    """A model with bidirectional attention. It has no KV cache and runs complete prompts."""
+
+    @abc.abstractmethod
+    def forward(self, token_ids: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        """Return the last hidden states [num_tokens, hidden] of token_ids [num_tokens]."""
+
+
+class Scorer(Encoder):
+    """A cross-encoder: it scores pairs of texts."""
+
+    @abc.abstractmethod
+    def score(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map hidden states of the prompts' first tokens [n, hidden] to scores [n, 1]."""
+
+
+class CausalLM(Model):
+    """A decoder, with causal attention."""
+
+    lm_head: OutputHead  # on the last stage; may share the embedding's weight
+    stage: Stage = SINGLE_STAGE
+
+    @abc.abstractmethod
+    def forward(
+        self, token_ids: torch.Tensor, batch: AttentionBatch, hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run this stage.
+
+        token_ids: [num_tokens]. hidden: [num_tokens, hidden], the previous stage's output. On the
+        last stage returns the normalized last hidden states [num_tokens, hidden], or only those of
+        `batch.wanted`; on other stages the next stage's `hidden`."""
+
+    def logits(self, hidden: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
+        """Map [n, hidden] to logits [n, vocab_size]. On a GPU they are written to `buffer`."""
+        logits: torch.Tensor = self.lm_head(hidden, buffer)
+        return logits
+
+    def with_few_layers(self) -> AbstractContextManager[None]:
+        """Run as few layers inside the block as launch the kernels of all."""
+        return nullcontext()
+
+    def attention_layers(self) -> list[Attention]:
+        """Return the attention layers in order."""
+        return [module for module in self.modules() if isinstance(module, Attention)]

@@ -1,0 +1,67 @@
+"""Read config.json, with the fields that a user overrides. Imports no torch."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import CheckpointError
+
+NO_OVERRIDES: Mapping[str, Any] = {}
+_ROPE = ("rope_scaling", "rope_parameters")  # old and new name
+_OF_ANY_TYPE = ("rope_theta", "partial_rotary_factor")
+
+
+def read_config(folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> dict[str, Any]:
+    """Return a folder's config.json with overrides. Raises CheckpointError if unreadable."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+        if not isinstance(raw, dict):
+            raise ValueError("it is not a JSON object")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    return override(raw, overrides)
+
+
+def override(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with some fields replaced; null removes one.
+
+    Parameters of the rotation are merged: those for the same type of scaling are kept, and the base
+    and the rotated part for another. If layer types have their own, those of full attention are
+    changed."""
+    removed = {name for name, value in overrides.items() if value is None}
+    merged = {name: value for name, value in {**raw, **overrides}.items() if name not in removed}
+    for name in _ROPE:
+        if name in overrides:
+            for other in _ROPE:
+                merged.pop(other, None)
+            merged["rope_parameters"] = _merged_rope(raw, overrides[name])
+    return merged
+
+
+def _merged_rope(raw: dict[str, Any], wanted: Any) -> Any:
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if wanted is None:
+        wanted = {"rope_type": "default"}
+    if not isinstance(wanted, dict) or not isinstance(given, dict) or _is_nested(wanted):
+        return wanted  # of all layer types, or refused by the types of the config's fields
+    if _is_nested(given):
+        full = given.get("full_attention") or {}
+        return given | {"full_attention": _merged_scaling(full, wanted)}
+    return _merged_scaling(given, wanted)
+
+
+def _merged_scaling(given: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    kind = _kind(wanted) or _kind(given)
+    kept = given if kind == _kind(given) else {k: given[k] for k in _OF_ANY_TYPE if k in given}
+    merged = kept | wanted
+    return {**merged, "rope_type": kind} if kind else merged
+
+
+def _kind(parameters: dict[str, Any]) -> Any:
+    return parameters.get("rope_type") or parameters.get("type")
+
+
+def _is_nested(parameters: dict[str, Any]) -> bool:
+    return any(isinstance(value, dict) for value in parameters.values())

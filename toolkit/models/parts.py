@@ -1,0 +1,68 @@
+"""Parts of descriptions that many decoders share, under the names of their checkpoints."""
+
+from collections.abc import Callable
+from typing import Any
+
+from toolkit.models.describe import MLP, Attention, Branch, Decoder, Layer, Norm
+from toolkit.weights.source import Source, by_head, pairs_apart
+
+
+def attention(config: Any, name: str, *, output: str = "o_proj", **options: Any) -> Attention:
+    """Describe attention with separate projections named {q,k,v}_proj. `options`: other fields."""
+    size = config.head_dim
+    sources = {part: Source(f"{name}.{part}_proj") for part in "qkv"} | {
+        "out": Source(f"{name}.{output}")
+    }
+    given = {"scale": size**-0.5, **sources, **options}
+    return Attention(config.num_attention_heads, config.num_key_value_heads, size, **given)
+
+
+def interleaved(config: Any, name: str, rotary_size: int | None = None) -> dict[str, Any]:
+    """Return `q` and `k` of attention that rotates adjacent pairs of the first entries of a head.
+
+    `rotary_size`: number of these entries; None: all."""
+    entries = pairs_apart(config.head_dim, rotary_size)
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    return {
+        part: Source(f"{name}.{part}_proj", by_head(None, number, entries))
+        for part, number in heads.items()
+    }
+
+
+def gated_mlp(config: Any, name: str, *, bias: bool = False) -> MLP:
+    """Describe an MLP with projections named gate_proj, up_proj and down_proj."""
+    gate, up, down = (Source(f"{name}.{part}_proj") for part in ("gate", "up", "down"))
+    return MLP(config.intermediate_size, config.hidden_act, up, down, gate, bias)
+
+
+def rms_norm(config: Any, name: str, **options: Any) -> Norm:
+    return Norm(name, config.hidden_size, config.rms_norm_eps, **options)
+
+
+def layer_norm(config: Any, name: str | None, eps: float, **options: Any) -> Norm:
+    given = {"has_bias": True, **options}
+    return Norm(name, config.hidden_size, eps, is_centered=True, **given)
+
+
+def pre_norm(attn: Attention, attn_norm: Norm, mlp: MLP, mlp_norm: Norm) -> Layer:
+    """Describe a layer of attention and MLP, each after a norm."""
+    return ((Branch(attn, attn_norm),), (Branch(mlp, mlp_norm),))
+
+
+def decoder(config: Any, layer: Callable[[str, int], Layer], norm: Norm, **options: Any) -> Decoder:
+    """Describe a decoder with Llama's names. `layer`: describes one, given its name and index."""
+    given = {
+        "embed": "model.embed_tokens",
+        "layers_name": "model.layers",
+        "max_positions": config.max_positions,
+        **options,
+    }
+    name = given["layers_name"]
+    return Decoder(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        layers=[layer(f"{name}.{i}", i) for i in range(config.num_hidden_layers)],
+        norm=norm,
+        is_tied=config.tie_word_embeddings,
+        **given,
+    )

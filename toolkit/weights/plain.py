@@ -1,0 +1,99 @@
+"""Weights in the type of the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from toolkit.distributed import Shard
+from toolkit.kernels import reference
+from toolkit.kernels.table import Kernels, kernels_for
+from toolkit.weights.packed import pack
+from toolkit.weights.slots import Slot
+from toolkit.weights.weight import ALL, Epilogue, Weight, parameter
+
+if TYPE_CHECKING:
+    from toolkit.kernels.triton.matmul import Unscaled
+    from toolkit.weights.weight import Rows
+
+
+def plain_weight(rows: int, columns: int) -> PlainWeight:
+    """Return an uninitialized weight on the default device, in the default dtype."""
+    values = torch.empty(rows, columns)
+    kernels = kernels_for(values.device)
+    return PlainWeight(values) if kernels is None else GPUWeight(values, kernels)
+
+
+class PlainWeight(Weight):
+    """A weight that PyTorch multiplies, unless it is packed for a CPU."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        """values: [rows, columns]"""
+        super().__init__(*values.shape)
+        self.values = parameter(values)
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+    def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor), "see fuses_norm"
+        return epilogue.activate(F.linear(x, self.values, epilogue.bias))
+
+    def take(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.values)
+
+    def part_slots(
+        self,
+        rows: slice,
+        shards: tuple[Shard, Shard],
+        *,
+        transpose: bool = False,
+        order: tuple[int, ...] | None = None,
+    ) -> dict[str, Slot]:
+        return {"weight": Slot(self.values[rows], transpose, shards, order)}
+
+    def dequantize(self, rows: slice = ALL) -> torch.Tensor:
+        return self.values[rows].float()
+
+    def multiply(self, factor: float, rows: slice = ALL) -> None:
+        self.values[rows].mul_(factor)
+
+    def finish(self, epilogue: Epilogue) -> Weight:
+        return pack(self.values.detach(), None, epilogue, self.values.dtype) or self
+
+
+class GPUWeight(PlainWeight):
+    """A weight that our kernels or cuBLAS multiply."""
+
+    def __init__(self, values: torch.Tensor, kernels: Kernels) -> None:
+        super().__init__(values)
+        self._kernels = kernels
+
+    def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
+        bias, activation, gated, _, out = epilogue
+        return self._kernels.product(x, self.values, bias, activation, gated=gated, out=out)
+
+    def fuses_norm(self, num_tokens: int) -> bool:
+        return self._kernels.fuses_norm(num_tokens, self.values)
+
+    def add_norm(
+        self,
+        x: torch.Tensor,
+        epilogue: Epilogue,
+        residual: torch.Tensor,
+        norm: reference.Norm,
+        square_sums: torch.Tensor,
+    ) -> Unscaled:
+        assert epilogue.activation is None
+        return self._kernels.product_add_norm(
+            x, self.values, residual, norm.weight, norm.eps, square_sums, epilogue.bias
+        )
+
+    def take_shard(self, ids: torch.Tensor, shard: Shard) -> torch.Tensor:
+        return self._kernels.embed_shard(ids, self.values, shard.begin, shard.count)
+
+    def finish(self, epilogue: Epilogue) -> Weight:
+        return self

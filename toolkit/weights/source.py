@@ -1,0 +1,73 @@
+"""Sources of projections in a checkpoint, and orders of their rows. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """Some rows of a checkpoint tensor, in order."""
+
+    total: int  # number of rows of the tensor
+    rows: range | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A projection's rows in a checkpoint, of its weight and of its bias."""
+
+    name: str  # of the tensors, without .weight or .bias
+    order: RowOrder | None = None  # None: all rows as they are
+    transpose: bool = False  # the file has [in, out]
+
+
+@cache
+def consecutive(*sizes: int) -> tuple[RowOrder, ...]:
+    """Return the orders of projections that are concatenated in one tensor."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return tuple(
+        RowOrder(ends[-1], range(end - size, end)) for size, end in zip(sizes, ends, strict=True)
+    )
+
+
+@cache
+def grouped_by_head(num_kv_heads: int, group: int, head_size: int) -> tuple[RowOrder, ...]:
+    """Return the orders of q, k and v in a tensor of [KV heads, group queries | k | v, head size].
+
+    GPT-NeoX has a group of one query head for each KV head, Falcon several."""
+    width = (group + 2) * head_size
+    parts = ((0, group), (group, group + 1), (group + 1, group + 2))
+    return tuple(
+        RowOrder(
+            num_kv_heads * width,
+            tuple(
+                kv_head * width + row
+                for kv_head in range(num_kv_heads)
+                for row in range(begin * head_size, end * head_size)
+            ),
+        )
+        for begin, end in parts
+    )
+
+
+@cache
+def pairs_apart(head_size: int, rotary_size: int | None = None) -> tuple[int, ...]:
+    """Return the order of a head's entries that moves pairs (2i, 2i + 1) to (i, i + half).
+
+    Rotation of adjacent pairs (interleaved) then is rotation of halves. Scores stay the same, since
+    queries and keys are permuted alike."""
+    size = head_size if rotary_size is None else rotary_size
+    return (*range(0, size, 2), *range(1, size, 2), *range(size, head_size))
+
+
+@cache
+def by_head(order: RowOrder | None, num_heads: int, entries: tuple[int, ...]) -> RowOrder:
+    """Return `order` (None: all rows) with the rows of each head in the order `entries`."""
+    size = len(entries)
+    rows = range(num_heads * size) if order is None else order.rows
+    total = len(rows) if order is None else order.total
+    return RowOrder(
+        total, tuple(rows[head * size + entry] for head in range(num_heads) for entry in entries)
+    )

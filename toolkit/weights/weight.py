@@ -1,0 +1,124 @@
+"""The interface of weights: one class for each format that weights are multiplied in.
+
+A new format is a subclass with all methods that follow, listed in `quantization.METHODS`. Layers
+have no branches on formats."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from toolkit.distributed import Shard
+from toolkit.kernels import reference
+from toolkit.weights.slots import Slot
+
+if TYPE_CHECKING:
+    from toolkit.kernels.triton.matmul import Unscaled
+
+    Rows = torch.Tensor | Unscaled
+
+ALL = slice(None)
+
+
+class Epilogue(NamedTuple):
+    """The end of a product. Norms are fused by `Weight.add_norm`."""
+
+    bias: torch.Tensor | None = None  # one per row of the weight
+    activation: str | None = None  # a kind of `activation`
+    gated: bool = False  # act(first half of the rows) · second half
+    dtype: torch.dtype | None = None  # of the result on a CPU. None: that of the input's rows
+    out: torch.Tensor | None = None  # buffer for the result on a GPU
+
+    def activate(self, y: torch.Tensor) -> torch.Tensor:
+        """Return what follows the bias, by PyTorch."""
+        if self.gated:
+            y, up = y.chunk(2, dim=1)
+        if self.activation is not None:
+            y = reference.ACTIVATIONS[self.activation](y)
+        if self.gated:
+            y = y * up
+        return y if self.dtype is None else y.to(self.dtype)
+
+
+class Weight(nn.Module, abc.ABC):
+    """A matrix [rows, columns] that x [num_tokens, columns] is multiplied by.
+
+    It is filled through its slots, then `finish` replaces it by the layout of the device. That may
+    have products only, and rows if `has_rows`."""
+
+    rank_units: ClassVar[tuple[int, int]] = (1, 1)
+    """A rank's shard begins at a multiple of these numbers of rows and columns."""
+    has_rows = True  # supports `take`
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.shape = rows, columns
+
+    @property
+    @abc.abstractmethod
+    def nbytes(self) -> int: ...
+
+    @abc.abstractmethod
+    def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
+        """Return act(x Wᵀ + b), or act(gate) · up."""
+
+    def fuses_norm(self, num_tokens: int) -> bool:
+        """Return True if products of so many rows support `add_norm`, and `Unscaled` rows."""
+        return False
+
+    def add_norm(
+        self,
+        x: torch.Tensor,
+        epilogue: Epilogue,
+        residual: torch.Tensor,
+        norm: reference.Norm,
+        square_sums: torch.Tensor,
+    ) -> Unscaled:
+        """Return the RMS norm of product + residual, which is written into `residual`.
+
+        square_sums: fp64 zeros [len(x)] of this call alone. Needs `fuses_norm`."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def take(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows [len(ids), columns] in the type of the model."""
+
+    def take_shard(self, ids: torch.Tensor, shard: Shard) -> torch.Tensor:
+        """Return rows of the shard that this weight is, and zeros for ids outside of it."""
+        own = ids - shard.begin
+        is_own = (own >= 0) & (own < shard.count)
+        return self.take(own.where(is_own, 0)).masked_fill(~is_own[:, None], 0.0)
+
+    # Until `finish`
+
+    def part_slots(
+        self,
+        rows: slice,
+        shards: tuple[Shard, Shard],
+        *,
+        transpose: bool = False,
+        order: tuple[int, ...] | None = None,
+    ) -> dict[str, Slot]:
+        """Return the slots of some rows, by the ends of their tensors' names.
+
+        shards: of a checkpoint's rows and columns. The rest is as in `Slot`."""
+        raise NotImplementedError
+
+    def dequantize(self, rows: slice = ALL) -> torch.Tensor:
+        """Return rows in fp32."""
+        raise NotImplementedError
+
+    def multiply(self, factor: float, rows: slice = ALL) -> None:
+        """Multiply rows by a power of two, in place."""
+        raise NotImplementedError
+
+    def finish(self, epilogue: Epilogue) -> Weight:
+        """Return the weight in the layout that is fastest for products with this end."""
+        return self
+
+
+def parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
