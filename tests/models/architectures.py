@@ -426,6 +426,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         "Exaone4",
         _MEDIUM | {"num_hidden_layers": 4, "sliding_window": 20, "sliding_window_pattern": 2},
     ),
+    "arcee": ("Arcee", _MEDIUM | {"attention_bias": True, "mlp_bias": True}),
 }
 """Name: (prefix of Transformers' classes, fields of the config)."""
 
