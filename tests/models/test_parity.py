@@ -68,6 +68,15 @@ def test_decode_steps_are_recorded_on_a_cpu(case, llm, settings):
     assert all(recorded.values())
 
 
+def test_few_layers_launch_the_kernels_of_all(case, llm):
+    model = llm._core.executor._worker.runner.model
+    kinds = {(one.shape, one.transform.rope is None) for one in model.attention_layers()}
+    with model.with_few_layers():
+        steps = [step for layer in model._layers() for step in layer]
+    few = [mix.attn for step in steps for mix in step.mixes if hasattr(mix, "attn")]
+    assert {(one.shape, one.transform.rope is None) for one in few} == kinds
+
+
 def run(case, settings: dict) -> None:
     """Check all answers, and that requests were preempted, and swapped, as `settings` demand."""
     llm = case.engine(device="cpu", **settings)

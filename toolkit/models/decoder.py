@@ -57,8 +57,13 @@ class Step(nn.Module):
     @property
     def kind(self) -> tuple[object, ...]:
         """A value that is equal for steps that launch the same kernels."""
-        shapes = tuple(mix.attn.shape for mix in self._mixes if isinstance(mix, AttentionMix))
-        return shapes, *((p.shape, p.dtype) for p in self.parameters())
+        attention = [mix.attn for mix in self._mixes if isinstance(mix, AttentionMix)]
+        rotates = [attn.transform.rope is not None for attn in attention]
+        return (
+            *(attn.shape for attn in attention),
+            *rotates,
+            *((p.shape, p.dtype) for p in self.parameters()),
+        )
 
 
 class Decoder(CausalLM):
@@ -77,6 +82,9 @@ class Decoder(CausalLM):
         positions = description.positions
         if positions is not None and self.stage.is_first:
             self.embed_positions = Embedding(positions.name, positions.size, hidden)
+        # Rounded like the weights, as where the models were trained.
+        scale = torch.tensor(description.embed_scale, dtype=self.dtype, device="cpu")
+        self._embed_scale = scale.item()
         self.rope = RotaryTables(description.attention, max_model_len)
         layers = [description.layers[index] for index in _stage_layers(description)]
         before = [None, *chain.from_iterable(layers)]
@@ -106,9 +114,8 @@ class Decoder(CausalLM):
     def _embed(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Return the first layer's input, [num_tokens, hidden]."""
         x: torch.Tensor = self.embed(token_ids)
-        if self.description.embed_scale != 1.0:
-            # Rounded like the weights, as where the model was trained.
-            x = x * torch.tensor(self.description.embed_scale, dtype=x.dtype).item()
+        if self._embed_scale != 1.0:
+            x = x * self._embed_scale
         if self.description.positions is not None:
             x = x + self.embed_positions(batch.positions + self.description.positions.first)
         return x
