@@ -20,7 +20,7 @@ def values(kind: str, words: Sequence[str]) -> list[str]:
     if kind == "NAME" or (kind == "MODEL" and url):
         key = _option(words, ("--api-key",)) or os.environ.get("TK_API_KEY")
         return served_models(url or "http://127.0.0.1:8000", key)
-    from toolkit.models.hub import cached_names, local_names
+    from toolkit.hub import cached_names, local_names
 
     names = {"MODEL": local_names, "DOWNLOADED": cached_names}
     return sorted(names[kind]()) if kind in names else []

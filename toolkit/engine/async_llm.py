@@ -40,9 +40,9 @@ from toolkit.errors import (
     ServerUnavailableError,
     ToolkitError,
 )
+from toolkit.hub import locate, locate_tokenizer
 from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
-from toolkit.models.hub import locate, locate_tokenizer
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler.stats import EngineStats, total
 from toolkit.text.tokenizer import Tokenizer, load_tokenizer

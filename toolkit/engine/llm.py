@@ -27,7 +27,7 @@ from toolkit.engine.pooled_prompts import (
 )
 from toolkit.errors import EngineDeadError, EngineError, InvalidRequestError
 from toolkit.executor import Executor, start_executor
-from toolkit.models.hub import locate, locate_tokenizer
+from toolkit.hub import locate, locate_tokenizer
 from toolkit.sampling.params import BeamSearchParams, SamplingParams
 from toolkit.text.tokenizer import load_tokenizer
 from toolkit.worker import Report

@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from toolkit import hub
 from toolkit.errors import CheckpointError, ConfigError, ModelNotFoundError
 from toolkit.inventory.console import print_note
-from toolkit.models import hub
 from toolkit.units import size
 
 # Format of the progress bar, for tqdm.

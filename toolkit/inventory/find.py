@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit import hub
 from toolkit.errors import CheckpointError
 from toolkit.inventory.checkpoint import TYPES, Checkpoint, Tensor, read_folder
-from toolkit.models import hub
 
 DEMO = "tk-demo"
 
@@ -56,7 +56,7 @@ def cached_repos() -> list[Any]:
 def find_checkpoint(model: str | None, revision: str | None = None) -> Checkpoint:
     """Find a model by the name that `tk serve` takes. Downloads only its description.
 
-    Raises ModelNotFoundError and CheckpointError as `models.hub.locate` does."""
+    Raises ModelNotFoundError and CheckpointError as `hub.locate` does."""
     if model is None or Path(model).expanduser().exists() or hub.is_path(model):
         return read_folder(hub.locate(model), model or DEMO)
     snapshot = hub.cached_snapshot(model, revision, with_weights=True)

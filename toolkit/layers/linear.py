@@ -157,7 +157,6 @@ class OutputHead(Linear):
         self,
         hidden: int,
         vocab_size: int,
-        name: str = "lm_head",
         *,
         bias: bool = False,
         scale: float = 1.0,
@@ -167,11 +166,11 @@ class OutputHead(Linear):
         """`tied`: the embedding that shares the weight. `scale`: of x; `soft_cap`: see
         `soft_cap_`; 0: none."""
         nn.Module.__init__(self)
-        self.vocab_size, self.name = vocab_size, name
+        self.vocab_size = vocab_size
         self.input_scale, self.soft_cap = scale, soft_cap
         self.group, self.columns = current_group(), full_shard(hidden)
         shard = vocabulary_shard(vocab_size)
-        self.parts, self.sources = (shard,), (Source(name),)
+        self.parts, self.sources = (shard,), (Source("lm_head"),)
         self._tied = (tied,)  # a tuple, so that it is no submodule
         self.weight = (
             new_head_weight(padded(shard.max_count), hidden) if tied is None else tied.weight
@@ -203,7 +202,7 @@ class OutputHead(Linear):
             slots |= self.weight.part_slots(rows, (shard, self.columns))
         if self.bias is not None:
             slots["bias"] = Slot(self.bias[rows], shards=(shard,))
-        return {f"{self.name}.{kind}": slot for kind, slot in slots.items()}
+        return {f"lm_head.{kind}": slot for kind, slot in slots.items()}
 
     def pack(self) -> None:
         super().pack()

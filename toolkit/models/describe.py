@@ -163,7 +163,6 @@ class Table:
 class Head:
     """The projection to logits: soft_cap(scale · (W x + b))."""
 
-    name: str = "lm_head"
     bias: bool = False
     scale: float = 1.0
     soft_cap: float = 0.0
@@ -243,9 +242,9 @@ class Decoder:
                 yield from _branch_parameters(branch, hidden, index)
         yield from _norm_parameters(self.norm, None)
         if not self.is_tied:
-            yield Parameter(f"{self.head.name}.weight", (self.vocab_size, hidden), "head")
+            yield Parameter("lm_head.weight", (self.vocab_size, hidden), "head")
         if self.head.bias:
-            yield Parameter(f"{self.head.name}.bias", (self.vocab_size,), "vector")
+            yield Parameter("lm_head.bias", (self.vocab_size,), "vector")
 
 
 def _branch_parameters(branch: Branch, hidden: int, index: int) -> Iterator[Parameter]:

@@ -40,8 +40,8 @@ from toolkit.engine.messages import (
 )
 from toolkit.errors import ToolkitError, WorkersLostError
 from toolkit.hardware.parent import exit_with_parent
+from toolkit.hub import locate_tokenizer
 from toolkit.logs import flush_stderr
-from toolkit.models.hub import locate_tokenizer
 from toolkit.sampling.params import PoolingParams, SamplingParams
 from toolkit.sequence import SequenceSpec
 from toolkit.text.tokenizer import load_tokenizer

@@ -6,10 +6,7 @@ from toolkit.models.describe import Branch, Decoder, Layer
 from toolkit.models.parts import decoder, rms_norm
 
 ARCHITECTURES = ("Glm4ForCausalLM", "Glm4Model")
-
-
-class Config(glm.Config, kw_only=True):
-    pass
+Config = glm.Config
 
 
 def describe(config: Config) -> Decoder:

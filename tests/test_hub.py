@@ -14,7 +14,7 @@ import torch
 
 from tests import checkpoints
 from tests.hub import Hub, commit_of
-from toolkit.models.hub import cached_names
+from toolkit.hub import cached_names
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def ask(hub: Hub, tmp_path: Path) -> Callable[..., str]:
             "    package.__path__ = [str(pathlib.Path(toolkit.__file__).parent / 'models')]\n"
             "else:\n"
             "    from toolkit import LLM, SamplingParams\n"
-            "from toolkit.models.hub import locate, locate_tokenizer\n"
+            "from toolkit.hub import locate, locate_tokenizer\n"
             "from toolkit.errors import ToolkitError\n"
             f"try:\n    print({expression})\n"
             "except ToolkitError as error:\n"
