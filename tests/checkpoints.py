@@ -145,3 +145,10 @@ def engine_logits(llm: LLM, prompt: list[int]) -> torch.Tensor:
     finally:
         del model.logits
     return torch.cat(seen)  # the prompt's positions in order; the last is sampled
+
+
+def records_steps(llm: LLM) -> bool:
+    """Run a decode step on a CPU. Return True if it was recorded, to be replayed."""
+    generate(llm, [[1]], max_tokens=2)
+    recorded = llm._core.executor._worker.runner.model._replay._recorded
+    return bool(recorded) and all(recorded.values())

@@ -456,3 +456,13 @@ def test_core_imports_neither_transformers_nor_torch_dynamo(checkpoint):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "float32 []\n" * 3
+
+
+def test_fields_of_embedding_models_are_known():
+    raw = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2}
+    pooling = {
+        "is_matryoshka": True,
+        "matryoshka_dimensions": [64],
+        "sentence_transformers": {"a": 1},
+    }
+    assert describe(parse_config(raw | pooling)) == describe(parse_config(raw))

@@ -38,6 +38,7 @@ def compare(
         expected = checkpoints.logits(exact, prompt).log_softmax(-1)
         ours.append(checkpoints.engine_logits(llm, prompt).float().log_softmax(-1) - expected)
         theirs.append(checkpoints.logits(rounded, prompt).float().log_softmax(-1) - expected)
+    assert checkpoints.records_steps(llm)
     llm.shutdown()
     return torch.cat(ours), torch.cat(theirs)
 

@@ -33,7 +33,8 @@ _HARMLESS = re.compile(
     | kv_channels | attention_head_dim | org_vocab_size
     # Heads for classification, and poolers
     | num_labels | id2label | label2id | problem_type | finetuning_task | classifier\w*
-    | summary_\w+ | pooler_\w+ | matryoshka_dimensions | is_decoder
+    | summary_\w+ | pooler_\w+ | is_matryoshka | matryoshka_dimensions | sentence_transformers
+    | sbert_\w+ | is_decoder
     # Names and versions
     | _\w+ | name_or_path | model_name | \w*version | auto_map | custom_pipelines | license
     | architectures | torch_dtype | transformers\.js_config | unsloth_\w+ | is_llama_config
