@@ -1,4 +1,4 @@
-"""The end of a product, shared by weights of all formats.
+"""The end of a product of several rows, shared by the tile kernels of all formats.
 
 A kernel multiplies a tile of the weight by x, in the weight's format, into sums in fp32. The rest
 is here: row scales, LoRA delta, the scale of rows that are not normed yet, bias, gate, activation,

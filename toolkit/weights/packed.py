@@ -79,7 +79,7 @@ class OneDNNWeight(Weight):
         return epilogue.activate(y)
 
     def take(self, ids: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        raise NotImplementedError("oneDNN's layout does not expose rows")
 
 
 def _onednn_has(dtype: torch.dtype) -> bool:

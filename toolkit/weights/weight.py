@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     Rows = torch.Tensor | Unscaled
 
 ALL = slice(None)
+_FINISHED = "a finished weight has products only"
 
 
 class Epilogue(NamedTuple):
@@ -80,7 +81,7 @@ class Weight(nn.Module, abc.ABC):
         """Return the RMS norm of product + residual, which is written into `residual`.
 
         square_sums: fp64 zeros [len(x)] of this call alone. Needs `fuses_norm`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} fuses no norms")
 
     @abc.abstractmethod
     def take(self, ids: torch.Tensor) -> torch.Tensor:
@@ -105,15 +106,15 @@ class Weight(nn.Module, abc.ABC):
         """Return the slots of some rows, by the ends of their tensors' names.
 
         shards: of a checkpoint's rows and columns. The rest is as in `Slot`."""
-        raise NotImplementedError
+        raise NotImplementedError(_FINISHED)
 
     def dequantize(self, rows: slice = ALL) -> torch.Tensor:
         """Return rows in fp32."""
-        raise NotImplementedError
+        raise NotImplementedError(_FINISHED)
 
     def multiply(self, factor: float, rows: slice = ALL) -> None:
         """Multiply rows by a power of two, in place."""
-        raise NotImplementedError
+        raise NotImplementedError(_FINISHED)
 
     def finish(self, epilogue: Epilogue) -> Weight:
         """Return the weight in the layout that is fastest for products with this end."""
