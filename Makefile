@@ -18,13 +18,16 @@ test: $(VENV)/.dev
 
 # On a machine with an NVIDIA GPU, in the Python that has its torch:
 #     PYTHON=python3 make test-gpu JOBS=8
-# Tests that need the GPU for themselves run last, one by one. Exit code 5: ARGS select none.
+# Tests that need the GPU for themselves run last, one by one. Exit code 5: ARGS select none. Other
+# files are left out: they import packages that such a Python may not have.
+GPU_TESTS = $(if $(findstring tests/,$(ARGS)),, \
+  tests/kernels $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests))
 test-gpu:
 	@$(PYTHON) -c 'import toolkit.kernels' || { \
 	  echo "Install this checkout into $(PYTHON) first:" \
 	    "$(PYTHON) -m pip install --no-deps --no-build-isolation --editable ." >&2; exit 1; }
-	$(PYTHON) -m pytest -m "gpu and not alone" $(if $(JOBS),-n $(JOBS)) $(ARGS) || [ $$? = 5 ]
-	$(PYTHON) -m pytest -m "gpu and alone" $(ARGS) || [ $$? = 5 ]
+	$(PYTHON) -m pytest $(GPU_TESTS) -m "gpu and not alone" $(if $(JOBS),-n $(JOBS)) $(ARGS) || [ $$? = 5 ]
+	$(PYTHON) -m pytest $(GPU_TESTS) -m "gpu and alone" $(ARGS) || [ $$? = 5 ]
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

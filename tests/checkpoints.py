@@ -35,7 +35,9 @@ def make_model(family: str, settings: dict, seed: int = 0) -> torch.nn.Module:
     ids = {"vocab_size": VOCAB, "bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": None}
     torch.manual_seed(seed)
     head = getattr(transformers, _HEADS.get(family, f"{family}ForCausalLM"))
-    model = head(config_class(**ids, **settings)).eval()
+    # Some versions choose SDPA for Gemma 2, which ignores its soft cap.
+    config = config_class(**ids, **settings, attn_implementation="eager")
+    model = head(config).eval()
     norm_mean = 0.0 if family.startswith(_OFFSET_NORMS) else 1.0
     with torch.no_grad():
         for module in model.modules():

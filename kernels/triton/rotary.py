@@ -118,8 +118,8 @@ def qk_norm_rope_write(
     half_pad = _power_of_two(half)
     rest_pad = _power_of_two(head_size - 2 * half) if head_size > 2 * half else 0
     heads = num_heads + 2 * num_kv_heads - first
-    rows = _power_of_two(-(-num_tokens * heads // PROGRAMS))
-    rows = max(1, min(rows, TILE // (2 * half_pad + rest_pad)))
+    most = max(1, TILE // _power_of_two(2 * half_pad + rest_pad))
+    rows = min(_power_of_two(-(-num_tokens * heads // PROGRAMS)), most)
     pdl = supported(qkv.device)
     _qk_norm_rope_write_kernel[(-(-num_tokens * heads // rows),)](
         qkv,

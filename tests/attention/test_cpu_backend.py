@@ -123,3 +123,11 @@ def test_cpu_backend_caps_logits() -> None:
     shape = AttentionShape(4, 1, 80, 1.0, sliding_window=11, soft_cap=20.0)
     assert_equals_reference(shape, normed(80, torch.bfloat16), torch.bfloat16, tolerance=6e-2)
     assert_equals_reference(shape, normed(80), cache_dtype=torch.float8_e4m3fn)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_cpu_backend_adds_sinks() -> None:
+    sinks = torch.tensor([-2.0, 0.0, 1.0, 4.0])
+    assert_equals_reference(AttentionShape(4, 2, 32, 0.2, sinks=sinks))
+    shape = AttentionShape(4, 2, 32, 0.2, sliding_window=11, soft_cap=5.0, sinks=sinks)
+    assert_equals_reference(shape, normed(32), cache_dtype=torch.float8_e4m3fn)

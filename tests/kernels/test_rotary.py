@@ -219,6 +219,7 @@ def test_programs_may_process_several_tokens(rotary, device, monkeypatch):
     monkeypatch.setattr(rotary, "PROGRAMS", 4)
     check(rotary, Case(tokens=37, norm="rms"), device)
     check(rotary, Case(tokens=37, heads=5, kv_heads=5, rotary_size=0), device)
+    check(rotary, Case(tokens=37, head_size=96), device)  # 64 entries do not rotate
 
 
 def test_empty_inputs_write_nothing(rotary, device):

@@ -47,7 +47,7 @@ def answers(folder: Path, settings: dict[str, Any], repeats: int) -> list[list[A
         str(folder),
         load_format="dummy",
         dtype="bfloat16",
-        gpu_memory_utilization=0.2,
+        kv_cache_memory=0.3,  # GB. Other tests may use the same GPU
         max_num_seqs=64,
         max_num_batched_tokens=512,
         async_scheduling=False,

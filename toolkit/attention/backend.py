@@ -56,6 +56,8 @@ class AttentionShape:
     scale: float
     sliding_window: int = 0  # tokens, with the query itself; 0: no window
     soft_cap: float = 0.0  # 0: none
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+    """A logit per head that joins the softmax and has no value, fp32 [num_heads]."""
 
 
 @dataclass(frozen=True, slots=True)

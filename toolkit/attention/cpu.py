@@ -2,7 +2,7 @@
 
 Where they cannot run (not built, a cache in FP8 or float16, heads larger than 256) each request's
 keys and values are gathered for PyTorch's fused attention, which takes 2 to 6 times as long in a
-decode step. It has no soft cap: such layers take the plain operations."""
+decode step. It has no soft cap and no sinks: such layers take the plain operations."""
 
 from dataclasses import dataclass
 
@@ -107,6 +107,7 @@ def _layer(
         scale=shape.scale,
         sliding_window=shape.sliding_window,
         soft_cap=shape.soft_cap,
+        sinks=shape.sinks,
         norm=transform.norm,
         clip=transform.clip,
     )
@@ -148,8 +149,8 @@ def _gathered(
             keys[part.keys].transpose(0, 1),
             values[part.keys].transpose(0, 1),
         )
-        if shape.soft_cap:
-            out[part.queries] = _capped(q, k, v, shape)
+        if shape.soft_cap or shape.sinks is not None:
+            out[part.queries] = _plain(q, k, v, shape)
         elif len(q) == 1:
             # One query token: the heads that share a KV head become rows of one matrix.
             rows = q.view(1, shape.num_kv_heads, group, shape.head_size)
@@ -169,10 +170,10 @@ def _gathered(
     return out
 
 
-def _capped(
+def _plain(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: AttentionShape
 ) -> torch.Tensor:
-    """Return one request's attention with capped logits, head by head: they take much memory.
+    """Return one request's attention, head by head: the logits take much memory.
 
     query: [query_len, num_heads, head_size]; keys, values: [num_kv_heads, key_len, head_size]."""
     hidden = ~_mask(len(query), keys.shape[1], shape.sliding_window)
@@ -180,8 +181,12 @@ def _capped(
     group = shape.num_heads // shape.num_kv_heads
     for head in range(shape.num_heads):
         logits = query[:, head].float() @ keys[head // group].float().T * shape.scale
-        logits = shape.soft_cap * torch.tanh(logits / shape.soft_cap)
-        weights = logits.masked_fill_(hidden, -torch.inf).softmax(-1)
+        if shape.soft_cap:
+            logits = shape.soft_cap * torch.tanh(logits / shape.soft_cap)
+        logits = logits.masked_fill_(hidden, -torch.inf)
+        if shape.sinks is not None:
+            logits = F.pad(logits, (0, 1), value=float(shape.sinks[head]))
+        weights = logits.softmax(-1)[:, : keys.shape[1]]
         out[:, head] = weights @ values[head // group].float()
     return out
 

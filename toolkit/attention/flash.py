@@ -16,7 +16,8 @@ class FlashBackend(TritonBackend):
     """`flash_attn.cute` (FlashAttention-4) on Hopper and Blackwell, `flash_attn` 2.x since Ampere.
 
     Both read the paged cache by block tables. Decode steps use our kernel: it comes closer to the
-    memory bandwidth, and flash-attn 4 does not split the keys of a request on Hopper."""
+    memory bandwidth, and flash-attn 4 does not split the keys of a request on Hopper. Layers with
+    sinks use our kernels."""
 
     name = "flash"
     supports_fp8 = False
@@ -68,7 +69,7 @@ class FlashBackend(TritonBackend):
         batch: AttentionBatch,
         shape: AttentionShape,
     ) -> torch.Tensor:
-        if batch.max_query_len == 1:
+        if batch.max_query_len == 1 or shape.sinks is not None:
             return super().attend(query, k_cache, v_cache, batch, shape)
         options = {
             "softmax_scale": shape.scale,

@@ -57,4 +57,5 @@ class TorchBackend(AttentionBackend):
             scale=shape.scale,
             sliding_window=shape.sliding_window,
             soft_cap=shape.soft_cap,
+            sinks=shape.sinks,
         )

@@ -62,6 +62,7 @@ class TritonBackend(AttentionBackend):
             scale=shape.scale,
             sliding_window=shape.sliding_window,
             soft_cap=shape.soft_cap,
+            sinks=shape.sinks,
             **transform.arguments(batch),
         )
 
@@ -105,4 +106,5 @@ class TritonBackend(AttentionBackend):
             scale=shape.scale,
             sliding_window=shape.sliding_window,
             soft_cap=shape.soft_cap,
+            sinks=shape.sinks,
         )
