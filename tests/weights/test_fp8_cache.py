@@ -150,7 +150,7 @@ def test_scales_alone_change_no_answer(checkpoint, monkeypatch, name, quantizati
     monkeypatch.setattr(
         cache_scale,
         "_factor",
-        lambda rms, factor=cache_scale._factor: scaled.append(factor(rms)) or scaled[-1],
+        lambda *args, factor=cache_scale._factor: scaled.append(factor(*args)) or scaled[-1],
     )
     assert answers("fp8") == expected
     assert len(scaled) > 1
@@ -158,11 +158,20 @@ def test_scales_alone_change_no_answer(checkpoint, monkeypatch, name, quantizati
 
 
 @pytest.mark.parametrize(
-    ("rms", "factor"),
-    [(16.0, 1.0), (30.0, 0.5), (1e-9, 256.0), (1e9, 2.0**-8), (0.0, 1.0), (math.nan, 1.0)],
+    ("rms", "in_float16", "otherwise"),
+    [
+        (16.0, 1.0, 1.0),
+        (30.0, 0.5, 0.5),
+        (2.0**-8, 256.0, 4096.0),
+        (1e-30, 256.0, 2.0**30),
+        (1e30, 2.0**-8, 2.0**-30),
+        (0.0, 1.0, 1.0),
+        (math.nan, 1.0, 1.0),
+    ],
 )
-def test_scales_are_limited_powers_of_two(rms, factor):
-    assert cache_scale._factor(torch.tensor(rms)) == factor
+def test_scales_are_limited_powers_of_two(rms, in_float16, otherwise):
+    assert cache_scale._factor(torch.tensor(rms), torch.float16) == in_float16
+    assert cache_scale._factor(torch.tensor(rms), torch.bfloat16) == otherwise
 
 
 def test_old_gpus_and_flash_attn_do_not_support_fp8(monkeypatch):

@@ -20,7 +20,8 @@ TARGET_RMS = 16.0
 """Approximate RMS of the largest entry of a key or value after scaling. It leaves a factor of 28
 to e4m3's maximum, and of 1,000 to where precision starts to drop."""
 SAMPLE = 4096  # tokens whose embeddings are read
-MAX_EXPONENT = 8  # larger powers of two cost precision in float16 weights
+MAX_EXPONENT = 30
+MAX_EXPONENT_FLOAT16 = 8  # larger powers of two cost precision in such weights
 
 
 @torch.inference_mode()
@@ -34,7 +35,7 @@ def scale_cache(model: Decoder) -> None:
         norms = step.join.arguments or (Norm(square.sqrt(), None, 0.0, False),)
         for index, mix in zip(step.inputs, step.mixes, strict=True):
             if isinstance(mix, AttentionMix) and not mix.attn.transform.clip:
-                _scale(mix, norms[index])
+                _scale(mix, norms[index], model.dtype)
 
 
 def _embedding_square(model: Decoder) -> torch.Tensor:
@@ -47,18 +48,18 @@ def _embedding_square(model: Decoder) -> torch.Tensor:
     return (model.description.embed_scale * rows).square().mean(0)
 
 
-def _scale(mix: AttentionMix, norm: Norm) -> None:
+def _scale(mix: AttentionMix, norm: Norm, dtype: torch.dtype) -> None:
     num_q, num_k, _ = (part.count for part in mix.input.parts)
     queries, keys, values = slice(num_q), slice(num_q, num_q + num_k), slice(num_q + num_k, None)
     if mix.norm is not None:
-        factor = _factor(mix.norm.k_weight.float().abs().max())
+        factor = _factor(mix.norm.k_weight.float().abs().max(), dtype)
         mix.norm.k_weight.mul_(factor)
         mix.norm.q_weight.div_(factor)
     else:
-        factor = _factor(_output_rms(mix.input, norm, keys).max())
+        factor = _factor(_output_rms(mix.input, norm, keys).max(), dtype)
         _multiply(mix.input, keys, factor)
         _multiply(mix.input, queries, 1 / factor)
-    factor = _factor(_output_rms(mix.input, norm, values).max())
+    factor = _factor(_output_rms(mix.input, norm, values).max(), dtype)
     _multiply(mix.input, values, factor)
     _multiply(mix.output, slice(None), 1 / factor, bias=False)
 
@@ -73,12 +74,13 @@ def _output_rms(linear: Linear, norm: Norm, rows: slice) -> torch.Tensor:
     return (square + constant.square()).sqrt()
 
 
-def _factor(rms: torch.Tensor) -> float:
-    """Return the power of two that brings `rms` near TARGET_RMS."""
+def _factor(rms: torch.Tensor, dtype: torch.dtype) -> float:
+    """Return the power of two that brings `rms` near TARGET_RMS. `dtype`: of the weights."""
     value = float(rms)
     if not 0 < value < math.inf:
         return 1.0
-    return 2.0 ** max(-MAX_EXPONENT, min(MAX_EXPONENT, round(math.log2(TARGET_RMS / value))))
+    most = MAX_EXPONENT_FLOAT16 if dtype == torch.float16 else MAX_EXPONENT
+    return 2.0 ** max(-most, min(most, round(math.log2(TARGET_RMS / value))))
 
 
 def _multiply(linear: Linear, rows: slice, factor: float, *, bias: bool = True) -> None:
