@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
           --constraint constraints.txt
 
-.PHONY: serve test test-gpu check docs format clean
+.PHONY: serve test test-gpu test-models check docs format clean
 
 serve: $(VENV)/.runtime
 	@$(BIN)/tk serve $(ARGS)
@@ -28,6 +28,10 @@ test-gpu:
 	    "$(PYTHON) -m pip install --no-deps --no-build-isolation --editable ." >&2; exit 1; }
 	$(PYTHON) -m pytest $(GPU_TESTS) -m "gpu and not alone" $(if $(JOBS),-n $(JOBS)) $(ARGS) || [ $$? = 5 ]
 	$(PYTHON) -m pytest $(GPU_TESTS) -m "gpu and alone" $(ARGS) || [ $$? = 5 ]
+
+# Every decoder of Transformers. WRITE=1 writes docs/architectures.md.
+test-models: $(VENV)/.dev
+	$(BIN)/python -m pytest -m models tests/models/test_every_decoder.py $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -11,13 +11,14 @@ _tk_table() {
             places=("serve chat run bench top models pull show rm config doctor collect-env man completion")
             ;;
         "tk serve")
-            flags="--model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --load-format --quantization --pooling --seed --host --port --uds --root-path --served-model-name --api-key --api-key-file --admin-key --ssl-keyfile --ssl-certfile --ssl-ca-certs --allowed-origins --allowed-methods --allowed-headers --allow-credentials --no-allow-credentials --forwarded-allow-ips --max-queue --max-queue-tokens --max-requests-per-key --requests-per-minute --request-timeout --shutdown-timeout --api-workers --strict --no-strict --trust-request-chat-template --no-trust-request-chat-template --allow-special-tokens-in-messages --no-allow-special-tokens-in-messages --tool-call-parser --reasoning-parser --sse-keep-alive --metrics-prefix --log-level --log-format --disable-log-requests --no-disable-log-requests --disable-log-stats --no-disable-log-stats --uvicorn-log-level --disable-uvicorn-access-log --no-disable-uvicorn-access-log --otlp-traces-endpoint --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --distributed-executor-backend --worker-timeout --dry-run --no-dry-run --json --no-json --config --help-all -h --help"
+            flags="--model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --host --port --uds --root-path --served-model-name --api-key --api-key-file --admin-key --ssl-keyfile --ssl-certfile --ssl-ca-certs --allowed-origins --allowed-methods --allowed-headers --allow-credentials --no-allow-credentials --forwarded-allow-ips --max-queue --max-queue-tokens --max-requests-per-key --requests-per-minute --request-timeout --shutdown-timeout --api-workers --strict --no-strict --trust-request-chat-template --no-trust-request-chat-template --allow-special-tokens-in-messages --no-allow-special-tokens-in-messages --tool-call-parser --reasoning-parser --sse-keep-alive --metrics-prefix --log-level --log-format --disable-log-requests --no-disable-log-requests --disable-log-stats --no-disable-log-stats --uvicorn-log-level --disable-uvicorn-access-log --no-disable-uvicorn-access-log --otlp-traces-endpoint --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --distributed-executor-backend --worker-timeout --dry-run --no-dry-run --json --no-json --config --help-all -h --help"
             places=("@MODEL")
             case "$1" in
                 --model|--tokenizer) kind="@MODEL" ;;
                 --revision|--max-model-len|--hf-overrides|--rope-scaling|--seed|--host|--port|--root-path|--served-model-name|--api-key|--admin-key|--allowed-origins|--allowed-methods|--allowed-headers|--forwarded-allow-ips|--max-queue|--max-queue-tokens|--max-requests-per-key|--requests-per-minute|--request-timeout|--shutdown-timeout|--api-workers|--sse-keep-alive|--metrics-prefix|--otlp-traces-endpoint|--num-threads|--block-size|--gpu-memory-utilization|--kv-cache-memory|--num-gpu-blocks-override|--swap-space|--max-num-seqs|--max-num-batched-tokens|--tensor-parallel-size|--pipeline-parallel-size|--data-parallel-size|--worker-timeout) kind="@ANY" ;;
                 --chat-template|--uds|--api-key-file|--ssl-keyfile|--ssl-certfile|--ssl-ca-certs|--config) kind="@FILE" ;;
                 --dtype) kind="auto float32 bfloat16 float16" ;;
+                --model-impl) kind="auto toolkit transformers" ;;
                 --load-format) kind="auto safetensors dummy" ;;
                 --quantization) kind="fp8 int8" ;;
                 --pooling) kind="last mean cls" ;;
@@ -43,13 +44,14 @@ _tk_table() {
             esac
             ;;
         "tk run")
-            flags="--model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --load-format --quantization --pooling --seed --prompt --system --max-tokens --temperature --top-p --raw --no-raw --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
+            flags="--model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --prompt --system --max-tokens --temperature --top-p --raw --no-raw --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
             places=("@MODEL" "@ANY")
             case "$1" in
                 --model|--tokenizer) kind="@MODEL" ;;
                 --revision|--max-model-len|--hf-overrides|--rope-scaling|--seed|--prompt|--system|--max-tokens|--temperature|--top-p|--num-threads|--block-size|--gpu-memory-utilization|--kv-cache-memory|--num-gpu-blocks-override|--swap-space|--max-num-seqs|--max-num-batched-tokens|--tensor-parallel-size|--pipeline-parallel-size|--data-parallel-size|--worker-timeout) kind="@ANY" ;;
                 --chat-template|--config) kind="@FILE" ;;
                 --dtype) kind="auto float32 bfloat16 float16" ;;
+                --model-impl) kind="auto toolkit transformers" ;;
                 --load-format) kind="auto safetensors dummy" ;;
                 --quantization) kind="fp8 int8" ;;
                 --pooling) kind="last mean cls" ;;
@@ -103,13 +105,14 @@ _tk_table() {
             esac
             ;;
         "tk bench offline")
-            flags="--temperature --repeats --profile --json --no-json --num-prompts --min-len --max-len --model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --load-format --quantization --pooling --seed --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
+            flags="--temperature --repeats --profile --json --no-json --num-prompts --min-len --max-len --model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
             places=("@MODEL")
             case "$1" in
                 --temperature|--repeats|--num-prompts|--min-len|--max-len|--revision|--max-model-len|--hf-overrides|--rope-scaling|--seed|--num-threads|--block-size|--gpu-memory-utilization|--kv-cache-memory|--num-gpu-blocks-override|--swap-space|--max-num-seqs|--max-num-batched-tokens|--tensor-parallel-size|--pipeline-parallel-size|--data-parallel-size|--worker-timeout) kind="@ANY" ;;
                 --profile|--chat-template|--config) kind="@FILE" ;;
                 --model|--tokenizer) kind="@MODEL" ;;
                 --dtype) kind="auto float32 bfloat16 float16" ;;
+                --model-impl) kind="auto toolkit transformers" ;;
                 --load-format) kind="auto safetensors dummy" ;;
                 --quantization) kind="fp8 int8" ;;
                 --pooling) kind="last mean cls" ;;
@@ -121,13 +124,14 @@ _tk_table() {
             esac
             ;;
         "tk bench latency")
-            flags="--temperature --repeats --profile --json --no-json --batch-sizes --input-len --output-len --model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --load-format --quantization --pooling --seed --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
+            flags="--temperature --repeats --profile --json --no-json --batch-sizes --input-len --output-len --model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
             places=("@MODEL")
             case "$1" in
                 --temperature|--repeats|--batch-sizes|--input-len|--output-len|--revision|--max-model-len|--hf-overrides|--rope-scaling|--seed|--num-threads|--block-size|--gpu-memory-utilization|--kv-cache-memory|--num-gpu-blocks-override|--swap-space|--max-num-seqs|--max-num-batched-tokens|--tensor-parallel-size|--pipeline-parallel-size|--data-parallel-size|--worker-timeout) kind="@ANY" ;;
                 --profile|--chat-template|--config) kind="@FILE" ;;
                 --model|--tokenizer) kind="@MODEL" ;;
                 --dtype) kind="auto float32 bfloat16 float16" ;;
+                --model-impl) kind="auto toolkit transformers" ;;
                 --load-format) kind="auto safetensors dummy" ;;
                 --quantization) kind="fp8 int8" ;;
                 --pooling) kind="last mean cls" ;;
@@ -139,13 +143,14 @@ _tk_table() {
             esac
             ;;
         "tk bench prefill")
-            flags="--temperature --repeats --profile --json --no-json --num-prompts --input-len --model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --load-format --quantization --pooling --seed --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
+            flags="--temperature --repeats --profile --json --no-json --num-prompts --input-len --model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
             places=("@MODEL")
             case "$1" in
                 --temperature|--repeats|--num-prompts|--input-len|--revision|--max-model-len|--hf-overrides|--rope-scaling|--seed|--num-threads|--block-size|--gpu-memory-utilization|--kv-cache-memory|--num-gpu-blocks-override|--swap-space|--max-num-seqs|--max-num-batched-tokens|--tensor-parallel-size|--pipeline-parallel-size|--data-parallel-size|--worker-timeout) kind="@ANY" ;;
                 --profile|--chat-template|--config) kind="@FILE" ;;
                 --model|--tokenizer) kind="@MODEL" ;;
                 --dtype) kind="auto float32 bfloat16 float16" ;;
+                --model-impl) kind="auto toolkit transformers" ;;
                 --load-format) kind="auto safetensors dummy" ;;
                 --quantization) kind="fp8 int8" ;;
                 --pooling) kind="last mean cls" ;;

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from tests import checkpoints
+from tests.models.decoders import make_decoder
 from toolkit.config import EngineConfig
 from toolkit.demo import MODEL_DIR
 from toolkit.distributed import SINGLE, Group, Stage, parallel
@@ -127,6 +128,15 @@ def test_estimate_gives_the_workers_advice_when_nothing_fits():
         run(Path(MODEL_DIR), config)
     assert not result.fits
     assert f"--max-model-len {result.largest_context} or less" in result.problem
+
+
+def test_models_through_transformers_are_estimated_from_their_files(tmp_path: Path):
+    checkpoints.save(make_decoder("olmoe"), tmp_path)
+    found, config = read_folder(tmp_path, "olmoe"), settings(max_model_len=100)
+    result, info = estimate(found, config, find_device("cpu")), run(tmp_path, config)
+    assert found.implementation == "transformers"
+    assert (result.num_parameters, result.weights) == (info.num_parameters, info.weight_bytes)
+    assert (result.num_blocks, result.cache) == (info.num_blocks, info.cache_bytes)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3-gqa", "qwen3"])
@@ -365,7 +375,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("change", "says"),
         [
-            ({"architectures": ["MysteryForCausalLM"]}, "does not support MysteryForCausalLM"),
+            ({"architectures": ["MysteryForVision"]}, "does not support MysteryForVision"),
             ({"quantization_config": {"quant_method": "gptq"}}, r"quantized \(gptq\)"),
             ({"n_embd": "wide"}, "n_embd"),
         ],

@@ -421,8 +421,9 @@ class TestUnusable:
                 {"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["chunked"]},
                 ["chunked"],
             ),
-            ({"model_type": "lama"}, ["'lama'", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
+            ({"model_type": "lama"}, ["'lama'", "LlamaForCausalLM", "architectures.md"]),
             ({"model_type": None}, ["unsupported", "LlamaForCausalLM"]),
+            ({"architectures": ["LlamaForVision"]}, ["'LlamaForVision'", "Qwen3ForCausalLM"]),
         ],
     )  # fmt: skip
     def test_unusable_config_is_named_with_the_reason(self, folder, keys, words):

@@ -64,6 +64,16 @@ class ModelConfig:
         "original one.",
         metavar="JSON",
     )
+    model_impl: Literal["auto", "toolkit", "transformers"] = option(
+        "auto",
+        "Code that computes the model. toolkit: tk's own. transformers: Transformers', with tk's "
+        "attention and cache; slower. auto: tk's own if it has the architecture.",
+    )
+    trust_remote_code: bool = option(
+        False,
+        "Run the Python code in the model's folder, if Transformers lacks its architecture. That "
+        "code has all rights of this process.",
+    )
     load_format: Literal["auto", "safetensors", "dummy"] = option(
         "auto",
         "Format of the weight files. auto: safetensors, else PyTorch files, read without running "

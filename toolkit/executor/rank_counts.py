@@ -8,7 +8,7 @@ from toolkit.config import EngineConfig
 from toolkit.distributed import Group, parallel
 from toolkit.errors import ConfigError
 from toolkit.models.build import build_model, load_config
-from toolkit.models.describe import Decoder
+from toolkit.models.describe import Decoder, Encoder
 from toolkit.models.pipeline_split import split_layers
 from toolkit.models.registry import describe
 
@@ -34,13 +34,20 @@ def require_size(config: EngineConfig, folder: Path) -> None:
     gpus = torch.cuda.device_count() if here else 0
     if gpus and config.parallel.world_size > gpus:
         raise ConfigError(f"{asked} needs as many GPUs, and PyTorch sees {gpus} here.", param=param)
-    model_config = load_config(folder, config.model.overrides)
+    model_config = load_config(folder, config.model)
     description = describe(model_config)
-    if not isinstance(description, Decoder):
+    if isinstance(description, Encoder):
         if config.parallel.world_size == 1:
             return
         raise ConfigError(f"{asked}: encoders run on one device only.", param=param)
-    split_layers(len(description.layers), num_stages, layer=1, head=1)
+    if isinstance(description, Decoder):
+        split_layers(len(description.layers), num_stages, layer=1, head=1)
+    elif num_stages > 1:
+        raise ConfigError(
+            f"{asked}: models that run through Transformers have one stage only. Use "
+            f"--tensor-parallel-size.",
+            param="pipeline_parallel_size",
+        )
     problem = _problem(config, folder, wanted)
     if problem is not None:
         fits = [
@@ -57,7 +64,7 @@ def _problem(config: EngineConfig, folder: Path, size: int) -> str | None:
     try:
         with parallel(Group(0, size)):
             build_model(
-                load_config(folder, config.model.overrides),
+                load_config(folder, config.model),
                 device=torch.device("meta"),
                 dtype=torch.float32,
                 max_model_len=1,

@@ -33,6 +33,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "path": str(checkpoint.folder) if checkpoint.folder else None,
         "architecture": checkpoint.architecture,
         "problem": checkpoint.problem,
+        "implementation": None if checkpoint.problem else checkpoint.implementation,
         "parameters": checkpoint.num_parameters,
         "dtype": checkpoint.stored_type,
         "context": checkpoint.context,
@@ -88,7 +89,7 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     template = chat_template(checkpoint)
     context = checkpoint.context
     facts = [
-        ("architecture", f"{checkpoint.architecture}{f' - {problem}' if problem else ''}"),
+        ("architecture", _architecture(checkpoint)),
         ("parameters", f"{number}{f', stored in {stored}' if stored else ''}"),
         ("context", f"{context:,} tokens" if context else "unknown (not in config.json)"),
         *([] if problem else _shape(checkpoint)),
@@ -107,6 +108,14 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ),
     ]
     return facts if problem else [*facts, ("runs here", _fit(checkpoint))]
+
+
+def _architecture(checkpoint: Checkpoint) -> str:
+    if checkpoint.problem:
+        return f"{checkpoint.architecture} - {checkpoint.problem}"
+    is_ours = checkpoint.implementation == "toolkit"
+    how = "" if is_ours else " through Transformers, if its code there allows that"
+    return f"{checkpoint.architecture}{how}"
 
 
 def _shape(checkpoint: Checkpoint) -> list[tuple[str, str]]:

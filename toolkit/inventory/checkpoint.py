@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import CheckpointError
-from toolkit.models.describe import Attention, Decoder, Encoder, Parameter
+from toolkit.models.cache_layout import KVShape
+from toolkit.models.describe import Attention, Decoder, Encoder, External, Parameter
+from toolkit.models.fallback.config import FallbackConfig
 from toolkit.models.overrides import override, read_config
 from toolkit.models.registry import describe, find_problem, parse_config
 from toolkit.pooling.settings import has_pooling, read_pooling
@@ -97,7 +99,7 @@ class Checkpoint:
         return parse_config(self.raw)
 
     @cached_property
-    def description(self) -> Decoder | Encoder:
+    def description(self) -> Decoder | Encoder | External:
         """Description of the model. Raises CheckpointError for an unsupported model."""
         return describe(self.config)
 
@@ -125,7 +127,7 @@ class Checkpoint:
     def parameters(self) -> Iterator[Parameter]:
         """Tensors that the engine loads.
 
-        Raises CheckpointError for an encoder without safetensors files."""
+        Raises CheckpointError if they are not described and there are no safetensors files."""
         if isinstance(self.description, Decoder):
             yield from self.description.parameters()
             return
@@ -133,6 +135,11 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.name} has no safetensors file, so the size of its weights is unknown."
             )
+        if isinstance(self.description, External):
+            for tensor in self.tensors:
+                is_linear = len(tensor.shape) > 1 and _ENCODER_TABLES not in tensor.name
+                yield Parameter(tensor.name, tensor.shape, "linear" if is_linear else "vector")
+            return
         unused = _NOT_IN_ENCODERS
         for tensor in self.tensors:
             is_head = self.description.is_scorer and "pooler.dense" in tensor.name
@@ -153,6 +160,8 @@ class Checkpoint:
         if self.problem is not None:
             length = self.raw.get("max_position_embeddings") or self.raw.get("n_positions")
             return length if isinstance(length, int) else None
+        if not self.max_positions:
+            return None
         limit = None
         if self.folder is not None and has_pooling(self.folder):
             limit = read_pooling(self.folder, None, "mean").max_seq_length
@@ -160,13 +169,20 @@ class Checkpoint:
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence that the model supports, in tokens."""
+        """Longest sequence that the model supports, in tokens. 0: config.json does not say."""
         return self.description.max_positions
 
     @property
-    def attention(self) -> list[Attention]:
+    def attention(self) -> list[Attention] | list[KVShape]:
         """Attention of each layer with a KV cache; none for an encoder."""
+        if isinstance(self.config, FallbackConfig):
+            return self.config.attention
         return self.description.attention if isinstance(self.description, Decoder) else []
+
+    @property
+    def implementation(self) -> str:
+        """Code that computes the model, as in --model-impl."""
+        return "transformers" if isinstance(self.config, FallbackConfig) else "toolkit"
 
 
 def read_folder(folder: Path, name: str) -> Checkpoint:

@@ -16,8 +16,8 @@ from toolkit.errors import CheckpointError, ConfigError
 from toolkit.hardware.devices import Device
 from toolkit.hardware.figures import CPU_CACHE_SHARE, SAMPLING_BYTES
 from toolkit.inventory.checkpoint import TYPE_BYTES, Checkpoint
-from toolkit.models.cache_layout import CacheLayout
-from toolkit.models.describe import Attention, Parameter
+from toolkit.models.cache_layout import CacheLayout, KVShape
+from toolkit.models.describe import Attention, Decoder, Parameter
 from toolkit.models.model_config import resolve_dtype
 from toolkit.models.pipeline_split import split_layers
 from toolkit.units import GIB, size
@@ -145,7 +145,7 @@ def estimate(checkpoint: Checkpoint, engine: EngineConfig, device: Device) -> Es
     )
 
 
-def _outside_windows(layers: Sequence[Attention], length: int) -> float:
+def _outside_windows(layers: Sequence[Attention | KVShape], length: int) -> float:
     """Return the part of a sequence's keys and values that is outside the layers' windows.
 
     Layers with a window keep all tokens, like the others."""
@@ -160,9 +160,10 @@ def _stages(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> list[tu
     parameters = list(checkpoint.parameters)
     if count == 1:
         return [(sum(map(nbytes, parameters)), layers)]
-    if not layers:
+    if not isinstance(checkpoint.description, Decoder):
+        kind = "models that run through Transformers" if layers else "encoders"
         raise ConfigError(
-            f"--pipeline-parallel-size {count}: encoders run on one device only.",
+            f"--pipeline-parallel-size {count}: {kind} have one stage only.",
             param="pipeline_parallel_size",
         )
     layer_bytes, first, last = dict.fromkeys(range(layers), 0), 0, 0
@@ -213,7 +214,7 @@ def _tensor_bytes(
 
 def _max_model_len(checkpoint: Checkpoint, engine: EngineConfig) -> int:
     wanted = engine.model.max_model_len
-    if wanted is not None and wanted > checkpoint.max_positions:
+    if wanted is not None and 0 < checkpoint.max_positions < wanted:
         raise ConfigError(
             f"--max-model-len is {wanted}, but the model supports at most "
             f"{checkpoint.max_positions} tokens.",

@@ -10,6 +10,15 @@ from toolkit.models.describe import Attention
 
 
 @dataclass(frozen=True, slots=True)
+class KVShape:
+    """Shape of a layer's keys and values, if no more is known of its attention."""
+
+    num_kv_heads: int
+    head_size: int
+    window: int = 0  # tokens; 0: none
+
+
+@dataclass(frozen=True, slots=True)
 class CacheLayout:
     """Blocks of one pool. Each holds the keys and values of `block_size` tokens in all layers.
 
@@ -22,7 +31,7 @@ class CacheLayout:
 
     @classmethod
     def of(
-        cls, attention: Sequence[Attention], block_size: int, num_ranks: int
+        cls, attention: Sequence[Attention | KVShape], block_size: int, num_ranks: int
     ) -> CacheLayout | None:
         """Return the layout for these layers on each of `num_ranks`; None without layers.
 

@@ -193,6 +193,14 @@ class Encoder:
     is_scorer: bool  # it scores pairs of texts
 
 
+@dataclass(frozen=True, slots=True)
+class External:
+    """A decoder that Transformers computes, whose model is a class of its own."""
+
+    model: str  # "module:class"
+    max_positions: int  # tokens; 0: config.json does not say
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
     """A decoder with causal attention."""

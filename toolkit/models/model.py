@@ -1,7 +1,8 @@
 """The interfaces of models."""
 
 import abc
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -85,6 +86,7 @@ class Scorer(Encoder):
 class CausalLM(Model):
     """A decoder, with causal attention."""
 
+    may_synchronize: ClassVar[bool] = False  # a step may wait for the device
     lm_head: OutputHead  # on the last stage; may share the embedding's weight
     stage: Stage = SINGLE_STAGE
 
@@ -110,3 +112,14 @@ class CausalLM(Model):
     def attention_layers(self) -> list[Attention]:
         """Return the attention layers in order."""
         return [module for module in self.modules() if isinstance(module, Attention)]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Create tensors inside in this type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -14,7 +14,13 @@ import msgspec
 
 from toolkit.errors import CheckpointError
 from toolkit.models import architectures
-from toolkit.models.describe import Decoder, Encoder, Head
+from toolkit.models.describe import Decoder, Encoder, External, Head
+from toolkit.models.fallback.config import (
+    FallbackConfig,
+    describe_fallback,
+    fallback_config,
+    may_fall_back,
+)
 from toolkit.models.model_config import ArchitectureConfig
 from toolkit.models.unread import find_unknown
 
@@ -42,8 +48,17 @@ def supported() -> list[str]:
     return [name for kind in model_types() for name in _module(kind).ARCHITECTURES]
 
 
-def find_problem(raw: dict[str, Any]) -> str | None:
-    """Return why a config.json's architecture is not supported, or None."""
+def find_problem(raw: dict[str, Any], model_impl: str = "auto") -> str | None:
+    """Return why a config.json's architecture is not supported, or None. See --model-impl."""
+    problem = _find_problem(raw)
+    falls_back = problem is not None if model_impl == "auto" else model_impl == "transformers"
+    if not falls_back:
+        return problem
+    return None if may_fall_back(raw) else problem or "only decoders run through Transformers"
+
+
+def _find_problem(raw: dict[str, Any]) -> str | None:
+    """Return why there is no description for a config.json, or None."""
     names = list(raw.get("architectures") or [])
     kind = _kind(raw)
     if not names:
@@ -54,14 +69,16 @@ def find_problem(raw: dict[str, Any]) -> str | None:
     return None
 
 
-def parse_config(raw: dict[str, Any]) -> ArchitectureConfig:
+def parse_config(raw: dict[str, Any], model_impl: str = "auto") -> ArchitectureConfig:
     """Parse the content of a config.json.
 
     Raises ValueError for a value of the wrong type, a contradiction, an unsupported feature, or an
     unknown field that may change what the model computes."""
-    problem = find_problem(raw)
+    problem = find_problem(raw, model_impl)
     if problem is not None:
         raise ValueError(problem)
+    if model_impl == "transformers" or _find_problem(raw) is not None:
+        return fallback_config(raw)
     unknown = find_unknown(raw, _module(_kind(raw)).Config)
     if unknown is not None:
         raise ValueError(unknown)
@@ -77,8 +94,10 @@ def parse_config(raw: dict[str, Any]) -> ArchitectureConfig:
     return config
 
 
-def describe(config: ArchitectureConfig) -> Decoder | Encoder:
+def describe(config: ArchitectureConfig) -> Decoder | Encoder | External:
     """Describe a model. Raises CheckpointError for an unsupported feature."""
+    if isinstance(config, FallbackConfig):
+        return describe_fallback(config)
     try:
         description = _module(config.model_type).describe(config)
     except ValueError as error:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import threading
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -41,6 +41,14 @@ class Loadable(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
 
 
+@runtime_checkable
+class Renames(Protocol):
+    """A model whose slots depend on the names in the checkpoint."""
+
+    def slots_for(self, tensors: Mapping[str, tuple[int, ...]]) -> Slots:
+        """Return the slots of a checkpoint's tensors (shapes by name), and of those it lacks."""
+
+
 def load_weights(
     model: Loadable, folder: Path, load_format: str, seed: int = 0, elsewhere: Iterable[str] = ()
 ) -> None:
@@ -60,24 +68,33 @@ def find_weights(
     if load_format == "dummy":
         fill = partial(_fill_dummy, model, seed)
     else:
-        table = _SlotTable(model, elsewhere)
         files = _weight_files(folder, "model", "safetensors")
         if files:
+            tensors = [(file, tensor) for file in files for tensor in read_header(file)]
+            table = _SlotTable(model, {one.name: one.shape for _, one in tensors}, elsewhere)
             found = [
                 (tensor.part(slot.region), slot)
-                for file in files
-                for tensor in read_header(file)
+                for file, tensor in tensors
                 for slot in table.find(file, tensor.name, tensor.shape)
             ]
             table.require_all(folder)
             fill = partial(read_into, found)
         else:
-            fill = partial(_unpickle, table, folder, load_format)
+            fill = partial(_unpickle, model, elsewhere, folder, load_format)
     return torch.inference_mode()(fill)
 
 
-def _unpickle(table: _SlotTable, folder: Path, load_format: str, stop: threading.Event) -> None:
-    for file in _pickled_files(folder, load_format):
+def _unpickle(
+    model: Loadable,
+    elsewhere: Iterable[str],
+    folder: Path,
+    load_format: str,
+    stop: threading.Event,
+) -> None:
+    files = _pickled_files(folder, load_format)
+    shapes = {name: tuple(t.shape) for file in files for name, t in _read_pickled(file).items()}
+    table = _SlotTable(model, shapes, elsewhere)
+    for file in files:
         if stop.is_set():
             return
         for name, tensor in _read_pickled(file).items():
@@ -91,10 +108,16 @@ def _unpickle(table: _SlotTable, folder: Path, load_format: str, stop: threading
 class _SlotTable:
     """A model's slots by tensor name. Tracks the tensors that are still missing."""
 
-    def __init__(self, model: Loadable, elsewhere: Iterable[str]) -> None:
+    def __init__(
+        self,
+        model: Loadable,
+        tensors: Mapping[str, tuple[int, ...]],
+        elsewhere: Iterable[str],
+    ) -> None:
+        """`tensors`: the checkpoint's, shapes by name. `elsewhere`: as in `find_weights`."""
         self._model = getattr(model, "architecture", type(model).__name__)
         self._unused = model.unused
-        self._slots = model.slots()
+        self._slots = model.slots_for(tensors) if isinstance(model, Renames) else model.slots()
         self._elsewhere = frozenset(elsewhere) - self._slots.keys()
         self._has_head = any(map(_is_head, (*self._slots, *self._elsewhere)))
         self._missing = dict.fromkeys(self._slots)
@@ -214,6 +237,8 @@ def _known_name(name: str, slots: Collection[str]) -> str | None:
 
     The base model's prefix may be missing. Old BERT checkpoints call a norm's weight and bias
     gamma and beta, and GPT-NeoX calls the head embed_out."""
+    if name in slots:
+        return name
     if name.startswith(_NEOX_HEAD):
         name = _HEAD + name.removeprefix(_NEOX_HEAD)
     if name.endswith((".gamma", ".beta")):

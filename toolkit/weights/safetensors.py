@@ -225,11 +225,12 @@ def _chunks(
 ) -> Iterator[tuple[_Chunk, Slot]]:
     """Split tensors into runs of rows of at most `size` bytes, or of one row, with their slots."""
     for tensor, slot in tensors:
-        step = max(1, tensor.shape[0] if slot.needs_all_rows else size // max(1, tensor.row_bytes))
-        for first in range(0, tensor.shape[0], step):
+        num_rows = tensor.shape[0] if tensor.shape else 1
+        step = max(1, num_rows if slot.needs_all_rows else size // max(1, tensor.row_bytes))
+        for first in range(0, num_rows, step):
             if stop is not None and stop.is_set():
                 return
-            count = min(step, tensor.shape[0] - first)
+            count = min(step, num_rows - first)
             yield _Chunk(tensor, first, count), slot.rows(first, count)
 
 

@@ -28,7 +28,7 @@ class Slot:
     @property
     def needs_all_rows(self) -> bool:
         """True if the tensor cannot be filled in chunks of rows."""
-        return self.order is not None or self.entries is not None
+        return self.order is not None or self.entries is not None or not self.target.dim()
 
     @property
     def region(self) -> tuple[Shard, ...]:
@@ -67,6 +67,8 @@ class Slot:
     def _arranged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the target's device, in the target's order."""
         tensor = tensor.to(self.target.device)
+        if not self.target.dim():
+            return tensor.reshape(())
         if self.transpose:
             tensor = tensor.T
         if self.order is not None:

@@ -182,6 +182,22 @@ class CudaRunner(ModelRunner):
             self._forward(shape)
 
     @torch.inference_mode()
+    def synchronizes(self) -> bool:
+        """Return True if steps wait for the device. They cannot be captured."""
+        shapes = StepShape(1, 1, 1, 1), StepShape(2, 1, 2, 2)
+        self.rehearse(shapes)  # compiles kernels
+        self.state.send(_EMPTY)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for shape in shapes:
+                self._forward(shape)
+        except RuntimeError:
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return False
+
+    @torch.inference_mode()
     def capture(self, shapes: Sequence[StepShape]) -> None:
         """Capture a graph per shape, on the current stream."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()

@@ -114,7 +114,7 @@ class Worker:
                 self.group = open_peer_memory(group, device)
                 self.group = choose_algorithms(self.group, device)
         with phases("config"):
-            model_config = load_config(self.folder, self.config.model.overrides)
+            model_config = load_config(self.folder, self.config.model)
             dtype = choose_dtype(self.config.model.dtype, model_config, device)
             max_model_len = self._max_model_len(model_config)
             require(self.config.model.quantization, device, dtype)
@@ -269,7 +269,12 @@ class Worker:
     def _max_model_len(self, model_config: ArchitectureConfig) -> int:
         made_for = describe(model_config).max_positions
         wanted = self.config.model.max_model_len
-        if wanted is not None and wanted > made_for:
+        if not made_for and wanted is None:
+            raise ConfigError(
+                "config.json does not say how long sequences may be. Give --max-model-len.",
+                param="max_model_len",
+            )
+        if wanted is not None and 0 < made_for < wanted:
             raise ConfigError(
                 f"--max-model-len is {wanted}, but the model supports at most {made_for} tokens.",
                 param="max_model_len",
@@ -393,13 +398,13 @@ class Worker:
                     model, backend, cache, BatchState(num_rows, max_len, block_size, device)
                 )
             state = CudaBatchState(num_rows, max_len, block_size, device, budget, kernels)
-            policy = GraphPolicy(
-                num_rows,
-                budget,
-                max_len,
-                captures=backend.is_capturable and not config.device.enforce_eager,
-            )
-            return CudaRunner(model, backend, cache, state, kernels, policy)
+            captures = backend.is_capturable and not config.device.enforce_eager
+            policy = GraphPolicy(num_rows, budget, max_len, captures=captures)
+            made = CudaRunner(model, backend, cache, state, kernels, policy)
+            if captures and model.may_synchronize and made.synchronizes():
+                logger.warning("the model's code waits for the GPU: it runs without CUDA graphs")
+                made.policy = GraphPolicy(num_rows, budget, max_len, captures=False)
+            return made
 
         def info(max_len: int, num_blocks: int, num_host_blocks: int) -> WorkerInfo:
             return self._info(
