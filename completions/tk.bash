@@ -8,7 +8,7 @@ _tk_table() {
     case "$path" in
         "tk")
             flags="--version -h --help"
-            places=("serve chat run bench top models pull show rm config doctor collect-env man completion")
+            places=("serve chat run bench top models pull show rm config doctor verify collect-env man completion")
             ;;
         "tk serve")
             flags="--model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --host --port --uds --root-path --served-model-name --api-key --api-key-file --admin-key --ssl-keyfile --ssl-certfile --ssl-ca-certs --allowed-origins --allowed-methods --allowed-headers --allow-credentials --no-allow-credentials --forwarded-allow-ips --max-queue --max-queue-tokens --max-requests-per-key --requests-per-minute --request-timeout --shutdown-timeout --api-workers --strict --no-strict --trust-request-chat-template --no-trust-request-chat-template --allow-special-tokens-in-messages --no-allow-special-tokens-in-messages --tool-call-parser --reasoning-parser --sse-keep-alive --metrics-prefix --log-level --log-format --disable-log-requests --no-disable-log-requests --disable-log-stats --no-disable-log-stats --uvicorn-log-level --disable-uvicorn-access-log --no-disable-uvicorn-access-log --otlp-traces-endpoint --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --distributed-executor-backend --worker-timeout --dry-run --no-dry-run --json --no-json --config --help-all -h --help"
@@ -199,19 +199,36 @@ _tk_table() {
         "tk config show")
             flags="--command --origin --config --json -h --help"
             case "$1" in
-                --command) kind="serve chat run bench sweep compare offline latency prefill top models pull show rm config doctor collect-env man completion tk.toml metrics" ;;
+                --command) kind="serve chat run bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics" ;;
                 --config) kind="@FILE" ;;
             esac
             ;;
         "tk doctor")
             flags="--json -h --help"
             ;;
+        "tk verify")
+            flags="--model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --load-format --quantization --pooling --seed --json --no-json --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --kv-cache-dtype --enable-prefix-caching --no-enable-prefix-caching --max-num-seqs --max-num-batched-tokens --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
+            places=("@MODEL")
+            case "$1" in
+                --model|--tokenizer) kind="@MODEL" ;;
+                --revision|--max-model-len|--hf-overrides|--rope-scaling|--seed|--num-threads|--block-size|--max-num-seqs|--max-num-batched-tokens|--tensor-parallel-size|--pipeline-parallel-size|--data-parallel-size|--worker-timeout) kind="@ANY" ;;
+                --chat-template|--config) kind="@FILE" ;;
+                --dtype) kind="auto float32 bfloat16 float16" ;;
+                --load-format) kind="auto safetensors dummy" ;;
+                --quantization) kind="fp8 int8" ;;
+                --pooling) kind="last mean cls" ;;
+                --device) kind="auto cuda cpu" ;;
+                --attention-backend) kind="auto torch cpu triton flash" ;;
+                --kv-cache-dtype) kind="auto fp8" ;;
+                --distributed-executor-backend) kind="mp ray" ;;
+            esac
+            ;;
         "tk collect-env")
             flags="-h --help"
             ;;
         "tk man")
             flags="-h --help"
-            rest="serve chat run bench sweep compare offline latency prefill top models pull show rm config doctor collect-env man completion tk.toml metrics"
+            rest="serve chat run bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics"
             ;;
         "tk completion")
             flags="--install -h --help"
@@ -255,7 +272,7 @@ _tk() {
     local cur=${words[last]}
     while ((i < last)); do
         case "$path ${words[i]}" in
-            "tk serve"|"tk chat"|"tk run"|"tk bench"|"tk bench serve"|"tk bench sweep"|"tk bench compare"|"tk bench offline"|"tk bench latency"|"tk bench prefill"|"tk top"|"tk models"|"tk pull"|"tk show"|"tk rm"|"tk config"|"tk config show"|"tk doctor"|"tk collect-env"|"tk man"|"tk completion") path+=" ${words[i]}" ;;
+            "tk serve"|"tk chat"|"tk run"|"tk bench"|"tk bench serve"|"tk bench sweep"|"tk bench compare"|"tk bench offline"|"tk bench latency"|"tk bench prefill"|"tk top"|"tk models"|"tk pull"|"tk show"|"tk rm"|"tk config"|"tk config show"|"tk doctor"|"tk verify"|"tk collect-env"|"tk man"|"tk completion") path+=" ${words[i]}" ;;
             *) break ;;
         esac
         ((i++))

@@ -266,7 +266,7 @@ def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return rounded(x * (limit / greatest), FP8), greatest / limit
 
 
-def linear_fp8(
+def linear_scaled(
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
@@ -274,7 +274,7 @@ def linear_fp8(
     activation: str | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """Compute `linear` with an FP8 weight and fp32 scales `[weight's rows]`."""
+    """Compute `linear` with an 8-bit weight and fp32 scales `[weight's rows]`."""
     y = linear(x.float(), weight.float() * scale[:, None], bias, activation, gated)
     return y.to(x.dtype)
 

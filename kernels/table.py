@@ -4,6 +4,8 @@ from functools import cache
 
 import torch
 
+from toolkit.kernels.switch import kernels_are_off
+
 
 class Kernels:
     """Kernels of a GPU, by subject. They are documented where they are defined.
@@ -73,11 +75,14 @@ class Kernels:
         self.late_compilations = ahead.LateCompilations
 
 
-@cache
 def kernels_for(device: torch.device) -> Kernels | None:
     """Return a device's kernels, or None on CPUs and without Triton: PyTorch serves there."""
-    if device.type != "cuda":
-        return None
+    return None if device.type != "cuda" or kernels_are_off() else gpu_kernels()
+
+
+@cache
+def gpu_kernels() -> Kernels | None:
+    """Return the kernels, or None without Triton."""
     try:
         import triton  # noqa: F401
     except ImportError:

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from toolkit.kernels.switch import VARIABLE, kernels_are_off
+
 PATH = Path(__file__).with_name("_kernels.so")
 VARIANTS = ("portable", "avx2", "avx512_vnni", "avx512_bf16")
 """Instruction sets that kernels are compiled for, each a superset of the one before."""
@@ -37,11 +39,11 @@ class Kernel:
 
 def problem() -> str | None:
     """Return why the kernels cannot run, or None if they can."""
-    return _problem
+    return f"{VARIABLE} turns them off" if kernels_are_off() else _problem
 
 
 def available() -> bool:
-    return _problem is None
+    return _problem is None and not kernels_are_off()
 
 
 def variant() -> str | None:

@@ -78,10 +78,10 @@ def test_reference_product_equals_pytorch_with_the_scaled_weight():
     wide = weight.float() * scale
     y = F.linear(x, wide, bias)
     scale = scale[:, 0]
-    torch.testing.assert_close(reference.linear_fp8(x, weight, scale, bias, "gelu"), F.gelu(y))
+    torch.testing.assert_close(reference.linear_scaled(x, weight, scale, bias, "gelu"), F.gelu(y))
     gate, up = y.chunk(2, dim=1)
     torch.testing.assert_close(
-        reference.linear_fp8(x, weight, scale, bias, "silu", gated=True), F.silu(gate) * up
+        reference.linear_scaled(x, weight, scale, bias, "silu", gated=True), F.silu(gate) * up
     )
 
 
@@ -170,7 +170,7 @@ def check(fp8, case: Case, device: torch.device) -> None:
     call = make(case, device)
     out = torch.full((case.tokens, case.size), NAN, dtype=case.dtype, device=device)
     assert fp8.linear(**call, out=out) is out
-    assert_close(out, reference.linear_fp8(**call))
+    assert_close(out, reference.linear_scaled(**call))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_best_tiles_cover_every_size(fp8, device, num_rows, tokens, gated):
         call = make(Case(tokens, tile.rows + 3, in_features, gated=gated, biased=True), device)
         out = torch.full((tokens, tile.rows + 3), NAN, device=device)
         matmul.matmul(**call, out=out, tile=tile)
-        assert_close(out, reference.linear_fp8(**call))
+        assert_close(out, reference.linear_scaled(**call))
 
 
 def test_unsupported_inputs_are_errors(fp8):

@@ -193,7 +193,7 @@ class RootGroup(CommandGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the complete help."""
-        formatter.write(f"Usage: {ctx.command_path} COMMAND [OPTIONS]    {self.help}\n\n")
+        formatter.write(f"Usage: {ctx.command_path} COMMAND [OPTIONS]    {self.help}\n")
         width = max(len(name) for name in self.commands)
         for subject, names in SUBJECTS.items():
             formatter.write_heading(subject)

@@ -4,7 +4,7 @@ SUBJECTS = {
     "Serve": ("serve", "chat", "run"),
     "Measure": ("bench", "top"),
     "Models": ("models", "pull", "show", "rm"),
-    "This machine": ("config", "doctor", "collect-env", "man", "completion"),
+    "This machine": ("config", "doctor", "verify", "collect-env", "man", "completion"),
 }  # commands by the subject that the help lists them under
 COMMANDS = tuple(name for names in SUBJECTS.values() for name in names)
 

@@ -118,7 +118,10 @@ class DeviceConfig:
         "auto",
         "Attention implementation. auto: chosen for the device; the log says which one and why.",
     )
-    enforce_eager: bool = option(False, "Launch kernels one by one, without CUDA graphs.")
+    enforce_eager: bool = option(
+        False,
+        "Launch kernels one by one, without CUDA graphs and, on a CPU, without recorded steps.",
+    )
     num_threads: int | None = option(
         None,
         "CPU threads that run the model. Default: one per available core.",

@@ -111,6 +111,9 @@ class Decoder(CausalLM):
             return self._run_layers(x, batch)
         return self._replay(self._run_layers, x, batch)
 
+    def disable_recording(self) -> None:
+        self._replay = None
+
     def _embed(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Return the first layer's input, [num_tokens, hidden]."""
         x: torch.Tensor = self.embed(token_ids)

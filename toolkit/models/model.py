@@ -105,6 +105,9 @@ class CausalLM(Model):
         logits: torch.Tensor = self.lm_head(hidden, buffer)
         return logits
 
+    def disable_recording(self) -> None:
+        """Call the layers in every step, instead of replaying recorded calls."""
+
     def with_few_layers(self) -> AbstractContextManager[None]:
         """Run as few layers inside the block as launch the kernels of all."""
         return nullcontext()

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from toolkit.errors import ConfigError
 from toolkit.kernels import reference
 from toolkit.kernels.table import kernels_for
-from toolkit.weights.row_scaled import RowScaledWeight
-from toolkit.weights.weight import Epilogue
-
-if TYPE_CHECKING:
-    from toolkit.weights.weight import Rows
+from toolkit.weights.row_scaled import RowScaledWeight, ScaledProduct
 
 DTYPE = torch.float8_e4m3fn
 MIN_CAPABILITY = (8, 9)  # ada, the first GPUs with FP8 arithmetic
@@ -21,11 +15,6 @@ MIN_CAPABILITY = (8, 9)  # ada, the first GPUs with FP8 arithmetic
 
 class FP8Weight(RowScaledWeight):
     values_dtype = DTYPE
-
-    def __init__(self, rows: int, columns: int) -> None:
-        super().__init__(rows, columns)
-        kernels = kernels_for(self.values.device)
-        self._product = reference.linear_fp8 if kernels is None else kernels.fp8_product
 
     @staticmethod
     def require(device: torch.device, dtype: torch.dtype) -> None:
@@ -44,11 +33,10 @@ class FP8Weight(RowScaledWeight):
         values, scales = reference.quantize_fp8(weight)
         return values, scales[:, 0]
 
-    def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor), "see fuses_norm"
-        bias, activation, gated, dtype, _ = epilogue
-        y = self._product(x, self.values, self.scales, bias, activation, gated=gated)
-        return y if dtype is None else y.to(dtype)
+    @staticmethod
+    def choose_product(device: torch.device) -> ScaledProduct:
+        kernels = kernels_for(device)
+        return reference.linear_scaled if kernels is None else kernels.fp8_product
 
 
 def has_arithmetic(device: torch.device) -> bool:

@@ -5,18 +5,13 @@ elements and adds them up."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from toolkit.errors import ConfigError
 from toolkit.kernels import cpu, reference
 from toolkit.weights.packed import pack
-from toolkit.weights.row_scaled import RowScaledWeight
+from toolkit.weights.row_scaled import RowScaledWeight, ScaledProduct
 from toolkit.weights.weight import Epilogue, Weight
-
-if TYPE_CHECKING:
-    from toolkit.weights.weight import Rows
 
 
 class Int8Weight(RowScaledWeight):
@@ -39,11 +34,9 @@ class Int8Weight(RowScaledWeight):
         values, scales = reference.quantize_int8(weight)
         return values, scales[:, 0]
 
-    def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor), "see fuses_norm"
-        bias, activation, gated, dtype, _ = epilogue
-        y = reference.linear_int8(x, self.values, self.scales, bias, activation, gated)
-        return y if dtype is None else y.to(dtype)
+    @staticmethod
+    def choose_product(device: torch.device) -> ScaledProduct:
+        return reference.linear_int8
 
     def finish(self, epilogue: Epilogue) -> Weight:
         return pack(self.values.detach(), self.scales, epilogue, self.dtype) or self

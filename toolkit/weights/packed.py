@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from toolkit.kernels import cpu
+from toolkit.kernels.switch import kernels_are_off
 from toolkit.weights.weight import Epilogue, Weight
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ ONEDNN_ROWS = 16  # rows of x that oneDNN's layout is optimized for. It works wi
 def pack(
     values: torch.Tensor, scales: torch.Tensor | None, epilogue: Epilogue, dtype: torch.dtype
 ) -> Weight | None:
-    """Pack a weight [rows, columns]. None if only the plain layout works.
+    """Pack a weight [rows, columns]. None if only the plain layout works, or is wanted.
 
     scales: of the rows, for int8; dtype: of the model. Uses our kernels, or oneDNN if they were
     not built. Measured on one Zen 4 core, half of gpt2's layers in fp32, oneDNN's time over ours:
@@ -30,7 +31,8 @@ def pack(
         bias, activation, gated, result, _ = epilogue
         linear = PackedLinear(values, bias, scales, activation=activation, gated=gated)
         return PackedWeight(linear, gated, result, dtype)
-    return OneDNNWeight(values) if _onednn_has(values.dtype) else None
+    is_packed = _onednn_has(values.dtype) and not kernels_are_off()
+    return OneDNNWeight(values) if is_packed else None
 
 
 class PackedWeight(Weight):

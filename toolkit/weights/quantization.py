@@ -6,6 +6,7 @@ from contextvars import ContextVar
 
 import torch
 
+from toolkit.kernels.switch import kernels_are_off
 from toolkit.weights.fp8 import FP8Weight
 from toolkit.weights.int8 import Int8Weight
 from toolkit.weights.plain import plain_weight
@@ -17,8 +18,10 @@ _building: ContextVar[str | None] = ContextVar("quantization", default=None)
 
 
 def require(method: str | None, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ConfigError if the device and activations in `dtype` do not support the method."""
-    if method is not None:
+    """Raise ConfigError if the device and activations in `dtype` do not support the method.
+
+    PyTorch alone supports every method everywhere."""
+    if method is not None and not kernels_are_off():
         METHODS[method].require(device, dtype)
 
 

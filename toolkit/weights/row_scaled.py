@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import abc
-from typing import ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from toolkit.distributed import Shard
+from toolkit.kernels import reference
+from toolkit.kernels.switch import kernels_are_off, rounds_inputs
 from toolkit.weights.slots import QuantizedSlot, Slot
-from toolkit.weights.weight import ALL, Weight, parameter
+from toolkit.weights.weight import ALL, Epilogue, Weight, parameter
+
+if TYPE_CHECKING:
+    from toolkit.weights.weight import Rows
+
+ScaledProduct = Callable[..., torch.Tensor]
+"""A function with the parameters of `reference.linear_scaled`."""
+Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class RowScaledWeight(Weight):
@@ -22,6 +32,11 @@ class RowScaledWeight(Weight):
         self.values = parameter(torch.empty(rows, columns, dtype=self.values_dtype))
         self.scales = torch.empty(rows, dtype=torch.float32)
         self.dtype = torch.get_default_dtype()
+        self._product = self.choose_product(self.values.device)
+        if kernels_are_off():
+            self._product = (
+                _rounding_product(self.quantize) if rounds_inputs() else reference.linear_scaled
+            )
 
     @staticmethod
     @abc.abstractmethod
@@ -32,6 +47,17 @@ class RowScaledWeight(Weight):
     @abc.abstractmethod
     def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (values [rows, columns], fp32 scales [rows]) of a weight in any type."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def choose_product(device: torch.device) -> ScaledProduct:
+        """Return the product before `finish`."""
+
+    def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor), "see fuses_norm"
+        bias, activation, gated, dtype, _ = epilogue
+        y = self._product(x, self.values, self.scales, bias, activation, gated=gated)
+        return y if dtype is None else y.to(dtype)
 
     @property
     def nbytes(self) -> int:
@@ -65,3 +91,22 @@ class RowScaledWeight(Weight):
 
     def multiply(self, factor: float, rows: slice = ALL) -> None:
         self.scales[rows].mul_(factor)
+
+
+def _rounding_product(quantize: Quantize) -> ScaledProduct:
+    """Return a product that rounds its input as kernels do, but computes in fp32."""
+
+    def product(
+        x: torch.Tensor,
+        values: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+        gated: bool,
+    ) -> torch.Tensor:
+        rows, row_scales = quantize(x)
+        rounded = rows.float() * row_scales[:, None]
+        y = reference.linear_scaled(rounded, values, scales, bias, activation, gated)
+        return y.to(x.dtype)
+
+    return product

@@ -336,6 +336,8 @@ class Worker:
         if device.type == "cpu":
             del fill  # refers to the unpacked weights
             model.pack_weights()
+            if self.config.device.enforce_eager and isinstance(model, CausalLM):
+                model.disable_recording()
             memory.trim_heap()
             self._weight_bytes = model.nbytes
         return model

@@ -323,6 +323,15 @@ PROSE = {
         exit_codes=(("1", "A check failed, or an internal error."),),
         see_also=("tk-collect-env(1)", "tk-serve(1)"),
     ),
+    "tk-verify": Prose(
+        examples=(
+            ("Verify a model as it would be served:", "tk verify gpt2"),
+            ("With 8-bit weights, as JSON:", "tk verify gpt2 --quantization int8 --json"),
+        ),
+        environment=(*HUB, *COLOR),
+        exit_codes=(("1", "A comparison differs by more than rounding, or an internal error."),),
+        see_also=("tk-doctor(1)", "tk-serve(1)"),
+    ),
     "tk-collect-env": Prose(
         examples=(("Print the environment for a bug report:", "tk collect-env"),),
         environment=(("TK_*, HF_*, CUDA_*, OMP_*, ...", "Included, with keys redacted."),),
