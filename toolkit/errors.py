@@ -112,6 +112,12 @@ class ConfigError(ToolkitError, ValueError):
     type = "config_error"
 
 
+class PluginError(ToolkitError):
+    """A plug-in that cannot be loaded or used."""
+
+    type = "plugin_error"
+
+
 class ModelNotFoundError(ToolkitError):
     """The model is in no folder, not in the cache and not on the hub."""
 

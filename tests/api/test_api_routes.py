@@ -9,6 +9,7 @@ import pytest
 from fastapi import APIRouter, FastAPI
 
 from toolkit.api.app import ROUTERS, make_app
+from toolkit.api.http.plugins import FrontEndPlugins
 from toolkit.api.http.routes import Access, RouteTable, access
 from toolkit.config import ServerConfig
 from toolkit.metrics import Metrics
@@ -41,7 +42,7 @@ def table() -> RouteTable:
 
 def test_routes_are_open_keyed_admin_or_model_work(table: RouteTable) -> None:
     engine: Any = SimpleNamespace(metrics=Metrics("tk", "model"))
-    service: Any = SimpleNamespace(config=ServerConfig(), engine=engine)
+    service: Any = SimpleNamespace(config=ServerConfig(), engine=engine, plugins=FrontEndPlugins())
     document = make_app(service).access_control.app.openapi()
     routes = {
         f"{method.upper()} {path}"

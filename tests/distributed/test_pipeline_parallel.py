@@ -91,8 +91,11 @@ def test_all_kinds_of_sampling_and_embeddings_equal_one_process(
         SamplingParams(
             seed=3, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="[ab]{9}")
         ),
+        SamplingParams(
+            temperature=0.0, max_tokens=20, ignore_eos=True, extra_args={"no_repeat": 20}
+        ),
     ]
-    prompts = [{"prompt_token_ids": p} for p in prompts_for("sampling") * 2]
+    prompts = [{"prompt_token_ids": p} for p in [*prompts_for("sampling"), [7, 8]] * 2]
     found, vectors = [], []
     for stages in (1, 2):
         tight = {
@@ -100,6 +103,7 @@ def test_all_kinds_of_sampling_and_embeddings_equal_one_process(
             "max_model_len": 100,
             "swap_space": 0.001,
             "pooling": "mean",
+            "logits_processors": ["tests.inside.plugged:NoRepeat"],
         }
         llm = load(checkpoint("qwen3"), pipeline_parallel_size=stages, **tight)
         results = llm.generate(prompts, kinds * 2, use_tqdm=False)

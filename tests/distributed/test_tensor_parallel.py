@@ -70,7 +70,7 @@ def test_greedy_tokens_and_logprobs_equal_transformers(sharded, name, size):
 
 
 def test_all_kinds_of_sampling_equal_one_process(checkpoint):
-    """Grammars, penalties, preemption and siblings: ranks must apply messages alike."""
+    """Grammars, penalties, processors, preemption, siblings: ranks must apply messages alike."""
     kinds = [
         SamplingParams(temperature=0.9, seed=1, max_tokens=16, ignore_eos=True, n=2),
         SamplingParams(
@@ -80,13 +80,20 @@ def test_all_kinds_of_sampling_equal_one_process(checkpoint):
         SamplingParams(
             seed=3, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[ab]{6}")
         ),
+        SamplingParams(
+            temperature=0.0, max_tokens=16, ignore_eos=True, extra_args={"no_repeat": 20}
+        ),
     ]
-    prompts = [{"prompt_token_ids": p} for p in prompts_for("sampling") + prompts_for("more")[:1]]
+    prompts = [{"prompt_token_ids": p} for p in prompts_for("sampling") + prompts_for("more")[:2]]
     found = []
     for size in (1, 2):
         tight = SMALL | {"num_gpu_blocks_override": 30, "max_model_len": 100, "swap_space": 0.001}
         llm = LLM(
-            str(checkpoint("qwen3")), tensor_parallel_size=size, async_scheduling=size == 2, **tight
+            str(checkpoint("qwen3")),
+            tensor_parallel_size=size,
+            async_scheduling=size == 2,
+            logits_processors=["tests.inside.plugged:NoRepeat"],
+            **tight,
         )
         results = llm.generate(prompts, kinds, use_tqdm=False)
         found.append([[list(answer.token_ids) for answer in result.outputs] for result in results])

@@ -561,3 +561,22 @@ def test_reasoning_is_optional(thinker):
     [[(thought, _)], [(plain, _)]] = texts(thinker, begins, skips)
     assert re.fullmatch("(?s:<think>.*</think>no)", thought)
     assert plain == "no"
+
+
+def test_reasoning_may_have_other_marks(thinker):
+    options = {"reasoning_marks": ("<|user|>", "<|end|>"), "skip_special_tokens": False}
+    options |= {"logit_bias": {257: 30.0, 259: 40.0}}
+    [[(begun, _)], [(possible, _)]] = texts(
+        thinker,
+        params(300, choice=["no"], reasoning="begun", **options),
+        params(300, choice=["no"], reasoning="possible", **options),
+    )
+    assert re.fullmatch(r"(?s:(?!<\|user).*<\|end\|>no)", begun)
+    assert re.fullmatch(r"(?s:<\|user\|>.*<\|end\|>no)", possible)
+
+
+@pytest.mark.parametrize("delimiters", [[], ["<|user|>"]])
+def test_only_delimiters_are_special_tokens_in_text(thinker, delimiters):
+    one = params(12, regex=r"(<\|user\|>|[a-z])no", delimiters=delimiters, logit_bias={257: 50.0})
+    [result] = thinker.generate([PROMPTS[0]], one, use_tqdm=False)
+    assert (257 in result.outputs[0].token_ids) == bool(delimiters)

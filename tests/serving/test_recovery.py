@@ -99,7 +99,7 @@ def test_request_options_hold_after_the_engine_s_death(
     start: Callable[..., Server], model: Any
 ) -> None:
     """Equal requests give the same answers with a death and without."""
-    server = start("--enable-prefix-caching", model=model)
+    server = start("--enable-prefix-caching", "--logits-processors", "plugged:Unseen", model=model)
     common = {"prompt": "Once more", "max_tokens": 120, "ignore_eos": True}
     bodies = [
         common | {"seed": 7, "temperature": 1.0},
@@ -110,6 +110,7 @@ def test_request_options_hold_after_the_engine_s_death(
         common
         | {"seed": 6, "structured_outputs": {"regex": "([a-f]{3}-){30}"}, "ignore_eos": False},
         common | {"seed": 5, "logit_bias": {"65": 3.0}, "stop": ["an end that does not come"]},
+        common | {"seed": 8, "vllm_xargs": {"unseen": True}, "logprobs": 0},
     ]
     without = asyncio.run(ask(server, bodies, kill=False))
     with_death = asyncio.run(ask(server, bodies, kill=True))
@@ -121,6 +122,8 @@ def test_request_options_hold_after_the_engine_s_death(
         )
         assert one.usage["completion_tokens"] == other.usage["completion_tokens"]
     assert without[4].finish_reason == "stop"
+    letters = [character for character in without[7].text if character.isascii()]
+    assert len(letters) == len(set(letters)), "the processor ran"
 
 
 def test_unstreamed_answers_survive_the_death_of_the_engine(start: Callable[..., Server]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from toolkit.api.openai.answer_parts import AnswerParser, AnswerPlan
 from toolkit.api.openai.tools import FunctionTool, Tool
-from toolkit.text.reasoning import ReasoningSplitter
+from toolkit.text.reasoning import ReasoningFormat
 from toolkit.text.tool_formats import (
     FORMATS,
     HermesFormat,
@@ -250,7 +250,7 @@ def test_call_ids_are_unique_and_fit_the_templates():
     assert len(ids) == 300
 
 
-def split(splitter: ReasoningSplitter, pieces: list[str]) -> tuple[str, str]:
+def split(splitter: ReasoningFormat, pieces: list[str]) -> tuple[str, str]:
     outputs = [splitter.add(piece) for piece in pieces] + [splitter.add("", is_last=True)]
     return "".join(reasoning for reasoning, _ in outputs), "".join(rest for _, rest in outputs)
 
@@ -277,7 +277,7 @@ def split(splitter: ReasoningSplitter, pieces: list[str]) -> tuple[str, str]:
 )
 def test_reasoning_splitter_output_does_not_depend_on_splits(state, text, expected):
     for pieces in splits(text):
-        assert split(ReasoningSplitter(state), pieces) == expected, pieces
+        assert split(ReasoningFormat(state), pieces) == expected, pieces
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from toolkit.api.openai.schemas import ChatRequest
 from toolkit.api.openai.tools import Tool
 from toolkit.config import ServerConfig
 from toolkit.errors import InvalidRequestError
+from toolkit.text.parsers import Parsers
 from toolkit.text.tool_formats import FORMATS, build_call_grammar
 
 SCHEMAS: dict[str, Any] = {
@@ -71,7 +72,7 @@ def llm(tmp_path_factory):
 def make_plan(llm: LLM, config: ServerConfig | None = None, **body: Any) -> AnswerPlan:
     tools = [{"function": {"name": "f"}}]
     request = ChatRequest.model_validate({"messages": [], "tools": tools} | body)
-    return AnswerPlan.of(request, [1], llm.tokenizer, config or ServerConfig())
+    return AnswerPlan.of(request, [1], llm.tokenizer, Parsers.choose(config or ServerConfig()))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -147,5 +148,7 @@ def test_plan_with_an_unknown_format_allows_only_required_calls(llm):
 def test_plan_finds_reasoning_at_the_end_of_the_prompt(parser, end, expected):
     tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: end)
     body = ChatRequest.model_validate({"messages": []})
-    plan = AnswerPlan.of(body, [1, 2], tokenizer, ServerConfig(reasoning_parser=parser))
+    plan = AnswerPlan.of(
+        body, [1, 2], tokenizer, Parsers.choose(ServerConfig(reasoning_parser=parser))
+    )
     assert plan.reasoning == expected

@@ -67,11 +67,17 @@ def test_two_gpu_stages_sample_as_one_cpu_runner(
     rng = random.Random(0)
     prompts = [
         {"prompt_token_ids": [rng.randrange(90) for _ in range(n)]}
-        for n in (3, 17, 30, 1, 8, 21, 12)
+        for n in (3, 17, 30, 1, 8, 21, 12, 5, 5)
     ]
     params = [SamplingParams(max_tokens=4, ignore_eos=True, **p) for p in PARAMS.values()]
     params[0] = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, prompt_logprobs=1)
+    no_repeat, logprobs = {"extra_args": {"no_repeat": 9}}, {"temperature": 0.0, "logprobs": 1}
+    params += [
+        SamplingParams(max_tokens=4, ignore_eos=True, **one)
+        for one in (no_repeat | logprobs, no_repeat | {"seed": 1})
+    ]
     settings = {
+        "logits_processors": ["tests.inside.plugged:NoRepeat"],
         "max_num_seqs": 5,
         "block_size": 4,
         "max_num_batched_tokens": 40,

@@ -37,7 +37,9 @@ class RouteError(ToolkitError):
 
 
 def make_app(service: Service, tracer: Tracer | None = None) -> Gate:
-    """Return the server's application: the gate around the routes."""
+    """Return the server's application: the gate around middleware and routes.
+
+    Raises PluginError for middleware that cannot be used."""
     app = FastAPIOffline(
         title="tk",
         version=__version__,
@@ -85,5 +87,5 @@ def make_app(service: Service, tracer: Tracer | None = None) -> Gate:
         # Starlette raises the error again, and the gate logs it.
         return error_response(error, request.scope)
 
-    gate = app.state.gate = Gate(app, routes, service, tracer)
+    gate = app.state.gate = Gate(service.plugins.wrap(app), routes, service, tracer)
     return gate

@@ -25,8 +25,9 @@ def doctor(
 ) -> None:
     """Check whether this machine can serve, and say what to fix.
 
-    Checks driver, PyTorch, kernels, compiler, memory, disk, limits, packages, settings, port,
-    downloads, manual and completions. Exits with 1 if a check fails; warnings do not count."""
+    Checks driver, PyTorch, kernels, compiler, memory, disk, limits, packages, plug-ins, settings,
+    port, downloads, manual and completions. Exits with 1 if a check fails; warnings do not count.
+    """
     from toolkit.doctor.probe import Probe
     from toolkit.doctor.report import report
 
@@ -37,6 +38,7 @@ def findings(probe: Probe) -> Iterator[Finding]:
     """Run all checks, the slow ones last."""
     from toolkit.doctor.installation import check_installation
     from toolkit.doctor.machine import check_machine, check_torch
+    from toolkit.doctor.plugins import check_plugins
 
     yield from check_machine()
     server, found = _settings()
@@ -46,6 +48,7 @@ def findings(probe: Probe) -> Iterator[Finding]:
         [f"TK_{name.upper()}" for name in names], server.host, server.port
     )
     yield from check_torch(probe.facts())
+    yield from check_plugins()
 
 
 def _settings() -> tuple[ServerConfig, Finding]:

@@ -11,6 +11,7 @@ from toolkit.config import (
     EngineConfig,
     ModelConfig,
     ParallelConfig,
+    PluginConfig,
     SchedulerConfig,
     ServerConfig,
 )
@@ -22,6 +23,7 @@ from toolkit.config.dry_run import DryRunConfig
     "serve",
     ModelConfig,
     ServerConfig,
+    PluginConfig,
     DeviceConfig,
     CacheConfig,
     SchedulerConfig,
@@ -31,6 +33,7 @@ from toolkit.config.dry_run import DryRunConfig
 def serve(
     model: ModelConfig,
     server: ServerConfig,
+    plugins: PluginConfig,
     device: DeviceConfig,
     cache: CacheConfig,
     scheduler: SchedulerConfig,
@@ -39,7 +42,12 @@ def serve(
 ) -> None:
     """Serve a model with an OpenAI-compatible API."""
     engine = EngineConfig(
-        model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel
+        model=model,
+        device=device,
+        cache=cache,
+        scheduler=scheduler,
+        parallel=parallel,
+        plugins=plugins,
     )
     if dry.dry_run:
         from toolkit.inventory.dry_run import dry_run

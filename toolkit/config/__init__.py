@@ -6,6 +6,7 @@ from toolkit.config.engine import (
     EngineConfig,
     ModelConfig,
     ParallelConfig,
+    PluginConfig,
     SchedulerConfig,
 )
 from toolkit.config.fields import Option, build, option, options
@@ -19,6 +20,7 @@ __all__ = [
     "ModelConfig",
     "Option",
     "ParallelConfig",
+    "PluginConfig",
     "RunConfig",
     "SchedulerConfig",
     "ServerConfig",

@@ -256,6 +256,25 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PluginConfig:
+    """Plug-ins of the engine."""
+
+    logits_processors: tuple[str, ...] = option(
+        (),
+        "Logits processor that requests may ask for with vllm_xargs, next to those of installed "
+        "packages. May be repeated.",
+        metavar="MODULE:CLASS",
+        subject="Plug-ins",
+    )
+    strict_plugins: bool = option(
+        False, "Refuse to start if a plug-in of an installed package is broken."
+    )
+
+    def __post_init__(self) -> None:
+        check_all(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All engine settings."""
 
@@ -264,6 +283,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    plugins: PluginConfig = field(default_factory=PluginConfig)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> EngineConfig:

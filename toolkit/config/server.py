@@ -130,14 +130,18 @@ class ServerConfig:
         False,
         "Parse special tokens in the text of chat messages. By default they are plain text.",
     )
-    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = option(
+    tool_call_parser: str = option(
         "auto",
-        "Format of the model's tool calls. auto: detect it from the chat template.",
+        "Format of the model's tool calls: hermes, llama3_json, mistral, none, or a plug-in's. "
+        "auto: detect it from the chat template.",
+        metavar="FORMAT",
     )
-    reasoning_parser: Literal["none", "qwen3", "deepseek_r1"] = option(
+    reasoning_parser: str = option(
         "none",
         "Return the model's reasoning separately, as reasoning_content. qwen3: the text between "
-        "<think> and </think>. deepseek_r1: all text up to </think>; <think> is optional.",
+        "<think> and </think>. deepseek_r1: all text up to </think>; <think> is optional. Plug-ins "
+        "add names.",
+        metavar="FORMAT",
     )
     sse_keep_alive: float = option(
         15.0,
@@ -170,6 +174,23 @@ class ServerConfig:
         None,
         "URL for OpenTelemetry traces over HTTP, such as http://127.0.0.1:4318/v1/traces (needs "
         "pip install 'tk-llm[otlp]').",
+    )
+    middleware: tuple[str, ...] = option(
+        (),
+        "ASGI middleware: a class, or an async function (request, call_next). It runs inside that "
+        "of installed packages. May be repeated; the first is the outermost.",
+        metavar="MODULE:NAME",
+        subject="Plug-ins",
+    )
+    tool_parser_plugin: str | None = option(
+        None,
+        "Python file with a dict TOOL_PARSERS of more formats for --tool-call-parser.",
+        metavar="FILE",
+    )
+    reasoning_parser_plugin: str | None = option(
+        None,
+        "Python file with a dict REASONING_PARSERS of more formats for --reasoning-parser.",
+        metavar="FILE",
     )
 
     def __post_init__(self) -> None:

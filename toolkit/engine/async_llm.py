@@ -43,6 +43,7 @@ from toolkit.errors import (
 from toolkit.hub import locate, locate_tokenizer
 from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
+from toolkit.sampling.logits_processors import preload
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler.stats import EngineStats, total
 from toolkit.text.tokenizer import Tokenizer, load_tokenizer
@@ -108,10 +109,11 @@ class AsyncLLM:
                 asyncio.to_thread(
                     load_tokenizer, tokenizer_folder, self.config.model.chat_template
                 ),
+                asyncio.to_thread(preload, self.config.plugins),
                 return_exceptions=True,
             )
             infos = await wait_until_ready(cores, report or (lambda name, seconds: None))
-            [loaded] = await loading
+            loaded, _ = await loading
             if isinstance(loaded, BaseException):
                 raise loaded
         except BaseException:

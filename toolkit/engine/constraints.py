@@ -19,7 +19,9 @@ class Constraints:
 
     def __init__(self, read_tokenizer: Callable[[], Tokenizer | None], vocab_size: int) -> None:
         self._compiler = GrammarCompiler(
-            lambda end_ids: token_table(read_tokenizer(), vocab_size, end_ids)
+            lambda end_ids, delimiters: token_table(
+                read_tokenizer(), vocab_size, end_ids, DELIMITERS | delimiters
+            )
         )
         self._filler = MaskFiller(vocab_size)
         self._num_compiling = 0
@@ -32,12 +34,18 @@ class Constraints:
     def add(self, request: Request) -> None:
         """Start to compile the request's grammar. `pop_compiled` returns the request afterwards."""
         asked = request.params.structured_outputs
-        compiled = self._compiler.compile(request.spec.grammar, sorted(request.spec.eos_token_ids))
+        assert asked is not None, "a request with a grammar has asked for one"
+        compiled = self._compiler.compile(
+            request.spec.grammar,
+            sorted(request.spec.eos_token_ids),
+            frozenset(asked.delimiters) - DELIMITERS,
+        )
         request.grammar = GrammarState(
             compiled,
             min_tokens=request.params.min_tokens,
             end_ids=sorted(request.ending_token_ids),
-            reasoning=None if asked is None else asked.reasoning,
+            reasoning=asked.reasoning,
+            reasoning_marks=asked.reasoning_marks,
         )
         self._num_compiling += 1
         compiled.add_done_callback(lambda _: self._on_compiled(request))
@@ -87,22 +95,8 @@ class Constraints:
             self._compilation_ended.wait(WAIT_SECONDS)
 
 
-def token_table(tokenizer: Tokenizer | None, vocab_size: int, end_ids: Sequence[int]) -> TokenTable:
-    """Return the model's tokens with the text that they add to an answer.
-
-    Tokens that delimit parts of an answer (tool calls, reasoning) count as text, even if the
-    tokenizer marks them as special."""
-    if tokenizer is None:
-        raise ValueError("the model has no tokenizer")
-    known = range(min(vocab_size, tokenizer.size))
-    spellings = [tokenizer.token_bytes(id) for id in known] + [b""] * (vocab_size - len(known))
-    special = [id for id in known if tokenizer.is_special(id) and spellings[id] not in DELIMITERS]
-    return TokenTable(spellings, special, end_ids)
-
-
 DELIMITERS = frozenset(
-    text.encode()
-    for text in (
+    (
         THINK_START,
         THINK_END,
         "<tool_call>",
@@ -111,3 +105,22 @@ DELIMITERS = frozenset(
         "<|python_tag|>",
     )
 )
+"""Tokens that delimit parts of an answer in the built-in formats."""
+
+
+def token_table(
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    end_ids: Sequence[int],
+    delimiters: frozenset[str] = DELIMITERS,
+) -> TokenTable:
+    """Return the model's tokens with the text that they add to an answer.
+
+    `delimiters` count as text, even if the tokenizer marks them as special."""
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer")
+    known = range(min(vocab_size, tokenizer.size))
+    spellings = [tokenizer.token_bytes(id) for id in known] + [b""] * (vocab_size - len(known))
+    texts = {one.encode() for one in delimiters}
+    special = [id for id in known if tokenizer.is_special(id) and spellings[id] not in texts]
+    return TokenTable(spellings, special, end_ids)

@@ -11,6 +11,7 @@ import msgspec
 
 from toolkit.engine.messages import EngineRequest
 from toolkit.errors import CheckpointError, ContextLengthError, InvalidRequestError
+from toolkit.sampling.logits_processors import check_arguments
 from toolkit.sampling.params import SamplingParams
 from toolkit.sequence import SequenceSpec
 from toolkit.text.tokenizer import Tokenizer, eos_token_ids
@@ -26,9 +27,11 @@ class InputProcessor:
     """Tokenizes and checks requests. The engine core accepts every request that passes."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer | None, info: WorkerInfo) -> None:
+        """Raises CheckpointError, and PluginError for a logits processor that is broken here."""
         self.tokenizer = tokenizer
         self.info = info
         self.default_sampling = load_default_sampling(folder)
+        self._processors = {plugin: plugin.load() for plugin in info.logits_processors}
         self._eos = [id for id in eos_token_ids(folder, tokenizer) if id < info.vocab_size]
 
     def process(
@@ -68,6 +71,7 @@ class InputProcessor:
         for sequence in params.bad_words_token_ids or ():
             self._check_tokens("bad_words_token_ids", sequence)
         self._check_token_remains(params)
+        check_arguments(self._processors, params.extra_args, self.info.vocab_size)
         spec = SequenceSpec(
             prompt_token_ids=token_ids,
             params=params,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from toolkit.config import EngineConfig
-from toolkit.errors import ToolkitError, WorkersLostError
+from toolkit.errors import PluginError, ToolkitError, WorkersLostError
 from toolkit.executor import rank_devices as devices
 from toolkit.executor.base import Executor, Pending
 from toolkit.executor.rank_failures import as_error, blamed, cause_of, describe
@@ -39,7 +39,7 @@ from toolkit.executor.rank_progress import Progress
 from toolkit.executor.ranks import Rank, Ranks
 from toolkit.sampling.grammar import Masks
 from toolkit.scheduler import ModelOutput, SchedulerOutput
-from toolkit.worker import Report
+from toolkit.worker import Report, WorkerInfo
 from toolkit.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -110,6 +110,7 @@ class MultiprocExecutor(Executor):
             running = self._await(RankReady, report)
             if self._worker is None:
                 self.info = running[0].info
+            _require_same_processors([self.info, *(rank.info for rank in running)])
         except Exception as error:
             lost = self._as_loss(error)
             self.shutdown()
@@ -314,6 +315,19 @@ class MultiprocExecutor(Executor):
 
     def _describe(self, broken: Broken) -> str:
         return describe(broken, self._names[broken.rank])
+
+
+def _require_same_processors(infos: list[WorkerInfo]) -> None:
+    """Raise PluginError if ranks have different logits processors, and would sample differently."""
+    found = [info.logits_processors for info in infos]
+    if any(one != found[0] for one in found):
+        listed = "; ".join(
+            f"rank {rank}: {', '.join(map(str, one)) or 'none'}" for rank, one in enumerate(found)
+        )
+        raise PluginError(
+            f"The ranks have different logits processors ({listed}). Install the same packages on "
+            "all machines."
+        )
 
 
 class _Guarded:

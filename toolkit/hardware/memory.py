@@ -81,3 +81,8 @@ def trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a host tensor to a device, without waiting for its work."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

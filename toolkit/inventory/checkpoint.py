@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, PluginError
 from toolkit.models.cache_layout import KVShape
 from toolkit.models.describe import Attention, Decoder, Encoder, External, Parameter
 from toolkit.models.fallback.config import FallbackConfig
@@ -81,13 +81,13 @@ class Checkpoint:
                 quantization.get("quant_method") if isinstance(quantization, dict) else quantization
             )
             return f"its weights are quantized ({method})"
-        if find_problem(self.raw):
-            return f"tk does not support {self.architecture}"
         try:
+            if find_problem(self.raw):
+                return f"tk does not support {self.architecture}"
             describe(parse_config(self.raw))
         except ValueError as error:
             return str(error)
-        except CheckpointError as error:
+        except (CheckpointError, PluginError) as error:
             return error.message
         return None if self.has_weights else "it has no weights"
 

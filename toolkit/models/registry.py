@@ -1,10 +1,12 @@
 """Find an architecture by config.json. Imports no torch.
 
 An architecture is a module of `models.architectures`, named like the config's `model_type`, with
-ARCHITECTURES (names in the config's `architectures`), Config and describe(config)."""
+ARCHITECTURES (names in the config's `architectures`), Config and describe(config). An entry point
+in `tk.models` names such a module of another package. It adds a `model_type` and replaces none."""
 
 import pkgutil
 import re
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -12,7 +14,8 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from toolkit.errors import CheckpointError
+from toolkit import plugins
+from toolkit.errors import CheckpointError, PluginError
 from toolkit.models import architectures
 from toolkit.models.describe import Decoder, Encoder, External, Head
 from toolkit.models.fallback.config import (
@@ -23,10 +26,11 @@ from toolkit.models.fallback.config import (
 )
 from toolkit.models.model_config import ArchitectureConfig
 from toolkit.models.unread import find_unknown
+from toolkit.plugins import Group, Plugin
 
 
 class Architecture(Protocol):
-    """A module of `models.architectures`."""
+    """A module of `models.architectures`, or of a plug-in."""
 
     ARCHITECTURES: tuple[str, ...]
     """Names in config.json's `architectures`. A decoder's `...Model` has no output head: it only
@@ -38,18 +42,34 @@ class Architecture(Protocol):
 
 
 @cache
-def model_types() -> tuple[str, ...]:
-    """Return the supported values of `model_type`, with underscores."""
+def built_in() -> tuple[str, ...]:
+    """Return the values of `model_type` that tk supports itself, with underscores."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(architectures.__path__)))
 
 
+def model_types() -> tuple[str, ...]:
+    """Return the supported values of `model_type`, with underscores. Plug-ins come last."""
+    return (*built_in(), *_plugins())
+
+
+def load_plugins(*, strict: bool) -> None:
+    """Load the plug-ins. A broken one is logged or, if `strict`, raises PluginError."""
+    plugins.load_installed(Group.MODELS, built_in(), strict=strict)
+
+
 def supported() -> list[str]:
-    """Return the names of all supported architectures."""
-    return [name for kind in model_types() for name in _module(kind).ARCHITECTURES]
+    """Return the names of all supported architectures, without those of broken plug-ins."""
+    names: list[str] = []
+    for kind in model_types():
+        with suppress(PluginError):
+            names += _module(kind).ARCHITECTURES
+    return names
 
 
 def find_problem(raw: dict[str, Any], model_impl: str = "auto") -> str | None:
-    """Return why a config.json's architecture is not supported, or None. See --model-impl."""
+    """Return why a config.json's architecture is not supported, or None. See --model-impl.
+
+    Raises PluginError if it is that of a broken plug-in. So do the functions below."""
     problem = _find_problem(raw)
     falls_back = problem is not None if model_impl == "auto" else model_impl == "transformers"
     if not falls_back:
@@ -102,6 +122,10 @@ def describe(config: ArchitectureConfig) -> Decoder | Encoder | External:
         description = _module(config.model_type).describe(config)
     except ValueError as error:
         raise CheckpointError(f"config.json cannot be used: {error}.") from None
+    except Exception as error:
+        if plugin := _plugins().get(config.model_type):
+            raise plugin.error(error) from error
+        raise
     if isinstance(description, Decoder) and not has_head(config):
         return replace(description, head=Head())  # unused, so it needs no bias
     return description
@@ -117,5 +141,18 @@ def _kind(raw: dict[str, Any]) -> str:
     return re.sub(r"\W", "_", str(raw.get("model_type")))
 
 
+@cache
+def _plugins() -> dict[str, Plugin]:
+    """Return the plug-ins by `model_type`, without loading them."""
+    found: dict[str, Plugin] = {}
+    for plugin in plugins.installed(Group.MODELS):
+        if plugin.name not in built_in():
+            found.setdefault(plugin.name, plugin)
+    return found
+
+
 def _module(kind: str) -> Architecture:
+    """Raises PluginError if it is a plug-in's and broken."""
+    if plugin := _plugins().get(kind):
+        return cast("Architecture", plugin.load())
     return cast("Architecture", import_module(f"{architectures.__name__}.{kind}"))

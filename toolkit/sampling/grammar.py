@@ -19,8 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.sampling.params import THINK_END, THINK_START
-from toolkit.sampling.structured_outputs import in_thread, limits, reason_of
+from toolkit.sampling.structured_outputs import (
+    THINK_END,
+    THINK_START,
+    in_thread,
+    limits,
+    reason_of,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -29,7 +34,6 @@ Masks = npt.NDArray[np.int32]
 """[n, ceil(vocab / 32)]: bit t % 32 of word t // 32 is set if token t is allowed."""
 MAX_COMPILED = 64  # compiled grammars to keep
 MIN_PARALLEL = 8  # sequences from which threads pay off
-_THINK_START, _THINK_END = THINK_START.encode(), THINK_END.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +48,29 @@ class TokenTable:
 class GrammarCompiler:
     """Compiles in threads and caches the latest grammars."""
 
-    def __init__(self, read_tokens: Callable[[Sequence[int]], TokenTable]) -> None:
-        """`read_tokens` gets the end tokens. It is called once, in a thread."""
+    def __init__(self, read_tokens: Callable[[Sequence[int], frozenset[str]], TokenTable]) -> None:
+        """`read_tokens` gets the end tokens and the delimiters. It is called in a thread, once per
+        set of delimiters: a server's requests have one or two."""
         self._read_tokens = read_tokens
-        self._vocabulary: Future[Vocabulary] | None = None
-        self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
+        self._vocabularies: dict[frozenset[str], Future[Vocabulary]] = {}
+        self._compiled: OrderedDict[tuple[str, frozenset[str]], Future[CompiledGrammar]] = (
+            OrderedDict()
+        )
 
-    def compile(self, grammar: str, end_ids: Sequence[int]) -> Future[CompiledGrammar]:
-        """Start compiling. Fails with ValueError if the vocabulary cannot spell the grammar."""
-        if self._vocabulary is None:
-            self._vocabulary = in_thread(lambda: Vocabulary(self._read_tokens(end_ids)))
-        found = self._compiled.pop(grammar, None)
-        if found is None:
-            vocabulary = self._vocabulary  # queued before, so that it is done first
+    def compile(
+        self, grammar: str, end_ids: Sequence[int], delimiters: frozenset[str] = frozenset()
+    ) -> Future[CompiledGrammar]:
+        """Start compiling. Fails with ValueError if the vocabulary cannot spell the grammar.
+
+        `delimiters`: special tokens that the grammar may contain as text."""
+        vocabulary = self._vocabularies.get(delimiters)
+        if vocabulary is None:
+            vocabulary = in_thread(lambda: Vocabulary(self._read_tokens(end_ids, delimiters)))
+            self._vocabularies[delimiters] = vocabulary
+        found = self._compiled.pop((grammar, delimiters), None)
+        if found is None:  # the vocabulary was queued before, so that it is done first
             found = in_thread(lambda: CompiledGrammar(vocabulary.result(), grammar))
-        self._compiled[grammar] = found
+        self._compiled[grammar, delimiters] = found
         while len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
         return found
@@ -73,9 +85,14 @@ class Vocabulary:
         known = np.array([bool(spelling) for spelling in table.spellings])
         known[list(table.end_ids)] = False
         self.unfinished = _packed(known)  # mask of all tokens except end tokens
-        self.think_id = next(
-            (id for id, text in enumerate(table.spellings) if text == _THINK_START), None
-        )
+        self._found: dict[bytes, int | None] = {}
+
+    def find(self, spelling: bytes) -> int | None:
+        """Return the first token with these bytes, if there is one."""
+        if spelling not in self._found:
+            tokens = enumerate(self.table.spellings)
+            self._found[spelling] = next((id for id, text in tokens if text == spelling), None)
+        return self._found[spelling]
 
 
 class CompiledGrammar:
@@ -103,12 +120,14 @@ class GrammarState:
         min_tokens: int = 0,
         end_ids: Sequence[int] = (),
         reasoning: Literal["begun", "possible"] | None = None,
+        reasoning_marks: tuple[str, str] = (THINK_START, THINK_END),
     ) -> None:
         """`end_ids`: not allowed before `min_tokens` while the grammar allows other tokens."""
         self.compiled = compiled
         self._min_tokens = min_tokens
         self._end_ids = list(end_ids)
         self._reasoning = reasoning
+        self._start, self._end = (mark.encode() for mark in reasoning_marks)
         self._thoughts = b""  # last bytes of the reasoning, which may begin its end mark
         self._num_tokens = 0
         self._matcher: LLMatcher | None = None
@@ -136,6 +155,11 @@ class GrammarState:
         return self.compiled.result().vocabulary
 
     @property
+    def _start_id(self) -> int | None:
+        """Token that starts the reasoning."""
+        return self.vocabulary.find(self._start)
+
+    @property
     def thinks(self) -> bool:
         """True while the sequence is in its reasoning."""
         return self._reasoning == "begun"
@@ -151,7 +175,7 @@ class GrammarState:
 
     def adjust(self, mask: npt.NDArray[np.int32]) -> None:
         """Allow reasoning to start, and forbid end tokens before `min_tokens`, in place."""
-        if self._reasoning == "possible" and (think := self.vocabulary.think_id) is not None:
+        if self._reasoning == "possible" and (think := self._start_id) is not None:
             mask.view(np.uint8)[think // 8] |= 1 << think % 8
         if self._num_tokens < self._min_tokens:
             shorter = mask.copy()
@@ -169,17 +193,17 @@ class GrammarState:
     def _after_reasoning(self, new: list[int]) -> list[int]:
         """Return the new tokens that follow the reasoning."""
         if self._reasoning == "possible":
-            if new[0] != self.vocabulary.think_id:
+            if new[0] != self._start_id:
                 self._reasoning = None
                 return new
             self._reasoning = "begun"
             new = new[1:]
         for index, token in enumerate(new):
             self._thoughts += self.vocabulary.table.spellings[token]
-            if _THINK_END in self._thoughts:
+            if self._end in self._thoughts:
                 self._reasoning = None
                 return new[index + 1 :]
-            self._thoughts = self._thoughts[1 - len(_THINK_END) :]
+            self._thoughts = self._thoughts[1 - len(self._end) :]
         return []
 
 

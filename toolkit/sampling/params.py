@@ -6,14 +6,16 @@ from typing import Any
 import msgspec
 
 from toolkit.errors import InvalidParamError, InvalidRequestError
+from toolkit.sampling.structured_outputs import THINK_END as THINK_END
+from toolkit.sampling.structured_outputs import THINK_START as THINK_START
 from toolkit.sampling.structured_outputs import StructuredOutputsParams
 
-THINK_START, THINK_END = "<think>", "</think>"  # mark the reasoning in an answer
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 256
 MAX_TEXT = 16_384  # characters of all `stop` strings, and of all `bad_words`
 MAX_BEAM_WIDTH = 64
+MAX_EXTRA_ARGS = 65_536  # bytes of all `extra_args`, as MessagePack
 _MAX_INT = 2**31 - 1
 _INTEGERS = (
     "n",
@@ -61,6 +63,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     """Put a space on either side of special tokens that are not skipped."""
     detokenize: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    extra_args: dict[str, Any] | None = None
+    """Arguments of logits processors, by name. They also say which processors run."""
     truncate_prompt_tokens: int | None = None
     """Keep the last so many tokens of the prompt. -1: as many as leave room for the answer."""
 
@@ -122,6 +126,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             self.allowed_token_ids = list(dict.fromkeys(self.allowed_token_ids))
         for bias in (self.logit_bias or {}).values():
             _within("logit_bias", bias, -100.0, 100.0)
+        if self.extra_args is not None and len(_encoded(self.extra_args)) > MAX_EXTRA_ARGS:
+            raise InvalidParamError("extra_args", f"takes at most {MAX_EXTRA_ARGS} bytes.")
 
     @property
     def size(self) -> int:
@@ -132,7 +138,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             self.logit_bias,
             *(self.bad_words_token_ids or ()),
         )
-        return sum(len(one) for one in lists if one) + sum(map(len, self.stop_strings))
+        size = sum(len(one) for one in lists if one) + sum(map(len, self.stop_strings))
+        return size + (len(_encoded(self.extra_args)) if self.extra_args else 0)
 
     @property
     def has_biases(self) -> bool:
@@ -195,6 +202,13 @@ def _as_list(stop: list[str] | str | None) -> list[str]:
     if stop is None:
         return []
     return [stop] if isinstance(stop, str) else list(stop)
+
+
+def _encoded(extra_args: dict[str, Any]) -> bytes:
+    try:
+        return msgspec.msgpack.encode(extra_args)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidParamError("extra_args", f"cannot be sent to the engine: {error}.") from None
 
 
 def _check_token_ids(name: str, token_ids: Iterable[object] | None) -> None:

@@ -1,19 +1,20 @@
 """Chooses tokens from logits.
 
-The order is vLLM's: log-probabilities of the raw logits; then logit bias and forbidden end tokens,
-penalties, grammars, temperature, min-p, top-k, top-p. `sample` is the only place that has it. A
-random choice depends on the request's seed and the position alone: the same seed gives the same
-text in any batch and after any preemption."""
+The order is vLLM's: log-probabilities of the raw logits; then logits processors, logit bias and
+forbidden end tokens, penalties, grammars, temperature, min-p, top-k, top-p. `sample` is the only
+place that has it. A random choice depends on the request's seed and the position alone: the same
+seed gives the same text in any batch and after any preemption."""
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from toolkit.hardware.memory import to_device
 from toolkit.kernels import cpu
 from toolkit.kernels.cpu.sampling import sample as cpu_sample
 from toolkit.kernels.table import Kernels
 from toolkit.sampling.grammar import Masks
-from toolkit.sampling.sampling_state import SamplingState, to_device
+from toolkit.sampling.sampling_state import SamplingState
 
 IntArray = npt.NDArray[np.int32]
 MAX_TOPK = 1024
@@ -42,6 +43,8 @@ def sample(
         if kernels is None
         else _KernelSteps(kernels, state, token_ids, rows, lengths)
     )
+    if state.processors.asked[rows].any():
+        state.processors.apply(logits, token_ids, rows, lengths)
     if state.biases[rows].any():
         add_biases(logits, state, token_ids, rows, lengths)
     if state.penalties[rows].any():

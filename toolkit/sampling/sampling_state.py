@@ -4,7 +4,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from toolkit.hardware.memory import to_device
 from toolkit.sampling.params import SamplingParams
+from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded, ProcessorRows
 from toolkit.sequence import SequenceSpec
 
 
@@ -15,8 +17,11 @@ class SamplingState:
     penalty. `ints` [num_rows, 3] int64: top_k, seed, number of prompt tokens. Both exist on the
     host and on the device."""
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, device: torch.device, processors: Loaded = NO_PROCESSORS
+    ) -> None:
         self.device = device
+        self.processors = ProcessorRows(num_rows, processors)
         self.host_floats = np.zeros((num_rows, 6), np.float32)
         self.host_ints = np.zeros((num_rows, 3), np.int64)
         self.floats = torch.zeros(num_rows, 6, device=device)
@@ -55,14 +60,10 @@ class SamplingState:
         self.filters[row] = p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
         self.penalties[row] = p.has_penalties
         self.biases[row] = p.has_biases
+        self.processors.set(row, spec)
         self.num_logprobs[row] = -1 if p.logprobs is None else p.logprobs
 
     def load(self, rows: list[int]) -> None:
         """Copy rows to the device, synchronously."""
         self.floats[rows] = torch.from_numpy(self.host_floats[rows]).to(self.device)
         self.ints[rows] = torch.from_numpy(self.host_ints[rows]).to(self.device)
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a host tensor to a device, without waiting for its work."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

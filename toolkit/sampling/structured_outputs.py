@@ -31,6 +31,7 @@ MAX_LEXER_STATES = 32_768  # per request; 1 to 2 kB each
 WHITESPACE = r"\x20|\r?\n[\x20\t]{0,16}"
 """Between the parts of JSON: a space, or a line break and the next line's indentation. Bounded,
 because confused models write line breaks without end."""
+THINK_START, THINK_END = "<think>", "</think>"  # mark the reasoning in an answer
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -51,8 +52,12 @@ class StructuredOutputsParams(
     """Ignore what cannot be enforced in a JSON schema, instead of refusing it, and let objects have
     properties that the schema does not name unless it forbids them."""
     reasoning: Literal["begun", "possible"] | None = None
-    """The answer may begin with unconstrained reasoning, up to `</think>`. begun: the prompt has
-    started it. possible: the answer may start it with `<think>`."""
+    """The answer may begin with unconstrained reasoning. begun: the prompt has started it.
+    possible: the answer may start it with the first of `reasoning_marks`."""
+    reasoning_marks: tuple[str, str] = (THINK_START, THINK_END)
+    """Texts around the reasoning. The first must be one token."""
+    delimiters: list[str] = []
+    """Special tokens that the answer may contain as text, next to those of the built-in formats."""
     param: str = "structured_outputs"  # name of the field in the request, for error messages
 
     def __post_init__(self) -> None:

@@ -98,3 +98,5 @@ class ModelOutput:
     pooled: dict[int, FloatArray] = field(default_factory=dict)
     """Vectors of pooled prompts, by index among the sampling requests."""
     num_compiled: int = 0  # kernels compiled since the last step, which should be none
+    failures: dict[int, str] = field(default_factory=dict)
+    """Errors of logits processors, by index among the sampling requests, whose token is -1."""

@@ -148,10 +148,10 @@ class Request:
 
     @property
     def excludes_tokens(self) -> bool:
-        """True if its parameters forbid some tokens, maybe all."""
+        """True if its parameters or its logits processors forbid some tokens, maybe all."""
         params = self.params
         return self.grammar is not None or bool(
-            params.allowed_token_ids or params.bad_words_token_ids
+            params.allowed_token_ids or params.bad_words_token_ids or params.extra_args
         )
 
     @property

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from toolkit.scheduler.output import IntArray, ModelOutput, PromptLogprobs, SchedulerOutput
+from toolkit.scheduler.output import ModelOutput, PromptLogprobs, SchedulerOutput
 from toolkit.scheduler.planner import Planner
 from toolkit.scheduler.request import FinishReason, Request, RequestStatus
 from toolkit.scheduler.step import RowArray, StepBuilder, StepInFlight, StepResult, StepResults
@@ -26,7 +26,7 @@ class Scheduler(Planner):
             return StepResults(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
         others = self._new_prompt_logprobs(step, result)
         which = np.flatnonzero(output.samples)
-        results = self._append_all(step, which, output.step, result.token_ids)
+        results = self._append_all(step, which, output.step, result)
         results.others = others + results.others
         if not self._suspects:
             self._num_unexplained_failures = 0
@@ -35,17 +35,16 @@ class Scheduler(Planner):
         return results
 
     def _append_all(
-        self, step: StepInFlight, which: RowArray, number: int, token_ids: IntArray
+        self, step: StepInFlight, which: RowArray, number: int, result: ModelOutput
     ) -> StepResults:
         """Append the tokens of the requests that sampled: `which`, as indices into the step."""
-        table, others = self._rows, []
+        table, others, token_ids, failures = self._rows, [], result.token_ids, result.failures
         rows, samples = step.rows.take(which), np.arange(len(which))
         if step.num_rows_released != self._num_rows_released:
             stays = table.taken_at.take(rows) <= number
             for sample in samples[~stays].tolist():
-                others += self._append_late(
-                    step.requests[which.item(sample)], token_ids.item(sample), sample
-                )
+                late = step.requests[which.item(sample)]
+                others += self._append_late(late, token_ids.item(sample), sample, failures)
             which, samples, rows, token_ids = (
                 which[stays],
                 samples[stays],
@@ -64,22 +63,28 @@ class Scheduler(Planner):
         if np.count_nonzero(told):
             for at in np.flatnonzero(told).tolist():
                 request = step.requests[which.item(at)]
-                others.append(self._result_of(request, token_ids.item(at), samples.item(at)))
+                others.append(
+                    self._result_of(request, token_ids.item(at), samples.item(at), failures)
+                )
         return results
 
-    def _append_late(self, request: Request, token_id: int, sample: int) -> list[StepResult]:
+    def _append_late(
+        self, request: Request, token_id: int, sample: int, failures: dict[int, str]
+    ) -> list[StepResult]:
         """Append a token of a request that has left its row since."""
         if request.is_finished:
             return []
         request.append(token_id)
-        results = self._result_of(request, token_id, sample)
+        results = self._result_of(request, token_id, sample, failures)
         return [] if request.spec.is_final_only and not request.is_finished else [results]
 
-    def _result_of(self, request: Request, token_id: int, sample: int) -> StepResult:
+    def _result_of(
+        self, request: Request, token_id: int, sample: int, failures: dict[int, str]
+    ) -> StepResult:
         """Return a request's result with its newest token. Ends the request if it is done."""
         if token_id < 0:
             request.drop_last()
-            reason, error = _no_token_reason(request)
+            reason, error = _no_token_reason(request, failures.get(sample))
             self._finish(request, reason)
             return StepResult(request, error=error)
         if request.num_known_tokens >= request.stops_from and token_id in request.ending_token_ids:
@@ -159,8 +164,10 @@ class Scheduler(Planner):
         self.pool.evict_all()
 
 
-def _no_token_reason(request: Request) -> tuple[FinishReason, str]:
-    """Return why a request found no token to sample."""
+def _no_token_reason(request: Request, failure: str | None) -> tuple[FinishReason, str]:
+    """Return why a request found no token to sample. `failure`: of its logits processor."""
+    if failure is not None:
+        return FinishReason.ERROR, failure
     params = request.params
     bound = params.allowed_token_ids or params.bad_words_token_ids or params.logit_bias
     if request.grammar is not None and bound:
@@ -169,6 +176,11 @@ def _no_token_reason(request: Request) -> tuple[FinishReason, str]:
             "logit_bias; relax one of them"
         )
     nonsense = "the model's logits are not finite (NaN or infinity)"
+    if params.extra_args:
+        names = ", ".join(params.extra_args)
+        return FinishReason.ERROR, (
+            f"the logits processors that read {names} leave no token, or {nonsense}"
+        )
     if params.allowed_token_ids or params.bad_words_token_ids:
         return FinishReason.ERROR, f"allowed_token_ids and bad_words leave no token, or {nonsense}"
     return FinishReason.ERROR, nonsense

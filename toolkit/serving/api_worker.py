@@ -19,6 +19,7 @@ import uvloop
 
 from toolkit.api.http.last_will import NO_SLOT, Slot
 from toolkit.api.http.listener import CONNECTIONS_PER_TURN, RETRY_INTERVAL
+from toolkit.api.http.plugins import FrontEndPlugins
 from toolkit.api.http.service import Service
 from toolkit.api.http_server import HTTPServer
 from toolkit.engine.async_llm import AsyncLLM
@@ -30,6 +31,7 @@ from toolkit.errors import EngineDeadError, ToolkitError
 from toolkit.logs import LogStyle, flush_stderr
 from toolkit.metrics import Metrics
 from toolkit.metrics.merge import snapshot
+from toolkit.sampling.logits_processors import preload
 from toolkit.serving.control import (
     ControlChannel,
     CoreDead,
@@ -83,6 +85,7 @@ class APIWorker:
         LogStyle.of(setup.server.log_level, setup.server.log_format).apply()
         template = setup.engine.model.chat_template
         tokenizer = await asyncio.to_thread(load_tokenizer, Path(setup.tokenizer_folder), template)
+        await asyncio.to_thread(preload, setup.engine.plugins)
         self._channel.send(Prepared())
         start = await self._receive()
         assert isinstance(start, StartServing)
@@ -100,7 +103,10 @@ class APIWorker:
                 self._engine.start_reading(index).add_done_callback(_exit_if_failed)
             elif core.dead:
                 self._engine.remove_core(index, EngineDeadError(core.dead))
-        service = Service(self._engine, setup.names, setup.created, self._expose, setup.server)
+        plugins = FrontEndPlugins.load(setup.server, strict=setup.engine.plugins.strict_plugins)
+        service = Service(
+            self._engine, setup.names, setup.created, self._expose, setup.server, plugins=plugins
+        )
         self._http = HTTPServer(service)
         await self._http.start()
         gc.collect()

@@ -147,7 +147,12 @@ class SingleProcess:
 
 
 def _import_server() -> Callable[[AsyncLLM, tuple[str, ...], ServerConfig], HTTPServer]:
+    from toolkit.api.http.plugins import FrontEndPlugins
     from toolkit.api.http.service import Service
     from toolkit.api.http_server import HTTPServer
 
-    return lambda engine, names, config: HTTPServer(Service(engine, names, config=config))
+    def make(engine: AsyncLLM, names: tuple[str, ...], config: ServerConfig) -> HTTPServer:
+        plugins = FrontEndPlugins.load(config, strict=engine.config.plugins.strict_plugins)
+        return HTTPServer(Service(engine, names, config=config, plugins=plugins))
+
+    return make

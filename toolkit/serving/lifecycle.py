@@ -16,7 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from toolkit import plugins
 from toolkit.api.http.listener import listen, raise_file_limit, tls
+from toolkit.api.http.plugins import FrontEndPlugins
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.errors import ConfigError
 from toolkit.logs import LogStyle
@@ -38,7 +40,10 @@ async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -
     EngineDeadError when the engine dies."""
     LogStyle.of(config.log_level, config.log_format).apply()
     config = _load_key_file(config)
-    tls(config)  # report errors in its files before the model is loaded
+    # Report errors in files and plug-ins before the model is loaded.
+    tls(config)
+    plugins.named(plugins.Group.LOGITS_PROCESSORS, engine.plugins.logits_processors)
+    FrontEndPlugins.load(config, strict=engine.plugins.strict_plugins)
     with listen(config) as listener:
         raise_file_limit()
         names = tuple(dict.fromkeys(config.served_model_name or [default_name(engine.model.model)]))

@@ -1,39 +1,35 @@
-"""Answers with reasoning first: `<think>...</think>`, then the content."""
+"""Formats of reasoning before the content of an answer: `<think>...</think>`, then the content."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import ClassVar, Literal
 
 from toolkit.sampling.params import THINK_END, THINK_START
-from toolkit.text.tokenizer import Tokenizer
 from toolkit.text.tool_formats import partial_marker_size
 
-_LAST = 8  # tokens at the prompt's end to search for a marker
-
 Reasoning = Literal["begun", "possible"]
-"""begun: the prompt opens the reasoning. possible: the answer may open it with `<think>`."""
+"""begun: the prompt opens the reasoning. possible: the answer may open it with the marker."""
 
 
-def reasoning_after(
-    prompt: list[int], tokenizer: Tokenizer, parser: str | None
-) -> Reasoning | None:
-    """Return how the answer begins, judged by the prompt's end; None: without reasoning."""
-    if parser is None:
-        return None
-    end = tokenizer.decode(prompt[-_LAST:], skip_special_tokens=False).rstrip()
-    if end.endswith(THINK_END):
-        return None
-    return "begun" if end.endswith(THINK_START) or parser == "deepseek_r1" else "possible"
-
-
-class ReasoningSplitter:
+class ReasoningFormat:
     """Splits one answer, as it arrives, into reasoning and the rest, without space at the markers.
 
-    The output does not depend on how the text is split."""
+    The output does not depend on how the text is split. A subclass may have other markers."""
+
+    start: ClassVar[str] = THINK_START
+    end: ClassVar[str] = THINK_END
 
     def __init__(self, reasoning: Reasoning | None) -> None:
+        """`reasoning`: how the answer begins; None: without reasoning."""
         steps = {None: self._pass, "possible": self._maybe_open, "begun": self._open}
         self._step: Callable[[str, bool], tuple[str, str]] = steps[reasoning]
         self._held_back = ""
+
+    @classmethod
+    def reasoning_after(cls, prompt: str) -> Reasoning | None:
+        """Return how the answer begins. `prompt`: the prompt's last tokens, without final space."""
+        if prompt.endswith(cls.end):
+            return None
+        return "begun" if prompt.endswith(cls.start) else "possible"
 
     def add(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
         """Return (reasoning, rest) known so far. Text that may begin a marker is held back."""
@@ -42,20 +38,20 @@ class ReasoningSplitter:
 
     def _maybe_open(self, text: str, is_last: bool) -> tuple[str, str]:
         begin = text.lstrip()
-        if not is_last and len(begin) < len(THINK_START) and THINK_START.startswith(begin):
+        if not is_last and len(begin) < len(self.start) and self.start.startswith(begin):
             self._held_back = text
             return "", ""
-        self._step = self._open if begin.startswith(THINK_START) else self._pass
+        self._step = self._open if begin.startswith(self.start) else self._pass
         return self._step(text, is_last)
 
     def _open(self, text: str, is_last: bool) -> tuple[str, str]:
         """Skip the marker: some models repeat the one that the prompt ends with."""
         begin = text.lstrip()
-        if not is_last and len(begin) < len(THINK_START) and THINK_START.startswith(begin):
+        if not is_last and len(begin) < len(self.start) and self.start.startswith(begin):
             self._held_back = text
             return "", ""
         self._step = self._trim
-        return self._trim(begin.removeprefix(THINK_START), is_last)
+        return self._trim(begin.removeprefix(self.start), is_last)
 
     def _trim(self, text: str, is_last: bool) -> tuple[str, str]:
         begin = text.lstrip()
@@ -65,13 +61,13 @@ class ReasoningSplitter:
         return self._reason(begin, is_last)
 
     def _reason(self, text: str, is_last: bool) -> tuple[str, str]:
-        reasoning, marker, rest = text.partition(THINK_END)
+        reasoning, marker, rest = text.partition(self.end)
         if marker:
             self._step = self._close
             return reasoning.rstrip(), self._close(rest, is_last)[1]
         certain = text
         if not is_last:
-            certain = text[: len(text) - partial_marker_size(text, THINK_END)].rstrip()
+            certain = text[: len(text) - partial_marker_size(text, self.end)].rstrip()
         self._held_back = text[len(certain) :]
         return certain, ""
 
@@ -83,3 +79,17 @@ class ReasoningSplitter:
 
     def _pass(self, text: str, is_last: bool) -> tuple[str, str]:
         return "", text
+
+
+class DeepSeekR1Format(ReasoningFormat):
+    """Reasoning that every answer begins with, with or without `<think>`."""
+
+    @classmethod
+    def reasoning_after(cls, prompt: str) -> Reasoning | None:
+        return None if prompt.endswith(cls.end) else "begun"
+
+
+REASONING_FORMATS: dict[str, type[ReasoningFormat]] = {
+    "qwen3": ReasoningFormat,
+    "deepseek_r1": DeepSeekR1Format,
+}

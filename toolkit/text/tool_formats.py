@@ -61,7 +61,10 @@ Steps = Generator[None, None, None]
 
 
 class ToolFormat(abc.ABC):
-    """Parser of one answer, in one format."""
+    """Parser of one answer, in one format.
+
+    A format is a subclass with `grammar` and `_read`. `_read` is a generator over the text at
+    `self._at`. It calls the methods under "parsing" with `yield from`: they wait for text."""
 
     markers: ClassVar[tuple[str, ...]] = ()  # texts around calls. Often each is a special token
 

@@ -26,6 +26,7 @@ Progress = Callable[[str], None]
 
 
 NOTHING = Bound(0.0, 0.0)
+Described = describe.Decoder | describe.External
 
 
 class Subject(StrEnum):
@@ -126,7 +127,7 @@ def verify(config: EngineConfig, progress: Progress) -> Result:
     return Result(eager.info, eager.tokenizer, rounding, name, comparisons, seconds)
 
 
-def _describe(config: EngineConfig) -> describe.Decoder:
+def _describe(config: EngineConfig) -> Described:
     """Return the model's description. Raises ConfigError if it cannot be verified."""
     given = config.model
     if given.load_format == "dummy":
@@ -136,15 +137,15 @@ def _describe(config: EngineConfig) -> describe.Decoder:
             param="load_format",
         )
     folder = locate(given.model, given.revision)
-    description = describe_model(load_config(folder, given.overrides))
-    if not isinstance(description, describe.Decoder):
+    description = describe_model(load_config(folder, given))
+    if isinstance(description, describe.Encoder):
         raise ConfigError(
             "tk verify compares generated text, and this model is an encoder.", param="model"
         )
     return description
 
 
-def _sizes(config: EngineConfig, description: describe.Decoder) -> Sizes:
+def _sizes(config: EngineConfig, description: Described) -> Sizes:
     return Sizes.fitting(
         config.cache.block_size, description.max_positions, config.model.max_model_len
     )
@@ -233,9 +234,10 @@ def _transformers(
     return Comparison(Subject.TRANSFORMERS, sides, compare(_pairs(exact, theirs)), bound)
 
 
-def _rotation_by_length(description: describe.Decoder, sizes: Sizes, eager: Answers) -> str | None:
+def _rotation_by_length(description: Described, sizes: Sizes, eager: Answers) -> str | None:
     """Return a message if Transformers rotates short sequences by other angles than tk."""
-    for attention in description.attention:
+    layers = description.attention if isinstance(description, describe.Decoder) else []
+    for attention in layers:
         rope = {} if attention.rope is None else attention.rope.parameters
         trained_len = rope.get("original_max_position_embeddings", sizes.context)
         if (

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from toolkit.attention import AttentionBatch
+from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded
 from toolkit.sampling.sampling_state import SamplingState
 from toolkit.scheduler import NewRow, SchedulerOutput
 
@@ -21,14 +22,19 @@ class BatchState:
     [num_rows, max_blocks] int32."""
 
     def __init__(
-        self, num_rows: int, max_model_len: int, block_size: int, device: torch.device
+        self,
+        num_rows: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        processors: Loaded = NO_PROCESSORS,
     ) -> None:
         self.device = device
         self.block_size = block_size
         self.token_ids = torch.zeros(num_rows, max_model_len + 1, dtype=torch.int32, device=device)
         max_blocks = -(-max_model_len // block_size)
         self.block_table = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
-        self.sampling = SamplingState(num_rows, device)
+        self.sampling = SamplingState(num_rows, device, processors)
 
     def apply(self, step: SchedulerOutput) -> None:
         """Apply a step's new rows, new blocks, and tokens sampled elsewhere."""

@@ -11,11 +11,11 @@ import torch
 
 from toolkit.attention import AttentionBackend, AttentionBatch
 from toolkit.hardware.graph_capture import captured, empty_cache
+from toolkit.hardware.memory import to_device
 from toolkit.kernels.table import Kernels
 from toolkit.models.model import CausalLM
 from toolkit.sampling.grammar import Masks
 from toolkit.sampling.sampler import sample
-from toolkit.sampling.sampling_state import to_device
 from toolkit.scheduler import SchedulerOutput
 from toolkit.worker.cuda_state import CudaBatchState, StepInputs
 from toolkit.worker.graph_policy import GraphPolicy, StepShape
@@ -35,9 +35,9 @@ class Graph:
 class CudaRunner(ModelRunner):
     """Runs a step as a captured graph where one fits, else kernel by kernel.
 
-    A graph is a complete step: inputs, model, sampler, state update. Requests with penalties,
-    biases or grammars are sampled again after it, from its logits. Pipeline stages receive hidden
-    states before the graph and send them after it."""
+    A graph is a complete step: inputs, model, sampler, state update. Special requests, those with
+    penalties, biases, grammars or logits processors, are sampled again after it, from its logits.
+    Pipeline stages receive hidden states before the graph and send them after it."""
 
     state: CudaBatchState
 
@@ -136,17 +136,23 @@ class CudaRunner(ModelRunner):
         self, step: SchedulerOutput, logits: torch.Tensor, masks: Masks | None
     ) -> Sampled:
         sampling = self.state.sampling
-        is_special = step.samples & (sampling.penalties[step.rows] | sampling.biases[step.rows])
+        is_special = step.samples & (
+            sampling.penalties[step.rows]
+            | sampling.biases[step.rows]
+            | sampling.processors.asked[step.rows]
+        )
         is_special[step.constrained] = True
         if is_special.any():
             self._sample_again(step, logits, np.flatnonzero(is_special), masks)
         tokens = self._sampled[: len(step.rows)]
         which = np.flatnonzero(step.samples)
+        failures = sampling.processors.take_failures(step.rows[which])
         k = int(sampling.num_logprobs[step.rows[which]].max()) if len(which) else -1
         if k < 0:
-            return Sampled(tokens, which)
+            return Sampled(tokens, which, failures=failures)
         index = self._on_device(which)
-        return Sampled(tokens, which, self.kernels.logprobs(logits[index], tokens[index], k))
+        logprobs = self.kernels.logprobs(logits[index], tokens[index], k)
+        return Sampled(tokens, which, logprobs, failures)
 
     def _sample_again(
         self,
@@ -155,7 +161,7 @@ class CudaRunner(ModelRunner):
         which: npt.NDArray[np.int64],
         masks: Masks | None,
     ) -> None:
-        """Sample the requests with penalties, biases or grammars, from changed logits."""
+        """Sample the special requests, from changed logits."""
         state, index = self.state, self._on_device(which)
         rows, lengths = step.rows[which], (step.num_computed + step.num_tokens)[which]
         masked = None if masks is None else (np.searchsorted(which, step.constrained), masks)

@@ -7,6 +7,7 @@ import torch
 
 from toolkit.attention import AttentionBatch
 from toolkit.kernels.table import Kernels
+from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.scheduler.output import IntArray
 from toolkit.worker.batch_state import BatchState
@@ -39,8 +40,9 @@ class CudaBatchState(BatchState):
         device: torch.device,
         max_tokens: int,
         kernels: Kernels,
+        processors: Loaded = NO_PROCESSORS,
     ) -> None:
-        super().__init__(num_rows + 1, max_model_len, block_size, device)
+        super().__init__(num_rows + 1, max_model_len, block_size, device, processors)
         self._copy_runs, self._expand = kernels.copy_runs, kernels.expand_inputs
         self._staging = Staging(device)
         self._num_reqs, self.max_tokens = num_rows, max_tokens

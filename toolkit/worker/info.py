@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from toolkit.plugins import Plugin
 from toolkit.pooling.settings import PoolingInfo
 
 Report = Callable[[str, float], None]  # called with the name and the seconds of a start-up phase
@@ -31,6 +32,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     generates: bool = True  # prompts can be continued
     chunks_prompts: bool = True  # A prompt can be computed in several steps
     pooling: PoolingInfo | None = None  # set if prompts can be pooled
+    logits_processors: list[Plugin] = []  # that requests may ask for
 
     @property
     def token_bytes(self) -> float:

@@ -6,7 +6,7 @@ and CUDA graphs."""
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -61,11 +61,13 @@ class Sampled:
     """Sampled tokens, on the device.
 
     The step's sampling requests have the tokens at the indices `which` of `tokens`. `logprobs` are
-    in the same order, if any request asked for them."""
+    in the same order, if any request asked for them. `failures`: errors of logits processors, by
+    index into `which`; those requests have no token."""
 
     tokens: torch.Tensor
     which: npt.NDArray[np.int64]
     logprobs: Logprobs | None = None
+    failures: dict[int, str] = field(default_factory=dict)
 
 
 Sample = Callable[[Masks | None], Sampled]
@@ -180,7 +182,8 @@ class ModelRunner:
         tokens = sample(logits, self.state.sampling, self.state.token_ids, rows, lengths, masked)
         self.state.append(rows, lengths, tokens)
         logprobs = gather_logprobs(raw, tokens, k) if k >= 0 else None
-        return Sampled(tokens, np.arange(len(which)), logprobs)
+        failures = self.state.sampling.processors.take_failures(rows)
+        return Sampled(tokens, np.arange(len(which)), logprobs, failures)
 
     def _prompt_logprobs(
         self, step: SchedulerOutput, hidden: torch.Tensor
@@ -239,6 +242,7 @@ class ModelRunner:
                 },
                 {} if vectors is None else dict(zip(samples, vectors.numpy(), strict=True)),
                 self.num_compiled(),
+                sampled.failures,
             )
 
         return PendingOutput(finish)

@@ -30,9 +30,10 @@ from toolkit.models.cache_scale import scale_cache
 from toolkit.models.decoder import Decoder
 from toolkit.models.model import CausalLM, Encoder, Model
 from toolkit.models.model_config import ArchitectureConfig
-from toolkit.models.registry import describe, has_head
+from toolkit.models.registry import describe, has_head, load_plugins
 from toolkit.pooling import heads
 from toolkit.pooling.settings import has_pooling
+from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded, load_processors
 from toolkit.scheduler import SchedulerOutput
 from toolkit.weights.loader import find_weights
 from toolkit.weights.quantization import require
@@ -60,6 +61,7 @@ class Worker:
     info: WorkerInfo
     encoder: EncoderRunner | None = None
     """Runner of a model without a KV cache, in place of `runner`."""
+    _processors: Loaded = NO_PROCESSORS
     _stream: torch.cuda.Stream | None = None
     _loading: Loading | None = None
 
@@ -114,6 +116,7 @@ class Worker:
                 self.group = open_peer_memory(group, device)
                 self.group = choose_algorithms(self.group, device)
         with phases("config"):
+            load_plugins(strict=self.config.plugins.strict_plugins)
             model_config = load_config(self.folder, self.config.model)
             dtype = choose_dtype(self.config.model.dtype, model_config, device)
             max_model_len = self._max_model_len(model_config)
@@ -136,6 +139,7 @@ class Worker:
             self._count_late_compilations(device)
             return self.info
         assert isinstance(model, CausalLM)
+        self._processors = load_processors(self.config.plugins, device, model.vocab_size)
         with phases("KV cache"):
             self._make_cache(model, device, dtype, max_model_len, loaded)
         self._add_pooling(model, model_config, device)
@@ -396,10 +400,11 @@ class Worker:
                 device=device,
             )
             if kernels is None:
-                return ModelRunner(
-                    model, backend, cache, BatchState(num_rows, max_len, block_size, device)
-                )
-            state = CudaBatchState(num_rows, max_len, block_size, device, budget, kernels)
+                plain = BatchState(num_rows, max_len, block_size, device, self._processors)
+                return ModelRunner(model, backend, cache, plain)
+            state = CudaBatchState(
+                num_rows, max_len, block_size, device, budget, kernels, self._processors
+            )
             captures = backend.is_capturable and not config.device.enforce_eager
             policy = GraphPolicy(num_rows, budget, max_len, captures=captures)
             made = CudaRunner(model, backend, cache, state, kernels, policy)
@@ -522,6 +527,7 @@ class Worker:
             world_size=self.world.size,
             async_scheduling=device.type == "cuda" if wanted is None else wanted,
             attention_size=_attention_size(model),
+            logits_processors=list(self._processors),
         )
 
 

@@ -10,6 +10,7 @@ import msgspec
 from prometheus_client.registry import Collector
 
 from toolkit.api.app import make_app
+from toolkit.api.http.plugins import FrontEndPlugins
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.metrics import HTTPMetrics, Metrics
 from toolkit.metrics.machine import GPU_LABELS, GPU_READINGS
@@ -40,7 +41,9 @@ class Metric:
 def endpoints() -> list[Endpoint]:
     """Return all endpoints of `tk serve`, sorted by path, those under /v1 first."""
     engine = SimpleNamespace(metrics=Metrics("tk", "model"))
-    server: Any = SimpleNamespace(config=ServerConfig(), engine=engine)  # all that it reads
+    server: Any = SimpleNamespace(  # all that it reads
+        config=ServerConfig(), engine=engine, plugins=FrontEndPlugins()
+    )
     gate: Any = make_app(server)
     paths = gate.access_control.app.openapi()["paths"]  # the layer's inner app is FastAPI's
     found = [Endpoint(path, _methods(routes), _summary(routes)) for path, routes in paths.items()]

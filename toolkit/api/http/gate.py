@@ -27,7 +27,7 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 class Gate:
-    """Outermost ASGI layer. Inside it come CORS, access control, and the application."""
+    """Outermost ASGI layer. Inside it are CORS, access control, middleware of plug-ins, routes."""
 
     def __init__(
         self, app: ASGIApp, routes: RouteTable, service: Service, tracer: Tracer | None

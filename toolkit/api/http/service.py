@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from toolkit.api.http.body_fields import Body, check_fields
+from toolkit.api.http.plugins import FrontEndPlugins
 from toolkit.config import ServerConfig
 from toolkit.engine.async_llm import AsyncLLM
 from toolkit.errors import ModelNotFoundError
@@ -26,6 +27,7 @@ class Service:
     config: ServerConfig = field(default_factory=ServerConfig)
     templates: TemplatePool = field(default_factory=TemplatePool)
 
+    plugins: FrontEndPlugins = field(default_factory=FrontEndPlugins)
     metrics: SharedReading[bytes] = field(init=False)
     """Metrics of all processes in Prometheus' text format."""
 

@@ -18,24 +18,22 @@ from toolkit.api.openai.tools import (
     ToolCallMessage,
     requires_call,
 )
-from toolkit.config import ServerConfig
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.json_schema import close_objects
-from toolkit.sampling.params import THINK_END, THINK_START, SamplingParams
+from toolkit.sampling.params import SamplingParams
 from toolkit.sampling.structured_outputs import (
     StructuredOutputsParams,
     choice_rule,
     json_options,
 )
-from toolkit.text.reasoning import Reasoning, ReasoningSplitter, reasoning_after
+from toolkit.text.parsers import Parsers
+from toolkit.text.reasoning import Reasoning, ReasoningFormat
 from toolkit.text.tokenizer import Tokenizer
 from toolkit.text.tool_formats import (
-    FORMATS,
     Llama3Format,
     ToolFormat,
     ToolText,
     build_call_grammar,
-    detect_format,
 )
 
 if TYPE_CHECKING:
@@ -53,24 +51,25 @@ class AnswerPlan:
     needs_call: bool  # the answer is calls only
     has_named_tool: bool  # tool_choice names the tool to call
     has_structured_outputs: bool = False
+    reasoning_format: type[ReasoningFormat] = ReasoningFormat
 
     @classmethod
     def of(
-        cls, body: ChatRequest, prompt: list[int], tokenizer: Tokenizer, config: ServerConfig
+        cls, body: ChatRequest, prompt: list[int], tokenizer: Tokenizer, parsers: Parsers
     ) -> AnswerPlan:
         """Raises InvalidRequestError if the format of this model's calls is unknown."""
         tools = body.callable_tools
         needs_call = requires_call(body.tool_choice)
         is_named = isinstance(body.tool_choice, NamedTool)
-        parser = None if config.reasoning_parser == "none" else config.reasoning_parser
         return cls(
-            reasoning_after(prompt, tokenizer, parser),
-            _choose_format(config.tool_call_parser, body, tokenizer, needs_call) if tools else None,
+            parsers.reasoning_after(prompt, tokenizer),
+            _choose_format(parsers, body, tokenizer, needs_call) if tools else None,
             tools,
             body.parallel_tool_calls and not is_named,
             needs_call,
             is_named,
             body.structured_outputs is not None,
+            parsers.reasoning_format or ReasoningFormat,
         )
 
     @property
@@ -86,10 +85,13 @@ class AnswerPlan:
         constraint = self._constraint(params.structured_outputs)
         if self.needs_call:
             params = msgspec.structs.replace(params, stop=[], stop_token_ids=[])
-        if constraint is not None and self.reasoning is not None:
-            constraint = msgspec.structs.replace(constraint, reasoning=self.reasoning)
-        markers = [THINK_START, THINK_END] if self.reasoning is not None else []
+        marks = self.reasoning_format.start, self.reasoning_format.end
+        markers = list(marks if self.reasoning is not None else ())
         markers += self.tool_format.markers if self.tool_format is not None else ()
+        if constraint is not None:
+            constraint = msgspec.structs.replace(
+                constraint, reasoning=self.reasoning, reasoning_marks=marks, delimiters=markers
+            )
         has_special_marker = any(tokenizer.is_special_text(marker) for marker in markers)
         return msgspec.structs.replace(
             params,
@@ -125,7 +127,7 @@ class AnswerParser:
     """Splits the text of one answer into its parts as it arrives."""
 
     def __init__(self, plan: AnswerPlan) -> None:
-        self._reasoning = ReasoningSplitter(plan.reasoning)
+        self._reasoning = plan.reasoning_format(plan.reasoning)
         self._calls = None
         if plan.tool_format is not None:
             names = [tool.function.name for tool in plan.tools]
@@ -191,7 +193,7 @@ class AnswerParser:
 
 
 def _choose_format(
-    asked: str, body: ChatRequest, tokenizer: Tokenizer, needs_call: bool
+    parsers: Parsers, body: ChatRequest, tokenizer: Tokenizer, needs_call: bool
 ) -> type[ToolFormat]:
     """Return the format of the model's calls. Raises InvalidRequestError if it is unknown."""
     template = tokenizer.chat_template_text if body.chat_template is None else body.chat_template
@@ -201,9 +203,9 @@ def _choose_format(
             "--chat-template sets another template.",
             param="tools",
         )
-    name = detect_format(template) if asked == "auto" else asked
-    if name in FORMATS:
-        return FORMATS[name]
+    found = parsers.tool_format_for(template)
+    if found is not None:
+        return found
     if needs_call:
         return Llama3Format  # only JSON, which the grammar enforces on any model
     raise InvalidRequestError(

@@ -23,6 +23,7 @@ from toolkit.api.http.streaming import (
     while_connected,
 )
 from toolkit.api.openai.beams import start_beams
+from toolkit.api.openai.conversation import rename_params
 from toolkit.api.openai.generation import AnswerGroup, prompt_logprobs_json, start_group
 from toolkit.api.openai.replies import (
     Completion,
@@ -41,7 +42,6 @@ router = APIRouter(tags=["OpenAI"], route_class=Route)
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     service = service_for(request, body)
-    params = body.params(service.engine.default_sampling)
     request_id = f"cmpl-{request.state.request_id}"
     head = {
         "id": request_id,
@@ -49,17 +49,19 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         "created": int(time.time()),
         "model": service.model_name,
     }
-    if body.use_beam_search:
-        group = await start_beams(service, body.prompts(), body, request_id=request_id)
-    else:
-        group = await start_group(
-            service,
-            body.prompts(),
-            params,
-            request_id=request_id,
-            priority=body.priority,
-            counts_tokens=not body.is_prompt_only,
-        )
+    with rename_params(body.param_names):
+        params = body.params(service.engine.default_sampling)
+        if body.use_beam_search:
+            group = await start_beams(service, body.prompts(), body, request_id=request_id)
+        else:
+            group = await start_group(
+                service,
+                body.prompts(),
+                params,
+                request_id=request_id,
+                priority=body.priority,
+                counts_tokens=not body.is_prompt_only,
+            )
     builder = _ChoiceBuilder(group, body, service.engine.tokenizer)
     if body.stream:
         events = _events(group, builder, head, body)

@@ -79,7 +79,7 @@ async def start_answer(
     prompt = await encode_conversation(service, body, request)
     tokenizer = service.engine.tokenizer
     assert tokenizer is not None, "without a tokenizer there is no chat prompt"
-    plan = AnswerPlan.of(body, prompt, tokenizer, service.config)
+    plan = AnswerPlan.of(body, prompt, tokenizer, service.plugins.parsers)
     params = plan.constrain(params, tokenizer)
     if body.use_beam_search:
         group = await start_beams(service, [prompt], body, request_id=request_id)

@@ -121,6 +121,9 @@ class SamplingFields(RequestBody):
     structured_outputs: StructuredOutputs | None = Field(
         None, description="Constraint on the answer, of more kinds than response_format"
     )
+    vllm_xargs: Annotated[dict[str, Any], AfterValidator(encodable)] | None = Field(
+        None, description="Arguments of logits processors, by name; they say which ones run"
+    )
     priority: Int = Field(
         0, description="With --scheduling-policy priority, the lowest value runs first"
     )
@@ -164,6 +167,7 @@ class SamplingFields(RequestBody):
             skip_special_tokens=self.skip_special_tokens,
             spaces_between_special_tokens=self.spaces_between_special_tokens,
             structured_outputs=resolve_constraint(self.response_format, self.structured_outputs),
+            extra_args=self.vllm_xargs or None,
         )
 
     @property
@@ -269,6 +273,11 @@ class CompletionRequest(SamplingFields):
     def beam_params(self) -> BeamSearchParams:
         """Raises InvalidRequestError for options that beam search does not support."""
         return self._beam_params(self.max_tokens, self.logprobs)
+
+    @property
+    def param_names(self) -> dict[str, str]:
+        """The engine's parameters whose names differ here."""
+        return {"extra_args": "vllm_xargs"}
 
     def prompts(self) -> list[str | list[int]]:
         """Raises InvalidRequestError for an empty list and for too many prompts."""
@@ -425,7 +434,11 @@ class ChatRequest(SamplingFields):
     @property
     def param_names(self) -> dict[str, str]:
         """The engine's parameters whose names differ here."""
-        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        names = {
+            "prompt": "messages",
+            "logprobs": "top_logprobs",
+            "extra_args": "vllm_xargs",
+        }
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return names
@@ -494,7 +507,7 @@ _UNSUPPORTED_WITH_BEAMS = (
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "allowed_token_ids", "bad_words", "min_tokens", "include_stop_str_in_output",
     "response_format", "structured_outputs", "skip_special_tokens",
-    "spaces_between_special_tokens",
+    "spaces_between_special_tokens", "vllm_xargs",
 )  # fmt: skip
 
 
