@@ -94,7 +94,7 @@ def row(model_type: str, folder: Path) -> str:
         "",
         verdict(model_type, folder),
     )
-    text = re.sub(r" \(.*|Supported: .*| docs/models.md.*|, and tk caches.*", "", text)
+    text = re.sub(r" \(.*|Supported: .*| docs/.*|, and tk caches.*", "", text)
     return f"| `{model_type}` | {text.rstrip('. ') or 'not listed as a decoder by its class'} |"
 
 

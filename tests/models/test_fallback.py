@@ -139,7 +139,7 @@ class OtherForCausalLM(LlamaForCausalLM):
 """
 
 
-def test_code_of_a_checkpoint_runs_only_if_it_is_trusted(tmp_path):
+def test_code_of_a_checkpoint_runs_only_if_it_is_trusted(tmp_path, caplog):
     model = checkpoints.make_reference("llama3-gqa")
     checkpoints.save(model, tmp_path)
     (tmp_path / "other.py").write_text(REMOTE)
@@ -154,6 +154,7 @@ def test_code_of_a_checkpoint_runs_only_if_it_is_trusted(tmp_path):
         LLM(str(tmp_path), device="cpu")
     case = Case("llama3-gqa", tmp_path, model)
     llm = case.engine(device="cpu", trust_remote_code=True)
+    assert "has all rights of this process" in caplog.text
     case.assert_greedy(generate(llm, case.prompts[:2]))
 
 

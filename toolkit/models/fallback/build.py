@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from toolkit.errors import CheckpointError
 from toolkit.models.fallback.config import FallbackConfig
 
+logger = logging.getLogger(__name__)
 EXPERTS = "grouped_mm"
 """Implementation of experts. The default loops over those that are used, which the host must
 know."""
@@ -86,6 +88,11 @@ def _remote(config: FallbackConfig) -> tuple[type[PreTrainedModel], PreTrainedCo
             f"({names['AutoModelForCausalLM']}), which tk does not run. --trust-remote-code runs "
             f"them, with all rights that this process has."
         )
+    logger.warning(
+        "running the Python code of %s (--trust-remote-code). It has all rights of this process: "
+        "files, network, keys in the environment",
+        config.folder,
+    )
     folder = str(config.folder)
     parsed = get_class_from_dynamic_module(names["AutoConfig"], folder).from_dict(config.raw)
     return get_class_from_dynamic_module(names["AutoModelForCausalLM"], folder), parsed
