@@ -36,7 +36,7 @@ class VerifyEngineConfig:
     max_num_seqs: int = option(8, "Maximum number of running requests.", minimum=1)
     max_num_batched_tokens: int | None = option(
         None,
-        "Token budget of a step. Default: five blocks, less than the prompts of a batch have.",
+        "Token budget of a step. Default: four blocks, less than the prompts of a batch have.",
         minimum=1,
     )
     async_scheduling: bool | None = option(

@@ -28,7 +28,7 @@ class Answers:
     tokenizer: Tokenizer | None
     alone: list[Scored]  # one at a time, without cached prefixes
     together: list[Scored]  # in one batch, in chunks
-    cached: list[Scored]  # one at a time. Prefixes are cached, then evicted
+    cached: list[Scored]  # one at a time, from cached prefixes, perhaps again after their eviction
 
     @property
     def sequences(self) -> list[Sequence[int]]:
@@ -36,8 +36,10 @@ class Answers:
         return [one.tokens for one in self.alone]
 
 
-def answer(config: EngineConfig, sizes: Sizes) -> Answers:
-    """Load an engine with the kernels that are served, and ask it."""
+def answer(config: EngineConfig, sizes: Sizes, *, evicts: bool) -> Answers:
+    """Load an engine with the kernels that are served, and ask it.
+
+    `evicts`: ask again after other prompts have evicted the cached prefixes."""
     config = config.with_settings(
         max_model_len=sizes.context, num_gpu_blocks_override=sizes.num_blocks, swap_space=0.0
     )
@@ -51,8 +53,8 @@ def answer(config: EngineConfig, sizes: Sizes) -> Answers:
         cached: list[Scored] = []
         if config.cache.enable_prefix_caching:
             few = _greedy(CACHED_TOKENS, logprobs=k)
-            for evicts in (False, True):
-                if evicts:
+            for after_eviction in (False, True)[: 1 + evicts]:
+                if after_eviction:
                     _generate(llm, make_filler(sizes, llm.info.vocab_size), _greedy(1))
                 cached += [one for prompt in prompts for one in _generate(llm, [prompt], few)]
         return Answers(llm.info, llm.tokenizer, alone, together, cached)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from toolkit.text.tokenizer import Tokenizer
 
-NEW_TOKENS = 16  # of each answer
+NEW_TOKENS = 8  # of each answer
 CACHED_TOKENS = 4  # of an answer from a cached prefix
-NUM_PROMPTS = 7
-BUDGET_BLOCKS = 5  # token budget of a step: more than a prompt, less than a batch of them
+NUM_PROMPTS = 6
+BUDGET_BLOCKS = 4  # token budget of a step: more than a prompt, less than a batch of them
 
 TEXT = """The harbour was quiet when the first boats came back. Nets lay in heaps along the wall,
 and gulls walked between them as if they owned the place. Anna counted the crates twice: 14 of
@@ -78,7 +78,7 @@ def make_filler(sizes: Sizes, vocab_size: int) -> list[list[int]]:
 
 def _lengths(block: int) -> tuple[int, ...]:
     """Return lengths within a block, of a full one, one more, and several."""
-    return 3, block, block + 1, 2 * block + 5, 3 * block + 2, 4 * block, 4 * block + 1
+    return 3, block, block + 1, 2 * block + 5, 3 * block, 3 * block + 1
 
 
 def _text(tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
