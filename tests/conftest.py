@@ -148,11 +148,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark quick tests before `-m` chooses, and skip those that need a GPU where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark quick tests before `-m` chooses. Skip those that need a GPU where there is none, and
+    those of all decoders unless `-m` names them."""
     for item in items:
         if _is_quick(item.path):
             item.add_marker(pytest.mark.quick)
+        if item.get_closest_marker("models") and config.option.markexpr != "models":
+            item.add_marker(pytest.mark.skip(reason="takes minutes: make test-models runs it"))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
         for item in items:

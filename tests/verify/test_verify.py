@@ -132,9 +132,11 @@ def test_one_model_at_a_time_is_in_memory(checkpoint, monkeypatch):
     monkeypatch.setattr(engines, "LLM", Watched)
     without_transformers(monkeypatch)
     config = EngineConfig.from_settings({"model": str(checkpoint("gpt2")), "device": "cpu"})
+    gc.collect()  # models of other tests
     before = sum(isinstance(one, Decoder) for one in gc.get_objects())
     assert verify(config, lambda what: None).verdict == "ok"
-    assert alive == [before] * 4
+    assert len(alive) == 4
+    assert max(alive) <= before
 
 
 # Planted faults
