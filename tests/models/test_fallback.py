@@ -156,6 +156,10 @@ def test_code_of_a_checkpoint_runs_only_if_it_is_trusted(tmp_path, caplog):
     llm = case.engine(device="cpu", trust_remote_code=True)
     assert "has all rights of this process" in caplog.text
     case.assert_greedy(generate(llm, case.prompts[:2]))
+    elsewhere = {name: f"org/other--{value}" for name, value in names.items()}
+    checkpoints.edit_json(tmp_path / "config.json", auto_map=elsewhere)
+    with pytest.raises(CheckpointError, match="code of another repository"):
+        LLM(str(tmp_path), device="cpu", trust_remote_code=True)
 
 
 class _Half(LlamaRMSNorm):

@@ -88,6 +88,12 @@ def _remote(config: FallbackConfig) -> tuple[type[PreTrainedModel], PreTrainedCo
             f"({names['AutoModelForCausalLM']}), which tk does not run. --trust-remote-code runs "
             f"them, with all rights that this process has."
         )
+    elsewhere = [name for name in names.values() if "--" in str(name)]
+    if elsewhere:
+        raise CheckpointError(
+            f"{config.path}: auto_map names code of another repository, {elsewhere[0]}. tk runs "
+            f"only files in the model's folder: copy them there and remove the part before --."
+        )
     logger.warning(
         "running the Python code of %s (--trust-remote-code). It has all rights of this process: "
         "files, network, keys in the environment",
