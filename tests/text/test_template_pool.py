@@ -162,6 +162,15 @@ async def test_dead_idle_process_is_replaced(pool: TemplatePool) -> None:
     assert await pool.render(FAST, {}, HELLO) == "hello"
 
 
+async def test_idle_process_that_dies_before_its_job_is_replaced(
+    pool: TemplatePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pool.render(FAST, {}, HELLO)
+    processes()[0].kill()
+    monkeypatch.setattr(TemplatePool, "_take_idle", lambda pool: pool._idle.pop())  # no check
+    assert await pool.render(FAST, {}, HELLO) == "hello"
+
+
 async def test_process_that_does_not_start_is_a_503(
     pool: TemplatePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,27 +43,33 @@ class TemplatePool:
         except RecursionError:
             raise _refusal("arguments of a tool call are nested too deeply") from None
         async with self._slots:
-            process = self._take_idle() or await _Process.start()
-            try:
-                answer = json.loads(await self._ask(process, job))
-            except BaseException:
-                await process.kill()
-                raise
-            self._idle.append(process)
+            answer = None
+            if process := self._take_idle():
+                answer = await self._ask(process, job)
+            if answer is None:  # an idle process may have died before the job
+                answer = await self._ask(await _Process.start(), job)
+        if answer is None:
+            raise _refusal(
+                f"it needs more than {MAX_BYTES // 2**20} MiB of memory, or too deep a stack"
+            )
         if "problem" in answer:
             raise _refusal(answer["problem"])
         return str(answer["text"])
 
-    async def _ask(self, process: "_Process", job: bytes) -> bytes:
+    async def _ask(self, process: "_Process", job: bytes) -> dict[str, str] | None:
+        """Return the answer, None if the process dies. Raises InvalidRequestError at the limit."""
         try:
             async with asyncio.timeout(MAX_SECONDS):
-                return await process.ask(job)
-        except TimeoutError:
-            raise _refusal(f"it takes longer than {MAX_SECONDS:g} seconds") from None
-        except (OSError, asyncio.IncompleteReadError):
-            raise _refusal(
-                f"it needs more than {MAX_BYTES // 2**20} MiB of memory, or too deep a stack"
-            ) from None
+                answer: dict[str, str] = json.loads(await process.ask(job))
+        except BaseException as error:
+            await process.kill()
+            if isinstance(error, TimeoutError):
+                raise _refusal(f"it takes longer than {MAX_SECONDS:g} seconds") from None
+            if isinstance(error, OSError | asyncio.IncompleteReadError):
+                return None
+            raise
+        self._idle.append(process)
+        return answer
 
     def _take_idle(self) -> "_Process | None":
         while self._idle:
