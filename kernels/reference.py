@@ -288,6 +288,13 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * factor).round().to(torch.int8), scale
 
 
+def round_to_int8(x: Tensor, size: int) -> Tensor:
+    """Return rows rounded to int8 times a scale for each `size` elements, if they divide a row."""
+    grouped = x.reshape(len(x), -1, size if x.shape[1] % size == 0 else x.shape[1])
+    values, scales = quantize_int8(grouped)
+    return (values * scales).view(x.shape).to(x.dtype)
+
+
 def linear_int8(
     x: Tensor,
     weight: Tensor,

@@ -6,7 +6,8 @@ Without the library (`available`, `problem`) callers use PyTorch's own operation
 `setup.py` compiles every kernel for each instruction set (portable, AVX2, AVX-512 with VNNI, and
 with BF16 too) into one library, and `library` takes the best that the machine has. A decode step is
 about a hundred short calls. So weights, norms and attention layers are prepared once, after loading
-(`PackedLinear`, `Join`, `Layer`), and a call only checks its input and passes addresses."""
+(`PackedLinear`, `PackedGroups`, `Join`, `Layer`), and a call only checks its input and passes
+addresses."""
 
 from toolkit.kernels.cpu.library import (
     available,

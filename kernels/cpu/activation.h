@@ -1,4 +1,4 @@
-// Activation functions, numbered as in `toolkit.kernels.cpu.linear.ACTIVATIONS`.
+// Activation functions, numbered as in `toolkit.kernels.cpu.product.ACTIVATIONS`.
 #pragma once
 #include "simd.h"
 

@@ -1,13 +1,5 @@
-// y = act(x W^T + b) with packed weights (words.h), for any number of rows of x.
-//
-// A tile is up to kRows rows of x times one panel, with its sums in registers over the full depth.
-// Few rows are bound by reading W: every panel is read from memory once, from end to end, and from
-// the cache by the tiles after the first. Many rows are bound by arithmetic: they are cut into
-// blocks that stay in the cache while all panels are read.
-#include "activation.h"
-#include "threads.h"
-#include "weight.h"
-#include "words.h"
+// Products with weights in fp32, bf16, and int8 with a scale per row (words.h).
+#include "product.h"
 
 namespace tk::TK_VARIANT {
 namespace {
@@ -21,13 +13,6 @@ constexpr int kRows = 3;  // 12 of 16
 constexpr int kRows = 2;
 #endif
 
-// Rows of a block: full tiles, about half of a second-level cache at a depth of 1024. Fewer rows at
-// greater depths, so that each block fits, read panels more often: products were 4 % slower.
-constexpr int64_t kBlockRows = kRows * (112 / kRows);
-// Least bytes of weights per task: about 10 us of reading memory.
-constexpr int64_t kTaskBytes = 96 * 1024;
-// Tasks per thread if there are several blocks.
-constexpr int64_t kTasks = 32;
 // Distance in words at which the only tile of a panel prefetches weights into the second-level
 // cache: the processor's own prefetcher stops at the end of each page. Few rows wait for nothing
 // else. The first level can have too few lines in flight: prefetching into it was 7 % slower in
@@ -36,14 +21,11 @@ constexpr int kFewRows = 4;
 constexpr int64_t kNear = 32 * kColumns, kFar = 128 * kColumns;
 // Words after which one of several tiles prefetches its part of the next panel.
 constexpr int64_t kGroup = 8;
-constexpr int64_t kLine = 16;  // words of a cache line
-constexpr int64_t kGroupLines = kGroup * kColumns / kLine;
 
-// Rows of x are `stride` words apart. `ahead`: address from which one of several tiles prefetches
-// `lines` after each group of words.
+// The sums of a tile stay in registers over the full depth.
 template <class Type, int kTileRows, bool kIsOnly>
-void tile(const uint32_t* __restrict x, int64_t stride, const uint32_t* __restrict panel,
-          int64_t words, const uint32_t* ahead, int64_t lines, float* __restrict out) {
+void tile(const Weight& w, const uint32_t* __restrict x, int64_t stride,
+          const uint32_t* __restrict panel, Ahead ahead, float* __restrict out) {
   // Two words at a time for few sums, so that the multipliers do not wait for them.
   constexpr int kSteps = kTileRows * kVecs <= 4 ? 2 : 1;
   constexpr int64_t kWords = kIsOnly ? kSteps : kGroup;
@@ -63,11 +45,12 @@ void tile(const uint32_t* __restrict x, int64_t stride, const uint32_t* __restri
     panel += kColumns;
   };
   int64_t word = 0;
-  for (; word + kWords <= words; word += kWords) {
-    for (int64_t i = 0; i < lines && !kIsOnly; ++i, ahead += kLine) __builtin_prefetch(ahead, 0, 2);
+  for (; word + kWords <= w.words; word += kWords) {
+    for (int64_t i = 0; i < ahead.lines && !kIsOnly; ++i, ahead.from += kLine)
+      __builtin_prefetch(ahead.from, 0, 2);
     for (int i = 0; i < kWords; ++i) add_word(i % kSteps);
   }
-  for (; word < words; ++word) add_word(0);
+  for (; word < w.words; ++word) add_word(0);
   for (int row = 0; row < kTileRows; ++row) {
     for (int v = 0; v < kVecs; ++v) {
       auto total = sums[0][row][v];
@@ -77,154 +60,37 @@ void tile(const uint32_t* __restrict x, int64_t stride, const uint32_t* __restri
   }
 }
 
-using Tile = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, const uint32_t*, int64_t,
-                      float*);
+template <class Type>
+struct WordLoop {
+  static constexpr int kMostRows = kRows;
+  static bool is_words(const Weight& w) { return Type::is_words(w.depth); }
+  static int64_t row_words(const Weight& w) { return w.words * Type::kWords; }
+  static int64_t steps(const Weight& w) { return w.words / kGroup; }
+  static int64_t step_lines(const Weight&) { return kGroup * kColumns / kLine; }
 
-template <class Type, int kTileRows = kRows>
-Tile tile_of(int64_t rows, bool is_only) {
-  if constexpr (kTileRows > 1) {
-    if (rows < kTileRows) return tile_of<Type, kTileRows - 1>(rows, is_only);
+  template <class X>
+  static float to_words(const Weight& w, const X* x, uint32_t* to) {
+    return Type::to_words(x, w.depth, to);
   }
-  return is_only ? tile<Type, kTileRows, true> : tile<Type, kTileRows, false>;
-}
 
-[[gnu::always_inline]] inline Vec value_of(Fp32, const Weight&, int64_t, const float* sums,
-                                           const float*, int64_t) {
-  return load(sums);
-}
-[[gnu::always_inline]] inline Vec value_of(Bf16, const Weight&, int64_t, const float* sums,
-                                           const float*, int64_t) {
-  return load(sums);
-}
-[[gnu::always_inline]] inline Vec value_of(Int8, const Weight& w, int64_t column, const float* sums,
-                                           const float* x_scale, int64_t row) {
-  const IntVec total = (IntVec)load_words(reinterpret_cast<const uint32_t*>(w.total + column));
-  const IntVec product = (IntVec)load(sums) - total * Int8::kOffset;
-  return __builtin_convertvector(product, Vec) * (load(w.scale + column) * x_scale[row]);
-}
-
-// Converts sums [rows][kColumns] of a panel to rows of y, [columns] each.
-template <class Type, int64_t kActivation, bool kGated, class Y>
-void finish(const Weight& w, int64_t panel, int64_t rows, const float* sums, const float* x_scale,
-            Y* y) {
-  constexpr int64_t kWidth = kGated ? kColumns / 2 : kColumns;
-  const int64_t first = panel * kWidth, count = w.columns - first;
-  Vec bias[kVecs] = {};
-  for (int v = 0; v < kVecs && w.bias; ++v) bias[v] = load(w.bias + panel * kColumns + v * kLanes);
-  for (int64_t row = 0; row < rows; ++row, sums += kColumns, y += w.columns) {
-    Vec values[kVecs];
-    for (int v = 0; v < kVecs; ++v) {
-      values[v] =
-          value_of(Type{}, w, panel * kColumns + v * kLanes, sums + v * kLanes, x_scale, row) +
-          bias[v];
+  template <int kTileRows = kRows>
+  static Tile tile_of(const Weight& w, int64_t rows, bool is_only) {
+    if constexpr (kTileRows > 1) {
+      if (rows < kTileRows) return tile_of<kTileRows - 1>(w, rows, is_only);
     }
-    for (int v = 0; v < kWidth / kLanes; ++v) {
-      const int64_t rest = count - v * kLanes;
-      if (rest <= 0) break;
-      const Vec value = activate(values[v], kActivation);
-      const Vec out = kGated ? value * values[v + kVecs / 2] : value;
-      if (rest >= kLanes) {
-        store(y + first + v * kLanes, out);
-      } else {
-        store_some(y + first + v * kLanes, out, rest);
-      }
+    return is_only ? tile<Type, kTileRows, true> : tile<Type, kTileRows, false>;
+  }
+
+  [[gnu::always_inline]] static Vec value_of(const Weight& w, int64_t column, const float* sums,
+                                             const float* x_scale, int64_t row) {
+    if constexpr (Type::kPerWord == Int8::kPerWord) {
+      const IntVec total = (IntVec)load_words(reinterpret_cast<const uint32_t*>(w.total + column));
+      const IntVec product = (IntVec)load(sums) - total * Int8::kOffset;
+      return __builtin_convertvector(product, Vec) * (load(w.scale + column) * x_scale[row]);
     }
+    return load(sums);
   }
-}
-
-template <class Y>
-using Finish = void (*)(const Weight&, int64_t, int64_t, const float*, const float*, Y*);
-
-template <class Type, class Y, int64_t kActivation = kGeluQuick>
-Finish<Y> finish_of(const Weight& w) {
-  if constexpr (kActivation > 0) {
-    if (w.activation != kActivation) return finish_of<Type, Y, kActivation - 1>(w);
-  }
-  return w.gated ? finish<Type, kActivation, true, Y> : finish<Type, kActivation, false, Y>;
-}
-
-// The product and block whose words are in the thread's scratch.
-thread_local uint64_t converted_product = 0;
-thread_local int64_t converted_block = 0;
-
-// The tasks of a product: rows are cut into blocks of tiles, and the panels of a block into parts.
-// A task is one part for one block.
-struct Cut {
-  Cut(const Weight& w, int64_t rows) {
-    const int64_t width = w.gated ? kColumns / 2 : kColumns;
-    const int64_t tiles = (rows + kRows - 1) / kRows;
-    blocks = (tiles * kRows + kBlockRows - 1) / kBlockRows;
-    tile_rows = (rows + tiles - 1) / tiles;
-    block_rows = (tiles + blocks - 1) / blocks * tile_rows;
-    panels = (w.columns + width - 1) / width;
-    part_panels = blocks > 1 ? panels * blocks / (kTasks * num_threads())
-                             : kTaskBytes / (4 * w.words * kColumns);
-    part_panels = part_panels < 1 ? 1 : part_panels > panels ? panels : part_panels;
-    parts = (panels + part_panels - 1) / part_panels;
-  }
-  int64_t blocks, block_rows, tile_rows;
-  int64_t parts, part_panels, panels;
 };
-
-template <class Type, class X, class Y>
-void linear(const Weight& w, const X* x, int64_t rows, Y* y) {
-  if (rows == 0) return;
-  // The stride of converted rows leaves space for what `to_words` writes past their end.
-  const bool is_words = Type::is_words(w.depth);
-  const int64_t stride = w.words * Type::kWords + (is_words ? 0 : kLanes);
-  const Cut cut(w, rows);
-  const int64_t width = w.gated ? kColumns / 2 : kColumns, panel_words = w.words * kColumns;
-  const int64_t num_tasks = cut.blocks * cut.parts;
-  const uint64_t product = new_number();
-  const Finish<Y> to_rows = finish_of<Type, Y>(w);
-
-  parallel_runs(num_tasks, [&](int64_t task, int64_t next_task) {
-    const int64_t block = task / cut.parts, part = task % cut.parts;
-    const int64_t first = block * cut.block_rows,
-                  end = first + cut.block_rows < rows ? first + cut.block_rows : rows;
-    const int64_t num_tiles = (end - first + cut.tile_rows - 1) / cut.tile_rows;
-    const uint32_t* x_words = reinterpret_cast<const uint32_t*>(x) + first * stride;
-    float* x_scale = nullptr;
-    if (!is_words) {
-      uint32_t* const converted =
-          static_cast<uint32_t*>(scratch(4 * (stride + 1) * cut.block_rows));
-      x_words = converted, x_scale = reinterpret_cast<float*>(converted + stride * cut.block_rows);
-      if (converted_product != product || converted_block != block) {
-        for (int64_t i = 0; i < end - first; ++i)
-          x_scale[i] = Type::to_words(x + (first + i) * w.depth, w.depth, converted + i * stride);
-        converted_product = product, converted_block = block;
-      }
-    }
-    alignas(64) float sums[kRows * kColumns];
-    const int64_t last =
-        (part + 1) * cut.part_panels < cut.panels ? (part + 1) * cut.part_panels : cut.panels;
-    for (int64_t panel = part * cut.part_panels; panel < last; ++panel) {
-      const uint32_t* const words = w.panels + panel * panel_words;
-      // The first of several tiles waits for memory, and the others find the panel in the cache. So
-      // each prefetches its part of the thread's next panel, to keep memory busy.
-      const bool has_next = panel + 1 < last || next_task < num_tasks;
-      const uint32_t* const next =
-          panel + 1 < last ? words + panel_words
-                           : w.panels + next_task % cut.parts * cut.part_panels * panel_words;
-      const uint32_t* ahead = next;
-      for (int64_t row = first; row < end; row += cut.tile_rows) {
-        const int64_t count = row + cut.tile_rows < end ? cut.tile_rows : end - row;
-        // Many results are not in the caches: fetch their lines during the multiplication.
-        for (int64_t i = 0; i < count; ++i) {
-          __builtin_prefetch(y + (row + i) * w.columns + panel * width, 1);
-          __builtin_prefetch(y + (row + i) * w.columns + panel * width + width - 1, 1);
-        }
-        const int64_t lines =
-            has_next && ahead < next + panel_words ? (kGroupLines + num_tiles - 1) / num_tiles : 0;
-        const Tile run = tile_of<Type>(count, num_tiles == 1);
-        run(x_words + (row - first) * stride, stride, words, w.words, ahead, lines, sums);
-        ahead += lines * kLine * (w.words / kGroup);
-        to_rows(w, panel, count, sums, x_scale ? x_scale + row - first : nullptr,
-                y + row * w.columns);
-      }
-    }
-  });
-}
 
 }  // namespace
 }  // namespace tk::TK_VARIANT
@@ -238,13 +104,13 @@ TK_KERNEL(tk_linear)(const void* weight, const void* x, int64_t x_bf16, int64_t 
   const auto run = [&](auto type, auto* from) {
     using Type = decltype(type);
     if (y_bf16) {
-      linear<Type>(w, from, rows, static_cast<bf16*>(y));
+      multiply<WordLoop<Type>>(w, from, rows, static_cast<bf16*>(y));
     } else {
-      linear<Type>(w, from, rows, static_cast<float*>(y));
+      multiply<WordLoop<Type>>(w, from, rows, static_cast<float*>(y));
     }
   };
   if (w.kind == kFp32) {
-    linear<Fp32>(w, static_cast<const float*>(x), rows, static_cast<float*>(y));
+    multiply<WordLoop<Fp32>>(w, static_cast<const float*>(x), rows, static_cast<float*>(y));
   } else if (w.kind == kBf16) {
     run(Bf16{}, static_cast<const bf16*>(x));
   } else if (x_bf16) {

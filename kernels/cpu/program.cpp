@@ -4,6 +4,8 @@
 
 TK_KERNEL(tk_linear)(const void* weight, const void* x, int64_t x_bf16, int64_t rows, void* y,
                      int64_t y_bf16);
+TK_KERNEL(tk_groups)(const void* weight, const void* x, int64_t x_bf16, int64_t rows, void* y,
+                     int64_t y_bf16);
 
 namespace tk::TK_VARIANT {
 namespace {
@@ -21,8 +23,11 @@ struct Call {
 
   // The weight of a product, else null.
   const Weight* weight() const {
-    const bool is_product = reinterpret_cast<void*>(function) ==
-                            reinterpret_cast<void*>(&TK_JOIN(tk_linear, TK_VARIANT));
+    const auto is = [&](auto* product) {
+      return reinterpret_cast<void*>(function) == reinterpret_cast<void*>(product);
+    };
+    const bool is_product =
+        is(&TK_JOIN(tk_linear, TK_VARIANT)) || is(&TK_JOIN(tk_groups, TK_VARIANT));
     return is_product ? reinterpret_cast<const Weight*>(arguments[0]) : nullptr;
   }
 };
@@ -33,7 +38,8 @@ void expect_product(const Call* calls, int64_t count, int64_t after) {
   for (int64_t i = 1; i <= count; ++i) {
     const Weight* weight = calls[(after + i) % count].weight();
     if (!weight) continue;
-    const int64_t bytes = 4 * weight->words * weight->columns * (weight->gated ? 2 : 1);
+    const int64_t rows = weight->columns * (weight->gated ? 2 : 1);
+    const int64_t bytes = 4 * weight->panel_words * ((rows + kColumns - 1) / kColumns);
     return expect(weight->panels, bytes < kMaxPrefetch ? bytes : kMaxPrefetch);
   }
 }

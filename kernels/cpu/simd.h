@@ -7,6 +7,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "variant.h"
@@ -131,6 +133,8 @@ template <class T>
   return (IntVec)_mm512_cvtps_epi32((__m512)x);
 #elif defined(__AVX2__)
   return (IntVec)_mm256_cvtps_epi32((__m256)x);
+#elif defined(__aarch64__)
+  return (IntVec)vcvtnq_s32_f32((float32x4_t)x);
 #else
   const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: the sum has no fraction bits
   return (IntVec)(x + magic) - (IntVec)magic;

@@ -5,10 +5,6 @@
 #pragma once
 #include "simd.h"
 
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
 namespace tk::TK_VARIANT {
 namespace {
 
@@ -27,6 +23,18 @@ typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
   int32_t bits;
   std::memcpy(&bits, word, sizeof bits);
   return IntVec{} + bits;
+}
+
+[[gnu::always_inline]] inline void store_bytes(uint8_t* to, IntVec whole) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i all = (__m256i)whole;
+  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(all),
+                                         _mm256_extracti128_si256(all, 1));
+  _mm_storel_epi64((__m128i*)to, _mm_packs_epi16(halves, halves));
+#else
+  const ByteVec low = __builtin_convertvector(whole, ByteVec);
+  std::memcpy(to, &low, sizeof low);
+#endif
 }
 
 // Each type has:
@@ -134,8 +142,7 @@ struct Int8 {
 #endif
 #if !defined(__AVX2__) || defined(__AVX512VNNI__)
   [[gnu::always_inline]] static void store_words(uint8_t* to, IntVec whole) {
-    const ByteVec low = __builtin_convertvector(whole, ByteVec);
-    std::memcpy(to, &low, sizeof low);
+    store_bytes(to, whole);
   }
 #endif
   static bool is_words(int64_t) { return false; }

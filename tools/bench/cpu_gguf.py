@@ -30,7 +30,7 @@ FP32_MATRICES = ("position_embd.weight",)
 
 def write(folder: Path, file: Path, kind: str) -> None:
     """Write matrices as `kind`, F16 or Q8_0. The vocabulary has token ids without text."""
-    import gguf  # type: ignore[import-not-found]  # of the peer's environment
+    import gguf
 
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(file, "gpt2")

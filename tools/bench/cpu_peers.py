@@ -122,7 +122,7 @@ def vllm(folder: str, dtype: str, threads: int) -> Run:
 def llama_cpp(file: str, dtype: str, threads: int) -> Run:
     """Run all requests at once like its server: prompts in batches of up to 2,048 tokens, then one
     token per request and step."""
-    import llama_cpp as lib  # type: ignore[import-not-found]  # of the peer's environment
+    import llama_cpp as lib
     import numpy as np
 
     quiet = lib.llama_log_callback(lambda level, text, data: None)
