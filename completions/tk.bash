@@ -20,7 +20,7 @@ _tk_table() {
                 --dtype) kind="auto float32 bfloat16 float16" ;;
                 --model-impl) kind="auto toolkit transformers" ;;
                 --load-format) kind="auto safetensors dummy" ;;
-                --quantization) kind="fp8 int8" ;;
+                --quantization) kind="fp8 int8 int4" ;;
                 --pooling) kind="last mean cls" ;;
                 --log-level|--uvicorn-log-level) kind="debug info warning error" ;;
                 --log-format) kind="auto text json" ;;
@@ -51,7 +51,7 @@ _tk_table() {
                 --dtype) kind="auto float32 bfloat16 float16" ;;
                 --model-impl) kind="auto toolkit transformers" ;;
                 --load-format) kind="auto safetensors dummy" ;;
-                --quantization) kind="fp8 int8" ;;
+                --quantization) kind="fp8 int8 int4" ;;
                 --pooling) kind="last mean cls" ;;
                 --device) kind="auto cuda cpu" ;;
                 --attention-backend) kind="auto torch cpu triton flash" ;;
@@ -112,7 +112,7 @@ _tk_table() {
                 --dtype) kind="auto float32 bfloat16 float16" ;;
                 --model-impl) kind="auto toolkit transformers" ;;
                 --load-format) kind="auto safetensors dummy" ;;
-                --quantization) kind="fp8 int8" ;;
+                --quantization) kind="fp8 int8 int4" ;;
                 --pooling) kind="last mean cls" ;;
                 --device) kind="auto cuda cpu" ;;
                 --attention-backend) kind="auto torch cpu triton flash" ;;
@@ -131,7 +131,7 @@ _tk_table() {
                 --dtype) kind="auto float32 bfloat16 float16" ;;
                 --model-impl) kind="auto toolkit transformers" ;;
                 --load-format) kind="auto safetensors dummy" ;;
-                --quantization) kind="fp8 int8" ;;
+                --quantization) kind="fp8 int8 int4" ;;
                 --pooling) kind="last mean cls" ;;
                 --device) kind="auto cuda cpu" ;;
                 --attention-backend) kind="auto torch cpu triton flash" ;;
@@ -150,7 +150,7 @@ _tk_table() {
                 --dtype) kind="auto float32 bfloat16 float16" ;;
                 --model-impl) kind="auto toolkit transformers" ;;
                 --load-format) kind="auto safetensors dummy" ;;
-                --quantization) kind="fp8 int8" ;;
+                --quantization) kind="fp8 int8 int4" ;;
                 --pooling) kind="last mean cls" ;;
                 --device) kind="auto cuda cpu" ;;
                 --attention-backend) kind="auto torch cpu triton flash" ;;
@@ -214,7 +214,7 @@ _tk_table() {
                 --dtype) kind="auto float32 bfloat16 float16" ;;
                 --model-impl) kind="auto toolkit transformers" ;;
                 --load-format) kind="auto safetensors dummy" ;;
-                --quantization) kind="fp8 int8" ;;
+                --quantization) kind="fp8 int8 int4" ;;
                 --pooling) kind="last mean cls" ;;
                 --device) kind="auto cuda cpu" ;;
                 --attention-backend) kind="auto torch cpu triton flash" ;;

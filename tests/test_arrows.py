@@ -39,18 +39,19 @@ ARROWS = {
     "metrics": set(),
     "plugins": set(),
     "demo": set(),
-    "hub": {"demo"},
+    "gguf": set(),
+    "hub": {"demo", "gguf"},
     "kernels": set(),
     "hardware": set(),
     "client": set(),
-    "text": {"hardware"},
+    "text": {"gguf", "hardware"},
     "sampling": {"hardware", "kernels"},
     "scheduler": {"sampling"},
     "attention": {"kernels"},
     "distributed": {"hardware", "kernels"},
-    "weights": {"distributed", "kernels"},
+    "weights": {"distributed", "gguf", "kernels"},
     "layers": {"attention", "distributed", "kernels", "weights"},
-    "models": {"attention", "distributed", "kernels", "layers", "weights"},
+    "models": {"attention", "distributed", "gguf", "kernels", "layers", "weights"},
     "pooling": {"models", "scheduler", "weights"},
     "worker": {
         "attention",
@@ -66,6 +67,7 @@ ARROWS = {
     "executor": {"distributed", "hardware", "models", "sampling", "scheduler", "worker"},
     "engine": {
         "executor",
+        "gguf",
         "hardware",
         "hub",
         "pooling",
@@ -76,7 +78,7 @@ ARROWS = {
     },
     "api": {"engine", "hardware", "sampling", "text"},
     "serving": {"api", "engine", "sampling", "scheduler", "text", "worker"},
-    "inventory": {"demo", "hardware", "hub", "models", "pooling"},
+    "inventory": {"demo", "gguf", "hardware", "hub", "models", "pooling", "weights"},
     "doctor": {"hardware", "inventory", "kernels", "models", "text"},
     "verify": {
         "engine",
@@ -86,6 +88,7 @@ ARROWS = {
         "kernels",
         "models",
         "text",
+        "weights",
         "worker",
     },
     "bench": {"client", "engine", "sampling"},
@@ -108,7 +111,18 @@ ARROWS = {
 }
 """Packages that each package may import, in addition to the leaves."""
 
-LIGHT = {"hardware", "config", "cli", "errors", "scheduler", "demo", "inventory", "client", "logs"}
+LIGHT = {
+    "hardware",
+    "config",
+    "cli",
+    "errors",
+    "scheduler",
+    "demo",
+    "gguf",
+    "inventory",
+    "client",
+    "logs",
+}
 """Packages whose modules import nothing slow at the top."""
 HEAVY = {"torch", "transformers", "textual", "fastapi", "aiohttp", "uvicorn", "tokenizers"}
 TORCH = {"hardware/graph_capture.py", "hardware/memory.py"}

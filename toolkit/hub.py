@@ -6,11 +6,15 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 
 from toolkit.errors import CheckpointError, ModelNotFoundError, ToolkitError, did_you_mean
+from toolkit.gguf.file import split_files, split_names
+from toolkit.gguf.folder import is_gguf
+from toolkit.gguf.names import choose, labels, models_in, split_name
 
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "tokenizer*", "*.tiktoken"]
 _WEIGHTS = ["*.safetensors", "*.bin"]
 """Formats of weights. The first that a model has is downloaded."""
@@ -21,23 +25,31 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ERO
 def locate(model: str | None, revision: str | None = None) -> Path:
     """Return a model's folder: `model` itself, or its snapshot in the hub's cache.
 
-    A missing snapshot is downloaded. None is the demo model. Raises ModelNotFoundError with the
-    places searched, and CheckpointError for a folder that is not a model."""
+    A GGUF file, of a split model the first, stands for a folder. A missing snapshot is downloaded.
+    None is the demo model. Raises ModelNotFoundError with the places searched, and CheckpointError
+    for a folder that is not a model."""
     if model is None:
         from toolkit.demo import MODEL_DIR
 
         return Path(MODEL_DIR)
     folder = Path(model).expanduser()
     if folder.is_dir():
+        names = [path.name for path in folder.iterdir()]
+        file = choose_gguf(names, None, str(folder))
+        if file is not None:
+            return folder / file
         if not (folder / "config.json").is_file():
             found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
             raise CheckpointError(
                 f"{folder} is not a model folder: it has no config.json (it has {found})."
             )
         return folder
+    if is_gguf(folder):
+        return split_files(folder)[0]
     if folder.exists():
         raise CheckpointError(
-            f"{folder} is a file. A model is a folder with config.json, weights and a tokenizer."
+            f"{folder} is a file. A model is a folder with config.json, weights and a tokenizer, "
+            f"or a GGUF file."
         )
     return _from_hub(model, revision)
 
@@ -99,10 +111,28 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
         raise HubUnreachableError(f"the hub did not answer: {_first_line(error)}") from None
 
 
-def wanted_files(names: Iterable[str], *, with_weights: bool = True) -> list[str]:
-    """Return patterns of the files to download, given the names of all of a model's files."""
+def choose_gguf(names: Iterable[str], quantization: str | None, where: str) -> str | None:
+    """Return the GGUF file to use of a model's files, of a split model the first; None: none.
+
+    `where`: the model, for messages. Raises CheckpointError, with a list, if there are several, or
+    none of that quantization."""
+    names = list(names)
+    has_others = any(fnmatch.filter(names, kind) for kind in _WEIGHTS)
+    if quantization is None and (has_others or not models_in(names)):
+        return None
+    return choose(names, quantization, where)
+
+
+def wanted_files(
+    names: Iterable[str], *, with_weights: bool = True, gguf: str | None = None
+) -> list[str]:
+    """Return patterns of the files to download, given the names of all of a model's files.
+
+    `gguf`: the result of `choose_gguf`."""
+    if gguf is not None:
+        return [escape(name) for name in split_names(gguf)]
     if not with_weights:
-        return _SMALL_FILES
+        return [*_SMALL_FILES]
     names = list(names)
     return [
         *_SMALL_FILES,
@@ -118,20 +148,25 @@ def fetch(
     with_card: bool = False,
     bar: type | None = None,
 ) -> Path:
-    """Download a model and return its folder. Cached files are kept, interrupted ones resumed.
+    """Download a model and return its folder, or its GGUF file.
 
-    `with_card`: also README and license. `bar`: tqdm class that shows progress. Raises as
-    `hub_errors` does."""
+    Cached files are kept, interrupted ones resumed. `with_card`: also README and license. `bar`:
+    tqdm class that shows progress. Raises as `hub_errors` does, and CheckpointError as
+    `choose_gguf` does."""
+    name, quantization = split_name(name)
     with hub_errors(name, revision):
         from huggingface_hub import model_info, snapshot_download
 
         files = [
             sibling.rfilename for sibling in model_info(name, revision=revision).siblings or []
         ]
-        wanted = [*wanted_files(files, with_weights=with_weights), *(_CARD if with_card else ())]
-        return Path(
+        gguf = choose_gguf(files, quantization, name)
+        wanted = wanted_files(files, with_weights=with_weights, gguf=gguf)
+        wanted += _CARD if with_card else ()
+        folder = Path(
             snapshot_download(name, revision=revision, allow_patterns=wanted, tqdm_class=bar)
         )
+        return folder if gguf is None else folder / gguf
 
 
 def _from_hub(name: str, revision: str | None, *, with_weights: bool = True) -> Path:
@@ -164,10 +199,15 @@ def not_found(
 
 
 def cached_snapshot(name: str, revision: str | None, *, with_weights: bool) -> Path | None:
-    """Return the snapshot of an earlier download if it is complete, else None."""
+    """Return the snapshot of an earlier download, or the GGUF file in it, if complete, else None.
+
+    Raises CheckpointError if there are several GGUF models and the name has no quantization."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    name, quantization = split_name(name)
+    if quantization is not None:
+        return _cached_gguf(name, revision, quantization)
     for kind in _WEIGHTS:
         wanted = [*_SMALL_FILES, kind] if with_weights else _SMALL_FILES
         try:
@@ -179,12 +219,43 @@ def cached_snapshot(name: str, revision: str | None, *, with_weights: bool) -> P
         folder = Path(found)
         if not with_weights or (any(folder.glob(kind)) and (folder / "config.json").is_file()):
             return folder
-    return None
+    return _cached_gguf(name, revision, None)
+
+
+def _cached_gguf(name: str, revision: str | None, quantization: str | None) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        # Without a pattern, the library looks for all files of the repository.
+        folder = Path(
+            snapshot_download(
+                name, revision=revision, local_files_only=True, allow_patterns=["no file"]
+            )
+        )
+    except LocalEntryNotFoundError:
+        return None
+    names = gguf_files(folder)
+    complete = {file for files in models_in(names).values() if {*files} <= names for file in files}
+    try:
+        file = choose_gguf(complete, quantization, name)
+    except CheckpointError:
+        if quantization is None:
+            raise
+        return None  # the hub may have it
+    return None if file is None else folder / file
+
+
+def gguf_files(folder: Path) -> set[str]:
+    """Return the GGUF files of a snapshot, also in folders, relative to it."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")}
 
 
 def local_names() -> list[str]:
-    """Return the names of model folders in the current folder, and of cached models."""
-    return [path.parent.name for path in Path.cwd().glob("*/config.json")] + cached_names()
+    """Return the names of models in the current folder, and of cached models."""
+    here = Path.cwd()
+    folders = [path.parent.name for path in here.glob("*/config.json")]
+    return folders + list(models_in(path.name for path in here.glob("*.gguf"))) + cached_names()
 
 
 def cached_names() -> list[str]:
@@ -192,9 +263,12 @@ def cached_names() -> list[str]:
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     home = Path(os.environ.get("HF_HOME") or base / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    return [
-        path.name.removeprefix("models--").replace("--", "/") for path in cache.glob("models--*")
-    ]
+    found = []
+    for path in cache.glob("models--*"):
+        name = path.name.removeprefix("models--").replace("--", "/")
+        files = {file for folder in path.glob("snapshots/*") for file in gguf_files(folder)}
+        found += [name, *(f"{name}:{label}" for label in labels(models_in(files)).values())]
+    return found
 
 
 def _siblings(folder: Path) -> list[str]:

@@ -55,6 +55,7 @@ NOT_RUN = {
     r"pip install ": "needs a package index",
     r"ray (start|get-auth-token) ": "needs several machines",
     r"curl -X DELETE .*/tk/requests/ID$": "needs a request in progress",
+    r"tk \w+ \S*(\.gguf|-GGUF:)": "needs a GGUF model",
 }
 """Commands that no test runs, and why. All other commands run here."""
 MANUAL = {

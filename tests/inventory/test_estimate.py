@@ -270,7 +270,8 @@ class TestWellKnownModels:
         result = estimate(model, EngineConfig.from_settings({"quantization": "fp8"}), H200)
         tables = 2 * 128256 * 4096  # embedding and head
         norms = (2 * 32 + 1) * 4096
-        assert result.weights == (8_030_261_248 - tables - norms) + 2 * (tables + norms)
+        scales = 4 * 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)  # fp32, one for each row
+        assert result.weights == (8_030_261_248 - tables - norms) + 2 * (tables + norms) + scales
 
     def test_gpu_memory_of_other_programs_is_subtracted(self, tmp_path):
         model = shape_of("qwen3-0.6b", tmp_path / "qwen")
@@ -376,7 +377,7 @@ class TestErrors:
         ("change", "says"),
         [
             ({"architectures": ["MysteryForVision"]}, "does not support MysteryForVision"),
-            ({"quantization_config": {"quant_method": "gptq"}}, r"quantized \(gptq\)"),
+            ({"quantization_config": {"quant_method": "hqq"}}, r"quantized by hqq, and tk reads"),
             ({"n_embd": "wide"}, "n_embd"),
         ],
     )

@@ -8,12 +8,13 @@
 
 #include "../../kernels/cpu/attention.h"
 
-struct Weight {  // as in linear.cpp
+struct Weight {  // as in weight.h
   const uint32_t* panels;
   const float* bias;
   const float* scale;
   const int32_t* total;
   int64_t kind, depth, words, columns, activation, gated;
+  int64_t panel_words, group, scale_kind, has_offsets;
 };
 
 struct Norm {  // as in norm.cpp
@@ -35,6 +36,9 @@ const char* tk_variant();
 void tk_pack_portable(const uint32_t*, int64_t, int64_t, int64_t, uint32_t*);
 void tk_linear_portable(const void*, const void*, int64_t, int64_t, void*, int64_t);
 void tk_rows_portable(const void*, const int64_t*, int64_t, void*, int64_t);
+void tk_pack_groups_portable(const void*, const uint32_t*, const void*, const void*, uint32_t*);
+void tk_groups_portable(const void*, const void*, int64_t, int64_t, void*, int64_t);
+void tk_group_rows_portable(const void*, const int64_t*, int64_t, void*, int64_t);
 void tk_join_portable(const void*, const void*, const void*, void*, void*, int64_t);
 void tk_write_portable(const AttentionLayer*, const AttentionStep*, void*, const void*, const void*,
                        int64_t);
@@ -92,8 +96,8 @@ static void linear(const std::string& name, int64_t kind, int64_t rows, int64_t 
   }
   tk_pack_portable(plain.data(), columns, words, gated, packed.data());
   const float* scales = kind == 2 ? scale.data() : nullptr;
-  const Weight weight{packed.data(), bias.data(), scales, total.data(), kind,
-                      depth,         words,       outs,   activation,   gated};
+  const Weight weight{packed.data(), bias.data(), scales, total.data(), kind,       depth, words,
+                      outs,          activation,  gated,  words * 32,   0,          0,     0};
   Floats x = random_floats(rows * depth), y(rows * outs);
   std::vector<uint16_t> halves(x.size());
   for (size_t i = 0; i < x.size(); ++i) halves[i] = to_bf16(x[i]);
@@ -104,6 +108,30 @@ static void linear(const std::string& name, int64_t kind, int64_t rows, int64_t 
   const int64_t indices[] = {0, columns - 1, columns, -1};
   Floats found(4 * depth);
   tk_rows_portable(&weight, indices, 4, found.data(), 0);
+  print_result(name + "-rows", found);
+}
+
+// Each group has a scale, and an offset if `has_offsets`.
+static void groups(const std::string& name, int64_t bits, int64_t rows, int64_t group,
+                   bool has_offsets) {
+  constexpr int64_t kColumns = 70, kDepth = 96, kPanels = 3;
+  const int64_t words = kDepth * bits / 32, num_groups = kDepth / group;
+  const int64_t panel_words = 32 * words + (has_offsets ? 2 : 1) * 16 * num_groups;
+  std::vector<uint32_t> values(kColumns * words), panels(kPanels * panel_words);
+  for (uint32_t& word : values) next_float(), word = state;
+  std::vector<uint16_t> scales(kColumns * num_groups), offsets(scales.size());
+  for (uint16_t& scale : scales) scale = to_bf16(next_float() * 0.01f);
+  for (uint16_t& offset : offsets) offset = to_bf16(next_float() * 0.1f);
+  const Weight weight{panels.data(), nullptr, nullptr, nullptr, bits == 4 ? 3 : 4, kDepth, words,
+                      kColumns,      0,       0,       panel_words, group,         1, has_offsets};
+  tk_pack_groups_portable(&weight, values.data(), scales.data(),
+                          has_offsets ? offsets.data() : nullptr, panels.data());
+  Floats x = random_floats(rows * kDepth), y(rows * kColumns);
+  tk_groups_portable(&weight, x.data(), 0, rows, y.data(), 0);
+  print_result(name, y);
+  const int64_t indices[] = {0, kColumns - 1, kColumns, -1};
+  Floats found(4 * kDepth);
+  tk_group_rows_portable(&weight, indices, 4, found.data(), 0);
   print_result(name + "-rows", found);
 }
 
@@ -156,6 +184,10 @@ int main() {
     linear("bf16-" + suffix, 1, rows, 70, 34, 4, false);
     linear("int8-" + suffix, 2, rows, 70, 36, 6, false);
     linear("gated-" + suffix, 0, rows, 72, 20, 1, true);
+    groups("groups4-" + suffix, 4, rows, 32, true);
+    groups("groups4-whole-" + suffix, 4, rows, 96, false);
+    groups("groups8-" + suffix, 8, rows, 16, true);
+    groups("groups8-whole-" + suffix, 8, rows, 48, false);
   }
   norm();
   attention(0, false);

@@ -94,7 +94,7 @@ import tests.kernels.sanitized, torch
 from toolkit.kernels.cpu import linear
 packed = linear.PackedLinear(torch.ones(40, 8))
 indices, too_short = torch.zeros(9, dtype=torch.int64), torch.empty(8, 8)
-linear._rows.run(packed._address, indices.data_ptr(), 9, too_short.data_ptr(), 0)
+linear._rows.run(packed.address, indices.data_ptr(), 9, too_short.data_ptr(), 0)
 """
     done = python(sanitized, "-c", code)
     assert done.returncode != 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from tests.combinations import pairwise
 from tests.weights.accuracy import compare
 from toolkit import LLM, SamplingParams
-from toolkit.errors import CheckpointError, ConfigError
+from toolkit.errors import ConfigError
 from toolkit.kernels import reference
 from toolkit.kernels.table import Kernels
 from toolkit.layers import Linear, OutputHead
@@ -93,19 +92,6 @@ def test_dummy_weights_are_quantized(checkpoint):
 def test_fp8_needs_a_gpu_with_fp8_arithmetic(checkpoint, dtype):
     with pytest.raises(ConfigError, match="needs an NVIDIA GPU of compute capability"):
         LLM(str(checkpoint("gpt2")), device="cpu", dtype=dtype, quantization="fp8")
-
-
-def test_quantized_checkpoints_are_refused(checkpoint, tmp_path):
-    config = json.loads((checkpoint("llama3-gqa") / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        CheckpointError, match=r"quantized \(compressed-tensors\).*--quantization fp8"
-    ):
-        load_config(tmp_path)
 
 
 def test_fp8_needs_16_bit_activations(monkeypatch):

@@ -11,7 +11,11 @@ from toolkit.cli.root import app
 @app.command("pull", cls=Command)
 def pull(
     name: Annotated[
-        str, typer.Argument(metavar="HUB_NAME", help="The model, such as Qwen/Qwen3-0.6B.")
+        str,
+        typer.Argument(
+            metavar="HUB_NAME",
+            help="The model, such as Qwen/Qwen3-0.6B, or org/model:Q4_K_M for one GGUF file.",
+        ),
     ],
     revision: Annotated[
         str | None, typer.Option(metavar="REVISION", help="Branch, tag or commit on the hub.")

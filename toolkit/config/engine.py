@@ -24,7 +24,7 @@ class ModelConfig:
 
     model: str | None = option(
         None,
-        "Model folder or Hugging Face hub name. Default: the small demo model that ships with tk.",
+        "Model folder, GGUF file or hub name. Default: the small demo model that ships with tk.",
         argument=True,
         metavar="MODEL",
         subject="Model",
@@ -79,10 +79,11 @@ class ModelConfig:
         "Format of the weight files. auto: safetensors, else PyTorch files, read without running "
         "any code in them. dummy: random weights.",
     )
-    quantization: Literal["fp8", "int8"] | None = option(
+    quantization: Literal["fp8", "int8", "int4"] | None = option(
         None,
-        "Quantize the weights of linear layers to 8 bits while loading. fp8: on GPUs. int8: on "
-        "CPUs. Default: keep them in the type of the activations.",
+        "Quantize the weights of linear layers while loading, if the checkpoint has full "
+        "precision. fp8: 8 bits, on GPUs. int8: 8 bits, on CPUs. int4: 4 bits in groups of 128. "
+        "Default: keep them as they are stored.",
     )
     pooling: Literal["last", "mean", "cls"] | None = option(
         None,

@@ -49,6 +49,10 @@ class Shard:
     def is_full(self) -> bool:
         return self.count == self.total
 
+    @property
+    def entries(self) -> slice:
+        return slice(self.begin, self.begin + self.count)
+
     def times(self, size: int) -> Shard:
         """Return the shard in units that are `size` times smaller: heads to features."""
         return Shard(self.total * size, self.begin * size, self.count * size)

@@ -11,6 +11,7 @@ import msgspec
 
 from toolkit.engine.messages import EngineRequest
 from toolkit.errors import CheckpointError, ContextLengthError, InvalidRequestError
+from toolkit.gguf.folder import read_file
 from toolkit.sampling.logits_processors import check_arguments
 from toolkit.sampling.params import SamplingParams
 from toolkit.sequence import SequenceSpec
@@ -247,10 +248,8 @@ def load_default_sampling(folder: Path) -> dict[str, Any]:
 
     `do_sample: false` means greedy decoding. Raises CheckpointError for values out of range."""
     path = folder / "generation_config.json"
-    if not path.is_file():
-        return {}
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_file(folder, path.name) or "{}")
         found = {name: content[name] for name in _MODEL_DEFAULTS if content.get(name) is not None}
         if content.get("do_sample") is False:
             found["temperature"] = 0.0

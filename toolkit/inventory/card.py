@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from typing import Any
 
 from toolkit.config import EngineConfig
@@ -27,7 +28,8 @@ def show(model: str | None, revision: str | None, *, as_json: bool) -> None:
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the description for --json: sizes in bytes, lengths in tokens, None if unknown."""
-    template = chat_template(checkpoint)
+    template, problem = chat_template(checkpoint), checkpoint.problem
+    packings = None if problem else checkpoint.packings
     return {
         "name": checkpoint.name,
         "path": str(checkpoint.folder) if checkpoint.folder else None,
@@ -36,6 +38,9 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "implementation": None if checkpoint.problem else checkpoint.implementation,
         "parameters": checkpoint.num_parameters,
         "dtype": checkpoint.stored_type,
+        "quantization": None if problem or not packings else packings.method,
+        "bits_per_weight": checkpoint.bits_per_weight,
+        "weight_bytes": checkpoint.type_bytes or None,
         "context": checkpoint.context,
         "vocab_size": checkpoint.raw.get("vocab_size"),
         "tokenizer": tokenizer(checkpoint),
@@ -64,7 +69,8 @@ def tokenizer(checkpoint: Checkpoint) -> str | None:
     """Return the tokenizer's class and file, or None."""
     kind = _json(checkpoint.read("tokenizer_config.json")).get("tokenizer_class")
     known = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-    file = next((name for name in known if name in checkpoint.files), None)
+    gguf = (name for name in checkpoint.files if name.endswith(".gguf"))
+    file = next((name for name in (*known, *gguf) if name in checkpoint.files), None)
     return ", ".join(part for part in (kind, file) if part) or None
 
 
@@ -91,6 +97,8 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     facts = [
         ("architecture", _architecture(checkpoint)),
         ("parameters", f"{number}{f', stored in {stored}' if stored else ''}"),
+        *_quantization(checkpoint),
+        *_weights(checkpoint),
         ("context", f"{context:,} tokens" if context else "unknown (not in config.json)"),
         *([] if problem else _shape(checkpoint)),
         ("tokenizer", tokenizer(checkpoint) or "none"),
@@ -108,6 +116,26 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ),
     ]
     return facts if problem else [*facts, ("runs here", _fit(checkpoint))]
+
+
+def _quantization(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """Return how quantized weights are stored, and kept in memory."""
+    if checkpoint.problem is not None or checkpoint.packings is None:
+        return []
+    packings, names = checkpoint.packings, [one.name for one in checkpoint.parameters]
+    found = (packings.find(name.removesuffix(".weight")) for name in names)
+    layouts = Counter(str(packing.layout) for packing in found if packing is not None)
+    return [("in memory", f"{'; '.join(layouts)} ({packings.method})")]
+
+
+def _weights(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """Return the line about stored weights, if they have several types."""
+    types, bits = checkpoint.type_bytes, checkpoint.bits_per_weight
+    if bits is None or len(types) < 2:
+        return []
+    total = sum(types.values())
+    parts = ", ".join(f"{size(num_bytes)} in {name}" for name, num_bytes in types.items())
+    return [("weights", f"{bits:.2f} bits per weight, {total:,} bytes: {parts}")]
 
 
 def _architecture(checkpoint: Checkpoint) -> str:

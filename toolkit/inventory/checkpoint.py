@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import CheckpointError, PluginError
+from toolkit.gguf.config import named_tensors
+from toolkit.gguf.file import GGUF, read_gguf
+from toolkit.gguf.folder import MADE_FILES, is_gguf, made_file
 from toolkit.models.cache_layout import KVShape
 from toolkit.models.describe import Attention, Decoder, Encoder, External, Parameter
-from toolkit.models.fallback.config import FallbackConfig
+from toolkit.models.fallback.config import NOT_THROUGH_TRANSFORMERS, FallbackConfig
 from toolkit.models.overrides import override, read_config
 from toolkit.models.registry import describe, find_problem, parse_config
 from toolkit.pooling.settings import has_pooling, read_pooling
+from toolkit.weights.formats import Packings, read_packings
+from toolkit.weights.gguf import packing as gguf
 
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 TYPES = {
@@ -26,23 +31,31 @@ TYPES = {
     "F8_E4M3": "fp8",
     "F8_E5M2": "fp8",
 }  # our names for safetensors' types
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 _NOT_IN_ENCODERS = ("pooler.", "cls.", "lm_head.", "embeddings.position_ids")
 _ENCODER_TABLES = "_embeddings."
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of a checkpoint. `type` is torch's name, or safetensors' for an unsupported one."""
+    """A tensor of a checkpoint.
+
+    `type` is torch's name, or the file format's for one that PyTorch lacks."""
 
     name: str
     type: str
     shape: tuple[int, ...]
+    num_bytes: int | None = None  # None: unknown
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def kind(self) -> str:
+        """Type, as safetensors names it."""
+        return next((kind for kind, name in TYPES.items() if name == self.type), self.type)
 
 
 @dataclass(frozen=True)
@@ -75,21 +88,24 @@ class Checkpoint:
     @property
     def problem(self) -> str | None:
         """Reason why tk cannot run the model, or None."""
-        quantization = self.raw.get("quantization_config")
-        if quantization:
-            method = (
-                quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            )
-            return f"its weights are quantized ({method})"
         try:
             if find_problem(self.raw):
                 return f"tk does not support {self.architecture}"
-            describe(parse_config(self.raw))
+            config = parse_config(self.raw)
+            describe(config)
+            if self.packings is not None and isinstance(config, FallbackConfig):
+                return NOT_THROUGH_TRANSFORMERS
         except ValueError as error:
             return str(error)
         except (CheckpointError, PluginError) as error:
             return error.message
         return None if self.has_weights else "it has no weights"
+
+    @cached_property
+    def packings(self) -> Packings | None:
+        """Packings of quantized weights, None without. Raises ValueError for an unknown format."""
+        header = {tensor.name: tensor for tensor in self.tensors}
+        return read_packings(self.raw, header) or gguf.packings(header)
 
     @cached_property
     def config(self) -> Any:
@@ -111,6 +127,22 @@ class Checkpoint:
     def size(self) -> int:
         """Bytes of all files."""
         return sum(self.files.values())
+
+    @property
+    def type_bytes(self) -> dict[str, int]:
+        """Bytes of the tensors by type, the largest first; empty if one's size is unknown."""
+        sizes: dict[str, int] = {}
+        for tensor in self.tensors:
+            if tensor.num_bytes is None:
+                return {}
+            sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.num_bytes
+        return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Stored bits for each parameter; None if unknown."""
+        count = self.num_parameters
+        return 8 * sum(self.type_bytes.values()) / count if count and self.type_bytes else None
 
     @property
     def stored_type(self) -> str | None:
@@ -186,7 +218,13 @@ class Checkpoint:
 
 
 def read_folder(folder: Path, name: str) -> Checkpoint:
-    """Read the checkpoint in a folder. Raises CheckpointError for missing or unreadable files."""
+    """Read the checkpoint in a folder, or in a GGUF file.
+
+    Raises CheckpointError for missing or unreadable files."""
+    if is_gguf(folder):
+        model = read_gguf(folder)
+        files = {file.name: file.stat().st_size for file in model.files}
+        return gguf_checkpoint(model, name, files, folder)
     raw = read_config(folder)
     try:
         files = {
@@ -198,6 +236,25 @@ def read_folder(folder: Path, name: str) -> Checkpoint:
         tensor for file in _weight_files(folder, files) for tensor in read_header(folder / file)
     ]
     return Checkpoint(name, raw, files, tuple(tensors), folder, partial(_read_text, folder))
+
+
+def gguf_checkpoint(
+    model: GGUF, name: str, files: dict[str, int], folder: Path | None
+) -> Checkpoint:
+    """Describe a GGUF model. Raises CheckpointError if its metadata cannot be used."""
+    tensors = tuple(
+        Tensor(one.name, TYPES.get(one.kind.name, one.kind.name), one.shape, one.num_bytes)
+        for one in named_tensors(model)
+    )
+    raw = json.loads(made_file(model, "config.json"))
+
+    def read(file: str) -> str:
+        return made_file(model, file) if file in MADE_FILES else ""
+
+    if folder is None:  # the headers are not kept
+        texts = {file: read(file) for file in MADE_FILES}
+        return Checkpoint(name, raw, files, tensors, read=lambda file: texts.get(file, ""))
+    return Checkpoint(name, raw, files, tensors, folder, read)
 
 
 def _read_text(folder: Path, name: str) -> str:
@@ -239,7 +296,12 @@ def read_header(file: Path) -> list[Tensor]:
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         tensors = [
-            Tensor(name, TYPES.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"]))
+            Tensor(
+                name,
+                TYPES.get(entry["dtype"], entry["dtype"]),
+                tuple(entry["shape"]),
+                entry["data_offsets"][1] - entry["data_offsets"][0],
+            )
             for name, entry in entries.items()
         ]
     except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError):

@@ -13,6 +13,7 @@ from typing import Any
 
 from toolkit import hub
 from toolkit.errors import CheckpointError, ConfigError, ModelNotFoundError
+from toolkit.gguf.names import split_name
 from toolkit.inventory.console import print_note
 from toolkit.units import size
 
@@ -23,7 +24,7 @@ FORMAT = (
 
 
 def pull(name: str, revision: str | None) -> Path:
-    """Download all files that `tk serve` needs, and return the model's folder.
+    """Download all files that `tk serve` needs, and return the model's folder, or its GGUF file.
 
     Cached files are kept, and broken connections resumed. Raises ModelNotFoundError if the hub
     does not answer, has no such model or denies access, and CheckpointError if the disk is full."""
@@ -53,7 +54,8 @@ def _exit_on_ctrl_c(name: str) -> Iterator[None]:
     from huggingface_hub import constants
 
     began = time.time()
-    blobs = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "blobs")
+    repository, _ = split_name(name)
+    blobs = Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}", "blobs")
 
     def stop(number: int, frame: object) -> None:
         for partial in blobs.glob("*.incomplete"):
@@ -72,12 +74,13 @@ def _exit_on_ctrl_c(name: str) -> Iterator[None]:
 
 def _missing_bytes(name: str, revision: str | None) -> int:
     """Return the size of the files that are not in the cache."""
+    name, quantization = split_name(name)
     with hub.hub_errors(name, revision):
         from huggingface_hub import model_info, try_to_load_from_cache
 
         info = model_info(name, revision=revision, files_metadata=True)
         files = {file.rfilename: file.size or 0 for file in info.siblings or []}
-        patterns = hub.wanted_files(files)
+        patterns = hub.wanted_files(files, gguf=hub.choose_gguf(files, quantization, name))
         wanted = [
             file for file in files if any(fnmatch.fnmatch(file, pattern) for pattern in patterns)
         ]

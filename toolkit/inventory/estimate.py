@@ -6,6 +6,7 @@ model on the hub by range requests), the cache from config.json, free memory fro
 system. Tests compare the results with a worker's `WorkerInfo`."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from toolkit.models.describe import Attention, Decoder, Parameter
 from toolkit.models.model_config import resolve_dtype
 from toolkit.models.pipeline_split import split_layers
 from toolkit.units import GIB, size
+from toolkit.weights.layout import DENSE, Kind, Layout, while_loading
 
 CPU_RUNTIME = 400 * 2**20
 """Memory of a CPU server's processes without weights and cache: 223 MiB idle (2026-11-21)."""
@@ -110,7 +112,7 @@ def estimate(checkpoint: Checkpoint, engine: EngineConfig, device: Device) -> Es
         device = dataclasses.replace(device, total=device.total // ranks, free=device.free // ranks)
     dtype = resolve_dtype(engine.model.dtype, checkpoint.config, on_gpu=device.kind != "cpu")
     max_model_len = _max_model_len(checkpoint, engine)
-    stages = _stages(checkpoint, engine, dtype)
+    stages = _stages(checkpoint, engine, dtype, device)
     cache_type = dtype if engine.cache.kv_cache_dtype == "auto" else engine.cache.kv_cache_dtype
     ranks = engine.parallel.tensor_parallel_size
     layout = CacheLayout.of(checkpoint.attention, engine.cache.block_size, ranks)
@@ -153,10 +155,12 @@ def _outside_windows(layers: Sequence[Attention | KVShape], length: int) -> floa
     return sum(tokens) / (len(layers) * length) if tokens else 0.0
 
 
-def _stages(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> list[tuple[int, int]]:
+def _stages(
+    checkpoint: Checkpoint, engine: EngineConfig, dtype: str, device: Device
+) -> list[tuple[int, int]]:
     """Return (bytes of one rank's weights without padding, number of layers) of each stage."""
     count, layers = engine.parallel.pipeline_parallel_size, len(checkpoint.attention)
-    nbytes = _tensor_bytes(checkpoint, engine, dtype)
+    nbytes = _tensor_bytes(checkpoint, engine, dtype, device)
     parameters = list(checkpoint.parameters)
     if count == 1:
         return [(sum(map(nbytes, parameters)), layers)]
@@ -194,20 +198,29 @@ def _stages(checkpoint: Checkpoint, engine: EngineConfig, dtype: str) -> list[tu
 
 
 def _tensor_bytes(
-    checkpoint: Checkpoint, engine: EngineConfig, dtype: str
+    checkpoint: Checkpoint, engine: EngineConfig, dtype: str, device: Device
 ) -> Callable[[Parameter], int]:
     """Return a function for the bytes of one rank's part of a tensor."""
     quantization, num_ranks = engine.model.quantization, engine.parallel.tensor_parallel_size
     tables = ("head", "embedding") if checkpoint.config.tie_word_embeddings else ("head",)
 
+    def layout(parameter: Parameter) -> Layout:
+        name, columns = parameter.name.removesuffix(".weight"), parameter.shape[-1]
+        packing = checkpoint.packings and checkpoint.packings.find(name)
+        if packing:
+            is_usable = packing.layout.kind is not Kind.FP8 or device.kind == "cuda"
+            return packing.layout if is_usable else DENSE
+        if quantization and parameter.kind == "linear":
+            return while_loading(quantization, columns)
+        if quantization in ("int4", "int8") and parameter.kind in tables and device.kind == "cpu":
+            return while_loading("int8", columns)
+        return DENSE
+
     def nbytes(parameter: Parameter) -> int:
-        is_quantized = parameter.kind == "linear" or (
-            parameter.kind in tables and quantization == "int8"
-        )
-        kind = quantization if quantization and is_quantized else dtype
-        is_sharded = parameter.kind in ("linear", "head", "embedding")
-        count = -(-parameter.size // num_ranks) if is_sharded else parameter.size
-        return count * TYPE_BYTES["float32" if parameter.is_float32 else kind]
+        if parameter.kind not in ("linear", "head", "embedding"):
+            return parameter.size * TYPE_BYTES["float32" if parameter.is_float32 else dtype]
+        rows, columns = parameter.shape[0], math.prod(parameter.shape[1:])
+        return -(-layout(parameter).nbytes(rows, columns, TYPE_BYTES[dtype]) // num_ranks)
 
     return nbytes
 

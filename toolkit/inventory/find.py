@@ -8,7 +8,9 @@ from typing import Any
 
 from toolkit import hub
 from toolkit.errors import CheckpointError
+from toolkit.gguf.names import labels, models_in, split_name
 from toolkit.inventory.checkpoint import TYPES, Checkpoint, Tensor, read_folder
+from toolkit.inventory.remote_gguf import read_remote
 
 DEMO = "tk-demo"
 
@@ -32,8 +34,13 @@ def local_models(folders: list[Path]) -> Iterator[LocalModel]:
     for folder in folders:
         for config in sorted((*folder.glob("config.json"), *folder.glob("*/config.json"))):
             yield _read(str(config.parent), config.parent)
+        files = (*folder.glob("*.gguf"), *folder.glob("*/*.gguf"))
+        for file in models_in(map(str, files)):
+            yield _read(file, Path(file))
     for repo in cached_repos():
         newest = max(repo.revisions, key=lambda revision: revision.last_modified)
+        for file, label in labels(models_in(hub.gguf_files(newest.snapshot_path))).items():
+            yield _read(f"{repo.repo_id}:{label}", newest.snapshot_path / file)
         if (newest.snapshot_path / "config.json").is_file():
             model = _read(repo.repo_id, newest.snapshot_path, repo.size_on_disk)
             # Without weights: only its description was fetched, by tk show.
@@ -69,6 +76,7 @@ def find_checkpoint(model: str | None, revision: str | None = None) -> Checkpoin
 
 
 def _on_hub(name: str, revision: str | None) -> Checkpoint:
+    name, quantization = split_name(name)
     with hub.hub_errors(name, revision):
         from huggingface_hub import HfApi, hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, NotASafetensorsRepoError
@@ -76,6 +84,11 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
         api = HfApi()
         info = api.model_info(name, revision=revision, files_metadata=True)
         files = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        gguf = hub.choose_gguf(files, quantization, name)
+        if gguf is not None:
+            return read_remote(
+                name, revision, f"{name}:{labels(models_in(files))[gguf]}", gguf, files
+            )
         try:
             raw = json.loads(
                 Path(hf_hub_download(name, "config.json", revision=revision)).read_text()

@@ -4,10 +4,12 @@ import torch
 from torch import nn
 
 from toolkit.distributed import Shard, aligned_shard, current_group, full_shard
+from toolkit.weights.collected import packed_slots
+from toolkit.weights.formats import Packing
 from toolkit.weights.plain import plain_weight
-from toolkit.weights.quantization import new_head_weight
+from toolkit.weights.quantization import find_packing, new_head_weight
 from toolkit.weights.slots import Slots
-from toolkit.weights.weight import Weight
+from toolkit.weights.weight import Epilogue, Weight
 
 ALIGNMENT = 64  # on a GPU a table's number of rows is a multiple of this
 
@@ -18,6 +20,8 @@ class Embedding(nn.Module):
     `name`: in the checkpoint."""
 
     weight: Weight
+    packing: Packing | None = None
+    is_shared = False
 
     def __init__(self, name: str, size: int, hidden: int) -> None:
         super().__init__()
@@ -33,9 +37,20 @@ class Embedding(nn.Module):
         return self.weight.take(indices)
 
     def slots(self) -> Slots:
-        shards = self.shard, full_shard(self.weight.shape[1])
-        slots = self.weight.part_slots(slice(self.size), shards)
+        shards, rows = (self.shard, full_shard(self.weight.shape[1])), slice(self.size)
+        slots: Slots = {}
+        if self.packing is not None:
+            slots |= packed_slots(self.weight, self.name, self.packing, rows, shards)
+        else:
+            slots |= self.weight.part_slots(rows, shards)
         return {f"{self.name}.{kind}": slot for kind, slot in slots.items()}
+
+    def pack(self) -> None:
+        """Convert a quantized table to the layout of its device. Called once, after loading.
+
+        One that the output head shares is packed there."""
+        if self.packing is not None and not self.is_shared:
+            self.weight = self.weight.finish(Epilogue())
 
 
 class VocabularyEmbedding(Embedding):
@@ -45,8 +60,12 @@ class VocabularyEmbedding(Embedding):
         """`is_tied`: the output head has the same weight."""
         nn.Module.__init__(self)
         self.name, self.group, self.shard = name, current_group(), vocabulary_shard(size)
-        make = new_head_weight if is_tied else plain_weight
-        self.weight = make(padded(self.shard.max_count), hidden)
+        self.packing, self.is_shared = find_packing(name), is_tied
+        rows = padded(self.shard.max_count)
+        if self.packing is not None or is_tied:
+            self.weight = new_head_weight(rows, hidden, self.packing)
+        else:
+            self.weight = plain_weight(rows, hidden)
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:

@@ -13,8 +13,15 @@ from toolkit.errors import ConfigError
 from toolkit.kernels import reference
 from toolkit.kernels.table import kernels_for
 from toolkit.layers.embedding import Embedding, padded, vocabulary_shard
-from toolkit.weights.quantization import new_head_weight, new_weight
-from toolkit.weights.slots import JoinedSlot, Slot, Slots
+from toolkit.weights.collected import packed_slots
+from toolkit.weights.formats import Packing
+from toolkit.weights.quantization import (
+    find_packing,
+    new_head_weight,
+    new_packed_weight,
+    new_weight,
+)
+from toolkit.weights.slots import JoinedSlot, Slot, Slots, joined_slot
 from toolkit.weights.source import Source
 from toolkit.weights.weight import Epilogue, Weight, parameter
 
@@ -63,7 +70,12 @@ class Linear(nn.Module):
         super().__init__()
         self.columns, self.parts, self.sources = columns, tuple(parts), tuple(sources)
         self.group = current_group()
-        self.weight = new_weight(sum(part.count for part in parts), columns.count)
+        self.packings = tuple(find_packing(source.name) for source in sources)
+        counts = [part.count for part in parts]
+        if any(self.packings):
+            self.weight = new_packed_weight(counts, columns, self.packings)
+        else:
+            self.weight = new_weight(sum(counts), columns.count)
         for shards, unit in zip((parts, [columns]), self.weight.rank_units, strict=True):
             _check_units(shards, unit, self.group.size)
         self.bias = parameter(torch.empty(self.weight.shape[0])) if bias else None
@@ -96,18 +108,17 @@ class Linear(nn.Module):
 
     def slots(self) -> Slots:
         """Return the slots of the projections' tensors."""
-        joined: dict[str, list[Slot]] = {}
+        joined: dict[str, list[Slot | JoinedSlot]] = {}
         first = 0
-        for source, part in zip(self.sources, self.parts, strict=True):
-            for kind, slot in self._part_slots(source, part, first).items():
+        for source, part, packing in zip(self.sources, self.parts, self.packings, strict=True):
+            for kind, slot in self._part_slots(source, part, packing, first).items():
                 joined.setdefault(f"{source.name}.{kind}", []).append(slot)
             first += part.count
-        return {
-            name: slots[0] if len(slots) == 1 else JoinedSlot(slots[0].shape, slots)
-            for name, slots in joined.items()
-        }
+        return {name: joined_slot(slots) for name, slots in joined.items()}
 
-    def _part_slots(self, source: Source, part: Shard, first: int) -> dict[str, Slot]:
+    def _part_slots(
+        self, source: Source, part: Shard, packing: Packing | None, first: int
+    ) -> dict[str, Slot | JoinedSlot]:
         """Return the slots of a projection's weight and bias, whose first row here is `first`."""
         shard, order = part, None
         if source.order is not None:
@@ -118,9 +129,14 @@ class Linear(nn.Module):
             else:
                 shard, order = full_shard(total), wanted
         rows = slice(first, first + part.count)
-        slots = self.weight.part_slots(
-            rows, (shard, self.columns), transpose=source.transpose, order=order
-        )
+        slots: dict[str, Slot | JoinedSlot] = {}
+        if packing is None:
+            slots |= self.weight.part_slots(
+                rows, (shard, self.columns), transpose=source.transpose, order=order
+            )
+        else:
+            shards = shard, self.columns
+            slots |= packed_slots(self.weight, source.name, packing, rows, shards, order)
         if self.bias is not None:
             slots["bias"] = Slot(self.bias[rows], shards=(shard,), order=order)
         return slots
@@ -172,8 +188,11 @@ class OutputHead(Linear):
         shard = vocabulary_shard(vocab_size)
         self.parts, self.sources = (shard,), (Source("lm_head"),)
         self._tied = (tied,)  # a tuple, so that it is no submodule
+        self.packings = (find_packing("lm_head") if tied is None else None,)
         self.weight = (
-            new_head_weight(padded(shard.max_count), hidden) if tied is None else tied.weight
+            new_head_weight(padded(shard.max_count), hidden, self.packings[0])
+            if tied is None
+            else tied.weight
         )
         # Padded like the weight.
         self.bias = parameter(torch.zeros(self.weight.shape[0])) if bias else None
@@ -197,8 +216,12 @@ class OutputHead(Linear):
     def slots(self) -> Slots:
         (shard,) = self.parts
         rows = slice(shard.count)
-        slots: dict[str, Slot] = {}
-        if self._tied == (None,):
+        slots: dict[str, Slot | JoinedSlot] = {}
+        (packing,) = self.packings
+        if packing is not None:
+            shards = shard, self.columns
+            slots |= packed_slots(self.weight, "lm_head", packing, rows, shards)
+        elif self._tied == (None,):
             slots |= self.weight.part_slots(rows, (shard, self.columns))
         if self.bias is not None:
             slots["bias"] = Slot(self.bias[rows], shards=(shard,))

@@ -19,7 +19,7 @@ from toolkit.models.mix import AttentionMix, Mix, MLPMix
 from toolkit.models.model import CausalLM
 from toolkit.models.pipeline_split import split_layers
 from toolkit.models.rotary import RotaryTables
-from toolkit.weights.quantization import is_quantized, quantizes_head
+from toolkit.weights.quantization import linear_bytes, quantizes_head
 
 
 class Step(nn.Module):
@@ -179,7 +179,7 @@ def _stage_layers(description: describe.Decoder) -> range:
     if stage.count == 1:
         return range(num_layers)
     itemsize = torch.get_default_dtype().itemsize
-    layer = description.layer_size(0) * (1 if is_quantized() else itemsize)
+    layer = int(description.layer_size(0) * linear_bytes(itemsize))
     head = description.vocab_size * description.hidden_size
     counts = split_layers(
         num_layers, stage.count, layer, head * (1 if quantizes_head() else itemsize)

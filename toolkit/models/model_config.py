@@ -27,6 +27,8 @@ class ArchitectureConfig(msgspec.Struct, kw_only=True):
     torch_dtype: str | None = None  # old spelling of `dtype`; read that
     vocab_size: Size
     tie_word_embeddings: bool = False
+    packings: Any = None
+    """`weights.formats.Packings` of a quantized checkpoint. Not in the file."""
 
     def __post_init__(self) -> None:
         self.dtype = self.dtype or self.torch_dtype

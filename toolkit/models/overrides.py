@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import CheckpointError
+from toolkit.gguf.folder import is_gguf, read_file
 
 NO_OVERRIDES: Mapping[str, Any] = {}
 _ROPE = ("rope_scaling", "rope_parameters")  # old and new name
@@ -14,9 +15,12 @@ _OF_ANY_TYPE = ("rope_theta", "partial_rotary_factor")
 
 def read_config(folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> dict[str, Any]:
     """Return a folder's config.json with overrides. Raises CheckpointError if unreadable."""
-    path = folder / "config.json"
+    path = folder if is_gguf(folder) else folder / "config.json"
     try:
-        raw = json.loads(path.read_text())
+        text = read_file(folder, "config.json")
+        if text is None:
+            raise OSError("there is no such file")
+        raw = json.loads(text)
         if not isinstance(raw, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:

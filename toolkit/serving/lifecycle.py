@@ -69,10 +69,12 @@ async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -
 
 
 def default_name(model: str | None) -> str:
-    """Return the model's name in the API: that on the hub, or the last part of a folder's path."""
+    """Return the model's name in the API: that on the hub, or the last part of its path."""
     if model is None:
         return DEMO_NAME
     folder = Path(model).expanduser()
+    if folder.is_file():
+        return folder.stem  # a GGUF file
     if not folder.is_dir():
         return model
     path = os.path.abspath(folder)

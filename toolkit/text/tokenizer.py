@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import CheckpointError, InvalidRequestError
+from toolkit.gguf.file import read_gguf
+from toolkit.gguf.folder import is_gguf, read_file
+from toolkit.gguf.tokenizer import has_tokenizer
 from toolkit.text.chat_template import ChatTemplates, describe, load_template
 from toolkit.text.tokenizer_files import read_tokenizer
 
@@ -28,6 +31,8 @@ class Tokenizer:
         template."""
         try:
             self._files = read_tokenizer(folder)
+        except CheckpointError:
+            raise
         except Exception as error:  # the libraries raise many types for a broken file
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise CheckpointError(f"The tokenizer in {folder} cannot be used: {lines[0]}") from None
@@ -275,7 +280,12 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer 
     """Return the folder's tokenizer; None if it has no tokenizer files.
 
     `chat_template`: a file or a template to use instead of the folder's."""
-    if not any((folder / name).is_file() for name in _FILES):
+    has_one = (
+        has_tokenizer(read_gguf(folder))
+        if is_gguf(folder)
+        else any((folder / name).is_file() for name in _FILES)
+    )
+    if not has_one:
         return None
     return Tokenizer(folder, chat_template)
 
@@ -284,10 +294,8 @@ def eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
     """Return the tokens that end an answer, by generation_config.json, config.json, tokenizer."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if path.is_file():
-            value = json.loads(path.read_text()).get("eos_token_id")
-            found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
+        value = json.loads(read_file(folder, name) or "{}").get("eos_token_id")
+        found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
     return sorted(set(found))

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.gguf.file import read_gguf
+from toolkit.gguf.folder import is_gguf
+from toolkit.gguf.tokenizer import build_tokenizer, tokenizer_config
 from toolkit.text.chat_template import read_templates, templates_by_name
 
 if TYPE_CHECKING:
@@ -71,6 +74,9 @@ class TokenizerFiles:
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
     """Raises OSError, ValueError and the libraries' own exceptions for a broken file."""
+    if is_gguf(folder):
+        model = read_gguf(folder)
+        return _describe_backend(build_tokenizer(model), folder, tokenizer_config(model))
     path = folder / "tokenizer.json"
     return _read_json(folder, path) if path.is_file() else _read_with_transformers(folder)
 
@@ -86,8 +92,12 @@ def _read_json(folder: Path, path: Path) -> TokenizerFiles:
     if name == "LlamaTokenizer":
         _rebuild_as_llama(backend, config)
     backend.encode_special_tokens = bool(config.get("split_special_tokens"))
+    return _describe_backend(backend, folder, _DEFAULTS.get(name, {}) | config)
 
-    declared, named, extra = _special_tokens(folder, _DEFAULTS.get(name, {}) | config)
+
+def _describe_backend(backend: Backend, folder: Path, config: dict[str, Any]) -> TokenizerFiles:
+    """Describe a tokenizer after adding its special tokens. `config`: its tokenizer_config.json."""
+    declared, named, extra = _special_tokens(folder, config)
     _add_missing(backend, declared, named, extra)
     added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
     named_ids = {_id(backend, token) for token in [*named.values(), *extra]} - {None}

@@ -13,6 +13,7 @@ from toolkit.errors import ConfigError, OutOfMemoryError
 from toolkit.hub import locate
 from toolkit.models import describe
 from toolkit.models.build import load_config
+from toolkit.models.model_config import ArchitectureConfig
 from toolkit.models.registry import describe as describe_model
 from toolkit.text.tokenizer import Tokenizer
 from toolkit.verify import engines, transformers_model
@@ -136,13 +137,16 @@ def _describe(config: EngineConfig) -> Described:
             "type. Use a model with weights.",
             param="load_format",
         )
-    folder = locate(given.model, given.revision)
-    description = describe_model(load_config(folder, given))
+    description = describe_model(_load_config(config))
     if isinstance(description, describe.Encoder):
         raise ConfigError(
             "tk verify compares generated text, and this model is an encoder.", param="model"
         )
     return description
+
+
+def _load_config(config: EngineConfig) -> ArchitectureConfig:
+    return load_config(locate(config.model.model, config.model.revision), config.model)
 
 
 def _sizes(config: EngineConfig, description: Described) -> Sizes:
@@ -171,13 +175,14 @@ def _served_types(config: EngineConfig, info: WorkerInfo) -> tuple[EngineConfig,
     """Return (settings of plain PyTorch, names of its types, share of its rounding that is served).
 
     Where all is served in fp32, bfloat16 is measured."""
-    given = [config.model.quantization, config.cache.kv_cache_dtype]
-    others = [name for name in given if name not in (None, "auto")]
-    if info.dtype == "float32" and not others:
+    method = config.model.quantization
+    if (packings := _load_config(config).packings) is not None:
+        method = packings.method
+    if info.dtype == "float32" and (method, config.cache.kv_cache_dtype) == (None, "auto"):
         return config.with_settings(dtype="bfloat16"), "bfloat16", FP32_SHARE
     parts = [info.dtype]
-    if config.model.quantization is not None:
-        parts.append(f"{config.model.quantization} products")
+    if method is not None:
+        parts.append(f"{method} products")
     if config.cache.kv_cache_dtype != "auto":
         parts.append(f"{config.cache.kv_cache_dtype} cache")
     return config.with_settings(dtype=info.dtype), ", ".join(parts), 1.0

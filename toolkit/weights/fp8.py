@@ -7,6 +7,7 @@ import torch
 from toolkit.errors import ConfigError
 from toolkit.kernels import reference
 from toolkit.kernels.table import kernels_for
+from toolkit.weights.groups import Blocks, Decoded
 from toolkit.weights.row_scaled import RowScaledWeight, ScaledProduct
 
 DTYPE = torch.float8_e4m3fn
@@ -14,6 +15,7 @@ MIN_CAPABILITY = (8, 9)  # ada, the first GPUs with FP8 arithmetic
 
 
 class FP8Weight(RowScaledWeight):
+    BYTES = 1.0
     values_dtype = DTYPE
 
     @staticmethod
@@ -32,6 +34,11 @@ class FP8Weight(RowScaledWeight):
     def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values, scales = reference.quantize_fp8(weight)
         return values, scales[:, 0]
+
+    def write(self, rows: slice, decoded: Decoded) -> None:
+        assert isinstance(decoded, Blocks)
+        self.values[rows].copy_(decoded.values)
+        self.scales[rows].copy_(decoded.scales[:, 0])
 
     @staticmethod
     def choose_product(device: torch.device) -> ScaledProduct:

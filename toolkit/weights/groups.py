@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+HALF_MAX = 65504.0
+
 
 @dataclass(frozen=True, slots=True)
 class Groups:
@@ -19,6 +21,8 @@ class Groups:
     half."""
     scales: torch.Tensor  # [rows, columns / group size], any floating type
     offsets: torch.Tensor | None = None  # like the scales
+    order: torch.Tensor | None = None
+    """int32 [columns]: the weight's own column of each of these. None: the same."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -44,11 +48,27 @@ class Groups:
 
     def dequantize(self) -> torch.Tensor:
         """Return the weight in fp32. Exact for scales and offsets of 16 bits."""
-        grouped = self.integers().float().unflatten(1, (-1, self.size))
+        grouped = self.integers().float().view(len(self.values), -1, self.size)
         scales = self.scales.float()[:, :, None]
         if self.offsets is None:
-            return (scales * (grouped - 2 ** (self.bits - 1))).flatten(1)
-        return (scales * grouped + self.offsets.float()[:, :, None]).flatten(1)
+            weight: torch.Tensor = (scales * (grouped - 2 ** (self.bits - 1))).flatten(1)
+        else:
+            weight = (scales * grouped + self.offsets.float()[:, :, None]).flatten(1)
+        if self.order is None:
+            return weight
+        return torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
+
+    def columns(self, first: int, count: int) -> Groups:
+        """Return some columns. Raises ValueError if they cut a group."""
+        size = self.size
+        if first % size or count % size:
+            raise ValueError(f"a part of {count} columns cuts groups of {size}")
+        groups = slice(first // size, (first + count) // size)
+        values = slice(first * self.bits // 8, (first + count) * self.bits // 8)
+        offsets = None if self.offsets is None else self.offsets[:, groups]
+        return replace(
+            self, values=self.values[:, values], scales=self.scales[:, groups], offsets=offsets
+        )
 
     def select(self, rows: slice | torch.Tensor) -> Groups:
         """Return some rows."""
@@ -56,6 +76,51 @@ class Groups:
         return replace(self, values=self.values[rows], scales=self.scales[rows], offsets=offsets)
 
 
+def select(decoded: Decoded, rows: torch.Tensor) -> Decoded:
+    """Return some rows of a decoded weight."""
+    if isinstance(decoded, torch.Tensor):
+        return decoded[rows]
+    if isinstance(decoded, Groups):
+        return decoded.select(rows)
+    height, width = decoded.block
+    values = decoded.values.view(torch.int8)[rows].view(decoded.values.dtype)
+    return Blocks(values, decoded.scales[rows // height], (1, width))
+
+
 def pack_nibbles(values: torch.Tensor) -> torch.Tensor:
     """Pack integers of 4 bits [rows, columns], uint8, two in a byte."""
     return values[:, 0::2] | values[:, 1::2] << 4
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A weight [rows, columns] in FP8 (e4m3) with an fp32 scale for each block of it."""
+
+    values: torch.Tensor
+    scales: torch.Tensor  # [blocks of rows, blocks of columns]
+    block: tuple[int, int]  # rows and columns; the last block of each may be smaller
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the weight in fp32."""
+        rows, columns = self.values.shape
+        scales = self.scales.repeat_interleave(self.block[0], 0)[:rows]
+        return self.values.float() * scales.repeat_interleave(self.block[1], 1)[:, :columns]
+
+
+Decoded = Groups | Blocks | torch.Tensor
+"""A weight as a checkpoint stores it. A tensor is rounded to the type of the model."""
+
+
+def quantize(weight: torch.Tensor, bits: int, size: int) -> Groups:
+    """Round a weight [rows, columns] to the nearest integers, in groups of `size` columns.
+
+    The largest number of a group becomes the least integer, which is one step further from the
+    middle than the greatest."""
+    grouped = weight.float().reshape(len(weight), -1, size)
+    middle = 2 ** (bits - 1)
+    largest = grouped.gather(2, grouped.abs().argmax(2, keepdim=True))
+    scales = (largest / -middle).clamp(-HALF_MAX, HALF_MAX).half()
+    factors = torch.where(scales == 0, 0.0, 1 / scales.float())
+    values = (grouped * factors).round().add(middle).clamp(0, 2 * middle - 1).to(torch.uint8)
+    flat = values.flatten(1)
+    return Groups(bits, pack_nibbles(flat) if bits == 4 else flat, scales[:, :, 0])

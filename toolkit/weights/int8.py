@@ -9,12 +9,14 @@ import torch
 
 from toolkit.errors import ConfigError
 from toolkit.kernels import cpu, reference
+from toolkit.weights.groups import Decoded, Groups
 from toolkit.weights.packed import pack
 from toolkit.weights.row_scaled import RowScaledWeight, ScaledProduct
 from toolkit.weights.weight import Epilogue, Weight
 
 
 class Int8Weight(RowScaledWeight):
+    BYTES = 1.0
     values_dtype = torch.int8
 
     @staticmethod
@@ -33,6 +35,11 @@ class Int8Weight(RowScaledWeight):
     def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values, scales = reference.quantize_int8(weight)
         return values, scales[:, 0]
+
+    def write(self, rows: slice, decoded: Decoded) -> None:
+        assert isinstance(decoded, Groups)
+        self.values[rows].copy_(decoded.values.short() - 128)
+        self.scales[rows].copy_(decoded.scales[:, 0])
 
     @staticmethod
     def choose_product(device: torch.device) -> ScaledProduct:

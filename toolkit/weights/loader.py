@@ -13,13 +13,17 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 
 from toolkit.errors import CheckpointError, did_you_mean
-from toolkit.weights.quantization import METHODS
-from toolkit.weights.safetensors import read_header, read_into
-from toolkit.weights.slots import QuantizedSlot, Slot, Slots
+from toolkit.gguf.folder import is_gguf
+from toolkit.weights.collected import CollectedSlot
+from toolkit.weights.gguf import reader as gguf
+from toolkit.weights.safetensors import StoredTensor, read_header, read_into
+from toolkit.weights.slots import Slot, Slots
+from toolkit.weights.weight import DUMMY_STD, Weight
 
 _PREFIXES = ("transformer.", "model.", "gpt_neox.", "bert.", "roberta.")
-_QUANTIZED = {method.values_dtype for method in METHODS.values()}
 _NOT_WEIGHTS = (
+    ".k_scale",
+    ".v_scale",
     *(
         f".{attention}.{mask}"
         for attention in ("attn", "attention")
@@ -27,7 +31,7 @@ _NOT_WEIGHTS = (
     ),
     "rotary_emb.inv_freq",
 )
-"""Buffers in old checkpoints."""
+"""Buffers in old checkpoints, and scales for a cache in FP8: tk computes its own."""
 _HEAD, _NEOX_HEAD = "lm_head.", "embed_out."
 
 
@@ -68,16 +72,23 @@ def find_weights(
     if load_format == "dummy":
         fill = partial(_fill_dummy, model, seed)
     else:
-        files = _weight_files(folder, "model", "safetensors")
-        if files:
-            tensors = [(file, tensor) for file in files for tensor in read_header(file)]
-            table = _SlotTable(model, {one.name: one.shape for _, one in tensors}, elsewhere)
+        tensors = stored_tensors(folder)
+        if tensors:
+            table = _SlotTable(model, {one.name: one.shape for one in tensors}, elsewhere)
             found = [
-                (tensor.part(slot.region), slot)
-                for file, tensor in tensors
-                for slot in table.find(file, tensor.name, tensor.shape)
+                (part, gguf.slot_of(part, slot) if is_gguf(folder) else slot)
+                for tensor in tensors
+                for slot in table.find(tensor.file, tensor.name, tensor.shape)
+                for part in (tensor.part(slot.region),)
             ]
             table.require_all(folder)
+            for tensor, slot in found:
+                if not slot.accepts(tensor.dtype):
+                    raise CheckpointError(
+                        f"{tensor.file}: {tensor.name} has the type {tensor.kind}, which is not "
+                        f"what config.json describes: {slot.wanted}."
+                    )
+                slot.announce()
             fill = partial(read_into, found)
         else:
             fill = partial(_unpickle, model, elsewhere, folder, load_format)
@@ -92,6 +103,9 @@ def _unpickle(
     stop: threading.Event,
 ) -> None:
     files = _pickled_files(folder, load_format)
+    parts = (part for slot in model.slots().values() for part in slot.parts)
+    if any(isinstance(part, CollectedSlot) for part in parts):
+        raise CheckpointError(f"{folder} is quantized: tk reads that from safetensors files only.")
     shapes = {name: tuple(t.shape) for file in files for name, t in _read_pickled(file).items()}
     table = _SlotTable(model, shapes, elsewhere)
     for file in files:
@@ -120,7 +134,7 @@ class _SlotTable:
         self._slots = model.slots_for(tensors) if isinstance(model, Renames) else model.slots()
         self._elsewhere = frozenset(elsewhere) - self._slots.keys()
         self._has_head = any(map(_is_head, (*self._slots, *self._elsewhere)))
-        self._missing = dict.fromkeys(self._slots)
+        self._missing = {name: None for name, slot in self._slots.items() if not slot.is_optional}
 
     def find(self, file: Path, name: str, shape: tuple[int, ...]) -> Sequence[Slot]:
         """Return a tensor's slots; none if it is not needed.
@@ -137,7 +151,7 @@ class _SlotTable:
                 f"{did_you_mean(name, self._slots)}"
             )
         slot = self._slots[known]
-        if shape != slot.shape:
+        if slot.shape is not None and shape != slot.shape:
             raise CheckpointError(
                 f"{file}: {name} has the shape {list(shape)}; config.json requires "
                 f"{list(slot.shape)}."
@@ -159,16 +173,26 @@ class _SlotTable:
 def _fill_dummy(model: Loadable, seed: int, _stop: threading.Event) -> None:
     """Fill with random weights, reproducible per device type. Norms keep their values."""
     generator = torch.Generator(next(model.named_parameters())[1].device).manual_seed(seed)
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    weights = [module for module in modules if isinstance(module, Weight)]
+    in_weights = {id(parameter) for weight in weights for parameter in weight.parameters()}
+    for weight in weights:
+        weight.fill_randomly(generator)
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1 and parameter.dtype not in _QUANTIZED:
-            parameter.normal_(0.0, 0.02, generator=generator)
+        if id(parameter) in in_weights:
+            continue
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, DUMMY_STD, generator=generator)
         elif name.endswith(".bias"):
             parameter.zero_()
-    for part in (part for slot in model.slots().values() for part in slot.parts):
-        if isinstance(part, QuantizedSlot):
-            shape = tuple(shard.count for shard in part.region)
-            weight = torch.empty(shape, device=part.target.device)
-            part.fill(weight.normal_(0.0, 0.02, generator=generator))
+
+
+def stored_tensors(folder: Path) -> list[StoredTensor]:
+    """Return the tensors of a checkpoint's safetensors or GGUF files; none if it has others."""
+    if is_gguf(folder):
+        return gguf.read_header(folder)
+    files = _weight_files(folder, "model", "safetensors")
+    return [tensor for file in files for tensor in read_header(file)]
 
 
 def _weight_files(folder: Path, stem: str, suffix: str) -> list[Path]:

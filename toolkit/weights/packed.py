@@ -8,10 +8,12 @@ import torch
 
 from toolkit.kernels import cpu
 from toolkit.kernels.switch import kernels_are_off
+from toolkit.weights.groups import Groups
 from toolkit.weights.weight import Epilogue, Weight
 
 if TYPE_CHECKING:
-    from toolkit.kernels.cpu.linear import PackedLinear
+    from toolkit.kernels.cpu.product import Product
+    from toolkit.weights.groups import Groups
     from toolkit.weights.weight import Rows
 
 ONEDNN_ROWS = 16  # rows of x that oneDNN's layout is optimized for. It works with any number
@@ -35,12 +37,35 @@ def pack(
     return OneDNNWeight(values) if is_packed else None
 
 
+def pack_groups(groups: Groups, epilogue: Epilogue, dtype: torch.dtype) -> Weight | None:
+    """Pack a group-quantized weight. None if our kernels are off or were not built.
+
+    dtype: of the model. Products round x to 8 bits."""
+    if not cpu.available() or dtype == torch.float16:
+        return None
+    from toolkit.kernels.cpu.groups import PackedGroups
+
+    bias, activation, gated, result, _ = epilogue
+    product = PackedGroups(
+        groups.values,
+        groups.scales,
+        groups.offsets,
+        groups.bits,
+        bias,
+        activation=activation,
+        gated=gated,
+    )
+    packed = PackedWeight(product, gated, result, dtype)
+    packed.order = groups.order
+    return packed
+
+
 class PackedWeight(Weight):
     """A weight for our CPU kernels, which contains the end of its products."""
 
     def __init__(
         self,
-        linear: PackedLinear,
+        linear: Product,
         gated: bool,
         result: torch.dtype | None,
         dtype: torch.dtype,
@@ -48,6 +73,7 @@ class PackedWeight(Weight):
         """`result`: type of products; `dtype`: of rows."""
         super().__init__(2 * linear.columns if gated else linear.columns, linear.depth)
         self.has_rows = not gated
+        self.order: torch.Tensor | None = None  # of the columns, see `Groups`
         self._linear, self._result, self._dtype = linear, result, dtype
 
     @property
@@ -56,10 +82,13 @@ class PackedWeight(Weight):
 
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
         assert isinstance(x, torch.Tensor), "see fuses_norm"
-        return self._linear(x, self._result)
+        return self._linear(x if self.order is None else x[:, self.order], self._result)
 
     def take(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._linear.rows(ids, self._dtype)
+        rows = self._linear.rows(ids, self._dtype)
+        if self.order is None:
+            return rows
+        return torch.empty_like(rows).index_copy_(1, self.order.long(), rows)
 
 
 class OneDNNWeight(Weight):

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from toolkit.distributed import Shard
 from toolkit.kernels import reference
 from toolkit.kernels.table import Kernels, kernels_for
+from toolkit.weights.groups import Decoded
 from toolkit.weights.packed import pack
 from toolkit.weights.slots import Slot
-from toolkit.weights.weight import ALL, Epilogue, Weight, parameter
+from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, Weight, parameter
 
 if TYPE_CHECKING:
     from toolkit.kernels.triton.matmul import Unscaled
@@ -54,6 +55,14 @@ class PlainWeight(Weight):
         order: tuple[int, ...] | None = None,
     ) -> dict[str, Slot]:
         return {"weight": Slot(self.values[rows], transpose, shards, order)}
+
+    def write(self, rows: slice, decoded: Decoded) -> None:
+        if not isinstance(decoded, torch.Tensor):
+            decoded = decoded.dequantize()
+        self.values[rows].copy_(decoded)
+
+    def fill_randomly(self, generator: torch.Generator) -> None:
+        self.values.normal_(0.0, DUMMY_STD, generator=generator)
 
     def dequantize(self, rows: slice = ALL) -> torch.Tensor:
         return self.values[rows].float()

@@ -1,20 +1,49 @@
-"""Weight quantization: the methods, and the one used by the model that is being built."""
+"""The formats of the weights of the model that is being built."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 
+from toolkit.distributed import Shard, full_shard
+from toolkit.kernels import cpu
 from toolkit.kernels.switch import kernels_are_off
+from toolkit.kernels.table import kernels_for
+from toolkit.weights import fp8
+from toolkit.weights.blocks import BlockWeight
+from toolkit.weights.formats import Packing, Packings
 from toolkit.weights.fp8 import FP8Weight
 from toolkit.weights.int8 import Int8Weight
+from toolkit.weights.integers import Int4Weight, IntegerWeight
+from toolkit.weights.layout import DENSE, Kind, Layout
+from toolkit.weights.parted import PartedWeight
 from toolkit.weights.plain import plain_weight
-from toolkit.weights.row_scaled import RowScaledWeight
 from toolkit.weights.weight import Weight
 
-METHODS: dict[str, type[RowScaledWeight]] = {"fp8": FP8Weight, "int8": Int8Weight}
-_building: ContextVar[str | None] = ContextVar("quantization", default=None)
+METHODS: dict[str, type[FP8Weight | Int8Weight | Int4Weight]] = {
+    "fp8": FP8Weight,
+    "int8": Int8Weight,
+    "int4": Int4Weight,
+}
+
+
+INT8 = Layout(Kind.INTEGERS, 8)
+"""A scale for each row, as `Int8Weight` has."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Formats:
+    method: str | None = None  # of METHODS, for a checkpoint in full precision
+    packings: Packings | None = None  # of a quantized checkpoint
+    device: torch.device | None = None  # that will compute. None: the default device
+
+
+_PLAIN = _Formats()
+_building: ContextVar[_Formats] = ContextVar("formats", default=_PLAIN)
 
 
 def require(method: str | None, device: torch.device, dtype: torch.dtype) -> None:
@@ -26,34 +55,93 @@ def require(method: str | None, device: torch.device, dtype: torch.dtype) -> Non
 
 
 @contextmanager
-def quantized(method: str | None) -> Iterator[None]:
-    """Build linear layers inside with weights of this kind. None: of the default dtype."""
-    token = _building.set(method)
+def quantized(
+    method: str | None, packings: Packings | None = None, device: torch.device | None = None
+) -> Iterator[None]:
+    """Build linear layers inside with weights of this kind. None: of the default dtype.
+
+    `packings`: of the checkpoint, if it is quantized; `device`: that will compute, if that is not
+    the default device."""
+    token = _building.set(_Formats(method, packings, device))
     try:
         yield
     finally:
         _building.reset(token)
 
 
+def find_packing(name: str) -> Packing | None:
+    """Return how the checkpoint of the model being built stores a projection. None: plainly."""
+    packings = _building.get().packings
+    return None if packings is None else packings.find(name)
+
+
 def new_weight(rows: int, columns: int) -> Weight:
-    """Return an uninitialized weight for a linear layer."""
-    method = _building.get()
+    """Return an uninitialized weight for a linear layer that is not quantized in its checkpoint."""
+    method = _building.get().method
     return plain_weight(rows, columns) if method is None else METHODS[method](rows, columns)
 
 
-def new_head_weight(rows: int, columns: int) -> Weight:
+def new_packed_weight(
+    rows: Sequence[int], columns: Shard, packings: Sequence[Packing | None]
+) -> Weight:
+    """Return an uninitialized weight for parts of so many rows, stored in these packings."""
+    layouts = [DENSE if one is None else usable(one.layout, _device()) for one in packings]
+    # Of columns that are not in order, a rank's part does not have complete groups.
+    layouts = [DENSE if one.has_order and not columns.is_full else one for one in layouts]
+    can_merge = len(set(layouts)) == 1 and not (len(rows) > 1 and layouts[0].has_order)
+    if can_merge and all(count % layouts[0].block_rows == 0 for count in rows[:-1]):
+        return _weight(sum(rows), columns.count, layouts[0])
+    parts = zip(rows, layouts, strict=True)
+    return PartedWeight([_weight(count, columns.count, layout) for count, layout in parts])
+
+
+def _weight(rows: int, columns: int, layout: Layout) -> Weight:
+    if layout.kind is Kind.DENSE:
+        return plain_weight(rows, columns)
+    if layout.kind is Kind.FP8:
+        if layout.block_rows == 1:
+            return FP8Weight(rows, columns)
+        return BlockWeight(rows, columns, layout)
+    if layout == INT8 and _multiplies_int8():
+        return Int8Weight(rows, columns)
+    return IntegerWeight(rows, columns, layout)
+
+
+def usable(layout: Layout, device: torch.device) -> Layout:
+    """Return the layout, or that of plain weights if the device cannot multiply with it."""
+    if layout.kind is Kind.FP8 and not (fp8.has_arithmetic(device) and kernels_for(device)):
+        return DENSE
+    return layout
+
+
+def _device() -> torch.device:
+    return _building.get().device or torch.get_default_device()
+
+
+def _multiplies_int8() -> bool:
+    """Return True if the device has products of int8 with a scale for each row."""
+    has_kernels = cpu.available() or kernels_are_off()
+    is_wide = torch.get_default_dtype() != torch.float16
+    return _device().type == "cpu" and has_kernels and is_wide
+
+
+def new_head_weight(rows: int, columns: int, packing: Packing | None = None) -> Weight:
     """Return an uninitialized weight for an output head, which an embedding may share."""
-    return new_weight(rows, columns) if quantizes_head() else plain_weight(rows, columns)
+    if packing is not None:
+        return new_packed_weight([rows], full_shard(columns), [packing])
+    return Int8Weight(rows, columns) if quantizes_head() else plain_weight(rows, columns)
 
 
-def is_quantized() -> bool:
-    """Return whether the linear layers of the model being built are quantized."""
-    return _building.get() is not None
+def linear_bytes(itemsize: int) -> float:
+    """Return the least bytes of a parameter of linear layers. `itemsize`: of the model's type."""
+    method = _building.get().method
+    return itemsize if method is None else METHODS[method].BYTES
 
 
 def quantizes_head() -> bool:
-    """Return whether the output head of the model being built is quantized too.
+    """Return whether the output head of the model being built is quantized too, to int8.
 
     On a CPU it is: small models spend a third of their time there. On GPUs the head keeps the
     checkpoint's precision, which matters most there."""
-    return _building.get() == "int8"
+    method = _building.get().method
+    return method == "int8" or (method == "int4" and _multiplies_int8())

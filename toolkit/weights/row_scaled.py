@@ -12,7 +12,7 @@ from toolkit.distributed import Shard
 from toolkit.kernels import reference
 from toolkit.kernels.switch import kernels_are_off, rounds_inputs
 from toolkit.weights.slots import QuantizedSlot, Slot
-from toolkit.weights.weight import ALL, Epilogue, Weight, parameter
+from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, Weight, parameter
 
 if TYPE_CHECKING:
     from toolkit.weights.weight import Rows
@@ -76,15 +76,19 @@ class RowScaledWeight(Weight):
         transpose: bool = False,
         order: tuple[int, ...] | None = None,
     ) -> dict[str, Slot]:
-        slot = QuantizedSlot(
-            self.values[rows],
-            transpose,
-            shards,
-            order,
-            scales=self.scales[rows],
-            quantize=self.quantize,
-        )
+        target, first = self.values[rows], rows.start or 0
+        slot = QuantizedSlot(target, transpose, shards, order, store=self.store, first=first)
         return {"weight": slot}
+
+    def store(self, rows: slice, weight: torch.Tensor) -> None:
+        """Quantize rows of the weight."""
+        values, scales = self.quantize(weight)
+        self.values[rows].copy_(values)
+        self.scales[rows].copy_(scales)
+
+    def fill_randomly(self, generator: torch.Generator) -> None:
+        weight = torch.empty(self.shape, device=self.values.device)
+        self.store(ALL, weight.normal_(0.0, DUMMY_STD, generator=generator))
 
     def dequantize(self, rows: slice = ALL) -> torch.Tensor:
         return self.values[rows].float() * self.scales[rows, None]

@@ -35,6 +35,12 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 
 
@@ -65,7 +71,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """PyTorch's type. Raises CheckpointError for a type that is not for plain weights."""
+        """PyTorch's type. Raises CheckpointError for an unsupported one."""
         if self.kind not in DTYPES:
             raise CheckpointError(
                 f"{self.file}: {self.name} has the unsupported type {self.kind}. Supported: "
@@ -76,6 +82,16 @@ class StoredTensor:
     @property
     def row_bytes(self) -> int:
         return self.num_bytes // self.shape[0] if self.shape and self.shape[0] else self.num_bytes
+
+    @property
+    def read_columns(self) -> Shard | None:
+        """Elements of each row that are read; None: all."""
+        return self.columns
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of a row as it is read."""
+        return self.shape[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +125,7 @@ class _Chunk:
         if hasattr(mmap, "MADV_WILLNEED") and self.tensor.columns is None:
             mapped.madvise(mmap.MADV_WILLNEED)
         rows = torch.frombuffer(mapped, dtype=self.tensor.dtype, offset=before)
-        columns = self.tensor.columns
+        columns = self.tensor.read_columns
         if columns is None:
             return rows.view(self._shape)
         return rows.view(self.count, columns.total).narrow(1, columns.begin, columns.count)
@@ -124,7 +140,7 @@ class _Chunk:
 
     @property
     def _shape(self) -> tuple[int, ...]:
-        return self.count, *self.tensor.shape[1:]
+        return self.count, *self.tensor.row_shape
 
 
 def read_header(file: Path) -> list[StoredTensor]:

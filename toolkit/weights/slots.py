@@ -9,6 +9,8 @@ import torch
 
 from toolkit.distributed import Shard
 
+FLOATS = "a floating-point type"
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -41,14 +43,31 @@ class Slot:
         return region[::-1] if self.transpose else region
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor in the checkpoint."""
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape of the tensor in the checkpoint. None: any."""
         return tuple(shard.total for shard in self.region)
+
+    @property
+    def is_optional(self) -> bool:
+        """True if the checkpoint may lack the tensor."""
+        return False
 
     @property
     def parts(self) -> Sequence[Slot]:
         """Slots with one region each."""
         return (self,)
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        """Return True if the tensor may have this type."""
+        return dtype.is_floating_point == self.target.is_floating_point()
+
+    @property
+    def wanted(self) -> str:
+        """Type of the tensor, for messages."""
+        return FLOATS if self.target.is_floating_point() else "integers"
+
+    def announce(self) -> None:
+        """Note that the checkpoint has the tensor. Called before any slot is filled."""
 
     def rows(self, first: int, count: int) -> Slot:
         """Return the slot of some rows of the checkpoint tensor."""
@@ -80,35 +99,54 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedSlot(Slot):
-    """Destination of a tensor that is stored with a scale per row."""
+    """Destination of a tensor that is quantized while it is loaded. `target` only has its shape."""
 
-    scales: torch.Tensor  # [rows of the target], fp32
-    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    """Returns (target, scales) of a tensor."""
+    store: Callable[[slice, torch.Tensor], None]
+    """Quantizes rows of the tensor, and stores them in these rows of the weight."""
+    first: int  # row of the weight that this slot begins with
 
     @property
     def needs_all_rows(self) -> bool:
         """True if transposed: the file's rows are columns here, and a scale needs all of them."""
         return self.transpose or self.order is not None
 
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype.is_floating_point
+
+    @property
+    def wanted(self) -> str:
+        return FLOATS
+
     def rows(self, first: int, count: int) -> Slot:
         if self.needs_all_rows:
             return self
-        part = slice(first, first + count)
-        return QuantizedSlot(self.target[part], scales=self.scales[part], quantize=self.quantize)
+        part, begin = slice(first, first + count), self.first + first
+        return QuantizedSlot(self.target[part], store=self.store, first=begin)
 
     def fill(self, tensor: torch.Tensor) -> None:
-        weight, scales = self.quantize(self._arranged(tensor))
-        self.target.copy_(weight)
-        self.scales.copy_(scales)
+        arranged = self._arranged(tensor)
+        self.store(slice(self.first, self.first + len(arranged)), arranged)
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedSlot:
     """Destinations of a checkpoint tensor that holds several projections, each of them sharded."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None  # None: any
     parts: Sequence[Slot]  # their regions are those of the joined tensor. none: not needed here
+    is_optional: bool = False
+
+
+UNREAD = JoinedSlot(None, (), is_optional=True)
+"""Slot of a tensor that a checkpoint may have, and that is not read."""
+
+
+def joined_slot(slots: Sequence[Slot | JoinedSlot]) -> Slot | JoinedSlot:
+    """Return the slot of a tensor that all these are parts of."""
+    if len(slots) == 1:
+        return slots[0]
+    parts = [part for slot in slots for part in slot.parts]
+    return JoinedSlot(slots[0].shape, parts, all(slot.is_optional for slot in slots))
 
 
 Slots = dict[str, Slot | JoinedSlot]  # slots by tensor name in the checkpoint

@@ -13,6 +13,7 @@ from torch import nn
 
 from toolkit.distributed import Shard
 from toolkit.kernels import reference
+from toolkit.weights.groups import Decoded
 from toolkit.weights.slots import Slot
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     Rows = torch.Tensor | Unscaled
 
 ALL = slice(None)
+DUMMY_STD = 0.02
 _FINISHED = "a finished weight has products only"
 
 
@@ -106,6 +108,14 @@ class Weight(nn.Module, abc.ABC):
         """Return the slots of some rows, by the ends of their tensors' names.
 
         shards: of a checkpoint's rows and columns. The rest is as in `Slot`."""
+        raise NotImplementedError(_FINISHED)
+
+    def write(self, rows: slice, decoded: Decoded) -> None:
+        """Copy rows from a quantized checkpoint."""
+        raise NotImplementedError(_FINISHED)
+
+    def fill_randomly(self, generator: torch.Generator) -> None:
+        """Fill with normal random numbers of a standard deviation of DUMMY_STD."""
         raise NotImplementedError(_FINISHED)
 
     def dequantize(self, rows: slice = ALL) -> torch.Tensor:

@@ -294,6 +294,8 @@ class Worker:
     ) -> Model:
         """Return the model. On a GPU its weights may still be loading."""
 
+        target = device
+
         def build(
             device: torch.device,
             max_model_len: int,
@@ -307,6 +309,7 @@ class Worker:
                     dtype=dtype,
                     max_model_len=max_model_len,
                     quantization=self.config.model.quantization,
+                    target=target,
                 )
 
         sketch = build(torch.device("meta"), 1)
@@ -315,7 +318,7 @@ class Worker:
             self._model_parameters = _num_parameters(
                 build(torch.device("meta"), 1, SINGLE_STAGE, SINGLE)
             )
-        self._weight_bytes = sum(p.nbytes for p in sketch.parameters())
+        self._weight_bytes = sketch.nbytes
         together = self._weight_bytes
         if device.type == "cpu":  # ranks on one machine share its memory
             together = (

@@ -22,6 +22,7 @@ class Config(DecoderConfig, kw_only=True):
     parallel_attn: bool = True
     new_decoder_architecture: bool = False
     num_ln_in_parallel_attn: int | None = None
+    has_separate_qkv: bool = False  # q, k and v follow each other in their tensor, as in GGUF
     tie_word_embeddings: bool = True
 
     def __post_init__(self) -> None:
@@ -38,8 +39,8 @@ def describe(config: Config) -> Decoder:
     assert kv_heads is not None
     assert size is not None
     parts = grouped_by_head(kv_heads, heads // kv_heads, size)
-    if kv_heads == 1:
-        parts = consecutive(heads * size, size, size)
+    if kv_heads == 1 or config.has_separate_qkv:
+        parts = consecutive(heads * size, kv_heads * size, kv_heads * size)
 
     def layer(name: str, index: int) -> Layer:
         q, k, v = (Source(f"{name}.self_attention.query_key_value", part) for part in parts)

@@ -30,6 +30,7 @@ class Config(ArchitectureConfig, kw_only=True):
     num_attention_heads: Size | None = None
     num_hidden_layers: Size | None = None
     """Other kinds' names for n_embd, n_positions, n_head and n_layer. These win."""
+    has_linear_layout: bool = False  # weights are [out, in], as GGUF stores them
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,7 +50,8 @@ class Config(ArchitectureConfig, kw_only=True):
 def describe(config: Config) -> Decoder:
     require(config, add_cross_attention=(False,))
     width = config.n_embd
-    return gpt2_decoder(config, config.n_head, consecutive(width, width, width), transpose=True)
+    order, transpose = consecutive(width, width, width), not config.has_linear_layout
+    return gpt2_decoder(config, config.n_head, order, transpose=transpose)
 
 
 def gpt2_decoder(

@@ -3,7 +3,7 @@
 from toolkit.models.describe import MLP, Attention, Branch, Decoder, Layer
 from toolkit.models.model_config import DecoderConfig, Size
 from toolkit.models.parts import decoder, layer_norm, pre_norm
-from toolkit.weights.source import Source, grouped_by_head
+from toolkit.weights.source import Source, consecutive, grouped_by_head
 
 ARCHITECTURES = ("GPTNeoXForCausalLM", "GPTNeoXModel")
 
@@ -20,6 +20,7 @@ class Config(DecoderConfig, kw_only=True):
     use_parallel_residual: bool = True
     rotary_pct: float | None = None
     rotary_emb_base: float | None = None
+    has_separate_qkv: bool = False  # q, k and v follow each other in their tensor, as in GGUF
 
     def __post_init__(self) -> None:
         self.rope_theta = self.rotary_emb_base or self.rope_theta
@@ -31,7 +32,12 @@ def describe(config: Config) -> Decoder:
     heads, size, eps = config.num_attention_heads, config.head_dim or 0, config.layer_norm_eps
 
     def layer(name: str, index: int) -> Layer:
-        parts = grouped_by_head(heads, 1, size)
+        width = heads * size
+        parts = (
+            consecutive(width, width, width)
+            if config.has_separate_qkv
+            else grouped_by_head(heads, 1, size)
+        )
         q, k, v = (Source(f"{name}.attention.query_key_value", part) for part in parts)
         out, up, down = (
             Source(f"{name}.{part}")

@@ -33,6 +33,12 @@ _SYNONYMS: dict[str, tuple[str, ...]] = {
 _ENDS = ("ForCausalLM", "LMHeadModel", "WithLMHead")
 
 
+NOT_THROUGH_TRANSFORMERS = (
+    "its weights are quantized, and models that run through Transformers must be in full "
+    "precision. --quantization then quantizes them"
+)
+
+
 class FallbackConfig(ArchitectureConfig, kw_only=True):
     """A config.json that only Transformers understands. Numbers are 0 where it has none."""
 

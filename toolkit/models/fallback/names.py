@@ -62,7 +62,7 @@ class _Group:
             tensor = value[0] if isinstance(value, list) else value
             slot = self.targets.get(target)
             if slot is None or tuple(tensor.shape) != slot.shape:
-                wanted = "no such parameter" if slot is None else list(slot.shape)
+                wanted = "no such parameter" if slot is None else list(slot.shape or ())
                 raise CheckpointError(
                     f"The checkpoint's tensors {self.sources[0][0]}, … make {target} of the shape "
                     f"{list(tensor.shape)}; the model has {wanted}."

@@ -1,0 +1,209 @@
+"""Models of Transformers as GGUF files, with what llama.cpp's converter changes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.gguf_writer import Stored, plain, q8_0, write
+
+_MODULES = {
+    "attn_q": r"self_attn\.q_proj",
+    "attn_k": r"self_attn\.k_proj",
+    "attn_v": r"self_attn\.v_proj",
+    "attn_qkv": r"self_attn\.qkv_proj|attention\.query_key_value|attn\.c_attn"
+    r"|self_attention\.query_key_value",
+    "attn_output": r"self_attn\.(?:o_proj|dense)|attention\.dense|attn\.c_proj"
+    r"|self_attention\.dense",
+    "attn_norm": r"input_layernorm|ln_1|ln_mlp",
+    "attn_norm_2": r"ln_attn",
+    "attn_q_norm": r"self_attn\.(?:q_norm|query_layernorm)",
+    "attn_k_norm": r"self_attn\.(?:k_norm|key_layernorm)",
+    "ffn_norm": r"post_attention_layernorm|ln_2|pre_feedforward_layernorm",
+    "post_ffw_norm": r"post_feedforward_layernorm|post_mlp_layernorm",
+    "ffn_gate": r"mlp\.gate_proj",
+    "ffn_up": r"mlp\.(?:up_proj|fc1|gate_up_proj|dense_h_to_4h|c_fc)",
+    "ffn_down": r"mlp\.(?:down_proj|fc2|dense_4h_to_h|c_proj)",
+}
+_TOP = {
+    "token_embd": r"(?:model\.embed_tokens|transformer\.wte|gpt_neox\.embed_in"
+    r"|transformer\.word_embeddings)",
+    "position_embd": r"transformer\.wpe",
+    "output_norm": r"(?:model\.(?:norm|final_layernorm)|transformer\.ln_f"
+    r"|gpt_neox\.final_layer_norm)",
+    "output": r"(?:lm_head|embed_out)",
+}
+_AFTER_ATTENTION = {"gemma2", "gemma3", "olmo2", "exaone4", "seed_oss"}
+"""Architectures whose `post_attention_layernorm` keeps its name."""
+_PERMUTED = {"llama", "mistral3", "olmo", "granite", "smollm3", "arcee"}
+_OFFSET_NORMS = {"gemma", "gemma2", "gemma3", "nemotron"}
+
+
+def tensors_of(model: torch.nn.Module, architecture: str) -> dict[str, torch.Tensor]:
+    """Return a model's tensors under llama.cpp's names, changed as its converter does."""
+    config = model.config
+    heads, kv_heads = config.num_attention_heads, num_kv_heads(config)
+    found: dict[str, torch.Tensor] = {}
+    is_tied = config.tie_word_embeddings
+    for name, tensor in model.state_dict().items():
+        if (is_tied and name.startswith("lm_head")) or "norms." in name:
+            continue
+        own = rename(name, architecture)
+        if own.endswith(".weight") and "c_" in name and architecture == "gpt2":
+            tensor = tensor.T
+        if "query_key_value" in name:
+            tensor = split_heads(tensor, heads, kv_heads, is_neox=architecture == "gptneox")
+        if architecture in _PERMUTED and re.search(r"attn_[qk]\.", own):
+            count = heads if "attn_q." in own else kv_heads
+            tensor = tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
+        if architecture in _OFFSET_NORMS and own.endswith("norm.weight"):
+            tensor = tensor + 1
+        found[own] = tensor
+    for index in range(config.num_hidden_layers):
+        for part, count in (("q", heads), ("k", kv_heads)):
+            each = [
+                model.state_dict().get(
+                    f"model.layers.{index}.self_attn.{part}_layernorm.norms.{head}.weight"
+                )
+                for head in range(count)
+            ]
+            if each[0] is not None:
+                found[f"blk.{index}.attn_{part}_norm.weight"] = torch.stack(each)
+    if architecture == "chatglm":
+        for index in range(config.num_hidden_layers):
+            for part in ("weight", "bias"):
+                own = [found.pop(f"blk.{index}.attn_{x}.{part}") for x in "qkv"]
+                found[f"blk.{index}.attn_qkv.{part}"] = torch.cat(own)
+    return found
+
+
+def rename(name: str, architecture: str) -> str:
+    layer = re.fullmatch(r"(?:model|transformer|gpt_neox)\.(?:layers|h)\.(\d+)\.(.+)\.(\w+)", name)
+    if layer is None:
+        module, part = name.rsplit(".", 1)
+        return next(f"{own}.{part}" for own, known in _TOP.items() if re.fullmatch(known, module))
+    index, module, part = layer.groups()
+    if module == "post_attention_layernorm" and architecture in _AFTER_ATTENTION:
+        return f"blk.{index}.post_attention_norm.{part}"
+    if module == "post_self_attn_layernorm":
+        return f"blk.{index}.post_attention_norm.{part}"
+    for own, known in _MODULES.items():
+        if re.fullmatch(known, module):
+            return f"blk.{index}.{own}.{part}"
+    raise AssertionError(name)
+
+
+def split_heads(tensor: torch.Tensor, heads: int, kv_heads: int, *, is_neox: bool) -> torch.Tensor:
+    """Reorder rows of [heads, q | k | v] to [q | k | v, heads]."""
+    groups = heads if is_neox else kv_heads
+    parts = tensor.unflatten(0, (groups, heads // groups + 2, -1))
+    return torch.cat([part.flatten(0, 2) for part in parts.split([heads // groups, 1, 1], 1)])
+
+
+def metadata_of(model: torch.nn.Module, architecture: str) -> dict[str, object]:
+    """Return the metadata that llama.cpp's converter writes for a model."""
+    config = model.config
+
+    def given(*names: str) -> Any:
+        return next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+
+    heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    local = rope.get("sliding_attention", {})
+    rope = rope.get("full_attention", rope)
+    own: dict[str, object] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": given("max_position_embeddings"),
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": given("intermediate_size", "ffn_hidden_size", "n_inner")
+        or 4 * config.hidden_size,
+        "attention.head_count": heads,
+        "attention.head_count_kv": num_kv_heads(config),
+        "attention.layer_norm_rms_epsilon": given("rms_norm_eps"),
+        "attention.layer_norm_epsilon": given(
+            "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon"
+        ),
+        "attn_logit_softcapping": given("attn_logit_softcapping"),
+        "final_logit_softcapping": given("final_logit_softcapping"),
+        "attention.clamp_kqv": given("clip_qkv"),
+        "attention.scale": given("attention_multiplier"),
+        "embedding_scale": given("embedding_multiplier"),
+        "residual_scale": given("residual_multiplier"),
+        "logit_scale": given("logits_scaling", "logit_scale"),
+        "attention.sliding_window": given("sliding_window"),
+    }
+    if architecture in ("gptneox", "stablelm"):
+        own["use_parallel_residual"] = config.use_parallel_residual
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if "head_dim" in config.to_dict() and architecture != "falcon":
+        own |= {"attention.key_length": head_size, "attention.value_length": head_size}
+    if rope:
+        own["rope.freq_base"] = float(rope["rope_theta"])
+        own["rope.dimension_count"] = int(head_size * rope.get("partial_rotary_factor", 1.0))
+        own["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
+        if rope["rope_type"] in ("linear", "yarn"):
+            own["rope.scaling.type"] = rope["rope_type"]
+            own["rope.scaling.factor"] = rope["factor"]
+            own["rope.scaling.yarn_beta_fast"] = rope.get("beta_fast")
+            own["rope.scaling.yarn_beta_slow"] = rope.get("beta_slow")
+        own["rope.scaling.yarn_log_multiplier"] = rope.get("mscale_all_dim")
+        own["attention.temperature_scale"] = rope.get("llama_4_scaling_beta")
+    if architecture == "hunyuan-dense":
+        theta, size = rope["rope_theta"], head_size
+        own["rope.freq_base"] = float(theta * rope["alpha"] ** (size / (size - 2)))
+    if local and architecture == "gemma3":
+        own["rope.freq_base_swa"] = float(local["rope_theta"])
+    prefixed = {f"{architecture}.{key}": value for key, value in own.items() if value is not None}
+    return {"general.architecture": architecture, **prefixed}
+
+
+def num_kv_heads(config: Any) -> int:
+    if getattr(config, "multi_query", False) and not getattr(
+        config, "new_decoder_architecture", False
+    ):
+        return 1
+    names = ("num_kv_heads", "num_key_value_heads", "num_attention_heads")
+    return next(getattr(config, name) for name in names if getattr(config, name, None))
+
+
+def factors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the factors on frequencies, which are tensors in GGUF."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "llama3":
+        size = model.config.hidden_size // model.config.num_attention_heads
+        plain_frequencies = rope["rope_theta"] ** (-torch.arange(0, size, 2).double() / size)
+        return {
+            "rope_freqs.weight": (
+                plain_frequencies / model.model.rotary_emb.inv_freq.double()
+            ).float()
+        }
+    if rope.get("rope_type") == "longrope":
+        return {
+            f"rope_factors_{kind}.weight": torch.tensor(rope[f"{kind}_factor"])
+            for kind in ("short", "long")
+        }
+    return {}
+
+
+def write_model(
+    path: Path,
+    model: torch.nn.Module,
+    architecture: str,
+    *,
+    quantized: bool = False,
+    **more: object,
+) -> Path:
+    """Write a model. `quantized`: matrices in Q8_0. `more`: metadata, with __ for dots."""
+    tensors = tensors_of(model, architecture)
+    stored: dict[str, Stored] = {
+        name: q8_0(tensor)
+        if quantized and tensor.dim() == 2 and tensor.shape[1] % 32 == 0
+        else plain(tensor)
+        for name, tensor in {**factors_of(model), **tensors}.items()
+    }
+    metadata = metadata_of(model, architecture)
+    metadata |= {key.replace("__", "."): value for key, value in more.items()}
+    return write(path, metadata, stored)

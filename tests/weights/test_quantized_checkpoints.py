@@ -1,0 +1,212 @@
+"""Checkpoints that other tools quantized: `tools/quantized_fixtures.py` made them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import generate
+from toolkit import LLM
+from toolkit.config import ModelConfig
+from toolkit.distributed import Group, Shard, parallel
+from toolkit.errors import CheckpointError, ConfigError
+from toolkit.kernels.switch import only_pytorch
+from toolkit.layers import Linear
+from toolkit.models.build import build_model, load_config
+from toolkit.models.model import Model
+from toolkit.weights.loader import load_weights
+
+CHECKPOINTS = sorted(
+    path.parent
+    for path in Path(__file__).parent.glob("quantized/*/config.json")
+    if "nvfp4" not in path.parent.name
+)
+VERSIONS = {"exact": 0.001, "packed": 0.3}
+"""Differences of two logits that rounding may turn around: of fp32, and of x to 8 bits."""
+each = pytest.mark.parametrize("folder", CHECKPOINTS, ids=lambda folder: folder.name)
+
+
+def load(folder: Path) -> Model:
+    """Return this rank's part of the model, in fp32."""
+    config = load_config(folder)
+    model = build_model(config, device=torch.device("cpu"), dtype=torch.float32, max_model_len=64)
+    load_weights(model, folder, "auto")
+    return model
+
+
+def dequantized(model: Model) -> dict[str, tuple[Shard, Shard, torch.Tensor]]:
+    """Return the projections' (rows, columns, weight in fp32) by name."""
+    weights = {}
+    for module in model.modules():
+        if isinstance(module, Linear):
+            first = 0
+            for source, part in zip(module.sources, module.parts, strict=True):
+                weight = module.weight.dequantize(slice(first, first + part.count))
+                weights[source.name] = part, module.columns, weight
+                first += part.count
+    return weights
+
+
+@each
+def test_weights_equal_an_independent_reader_bit_for_bit(folder):
+    expected = json.loads((folder / "expected.json").read_text())["weights"]
+    weights = dequantized(load(folder))
+    assert expected
+    for name, one in expected.items():
+        weight = weights[name][2].to(getattr(torch, one["dtype"])).float()
+        assert list(weight.shape) == one["shape"]
+        if folder.name == "bnb-int8":
+            check_int8(folder, name, weight, one["sha256"])
+            continue
+        assert digest(weight) == one["sha256"], name
+
+
+def check_int8(folder: Path, name: str, weight: torch.Tensor, expected: str) -> None:
+    """Check weights of LLM.int8. The last bit differs: bitsandbytes divides after it multiplies."""
+    stored = load_file(folder / "model.safetensors")
+    exact = stored[f"{name}.weight"].float() * stored[f"{name}.SCB"][:, None] * (1 / 127)
+    assert digest(exact) == expected
+    torch.testing.assert_close(weight, exact, rtol=2**-22, atol=0)
+
+
+def digest(weight: torch.Tensor) -> str:
+    """Return the digest in the files, in which zero has no sign."""
+    return hashlib.sha256((weight + 0.0).contiguous().numpy().tobytes()).hexdigest()
+
+
+CUT = {
+    "autoround-export-awq",
+    "autoround-gptq-mixed",
+    "ct-w4a16-g128",
+    "ct-w8a16-channel",
+    "gptq-4bit-g128",
+}
+"""Checkpoints with groups of 128 columns where a rank has 64."""
+
+
+@each
+def test_ranks_have_their_parts_of_the_weights(folder):
+    expected = dequantized(load(folder))
+    for rank in range(2):
+        with parallel(Group(rank, 2)):
+            if "block" in folder.name or folder.name in CUT:
+                with pytest.raises(ConfigError, match="--tensor-parallel-size"):
+                    load(folder)
+                return
+            parts = dequantized(load(folder))
+        for name, (rows, columns, weight) in parts.items():
+            assert torch.equal(weight, expected[name][2][rows.entries, columns.entries]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("ct-mixed", {"tensor_parallel_size": 2}), ("gptq-dynamic", {"pipeline_parallel_size": 2})],
+)
+def test_ranks_and_stages_give_the_same_tokens(name, ranks):
+    folder = str(Path(__file__).parent / "quantized" / name)
+    prompt = [[5, 17, 99, 3, 60, 7]]
+    tokens = []
+    for settings in ({}, ranks):
+        llm = LLM(folder, dtype="float32", max_model_len=64, **settings)
+        tokens.append(generate(llm, prompt, max_tokens=8)[0].outputs[0].token_ids)
+        llm.shutdown()
+    assert tokens[0] == tokens[1]
+
+
+def changed(folder: Path, name: str, change: Callable[[dict, dict], None]) -> Path:
+    """Return a copy of a checkpoint after `change`(quantization_config, tensors)."""
+    original = Path(__file__).parent / "quantized" / name
+    config = json.loads((original / "config.json").read_text())
+    tensors = load_file(original / "model.safetensors")
+    change(config["quantization_config"], tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gptq-4bit-g128", lambda c, t: c.update(group_size=64), r"qzeros has the shape \[2, 16\]"),
+        ("gptq-4bit-g128", lambda c, t: c.update(bits=3), "3 bits, and tk reads 4 and 8"),
+        ("gptq-4bit-g128", lambda c, t: c.update(bits="x"), "bits is 'x' instead of an integer"),
+        ("gptq-4bit-g128", lambda c, t: t.pop(f"{Q}.scales"), f"lacks 1 of .*{Q}.scales"),
+        (
+            "gptq-4bit-g128",
+            lambda c, t: t.update({f"{Q}.g_idx": torch.arange(128, dtype=torch.int32) % 3}),
+            f"{Q} cannot be read: g_idx",
+        ),
+        (
+            "gptq-4bit-g32-asym-act-order",
+            lambda c, t: c.update(sym=True),
+            "zero points differ from those of a symmetric format",
+        ),
+        (
+            "gptq-4bit-g128",
+            lambda c, t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].float()}),
+            "has the type F32, which is not what config.json describes: int32",
+        ),
+        ("gptq-4bit-g128", lambda c, t: c.update(quant_method="quip"), "quantized by quip, and tk"),
+        ("gptq-4bit-g128", lambda c, t: c.update(checkpoint_format="marlin"), "'marlin', and tk"),
+        (
+            "autoround-export-awq",
+            lambda c, t: c.update(version="gemv"),
+            "'gemv', and tk",
+        ),
+        ("ct-w4a16-g128", lambda c, t: c.update(transform_config={"a": 1}), "transform_config"),
+        (
+            "ct-w4a16-g128",
+            lambda c, t: c.update(sparsity_config={"format": "sparse-24"}),
+            "tk does not read sparse weights",
+        ),
+        ("ct-w4a16-g128", lambda c, t: c.update(ignore=["re:("]), "is no regular expression"),
+        ("bnb-nf4-nested", lambda c, t: c.update(bnb_4bit_quant_type="af4"), "is 'af4', and tk"),
+        (
+            "bnb-nf4-nested",
+            lambda c, t: t[f"{Q}.weight.quant_state.bitsandbytes__nf4"].fill_(7),
+            f"{Q} cannot be read: .* cannot be read",
+        ),
+    ],
+)
+def test_wrong_checkpoints_are_refused(tmp_path, name, change, message):
+    folder = changed(tmp_path, name, change)
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+def test_quantized_checkpoints_are_not_quantized_again():
+    folder = Path(__file__).parent / "quantized" / "gptq-4bit-g128"
+    with pytest.raises(ConfigError, match=r"--quantization int8: .* quantized \(gptq\). Leave"):
+        load_config(folder, ModelConfig(quantization="int8"))
+    with pytest.raises(CheckpointError, match="through Transformers must be in full precision"):
+        load_config(folder, ModelConfig(model_impl="transformers"))
+
+
+@each
+@pytest.mark.parametrize("version", VERSIONS)
+def test_greedy_tokens_equal_transformers(folder, version):
+    """With dequantized weights there. They may differ after a near-tie."""
+    expected = json.loads((folder / "expected.json").read_text())["greedy"]
+    with only_pytorch("dequantized") if version == "exact" else nullcontext():
+        llm = LLM(str(folder), dtype="float32", max_model_len=64)
+        outputs = generate(llm, [one["prompt"] for one in expected], max_tokens=16)
+        llm.shutdown()
+    compared = 0
+    for one, output in zip(expected, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        for ours, theirs, margin in zip(tokens, one["tokens"], one["margins"], strict=True):
+            if margin < VERSIONS[version]:
+                break
+            assert ours == theirs
+            compared += 1
+    assert compared >= (24 if version == "exact" else 1)

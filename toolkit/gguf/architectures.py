@@ -1,0 +1,377 @@
+"""llama.cpp's names of architectures, metadata and tensors, and their names on the hub.
+
+One row of `ARCHITECTURES` for each architecture of llama.cpp that tk runs, and what its converter
+changes in the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_LAYER = "model.layers.{}."
+_ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {
+    "attn_output": "self_attn.o_proj"
+}
+_GATED_MLP = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_LLAMA = {**_ATTENTION, **_GATED_MLP, **_NORMS}
+_FOUR_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_NORMS_AFTER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_GPT2_TOP = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+_GPT2_LAYER = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_GPT2_FIELDS = {
+    "block_count": "n_layer",
+    "embedding_length": "n_embd",
+    "feed_forward_length": "n_inner",
+    "attention.head_count": "n_head",
+    "context_length": "n_positions",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+}
+_FIELDS = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "context_length": "max_position_embeddings",
+    "rope.freq_base": "rope_theta",
+}
+_RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+
+
+def _without(fields: Mapping[str, str], *keys: str) -> dict[str, str]:
+    return {key: name for key, name in fields.items() if key not in keys}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """An architecture of llama.cpp in Transformers' terms."""
+
+    model_type: str
+    name: str  # in config.json's `architectures`
+    fields: Mapping[str, str]  # fields of config.json by metadata key, without the architecture
+    constants: Mapping[str, Any] = field(default_factory=dict)  # other fields of config.json
+    biases: Mapping[str, str] = field(default_factory=dict)
+    """Fields of config.json that are true if the first layer has a tensor of that name."""
+    top: Mapping[str, str] = field(default_factory=lambda: _TOP)
+    layer_name: str = _LAYER
+    layer: Mapping[str, str] = field(default_factory=lambda: _LLAMA)  # modules of a layer
+    has_pairs: bool = False
+    """Rows of queries and keys are ordered to rotate adjacent pairs, not halves of a head."""
+    norm_offset: float = 0.0  # added to the weights of norms
+
+
+_ATTENTION_BIAS = {"attention_bias": "attn_q.bias"}
+_LLAMA_BIASES = {**_ATTENTION_BIAS, "mlp_bias": "ffn_up.bias"}
+
+ARCHITECTURES = {
+    "llama": Architecture(
+        model_type="llama",
+        name="LlamaForCausalLM",
+        fields=_FIELDS | _RMS,
+        biases=_LLAMA_BIASES,
+        has_pairs=True,
+    ),
+    "exaone": Architecture(
+        model_type="llama", name="LlamaForCausalLM", fields=_FIELDS | _RMS, biases=_LLAMA_BIASES
+    ),
+    "qwen2": Architecture(model_type="qwen2", name="Qwen2ForCausalLM", fields=_FIELDS | _RMS),
+    "qwen3": Architecture(
+        model_type="qwen3",
+        name="Qwen3ForCausalLM",
+        fields=_FIELDS | _RMS,
+        biases=_ATTENTION_BIAS,
+        layer=_LLAMA | _HEAD_NORMS,
+    ),
+    "gemma": Architecture(
+        model_type="gemma",
+        name="GemmaForCausalLM",
+        fields=_FIELDS | _RMS,
+        constants={"hidden_activation": "gelu_pytorch_tanh"},
+        norm_offset=1.0,
+    ),
+    "gemma2": Architecture(
+        model_type="gemma2",
+        name="Gemma2ForCausalLM",
+        fields=_FIELDS
+        | _RMS
+        | _WINDOW
+        | {
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        layer=_LLAMA | _FOUR_NORMS,
+        norm_offset=1.0,
+    ),
+    "gemma3": Architecture(
+        model_type="gemma3_text",
+        name="Gemma3ForCausalLM",
+        fields=_FIELDS
+        | _RMS
+        | _WINDOW
+        | {
+            "final_logit_softcapping": "final_logit_softcapping",
+            "rope.freq_base_swa": "rope_local_base_freq",
+        },
+        layer=_LLAMA | _HEAD_NORMS | _FOUR_NORMS,
+        norm_offset=1.0,
+    ),
+    "phi2": Architecture(
+        model_type="phi",
+        name="PhiForCausalLM",
+        fields=_FIELDS | {"attention.layer_norm_epsilon": "layer_norm_eps"},
+        top=_TOP | {"output_norm": "model.final_layernorm"},
+        layer=_ATTENTION
+        | {
+            "attn_output": "self_attn.dense",
+            "attn_norm": "input_layernorm",
+            "ffn_up": "mlp.fc1",
+            "ffn_down": "mlp.fc2",
+        },
+    ),
+    "phi3": Architecture(
+        model_type="phi3",
+        name="Phi3ForCausalLM",
+        fields=_FIELDS | _RMS | _WINDOW,
+        layer=_NORMS
+        | {
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_output": "self_attn.o_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
+    ),
+    "starcoder": Architecture(
+        model_type="gpt_bigcode",
+        name="GPTBigCodeForCausalLM",
+        fields=_GPT2_FIELDS | {"attention.head_count_kv": "num_key_value_heads"},
+        top=_GPT2_TOP,
+        layer_name="transformer.h.{}.",
+        layer=_GPT2_LAYER,
+    ),
+    "starcoder2": Architecture(
+        model_type="starcoder2",
+        name="Starcoder2ForCausalLM",
+        fields=_FIELDS | _WINDOW | {"attention.layer_norm_epsilon": "norm_epsilon"},
+        biases={"use_bias": "attn_q.bias"},
+        layer=_ATTENTION | _NORMS | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+    ),
+    "gpt2": Architecture(
+        model_type="gpt2",
+        name="GPT2LMHeadModel",
+        fields=_GPT2_FIELDS,
+        constants={"has_linear_layout": True},
+        top=_GPT2_TOP,
+        layer_name="transformer.h.{}.",
+        layer=_GPT2_LAYER,
+    ),
+    "gptneox": Architecture(
+        model_type="gpt_neox",
+        name="GPTNeoXForCausalLM",
+        fields=_FIELDS
+        | {
+            "attention.layer_norm_epsilon": "layer_norm_eps",
+            "use_parallel_residual": "use_parallel_residual",
+        },
+        constants={"has_separate_qkv": True},
+        biases={"attention_bias": "attn_qkv.bias"},
+        top={
+            "token_embd": "gpt_neox.embed_in",
+            "output_norm": "gpt_neox.final_layer_norm",
+            "output": "lm_head",
+        },
+        layer_name="gpt_neox.layers.{}.",
+        layer=_NORMS
+        | {
+            "attn_qkv": "attention.query_key_value",
+            "attn_output": "attention.dense",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        },
+    ),
+    "falcon": Architecture(
+        model_type="falcon",
+        name="FalconForCausalLM",
+        fields=_without(_FIELDS, "attention.key_length")
+        | {
+            "attention.layer_norm_epsilon": "layer_norm_epsilon",
+            "feed_forward_length": "ffn_hidden_size",
+            "attention.head_count_kv": "num_kv_heads",
+        },
+        constants={"has_separate_qkv": True, "new_decoder_architecture": True},
+        biases={"bias": "attn_qkv.bias"},
+        top={
+            "token_embd": "transformer.word_embeddings",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
+        layer_name="transformer.h.{}.",
+        layer={
+            "attn_norm": "input_layernorm",
+            "attn_qkv": "self_attention.query_key_value",
+            "attn_output": "self_attention.dense",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        },
+    ),
+    "olmo": Architecture(
+        model_type="olmo",
+        name="OlmoForCausalLM",
+        fields=_FIELDS | {"attention.clamp_kqv": "clip_qkv"},
+        layer=_ATTENTION | _GATED_MLP,
+        has_pairs=True,
+    ),
+    "olmo2": Architecture(
+        model_type="olmo2",
+        name="Olmo2ForCausalLM",
+        fields=_FIELDS | _RMS,
+        layer=_ATTENTION | _GATED_MLP | _HEAD_NORMS | _NORMS_AFTER,
+    ),
+    "stablelm": Architecture(
+        model_type="stablelm",
+        name="StableLmForCausalLM",
+        fields=_FIELDS
+        | {
+            "attention.layer_norm_epsilon": "layer_norm_eps",
+            "use_parallel_residual": "use_parallel_residual",
+        },
+        biases={"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"},
+        layer=_LLAMA
+        | {
+            "attn_q_norm": "self_attn.q_layernorm.norms.{head}",
+            "attn_k_norm": "self_attn.k_layernorm.norms.{head}",
+        },
+    ),
+    "command-r": Architecture(
+        model_type="cohere",
+        name="CohereForCausalLM",
+        fields=_FIELDS
+        | {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+        biases={"use_qk_norm": "attn_q_norm.weight", **_ATTENTION_BIAS},
+        layer=_LLAMA | _HEAD_NORMS,
+    ),
+    "cohere2": Architecture(
+        model_type="cohere2",
+        name="Cohere2ForCausalLM",
+        fields=_without(_FIELDS, "attention.key_length")
+        | _WINDOW
+        | {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+        biases=_ATTENTION_BIAS,
+    ),
+    "granite": Architecture(
+        model_type="granite",
+        name="GraniteForCausalLM",
+        fields=_FIELDS
+        | _RMS
+        | {
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        biases=_LLAMA_BIASES,
+        has_pairs=True,
+    ),
+    "exaone4": Architecture(
+        model_type="exaone4",
+        name="Exaone4ForCausalLM",
+        fields=_FIELDS | _RMS | _WINDOW,
+        layer=_ATTENTION | _GATED_MLP | _HEAD_NORMS | _NORMS_AFTER,
+    ),
+    "smollm3": Architecture(
+        model_type="smollm3",
+        name="SmolLM3ForCausalLM",
+        fields=_FIELDS | _RMS,
+        biases=_LLAMA_BIASES,
+        has_pairs=True,
+    ),
+    "nemotron": Architecture(
+        model_type="nemotron",
+        name="NemotronForCausalLM",
+        fields=_FIELDS | {"attention.layer_norm_epsilon": "norm_eps"},
+        biases=_LLAMA_BIASES,
+        norm_offset=1.0,
+    ),
+    "arcee": Architecture(
+        model_type="arcee",
+        name="ArceeForCausalLM",
+        fields=_FIELDS | _RMS,
+        biases=_LLAMA_BIASES,
+        has_pairs=True,
+    ),
+    "chatglm": Architecture(
+        model_type="glm",
+        name="GlmForCausalLM",
+        fields=_FIELDS | _RMS,
+        biases={"attention_bias": "attn_qkv.bias"},
+        layer=_LLAMA | {"attn_qkv": "self_attn.{q,k,v}_proj", "ffn_up": "mlp.gate_up_proj"},
+    ),
+    "glm4": Architecture(
+        model_type="glm4",
+        name="Glm4ForCausalLM",
+        fields=_FIELDS | _RMS,
+        biases=_ATTENTION_BIAS,
+        layer=_LLAMA
+        | {
+            "ffn_up": "mlp.gate_up_proj",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+    ),
+    "ernie4_5": Architecture(
+        model_type="ernie4_5",
+        name="Ernie4_5ForCausalLM",
+        fields=_FIELDS | _RMS,
+        biases={"use_bias": "attn_q.bias"},
+    ),
+    "seed_oss": Architecture(
+        model_type="seed_oss",
+        name="SeedOssForCausalLM",
+        fields=_FIELDS | _RMS,
+        biases={**_LLAMA_BIASES, "attention_out_bias": "attn_output.bias"},
+        layer=_LLAMA | {"post_attention_norm": "post_attention_layernorm"},
+    ),
+    "hunyuan-dense": Architecture(
+        model_type="hunyuan_v1_dense",
+        name="HunYuanDenseV1ForCausalLM",
+        fields=_FIELDS | _RMS,
+        biases=_ATTENTION_BIAS,
+        layer=_LLAMA
+        | {
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+        },
+    ),
+    "mistral3": Architecture(
+        model_type="ministral3",
+        name="Ministral3ForCausalLM",
+        fields=_FIELDS | _RMS,
+        has_pairs=True,
+    ),
+}
+"""By `general.architecture`."""

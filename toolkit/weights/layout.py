@@ -1,0 +1,62 @@
+"""Layouts of weights in memory. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+_BYTES = {"": 0, "float16": 2, "bfloat16": 2, "float32": 4}
+
+
+class Kind(StrEnum):
+    DENSE = "dense"  # in the type of the model
+    INTEGERS = "integers"  # `groups.Groups`
+    FP8 = "fp8"  # e4m3, with a scale for each block of rows and columns
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Layout of a weight. Weights of one layout can be parts of one product."""
+
+    kind: Kind = Kind.DENSE
+    bits: int = 16
+    group: int = 0  # columns with one scale; 0: all
+    block_rows: int = 1  # rows with one scale
+    scale_type: str = "float32"  # PyTorch's name
+    offset_type: str = ""  # empty: no offsets
+    has_order: bool = False  # columns are in another order than those of its input
+
+    def nbytes(self, rows: int, columns: int, dense_bytes: int) -> int:
+        """Return the size of a weight. `dense_bytes`: of one parameter of the model's type."""
+        if self.kind is Kind.DENSE:
+            return rows * columns * dense_bytes
+        groups = -(-columns // self.group) if self.group else 1
+        scale_bytes = sum(_BYTES[kind] for kind in (self.scale_type, self.offset_type))
+        num_scales = -(-rows // self.block_rows) * groups
+        order = 4 * columns if self.has_order else 0
+        return rows * columns * self.bits // 8 + num_scales * scale_bytes + order
+
+    def __str__(self) -> str:
+        if self.kind is Kind.DENSE:
+            return "in the type of the model"
+        if self.kind is Kind.FP8:
+            if self.block_rows > 1:
+                return f"FP8 in blocks of {self.block_rows} × {self.group}"
+            return "FP8 with a scale for each row"
+        scales = f"in groups of {self.group}" if self.group else "with a scale for each row"
+        return f"int{self.bits} {scales}{', with offsets' if self.offset_type else ''}"
+
+
+DENSE = Layout()
+GROUPS = (128, 64, 32)
+"""Columns of a group of weights that are rounded to int4: the first that divides a row."""
+
+
+def while_loading(method: str, columns: int) -> Layout:
+    """Return the layout that --quantization `method` gives a weight of full precision."""
+    if method == "fp8":
+        return Layout(Kind.FP8, 8)
+    if method == "int8":
+        return Layout(Kind.INTEGERS, 8)
+    group = next((size for size in GROUPS if columns % size == 0), 0)
+    return Layout(Kind.INTEGERS, 4, group, scale_type="float16")
