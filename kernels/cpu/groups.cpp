@@ -252,17 +252,17 @@ struct GroupLoop {
       // The least scales have no reciprocal: their block becomes zeros.
       const float scale = Int8::scale_of(x, count), factor = scale < 0x1p-126f ? 0 : 1 / scale;
       uint8_t* const bytes = reinterpret_cast<uint8_t*>(to + kHeader);
-      IntVec totals = {};
+      UintVec totals = {};  // what is not finite becomes the least integers, and wraps around
       for (int64_t i = 0; i < size.block; i += kLanes) {
         const Vec v = i + kLanes <= count ? load(x + i)
                       : i < count         ? load_some(x + i, count - i)
                                           : Vec{};
         const IntVec whole = nearest(v * factor);
         Type::store_words(bytes + i * Type::kWords, whole);
-        totals += whole;
+        totals += (UintVec)whole;
       }
-      const float total = sum(__builtin_convertvector(totals, Vec));  // exact
-      const int32_t start = static_cast<int32_t>(-zero * total);
+      const float total = sum(__builtin_convertvector((IntVec)totals, Vec));  // exact
+      const int32_t start = static_cast<int32_t>(static_cast<int64_t>(-zero * total));
       const float scaled = scale * total;
       std::memcpy(to, &scale, 4);
       if (w.has_offsets) {
