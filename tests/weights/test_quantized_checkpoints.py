@@ -184,6 +184,65 @@ def test_wrong_checkpoints_are_refused(tmp_path, name, change, message):
         load(folder)
 
 
+def test_nvfp4_is_refused_by_name():
+    with pytest.raises(CheckpointError, match="its format is 'nvfp4-pack-quantized', and tk reads"):
+        load(Path(__file__).parent / "quantized" / "ct-nvfp4a16")
+
+
+@pytest.mark.parametrize("name", ["gptq-qwen2-act-order", "ct-mixed"])
+def test_chunks_prefixes_and_preemption_change_no_token(name):
+    """Seeds and log-probabilities too."""
+    folder = str(Path(__file__).parent / "quantized" / name)
+    prompts = [[(7 * i + j * j) % 100 + 3 for j in range(40)] for i in range(3)]
+    params = {"max_tokens": 12, "temperature": 0.8, "seed": 5, "logprobs": 2}
+    answers = []
+    for settings in (
+        {"enforce_eager": True, "enable_prefix_caching": False},
+        {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 8, "max_num_seqs": 3},
+    ):
+        llm = LLM(folder, dtype="float32", max_model_len=64, **settings)
+        # The second time the prompts are cached, in part.
+        answers += [[one.outputs[0] for one in generate(llm, prompts, **params)] for _ in "12"]
+        llm.shutdown()
+    for others in answers[1:]:
+        for one, other in zip(answers[0], others, strict=True):
+            assert one.token_ids == other.token_ids
+            assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["ct-fp8-channel-dynamic", "gptq-v2-4bit-g64-asym"])
+def test_fp8_cache_works_with_quantized_weights(name):
+    """Its scales are folded into those of the weights."""
+    folder = Path(__file__).parent / "quantized" / name
+    expected = json.loads((folder / "expected.json").read_text())["greedy"]
+    llm = LLM(str(folder), dtype="float32", max_model_len=64, kv_cache_dtype="fp8")
+    outputs = generate(llm, [one["prompt"] for one in expected], max_tokens=1)
+    llm.shutdown()
+    clear = [
+        (output.outputs[0].token_ids[0], one["tokens"][0])
+        for one, output in zip(expected, outputs, strict=True)
+        if one["margins"][0] > 0.3
+    ]
+    assert clear
+    assert all(ours == theirs for ours, theirs in clear)
+
+
+@pytest.mark.gpu
+@each
+def test_greedy_tokens_on_a_gpu_equal_transformers(folder):
+    """With CUDA graphs, in bfloat16. They may differ after a near-tie."""
+    expected = json.loads((folder / "expected.json").read_text())["greedy"]
+    llm = LLM(str(folder), device="cuda", dtype="bfloat16", max_model_len=64, max_num_seqs=4)
+    outputs = generate(llm, [one["prompt"] for one in expected], max_tokens=16)
+    llm.shutdown()
+    for one, output in zip(expected, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        for ours, theirs, margin in zip(tokens, one["tokens"], one["margins"], strict=True):
+            if margin < VERSIONS["packed"]:
+                break
+            assert ours == theirs
+
+
 def test_quantized_checkpoints_are_not_quantized_again():
     folder = Path(__file__).parent / "quantized" / "gptq-4bit-g128"
     with pytest.raises(ConfigError, match=r"--quantization int8: .* quantized \(gptq\). Leave"):

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from typing import Any
 
 from toolkit.config import EngineConfig
@@ -122,10 +121,9 @@ def _quantization(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     """Return how quantized weights are stored, and kept in memory."""
     if checkpoint.problem is not None or checkpoint.packings is None:
         return []
-    packings, names = checkpoint.packings, [one.name for one in checkpoint.parameters]
-    found = (packings.find(name.removesuffix(".weight")) for name in names)
-    layouts = Counter(str(packing.layout) for packing in found if packing is not None)
-    return [("in memory", f"{'; '.join(layouts)} ({packings.method})")]
+    packings = checkpoint.packings
+    names = [one.name.removesuffix(".weight") for one in checkpoint.parameters]
+    return [("in memory", f"{packings.layouts(names)} ({packings.method})")]
 
 
 def _weights(checkpoint: Checkpoint) -> list[tuple[str, str]]:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from toolkit.distributed import Shard, current_group, even_shard, full_shard
-from toolkit.errors import ConfigError
 from toolkit.kernels import reference
 from toolkit.kernels.table import kernels_for
 from toolkit.layers.embedding import Embedding, padded, vocabulary_shard
@@ -76,8 +75,6 @@ class Linear(nn.Module):
             self.weight = new_packed_weight(counts, columns, self.packings)
         else:
             self.weight = new_weight(sum(counts), columns.count)
-        for shards, unit in zip((parts, [columns]), self.weight.rank_units, strict=True):
-            _check_units(shards, unit, self.group.size)
         self.bias = parameter(torch.empty(self.weight.shape[0])) if bias else None
         # Only the first rank adds the bias to a sum over the ranks.
         is_first = columns.is_full or self.group.rank == 0
@@ -140,17 +137,6 @@ class Linear(nn.Module):
         if self.bias is not None:
             slots["bias"] = Slot(self.bias[rows], shards=(shard,), order=order)
         return slots
-
-
-def _check_units(shards: Sequence[Shard], unit: int, num_ranks: int) -> None:
-    """Raise ConfigError if a shard begins inside a unit of the weight's format."""
-    for shard in shards:
-        if shard.begin % unit or (shard.count % unit and not shard.is_full):
-            raise ConfigError(
-                f"--tensor-parallel-size {num_ranks}: {shard.count} of {shard.total} features per "
-                f"rank cannot be divided into the weights' units of {unit}.",
-                param="tensor_parallel_size",
-            )
 
 
 class MergedLinear(Linear):

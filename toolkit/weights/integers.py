@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from toolkit.distributed import Shard
 from toolkit.errors import ConfigError
@@ -109,12 +110,21 @@ class IntegerWeight(Weight):
         return self.groups.select(rows).dequantize()
 
     def multiply(self, factor: float, rows: slice = ALL) -> None:
-        self.scales[rows].mul_(factor)
+        self.scales = _multiplied(self.scales, rows, factor)
         if self.offsets is not None:
-            self.offsets[rows].mul_(factor)
+            self.offsets = _multiplied(self.offsets, rows, factor)
 
     def finish(self, epilogue: Epilogue) -> Weight:
         return pack_groups(self.groups, epilogue, self.dtype) or self
+
+
+def _multiplied(numbers: nn.Parameter, rows: slice, factor: float) -> nn.Parameter:
+    """Multiply rows, in fp32 if their type is too narrow for the products."""
+    wide = numbers[rows].float() * factor
+    if not torch.equal(wide.to(numbers.dtype).float(), wide):
+        numbers = parameter(numbers.float())
+    numbers[rows] = wide.to(numbers.dtype)
+    return numbers
 
 
 class Int4Weight(IntegerWeight):

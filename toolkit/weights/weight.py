@@ -6,7 +6,7 @@ have no branches on formats."""
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -52,8 +52,6 @@ class Weight(nn.Module, abc.ABC):
     It is filled through its slots, then `finish` replaces it by the layout of the device. That may
     have products only, and rows if `has_rows`."""
 
-    rank_units: ClassVar[tuple[int, int]] = (1, 1)
-    """A rank's shard begins at a multiple of these numbers of rows and columns."""
     has_rows = True  # supports `take`
 
     def __init__(self, rows: int, columns: int) -> None:

@@ -313,6 +313,10 @@ class Worker:
                 )
 
         sketch = build(torch.device("meta"), 1)
+        if (packings := model_config.packings) is not None:
+            names = [slot.rpartition(".")[0] for slot in sketch.slots()]
+            layouts = packings.layouts(dict.fromkeys(names))
+            logger.info("weights quantized by %s: %s", packings.method, layouts)
         self._num_parameters = self._model_parameters = _num_parameters(sketch)
         if self.world.size > 1:
             self._model_parameters = _num_parameters(

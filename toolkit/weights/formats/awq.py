@@ -8,9 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from toolkit.weights.formats.packing import Header, Packing, Part, Parts, divided, scale_type
+from toolkit.weights.formats.packing import (
+    Header,
+    Packing,
+    Part,
+    Parts,
+    divided,
+    groups_of,
+    integers,
+    scale_type,
+)
 from toolkit.weights.formats.reading import Fields, Packings
-from toolkit.weights.layout import Kind, Layout
+from toolkit.weights.layout import Layout
 
 if TYPE_CHECKING:
     import torch
@@ -33,14 +42,10 @@ class AWQ(Packing):
 
     @property
     def layout(self) -> Layout:
-        return Layout(
-            Kind.INTEGERS, 4, self.group, scale_type=self.scale_type, offset_type="float32"
-        )
+        return integers(4, self.group, self.scale_type, is_symmetric=False)
 
     def parts(self, rows: Shard, columns: Shard) -> dict[str, Part]:
-        from toolkit.distributed import full_shard
-
-        groups = divided(columns, self.group) if self.group else full_shard(1)
+        groups = groups_of(columns, self.group)
         return {
             "qweight": Part("int32", (columns, divided(rows, PER_WORD))),
             "qzeros": Part("int32", (groups, divided(rows, PER_WORD))),

@@ -18,10 +18,12 @@ from toolkit.weights.formats.packing import (
     Part,
     Parts,
     divided,
+    groups_of,
+    integers,
     scale_type,
 )
 from toolkit.weights.formats.reading import Fields, Packings, matches
-from toolkit.weights.layout import Kind, Layout
+from toolkit.weights.layout import Layout
 
 if TYPE_CHECKING:
     from toolkit.distributed import Shard
@@ -47,22 +49,17 @@ class Integers(Packing):
 
     @property
     def layout(self) -> Layout:
-        return Layout(
-            Kind.INTEGERS,
+        return integers(
             self.bits,
             self.group,
-            scale_type=self.scale_type,
-            offset_type="" if self.is_symmetric else "float32",
+            self.scale_type,
+            is_symmetric=self.is_symmetric,
             has_order=self.has_order,
         )
 
     def parts(self, rows: Shard, columns: Shard) -> dict[str, Part]:
-        from toolkit.distributed import full_shard
-
         per_word = 32 // self.bits
-        groups = divided(columns, self.group) if self.group else full_shard(1)
-        if self.has_order:
-            groups = full_shard(groups.total)
+        groups = groups_of(columns, self.group, has_order=self.has_order)
         scale = Part("float32") if self.has_tensor_scale else Part("float32", (rows, groups))
         zeros = scale
         if not self.has_tensor_scale:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from toolkit.errors import ConfigError
-from toolkit.weights.layout import Layout
+from toolkit.weights.layout import Kind, Layout
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +80,31 @@ def divided(shard: Shard, by: int, times: int = 1) -> Shard:
             param="tensor_parallel_size",
         )
     return type(shard)(*(end * times // by for end in ends))
+
+
+def integers(
+    bits: int, group: int, scale_type: str, *, is_symmetric: bool, has_order: bool = False
+) -> Layout:
+    """Return the layout of integers with a zero point for each group, unless they are symmetric."""
+    return Layout(
+        Kind.INTEGERS,
+        bits,
+        group,
+        scale_type=scale_type,
+        offset_type="" if is_symmetric else "float32",
+        has_order=has_order,
+    )
+
+
+def groups_of(columns: Shard, size: int, *, has_order: bool = False) -> Shard:
+    """Return the groups of some columns; all groups if the columns are not in order.
+
+    `size`: of a group; 0: all columns. Raises ConfigError if a group is cut."""
+    if not size:
+        return type(columns)(1, 0, 1)
+    if has_order:
+        return divided(type(columns)(columns.total, 0, columns.total), size)
+    return divided(columns, size)
 
 
 UNUSED = Part("float32", is_optional=True, is_used=False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,12 @@ class Packings:
         if packing is None or not self.header or self._has(f"{name}.{packing.main}"):
             return packing
         return packing if not self._has(f"{name}.weight") else None
+
+    def layouts(self, names: Iterable[str]) -> str:
+        """Name the layouts of quantized projections: of those among `names`, most common first."""
+        found = (self.find(name) for name in names)
+        counts = Counter(str(packing.layout) for packing in found if packing is not None)
+        return "; ".join(layout for layout, _ in counts.most_common())
 
     def _has(self, name: str) -> bool:
         return name in self.header

@@ -35,11 +35,6 @@ class GGUFStored(StoredTensor):
     num_decoded: int = 0  # columns of the blocks that are read; 0: those of the shape
 
     @property
-    def cuts_blocks(self) -> bool:
-        """True if the blocks that are read have more columns than the part."""
-        return self.num_decoded not in (0, self.shape[-1])
-
-    @property
     def is_quantized(self) -> bool:
         return self.kind in _BLOCKS
 
@@ -131,11 +126,6 @@ def read_header(file: Path) -> list[StoredTensor]:
 
     Raises CheckpointError if a file is wrong, or its architecture unsupported."""
     return [_stored(named) for named in named_tensors(read_gguf(file))]
-
-
-def gguf_types(file: Path) -> dict[str, str]:
-    """Return the types of the tensors by name. Raises as `read_header` does."""
-    return {tensor.name: tensor.kind for tensor in read_header(file)}
 
 
 def slot_of(tensor: StoredTensor, slot: Slot) -> Slot:
