@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from toolkit.kernels import cublas
-from toolkit.kernels.triton import fp8, linear
+from toolkit.kernels.triton import fp8, grouped, linear
 from toolkit.kernels.triton.activation import activation as activated
 from toolkit.kernels.triton.activation import gated_activation
 from toolkit.kernels.triton.matmul import Unscaled
 
+GROUPED_TOKENS = 256  # rows of x up to which products of grouped weights are one kernel
 ALIGNMENT = 16  # divisor of both sizes of an FP8 weight for `torch._scaled_mm`
 
 
@@ -90,6 +91,27 @@ def scaled_product(
         use_fast_accum=True,
     )
     return y.to(dtype) if bias is None else torch.add(y, bias).to(dtype)
+
+
+def grouped_product(
+    x: Tensor | Unscaled,
+    weight: grouped.Grouped,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return `product` with a weight that has a scale for each group of columns.
+
+    For many rows the weight is expanded to the type of x, for cuBLAS."""
+    if isinstance(x, Unscaled) or len(x) <= GROUPED_TOKENS:
+        return grouped.linear(x, weight, bias, activation, gated, out)
+    return product(x, grouped.expand(weight, x.dtype), bias, activation, gated=gated, out=out)
+
+
+def fuses_grouped_norm(num_tokens: int, weight: grouped.Grouped) -> bool:
+    """Return True if an RMS norm is fused into `grouped_product`s of so many rows. Not FP8."""
+    return num_tokens <= linear.MAX_TOKENS and not weight.is_fp8
 
 
 def _activate(y: Tensor, kind: str, gated: bool, out: Tensor | None = None) -> Tensor:

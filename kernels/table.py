@@ -23,6 +23,7 @@ class Kernels:
             attention,
             bitmask,
             embedding,
+            grouped,
             inputs,
             linear,
             logprobs,
@@ -38,6 +39,12 @@ class Kernels:
         self.fuses_norm = products.fuses_norm
         self.product_add_norm = linear.add_norm
         self.fp8_product = products.fp8_product
+        self.grouped_product = products.grouped_product
+        self.fuses_grouped_norm = products.fuses_grouped_norm
+        self.grouped_add_norm = grouped.add_norm
+        self.empty_groups = grouped.empty
+        self.arrange_groups = grouped.arrange
+        self.expand_groups = grouped.expand
         self.row_classes = matmul.ROW_CLASSES
         self.choosing_products = cublas.choosing
         self.min_choice_tokens = cublas.MIN_TOKENS

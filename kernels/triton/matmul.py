@@ -127,7 +127,7 @@ def _run(
     step = COLUMNS * tile.parts
     stages = min(
         tile.stages,
-        _shared_memory(x.device) // (step * (tokens * x.itemsize + tile.rows * weight.itemsize)),
+        shared_memory(x.device) // (step * (tokens * x.itemsize + tile.rows * weight.itemsize)),
     )
     num_tiles = -(-num_rows // tile.rows)
     share = -(-in_features // (step * tile.splits)) * step
@@ -169,7 +169,7 @@ def _run(
         KIND=activation or "",
         GATED=gated,
         UNSCALED=not scaled,
-        LATE=_late(num_tokens, activation, gated, norm is not None),
+        LATE=late(num_tokens, activation, gated, norm is not None),
         NORMED=norm is not None,
         RANK=0 if delta is None else delta.low.shape[1],
         PDL=pdl,
@@ -213,7 +213,7 @@ def best_tile_of_fp8(num_tokens: int, num_rows: int, in_features: int) -> Tile:
     return Tile(rows, stages=4, parts=2) if num_rows > 4096 else Tile(rows, stages=6, parts=4)
 
 
-def _late(num_tokens: int, activation: str | None, gated: bool, normed: bool) -> bool:
+def late(num_tokens: int, activation: str | None, gated: bool, normed: bool) -> bool:
     """Return True if the next kernel may start only when the weight has been read.
 
     Kernels of many programs would crowd on the multiprocessors that this one leaves free. Chosen by
@@ -234,7 +234,7 @@ def _padded(num_tokens: int, tile: Tile) -> int:
 
 
 @cache
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory for a program's tiles."""
     if device.type != "cuda":
         return 0
@@ -244,7 +244,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 @triton.jit
-def _like(weight, DTYPE: tl.constexpr):
+def like(weight, DTYPE: tl.constexpr):
     """Convert e4m3 to the type of x. For bf16 the compiler's own code has a quarter of the rate."""
     if DTYPE.is_bf16() and not INTERPRETED:
         weight = tl.inline_asm_elementwise(
@@ -284,7 +284,7 @@ def load_once(pointers, live, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _sum_of_programs(acc, part_ptr, count_ptr, SPLITS: tl.constexpr):
+def sum_of_programs(acc, part_ptr, count_ptr, SPLITS: tl.constexpr):
     """Return (sum over the tile's programs, whether this is the last to arrive)."""
     tile = tl.program_id(0)
     at = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
@@ -399,7 +399,7 @@ def _tile_kernel(
         weight = load_once(rows + at, at < left, EVEN)
         x = tl.load(x_rows + at, mask=in_x if EVEN else in_x & (at < left), other=0.0)
         if SCALED:
-            weight = _like(weight, x.dtype)
+            weight = like(weight, x.dtype)
         if WEIGHT_FIRST:
             acc = dot(weight, x, acc)
         else:
@@ -409,7 +409,7 @@ def _tile_kernel(
     if PARTS > 1:
         acc = tl.sum(acc, 0)
     if SPLITS > 1:
-        acc, last = _sum_of_programs(acc, part_ptr, count_ptr, SPLITS)
+        acc, last = sum_of_programs(acc, part_ptr, count_ptr, SPLITS)
         if not last:
             return
     finish(

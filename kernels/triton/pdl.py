@@ -77,6 +77,9 @@ EARLY = {
     "embedding._embed_kernel": Early(),
     "fp8._quantize_kernel": Early(),
     "fp8._vector_kernel": Early(constant=("weight_ptr", "scale_ptr", "bias_ptr")),
+    "grouped._grouped_kernel": Early(
+        constant=("scale_ptr", "offset_ptr", "bias_ptr", "norm_ptr"), fetched=("weight_ptr",)
+    ),
     "linear._vector_kernel": _AFFINE,
     "matmul._tile_kernel": Early(
         constant=("scale_ptr", "bias_ptr", "norm_ptr"), fetched=("weight_ptr",)

@@ -15,6 +15,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from toolkit.kernels.triton.all_reduce import _pushed_norm_kernel
 from toolkit.kernels.triton.attention_hopper import SWIZZLED, hopper_prefill_kernel
 from toolkit.kernels.triton.attention_kernels import decode_kernel, merge_kernel
+from toolkit.kernels.triton.grouped import _grouped_kernel
 from toolkit.kernels.triton.matmul import _tile_kernel
 from toolkit.kernels.triton.norm import _join_kernel
 from toolkit.kernels.triton.rotary import _qk_norm_rope_write_kernel
@@ -159,6 +160,21 @@ def compile_tile(
     )
 
 
+def compile_grouped(
+    name: str, tokens: int, rows: int, stages: int, parts: int, splits: int, **changes: object
+) -> None:
+    shape = {"TOKENS": tokens, "ROWS": rows, "STAGES": stages, "PARTS": parts, "SPLITS": splits}
+    weight = {"COLUMNS": 256, "GROUP": 128, "BLOCK_ROWS": 1, "PLANES": 4, "SHIFTED": False}
+    plain = {"KIND": "", "GATED": False, "UNSCALED": False, "NORMED": False, "LATE": False}
+    rest = {"FETCHED": 2 * parts, "EVEN": True, "BIASED": False, "RANK": 0, "PDL": True}
+    constants = shape | weight | plain | rest | changes
+    is_fp8 = constants["PLANES"] == 1
+    types = TILE_TYPES | {"weight_ptr": "*fp8e4nv" if is_fp8 else "*u16", "scale_ptr": "*fp16"}
+    compile_kernel(
+        name, _grouped_kernel, types, constants, max(4, rows // 16) if parts == 1 else parts, 3
+    )
+
+
 def compile_hopper(name: str, block_size: int, group: int, dtype: str) -> None:
     page = f"tensordesc<{dtype}[{min(64, block_size)}, 64],{SWIZZLED.value!r}>"
     same = {f"{x}_ptr": f"*{dtype}" for x in ("q", "v", "out")}
@@ -203,6 +219,13 @@ def main() -> None:
     compile_tile("product with adapters", 64, 64, 6, 1, 1, LATE=True, RANK=16)
     warps = {"NORMED": True, "LATE": True, "RANK": 16}
     compile_tile("product with adapters before a norm, warps", 8, 16, 5, 2, 1, **warps)
+    compile_grouped("int4, wide", 8, 64, 3, 2, 1, GATED=True, KIND="silu", LATE=True)
+    compile_grouped("int4 before a norm", 8, 64, 3, 1, 8, NORMED=True, LATE=True)
+    compile_grouped("int4 with offsets", 16, 16, 4, 4, 1, SHIFTED=True, EVEN=False, RANK=16)
+    int8 = {"PLANES": 2, "COLUMNS": 128, "GROUP": 64}
+    compile_grouped("int8 after a norm", 64, 64, 3, 1, 1, UNSCALED=True, **int8)
+    fp8 = {"PLANES": 1, "COLUMNS": 128, "BLOCK_ROWS": 128}
+    compile_grouped("FP8 blocks", 8, 64, 4, 1, 1, **fp8)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def product(
     num_tokens, in_features = x.shape
     size = len(weight) // 2 if gated else len(weight)
     tokens = matmul._padded(num_tokens, tile)
-    most = matmul._shared_memory(x.device) // (2 * COLUMNS * (tokens + tile.rows))
+    most = matmul.shared_memory(x.device) // (2 * COLUMNS * (tokens + tile.rows))
     pdl = supported(x.device)
     _plain_kernel[(-(-len(weight) // tile.rows),)](
         x,
@@ -49,7 +49,7 @@ def product(
         KIND=activation or "",
         GATED=gated,
         UNSCALED=unscaled is not None,
-        LATE=matmul._late(num_tokens, activation, gated, norm is not None),
+        LATE=matmul.late(num_tokens, activation, gated, norm is not None),
         NORMED=norm is not None,
         PDL=pdl,
         launch_pdl=pdl,

@@ -36,10 +36,12 @@ class Case:
 
 @pytest.fixture(scope="session")
 def kernels(triton) -> SimpleNamespace:
-    from tests.kernels import int4, plain
-    from toolkit.kernels.triton import ahead, epilogue, matmul
+    from tests.kernels import plain
+    from toolkit.kernels.triton import ahead, epilogue, grouped, matmul
 
-    return SimpleNamespace(ahead=ahead, int4=int4, matmul=matmul, epilogue=epilogue, plain=plain)
+    return SimpleNamespace(
+        ahead=ahead, grouped=grouped, matmul=matmul, epilogue=epilogue, plain=plain
+    )
 
 
 def make_delta(kernels, x: Tensor, num_rows: int, slots: tuple[int, ...]):
@@ -55,6 +57,19 @@ def make_delta(kernels, x: Tensor, num_rows: int, slots: tuple[int, ...]):
     return kernels.epilogue.Delta(low, up, slot, used)
 
 
+def random_int4(kernels, rows: int, columns: int, device: torch.device):
+    """Return a random weight in groups of 128 columns, with offsets."""
+    values = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=device)
+    scales = (torch.rand(rows, columns // 128, device=device) + 0.5) / (5 * columns**0.5)
+    offsets = -scales * torch.randint(5, 11, scales.shape, device=device)
+    with torch.device(device):
+        weight = kernels.grouped.empty(
+            (rows, columns), torch.uint8, 4, (1, 128), torch.float16, torch.float32
+        )
+    kernels.grouped.arrange(values, scales.half(), offsets, 128, weight)
+    return weight
+
+
 def make(kernels, case: Case, device: torch.device) -> dict[str, object]:
     """Return the arguments of `run` and `expected`."""
     torch.manual_seed(0)
@@ -62,7 +77,7 @@ def make(kernels, case: Case, device: torch.device) -> dict[str, object]:
     x = torch.randn(case.tokens, case.in_features, device=device).to(case.dtype)
     norm = None
     if case.format == "int4":
-        weight = kernels.int4.random(num_rows, case.in_features, case.dtype, device)
+        weight = random_int4(kernels, num_rows, case.in_features, device)
     else:
         weight = torch.randn(num_rows, case.in_features, device=device) / case.in_features**0.5
         weight = weight.to(case.dtype)
@@ -93,9 +108,10 @@ def run(kernels, case: Case, call: dict, tile=None) -> Tensor:
     out = torch.full((case.tokens, case.size), NAN, dtype=x.dtype, device=x.device)
     ending = case.activation, case.gated, out
     if case.format == "int4":
-        return kernels.int4.product(
-            call["x"], call["weight"], call["bias"], *ending, call["norm"], call["delta"]
-        )
+        weight, bias, delta = call["weight"], call["bias"], call["delta"]
+        if case.normed:
+            return kernels.grouped.add_norm(x, weight, *call["norm"], bias, delta=delta).x
+        return kernels.grouped.linear(call["x"], weight, bias, *ending, delta=delta)
     if case.normed:
         return kernels.matmul.add_norm(
             x, call["weight"], call["bias"], call["norm"], tile, call["delta"]
@@ -105,10 +121,12 @@ def run(kernels, case: Case, call: dict, tile=None) -> Tensor:
     )
 
 
-def expected(case: Case, call: dict) -> tuple[Tensor, Tensor | None]:
+def expected(kernels, case: Case, call: dict) -> tuple[Tensor, Tensor | None]:
     """Return (what `run` returns, the residual sum) in fp64, token by token."""
     x = call["x"].x if case.unscaled else call["x"]
-    weight = call["weight"].dequantize() if case.format == "int4" else call["weight"]
+    weight = call["weight"]
+    if case.format == "int4":
+        weight = kernels.grouped.expand(weight, torch.float32)
     y = F.linear(x.double(), weight.double())
     if call["delta"] is not None:
         delta = call["delta"]
@@ -133,7 +151,7 @@ def expected(case: Case, call: dict) -> tuple[Tensor, Tensor | None]:
 
 def check(kernels, device, case: Case, tile=None) -> None:
     call = make(kernels, case, device)
-    result, total = expected(case, call)
+    result, total = expected(kernels, case, call)
     tolerance = TOLERANCE[case.dtype]
     out = run(kernels, case, call, tile)
     assert out.dtype == case.dtype
@@ -158,11 +176,16 @@ SLOT_CASES = [None, (-1,), (2,), (0, -1, 2, 2, 1)]
 
 
 @pytest.mark.parametrize(
-    ("format", "end", "slots", "dtype"),
-    pairwise(["plain", "int4"], ENDS, SLOT_CASES, [torch.float32, torch.bfloat16]),
+    ("weight", "end", "slots"),
+    pairwise(
+        [("plain", torch.float32), ("plain", torch.bfloat16), ("int4", torch.bfloat16)],
+        ENDS,
+        SLOT_CASES,
+    ),
     ids=str,
 )
-def test_formats_share_every_end(kernels, device, format, end, slots, dtype):
+def test_formats_share_every_end(kernels, device, weight, end, slots):
+    format, dtype = weight
     check(kernels, device, Case(format, slots=slots, dtype=dtype, **end))
 
 
@@ -253,7 +276,7 @@ def products(kernels) -> dict[str, object]:
     """Return functions of (x, weight, delta, activation, gated, out, norm) by name.
 
     `minimal` and `shared` have the same tiles, which the former supports."""
-    matmul, plain, int4 = kernels.matmul, kernels.plain, kernels.int4
+    matmul, plain, grouped = kernels.matmul, kernels.plain, kernels.grouped
 
     def tile(weight):
         is_wide = len(weight) > 64 * matmul.MULTIPROCESSORS
@@ -269,7 +292,7 @@ def products(kernels) -> dict[str, object]:
         matmul._run(x, weight, None, None, *end, None, delta)
 
     def of_int4(x, weight, delta, *end) -> None:
-        int4.product(x, weight, None, *end, delta)
+        grouped._run(x, weight, None, *end, None, delta)
 
     return {"minimal": minimal, "shared": shared, "bf16": best, "int4": of_int4}
 
@@ -282,7 +305,7 @@ def chains(kernels, device) -> dict[int, dict[str, Chain]]:
     for _ in range(LAYERS):
         wide = [torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in SHAPES]
         bf16.append([weight / weight.shape[1] ** 0.5 for weight in wide])
-        int4.append([kernels.int4.random(*shape, torch.bfloat16, device) for shape in SHAPES])
+        int4.append([random_int4(kernels, *shape, device) for shape in SHAPES])
     run = products(kernels)
     made = {
         tokens: {

@@ -192,7 +192,7 @@ def test_choices_are_equal_within_a_class_of_rows(linears, num_rows, in_features
         return [
             *tiles,
             *(matmul._padded(n, tile) for tile in tiles),
-            *(matmul._late(n, *kind) for kind in kinds),
+            *(matmul.late(n, *kind) for kind in kinds),
             linears.fits(n, weight),
             n <= fp8.TOKENS,
         ]

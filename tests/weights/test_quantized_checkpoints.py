@@ -232,7 +232,14 @@ def test_fp8_cache_works_with_quantized_weights(name):
 def test_greedy_tokens_on_a_gpu_equal_transformers(folder):
     """With CUDA graphs, in bfloat16. They may differ after a near-tie."""
     expected = json.loads((folder / "expected.json").read_text())["greedy"]
-    llm = LLM(str(folder), device="cuda", dtype="bfloat16", max_model_len=64, max_num_seqs=4)
+    llm = LLM(
+        str(folder),
+        device="cuda",
+        dtype="bfloat16",
+        max_model_len=64,
+        max_num_seqs=4,
+        kv_cache_memory=0.05,
+    )
     outputs = generate(llm, [one["prompt"] for one in expected], max_tokens=16)
     llm.shutdown()
     for one, output in zip(expected, outputs, strict=True):

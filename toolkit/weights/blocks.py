@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class BlockWeight(Weight):
-    """A weight in the layout of `Blocks`. Only checkpoints have it."""
+    """A weight in the layout of `Blocks`, which PyTorch expands. Only checkpoints have it."""
 
     def __init__(self, rows: int, columns: int, layout: Layout) -> None:
         super().__init__(rows, columns)

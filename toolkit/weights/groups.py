@@ -124,3 +124,12 @@ def quantize(weight: torch.Tensor, bits: int, size: int) -> Groups:
     values = (grouped * factors).round().add(middle).clamp(0, 2 * middle - 1).to(torch.uint8)
     flat = values.flatten(1)
     return Groups(bits, pack_nibbles(flat) if bits == 4 else flat, scales[:, :, 0])
+
+
+def multiplied(numbers: torch.Tensor, rows: slice, factor: float) -> torch.Tensor:
+    """Multiply rows, in place, or in fp32 if their type is too narrow for the products."""
+    wide = numbers[rows].float() * factor
+    if not torch.equal(wide.to(numbers.dtype).float(), wide):
+        numbers = numbers.float()
+    numbers[rows] = wide.to(numbers.dtype)
+    return numbers

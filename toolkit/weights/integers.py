@@ -6,14 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from toolkit.distributed import Shard
 from toolkit.errors import ConfigError
 from toolkit.kernels import cpu, reference
 from toolkit.kernels.switch import kernels_are_off, rounds_inputs
-from toolkit.weights.groups import Decoded, Groups, quantize
-from toolkit.weights.layout import Layout, while_loading
+from toolkit.weights.groups import Decoded, Groups, multiplied, quantize
+from toolkit.weights.layout import Layout
 from toolkit.weights.packed import pack_groups
 from toolkit.weights.slots import QuantizedSlot, Slot
 from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, Weight, parameter
@@ -26,7 +25,9 @@ INPUT_GROUP = 32
 
 
 class IntegerWeight(Weight):
-    """A weight in the layout of `Groups`."""
+    """A weight in the layout of `Groups`, which our CPU kernels or PyTorch multiply."""
+
+    BYTES = 0.5
 
     def __init__(self, rows: int, columns: int, layout: Layout) -> None:
         super().__init__(rows, columns)
@@ -42,6 +43,15 @@ class IntegerWeight(Weight):
         self.order = (
             parameter(torch.empty(columns, dtype=torch.int32)) if layout.has_order else None
         )
+
+    @staticmethod
+    def require(device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ConfigError if the device does not support --quantization int4."""
+        if device.type == "cpu" and not cpu.available():
+            raise ConfigError(
+                f"--quantization int4 needs the CPU kernels, and {cpu.problem()}.",
+                param="quantization",
+            )
 
     @property
     def groups(self) -> Groups:
@@ -110,35 +120,9 @@ class IntegerWeight(Weight):
         return self.groups.select(rows).dequantize()
 
     def multiply(self, factor: float, rows: slice = ALL) -> None:
-        self.scales = _multiplied(self.scales, rows, factor)
+        self.scales = parameter(multiplied(self.scales.detach(), rows, factor))
         if self.offsets is not None:
-            self.offsets = _multiplied(self.offsets, rows, factor)
+            self.offsets = parameter(multiplied(self.offsets.detach(), rows, factor))
 
     def finish(self, epilogue: Epilogue) -> Weight:
         return pack_groups(self.groups, epilogue, self.dtype) or self
-
-
-def _multiplied(numbers: nn.Parameter, rows: slice, factor: float) -> nn.Parameter:
-    """Multiply rows, in fp32 if their type is too narrow for the products."""
-    wide = numbers[rows].float() * factor
-    if not torch.equal(wide.to(numbers.dtype).float(), wide):
-        numbers = parameter(numbers.float())
-    numbers[rows] = wide.to(numbers.dtype)
-    return numbers
-
-
-class Int4Weight(IntegerWeight):
-    """A weight that is rounded to int4 while it is loaded."""
-
-    BYTES = 0.5
-
-    def __init__(self, rows: int, columns: int) -> None:
-        super().__init__(rows, columns, while_loading("int4", columns))
-
-    @staticmethod
-    def require(device: torch.device, dtype: torch.dtype) -> None:
-        if device.type == "cpu" and not cpu.available():
-            raise ConfigError(
-                f"--quantization int4 needs the CPU kernels, and {cpu.problem()}.",
-                param="quantization",
-            )

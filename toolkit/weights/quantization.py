@@ -17,17 +17,18 @@ from toolkit.weights import fp8
 from toolkit.weights.blocks import BlockWeight
 from toolkit.weights.formats import Packing, Packings
 from toolkit.weights.fp8 import FP8Weight
+from toolkit.weights.grouped import grouped_weight
 from toolkit.weights.int8 import Int8Weight
-from toolkit.weights.integers import Int4Weight, IntegerWeight
-from toolkit.weights.layout import DENSE, Kind, Layout
+from toolkit.weights.integers import IntegerWeight
+from toolkit.weights.layout import DENSE, Kind, Layout, while_loading
 from toolkit.weights.parted import PartedWeight
 from toolkit.weights.plain import plain_weight
 from toolkit.weights.weight import Weight
 
-METHODS: dict[str, type[FP8Weight | Int8Weight | Int4Weight]] = {
+METHODS: dict[str, type[FP8Weight | Int8Weight | IntegerWeight]] = {
     "fp8": FP8Weight,
     "int8": Int8Weight,
-    "int4": Int4Weight,
+    "int4": IntegerWeight,
 }
 
 
@@ -78,7 +79,11 @@ def find_packing(name: str) -> Packing | None:
 def new_weight(rows: int, columns: int) -> Weight:
     """Return an uninitialized weight for a linear layer that is not quantized in its checkpoint."""
     method = _building.get().method
-    return plain_weight(rows, columns) if method is None else METHODS[method](rows, columns)
+    if method is None:
+        return plain_weight(rows, columns)
+    if method == "int4":
+        return _weight(rows, columns, while_loading(method, columns))
+    return FP8Weight(rows, columns) if method == "fp8" else Int8Weight(rows, columns)
 
 
 def new_packed_weight(
@@ -101,10 +106,12 @@ def _weight(rows: int, columns: int, layout: Layout) -> Weight:
     if layout.kind is Kind.FP8:
         if layout.block_rows == 1:
             return FP8Weight(rows, columns)
-        return BlockWeight(rows, columns, layout)
+        return grouped_weight(rows, columns, layout, _device()) or BlockWeight(
+            rows, columns, layout
+        )
     if layout == INT8 and _multiplies_int8():
         return Int8Weight(rows, columns)
-    return IntegerWeight(rows, columns, layout)
+    return grouped_weight(rows, columns, layout, _device()) or IntegerWeight(rows, columns, layout)
 
 
 def usable(layout: Layout, device: torch.device) -> Layout:

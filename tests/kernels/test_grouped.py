@@ -1,0 +1,181 @@
+"""Products with int4, int8 and FP8 weights in groups, against the weight that they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.combinations import pairwise
+from toolkit.weights.groups import Blocks, Groups, pack_nibbles
+
+NAN = float("nan")
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3}  # relative, in norm
+
+
+@pytest.fixture(scope="session")
+def grouped(triton):
+    from toolkit.kernels.triton import grouped
+
+    return grouped
+
+
+@dataclass(frozen=True)
+class Format:
+    bits: int
+    group: int
+    block_rows: int = 1
+    is_shifted: bool = False
+    scale_type: torch.dtype = torch.float16
+
+
+FORMATS = [
+    Format(4, 128),
+    Format(4, 128, is_shifted=True),
+    Format(4, 64, scale_type=torch.bfloat16),
+    Format(4, 32, is_shifted=True, scale_type=torch.float32),
+    Format(4, 16, is_shifted=True),
+    Format(4, 384),
+    Format(8, 128),
+    Format(8, 32, scale_type=torch.float32),
+    Format(8, 16, is_shifted=True),
+    Format(8, 384, scale_type=torch.float32),
+    Format(8, 128, 128, scale_type=torch.float32),
+    Format(8, 64, 32, scale_type=torch.float32),
+]
+
+
+def is_fp8(format: Format) -> bool:
+    return format.block_rows > 1
+
+
+def make(grouped, format: Format, rows: int, columns: int, device: torch.device):
+    """Return (the weight in the kernels' order, the weight in fp32)."""
+    torch.manual_seed(0)
+    blocks = -(-rows // format.block_rows), -(-columns // format.group)
+    scales = (torch.rand(blocks, device=device) + 0.5) / (columns**0.5 * 2 ** (format.bits - 3))
+    scales = scales.to(format.scale_type)
+    block = format.block_rows, format.group
+    if is_fp8(format):
+        values = torch.randn(rows, columns, device=device).to(torch.float8_e4m3fn)
+        parts = values, scales, None
+        dense = Blocks(values, scales, block).dequantize()
+    else:
+        integers = torch.randint(
+            0, 2**format.bits, (rows, columns), device=device, dtype=torch.uint8
+        )
+        values = pack_nibbles(integers) if format.bits == 4 else integers
+        offsets = torch.randn(blocks, device=device) / 100 if format.is_shifted else None
+        parts = values, scales, offsets
+        dense = Groups(format.bits, *parts).dequantize()
+    with torch.device(device):
+        weight = grouped.empty(
+            (rows, columns),
+            parts[0].dtype,
+            format.bits,
+            block,
+            format.scale_type,
+            torch.float32 if format.is_shifted else None,
+        )
+    if weight is not None:  # filled in two parts
+        half = rows // 2 // format.block_rows * format.block_rows
+        for part in (slice(0, half), slice(half, rows)):
+            first = part.start // format.block_rows
+            own = slice(first, -(-part.stop // format.block_rows))
+            own_parts = [None if one is None else one[own] for one in parts[1:]]
+            grouped.arrange(parts[0][part], *own_parts, format.group, weight, part.start)
+    return weight, dense
+
+
+def check(y: Tensor, expected: Tensor) -> None:
+    assert (y.double() - expected).norm() < TOLERANCE[y.dtype] * expected.norm()  # NaN fails too
+
+
+ENDS = [(None, False, True), ("silu", True, False), ("gelu", False, True)]
+
+
+@pytest.mark.parametrize(
+    ("format", "tokens", "tile", "end", "dtype"),
+    pairwise(
+        FORMATS,
+        [1, 7, 16, 33, 130],
+        [None, (16, 2, 4, 1), (16, 2, 2, 2), (64, 3, 1, 1), (64, 3, 1, 2), (128, 2, 1, 1)],
+        ENDS,
+        [torch.bfloat16, torch.float16],
+    ),
+    ids=str,
+)
+def test_product_equals_that_with_the_dense_weight(
+    grouped, device, format, tokens, tile, end, dtype
+):
+    activation, is_gated, is_biased = end
+    size, columns = 70, 384
+    rows = 2 * size if is_gated else size
+    weight, dense = make(grouped, format, rows, columns, device)
+    x = torch.randn(tokens, columns, device=device).to(dtype)
+    bias = torch.randn(rows, device=device).to(dtype) if is_biased else None
+    out = torch.full((tokens, size), NAN, dtype=dtype, device=device)
+    if tile is not None:
+        tile = grouped.Tile(*tile)
+        if tile.splits > 1 and tokens > grouped.TOKENS:
+            tile = tile._replace(splits=1)
+    y = grouped.linear(x, weight, bias, activation, is_gated, out, tile=tile)
+    assert y is out
+    expected = F.linear(x.double(), dense.double(), None if bias is None else bias.double())
+    if is_gated:
+        expected, up = expected.chunk(2, 1)
+    if activation:
+        expected = {"silu": F.silu, "gelu": F.gelu}[activation](expected)
+    check(y, expected * up if is_gated else expected)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_expanded_weight_is_exact(grouped, device, format):
+    weight, dense = make(grouped, format, 70, 768, device)
+    # The compiler fuses the product with a scale and the sum with an offset.
+    rtol = 1e-5 if format.is_shifted else 0
+    expanded = grouped.expand(weight, torch.float32)
+    torch.testing.assert_close(expanded, dense, rtol=rtol, atol=rtol)
+    rows = torch.tensor([69, 0, 33, 33], device=device)
+    assert torch.equal(grouped.expand(weight.select(rows), torch.float32), expanded[rows])
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_sizes_are_those_of_the_parts(grouped, device, format):
+    weight, _ = make(grouped, format, 64, 768, device)
+    assert weight.values.nbytes == 64 * 768 * format.bits // 8
+    groups = 768 // min(format.group, 128)
+    assert weight.scales.numel() == groups * -(-64 // format.block_rows)
+
+
+@pytest.mark.parametrize(
+    ("format", "columns"), [(Format(4, 8), 256), (Format(4, 24), 240), (Format(8, 72), 72)], ids=str
+)
+def test_other_groups_are_left_to_the_dense_weight(grouped, device, format, columns):
+    weight, _ = make(grouped, format, 16, columns, device)
+    assert weight is None
+
+
+def test_steps_are_smaller_if_they_do_not_divide_the_columns(grouped, device):
+    weight, dense = make(grouped, Format(4, 64), 32, 3 * 64, device)
+    assert (weight.group, weight.columns) == (64, 64)
+    x = torch.randn(3, 192, device=device).bfloat16()
+    check(grouped.linear(x, weight), F.linear(x.double(), dense.double()))
+
+
+def test_wrong_inputs_are_refused(grouped, device):
+    weight, _ = make(grouped, Format(4, 128), 16, 256, device)
+    x = torch.zeros(2, 256, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match="256"):
+        grouped.linear(x[:, :128].contiguous(), weight)
+    with pytest.raises(ValueError, match="float32"):
+        grouped.linear(x.float(), weight)
+    with pytest.raises(ValueError, match="swish"):
+        grouped.linear(x, weight, None, "swish")
+    weight, _ = make(grouped, Format(4, 128), 16, 768, device)
+    tile, many = grouped.Tile(64, 2, 1, 2), x.repeat(100, 3)
+    with pytest.raises(ValueError, match="splits"):
+        grouped.linear(many, weight, tile=tile)

@@ -1,0 +1,157 @@
+"""Weights with a scale for each group of columns, in the layout of the GPU's kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from toolkit.distributed import Shard
+from toolkit.kernels import reference
+from toolkit.kernels.table import kernels_for
+from toolkit.weights.groups import Decoded, Groups, multiplied, quantize
+from toolkit.weights.layout import Kind, Layout
+from toolkit.weights.slots import QuantizedSlot, Slot
+from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, Weight, parameter
+
+if TYPE_CHECKING:
+    from toolkit.kernels.table import Kernels
+    from toolkit.kernels.triton.grouped import Grouped
+    from toolkit.kernels.triton.matmul import Unscaled
+    from toolkit.weights.weight import Rows
+
+
+def grouped_weight(
+    rows: int, columns: int, layout: Layout, device: torch.device
+) -> GroupedWeight | None:
+    """Return an uninitialized weight for the kernels of `device`.
+
+    None: they do not support its shape, or the type of the model."""
+    kernels, dtype = kernels_for(device), torch.get_default_dtype()
+    if kernels is None or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    grouped = kernels.empty_groups(
+        (rows, columns),
+        torch.float8_e4m3fn if layout.kind is Kind.FP8 else torch.uint8,
+        layout.bits,
+        (layout.block_rows, layout.group or columns),
+        getattr(torch, layout.scale_type),
+        getattr(torch, layout.offset_type) if layout.offset_type else None,
+    )
+    return None if grouped is None else GroupedWeight(grouped, layout, kernels)
+
+
+class GroupedWeight(Weight):
+    """A weight in the layout of `Groups` or `Blocks`, arranged for the kernels."""
+
+    def __init__(self, grouped: Grouped, layout: Layout, kernels: Kernels) -> None:
+        super().__init__(*grouped.shape)
+        self.layout, self.dtype = layout, torch.get_default_dtype()
+        self._kernels, self._empty = kernels, grouped._replace(offsets=None)
+        # As parameters they are part of the kind of a step, which its kernels depend on.
+        self.values = parameter(grouped.values)
+        self.scales = parameter(grouped.scales)
+        self.offsets = None if grouped.offsets is None else parameter(grouped.offsets)
+        columns = self.shape[1]
+        # Steps may run before the weight is loaded.
+        self.order = (
+            parameter(torch.arange(columns, dtype=torch.int32)) if layout.has_order else None
+        )
+
+    @property
+    def grouped(self) -> Grouped:
+        return self._empty._replace(values=self.values, scales=self.scales, offsets=self.offsets)
+
+    @property
+    def nbytes(self) -> int:
+        return self.grouped.nbytes + (0 if self.order is None else self.order.nbytes)
+
+    def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
+        bias, activation, gated, _, out = epilogue
+        if self.order is not None:
+            assert isinstance(x, torch.Tensor), "see fuses_norm"
+            x = x.index_select(1, self.order)
+        return self._kernels.grouped_product(x, self.grouped, bias, activation, gated, out)
+
+    def fuses_norm(self, num_tokens: int) -> bool:
+        if self.order is not None or self.dtype != torch.bfloat16:
+            return False
+        return self._kernels.fuses_grouped_norm(num_tokens, self.grouped)
+
+    def add_norm(
+        self,
+        x: torch.Tensor,
+        epilogue: Epilogue,
+        residual: torch.Tensor,
+        norm: reference.Norm,
+        square_sums: torch.Tensor,
+    ) -> Unscaled:
+        return self._kernels.grouped_add_norm(
+            x, self.grouped, residual, norm.weight, norm.eps, square_sums, epilogue.bias
+        )
+
+    def take(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._expand(ids, self.dtype)
+
+    def part_slots(
+        self,
+        rows: slice,
+        shards: tuple[Shard, Shard],
+        *,
+        transpose: bool = False,
+        order: tuple[int, ...] | None = None,
+    ) -> dict[str, Slot]:
+        target = self.scales.new_empty(1).expand(self.shape)[rows]
+        first = rows.start or 0
+        slot = QuantizedSlot(target, transpose, shards, order, store=self.store, first=first)
+        return {"weight": slot}
+
+    def store(self, rows: slice, weight: torch.Tensor) -> None:
+        """Quantize rows of the weight."""
+        self.write(rows, quantize(weight, self.layout.bits, self.layout.group))
+
+    def write(self, rows: slice, decoded: Decoded) -> None:
+        assert not isinstance(decoded, torch.Tensor)
+        offsets = None
+        if isinstance(decoded, Groups):
+            offsets = decoded.offsets
+            if self.order is not None:
+                assert decoded.order is not None
+                self.order.copy_(decoded.order)
+        values, scales = decoded.values, decoded.scales
+        group = self.layout.group or self.shape[1]
+        self._kernels.arrange_groups(values, scales, offsets, group, self.grouped, rows.start or 0)
+
+    def fill_randomly(self, generator: torch.Generator) -> None:
+        if self.layout.kind is Kind.FP8:
+            weight = torch.empty(self.shape, device=self.values.device)
+            scale = DUMMY_STD / 16  # most of the numbers have full precision
+            self.values.copy_(weight.normal_(0.0, DUMMY_STD / scale, generator=generator))
+        else:
+            bits = self.values.view(torch.int16)
+            bits.random_(-(2**15), 2**15, generator=generator)
+            # The standard deviation of integers, uniform from 0 to n - 1, is n / sqrt(12).
+            scale = DUMMY_STD * 12**0.5 / 2**self.layout.bits
+        self.scales.fill_(scale)
+        if self.offsets is not None:
+            self.offsets.fill_(-(2 ** (self.layout.bits - 1)) * scale)
+
+    def dequantize(self, rows: slice = ALL) -> torch.Tensor:
+        ids = torch.arange(*rows.indices(self.shape[0]), device=self.values.device)
+        return self._expand(ids, torch.float32)
+
+    def multiply(self, factor: float, rows: slice = ALL) -> None:
+        begin, end, _ = rows.indices(self.shape[0])
+        size = self.layout.block_rows
+        if begin % size or (end % size and end != self.shape[0]):
+            raise ValueError("rows are no multiple of a block")
+        blocks = slice(begin // size, -(-end // size))
+        self.scales = parameter(multiplied(self.scales.T, blocks, factor).T)
+        if self.offsets is not None:
+            self.offsets = parameter(multiplied(self.offsets.T, blocks, factor).T)
+
+    def _expand(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        rows = self._kernels.expand_groups(self.grouped.select(ids), dtype)
+        if self.order is None:
+            return rows
+        return torch.empty_like(rows).index_copy_(1, self.order.long(), rows)
