@@ -241,3 +241,27 @@ async def test_a_core_that_hangs_during_its_start_is_replaced(
         assert not psutil.pid_exists(stopped[0])
         assert llm.replicas[0].link.pid not in (first, stopped[0])
     assert tokens == checkpoints.greedy(checkpoints.make_reference("llama3-gqa"), PROMPT, 20)
+
+
+@pytest.mark.parametrize("kind", ["through Transformers", "int4"])
+async def test_streams_of_every_kind_of_model_survive_their_core(
+    checkpoint: Callable[[str], Path], kind: str
+) -> None:
+    quantized = Path(__file__).parents[1] / "weights" / "quantized" / "gptq-4bit-g32-asym-act-order"
+    is_quantized = kind == "int4"
+    model = str(quantized if is_quantized else checkpoint("llama3-gqa"))
+    settings = {"device": "cpu", "num_threads": 1, "dtype": "float32"}
+    settings |= {} if is_quantized else {"model_impl": "transformers"}
+    alone = LLM(model, **settings)
+    expected = checkpoints.generate(alone, [PROMPT], max_tokens=20)[0].outputs[0].token_ids
+    alone.shutdown()
+    async with AsyncLLM(model, **settings) as llm:
+        first = llm.replicas[0].link.pid
+        stream, tokens = llm.start_request(request("one")), []
+        async with asyncio.timeout(200):
+            async for delta in stream:
+                if not tokens:
+                    psutil.Process(first).kill()
+                tokens += delta.token_ids
+        assert llm.replicas[0].link.pid != first
+    assert tokens == expected

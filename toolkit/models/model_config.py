@@ -17,7 +17,7 @@ Size = Annotated[int, msgspec.Meta(ge=1)]
 class ArchitectureConfig(msgspec.Struct, kw_only=True):
     """Fields of every architecture."""
 
-    overflows_float16: ClassVar[bool] = False  # activations exceed the range of float16
+    overflows_float16: bool = False  # activations exceed its range. Not in the file
     fixed: ClassVar[dict[str, tuple[object, ...]]] = {}
     """Values of other fields of config.json that say what the model always computes."""
 

@@ -97,8 +97,14 @@ def parse_config(raw: dict[str, Any], model_impl: str = "auto") -> ArchitectureC
     problem = find_problem(raw, model_impl)
     if problem is not None:
         raise ValueError(problem)
-    if model_impl == "transformers" or _find_problem(raw) is not None:
+    if _find_problem(raw) is not None:
         return fallback_config(raw)
+    if model_impl == "transformers":
+        fallback = fallback_config(raw)
+        own = msgspec.structs.fields(_module(_kind(raw)).Config)
+        (overflows,) = (one.default for one in own if one.name == "overflows_float16")
+        fallback.overflows_float16 = bool(overflows)
+        return fallback
     unknown = find_unknown(raw, _module(_kind(raw)).Config)
     if unknown is not None:
         raise ValueError(unknown)

@@ -1,6 +1,6 @@
 """Gemma 2 (Gemma Team, 2024): soft caps, alternating windows, norms before and after products."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from toolkit.models.describe import Branch, Decoder, Head, Layer
 from toolkit.models.model_config import Size, WindowedConfig
@@ -10,7 +10,7 @@ ARCHITECTURES = ("Gemma2ForCausalLM", "Gemma2Model")
 
 
 class Config(WindowedConfig, kw_only=True):
-    overflows_float16: ClassVar[bool] = True
+    overflows_float16: bool = True
 
     vocab_size: Size = 256000
     hidden_size: Size = 2304

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -94,14 +95,19 @@ def _remote(config: FallbackConfig) -> tuple[type[PreTrainedModel], PreTrainedCo
             f"{config.path}: auto_map names code of another repository, {elsewhere[0]}. tk runs "
             f"only files in the model's folder: copy them there and remove the part before --."
         )
+    folder = str(config.folder)
+    _warn_of_code(folder)
+    parsed = get_class_from_dynamic_module(names["AutoConfig"], folder).from_dict(config.raw)
+    return get_class_from_dynamic_module(names["AutoModelForCausalLM"], folder), parsed
+
+
+@cache  # the config is read several times
+def _warn_of_code(folder: str) -> None:
     logger.warning(
         "running the Python code of %s (--trust-remote-code). It has all rights of this process: "
         "files, network, keys in the environment",
-        config.folder,
+        folder,
     )
-    folder = str(config.folder)
-    parsed = get_class_from_dynamic_module(names["AutoConfig"], folder).from_dict(config.raw)
-    return get_class_from_dynamic_module(names["AutoModelForCausalLM"], folder), parsed
 
 
 def _refusal(config: FallbackConfig, why: str) -> CheckpointError:
