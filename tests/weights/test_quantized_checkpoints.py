@@ -250,6 +250,19 @@ def test_greedy_tokens_on_a_gpu_equal_transformers(folder):
             assert ours == theirs
 
 
+def test_quantization_may_be_in_a_file_of_its_own(tmp_path):
+    """Older checkpoints of NVIDIA's Model Optimizer have it in hf_quant_config.json only."""
+    folder = Path(__file__).parent / "quantized" / "modelopt-fp8"
+    for name in ("hf_quant_config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(folder / name)
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    expected, weights = dequantized(load(folder)), dequantized(load(tmp_path))
+    assert expected.keys() == weights.keys()
+    assert all(torch.equal(weights[name][2], one[2]) for name, one in expected.items())
+
+
 def test_quantized_checkpoints_are_not_quantized_again():
     folder = Path(__file__).parent / "quantized" / "gptq-4bit-g128"
     with pytest.raises(ConfigError, match=r"--quantization int8: .* quantized \(gptq\). Leave"):

@@ -11,6 +11,7 @@ from toolkit.errors import CheckpointError
 from toolkit.gguf.names import labels, models_in, split_name
 from toolkit.inventory.checkpoint import TYPES, Checkpoint, Tensor, read_folder
 from toolkit.inventory.remote_gguf import read_remote
+from toolkit.models.overrides import QUANTIZATION_FILE, add_quantization
 
 DEMO = "tk-demo"
 
@@ -95,6 +96,9 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
             )
         except EntryNotFoundError:
             raise CheckpointError(f"{name} has no config.json: tk cannot run this model.") from None
+        if QUANTIZATION_FILE in files:
+            own = Path(hf_hub_download(name, QUANTIZATION_FILE, revision=revision))
+            add_quantization(raw, own.read_text())
         try:
             headers = api.get_safetensors_metadata(name, revision=revision).files_metadata.values()
         except NotASafetensorsRepoError:

@@ -7,7 +7,9 @@ from typing import Any
 
 from toolkit.errors import CheckpointError
 from toolkit.gguf.folder import is_gguf, read_file
+from toolkit.weights.formats import QUANTIZATION_FIELDS
 
+QUANTIZATION_FILE = "hf_quant_config.json"  # of NVIDIA's Model Optimizer
 NO_OVERRIDES: Mapping[str, Any] = {}
 _ROPE = ("rope_scaling", "rope_parameters")  # old and new name
 _OF_ANY_TYPE = ("rope_theta", "partial_rotary_factor")
@@ -23,9 +25,22 @@ def read_config(folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> di
         raw = json.loads(text)
         if not isinstance(raw, dict):
             raise ValueError("it is not a JSON object")
+        add_quantization(raw, read_file(folder, QUANTIZATION_FILE))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     return override(raw, overrides)
+
+
+def add_quantization(raw: dict[str, Any], text: str | None) -> None:
+    """Add the content of QUANTIZATION_FILE to a config.json that says nothing of quantization.
+
+    Raises ValueError if it is no JSON object."""
+    if text is None or any(raw.get(name) for name in QUANTIZATION_FIELDS):
+        return
+    given = json.loads(text)
+    if not isinstance(given, dict):
+        raise ValueError(f"{QUANTIZATION_FILE} is not a JSON object")
+    raw["quantization_config"] = {"quant_method": "modelopt", **given}
 
 
 def override(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
