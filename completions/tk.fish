@@ -104,6 +104,8 @@ complete -c tk -n "__tk_at 'tk serve'" -l otlp-traces-endpoint -x -d 'URL for Op
 complete -c tk -n "__tk_at 'tk serve'" -l middleware -x -d 'ASGI middleware: a class, or an async function (request, call_next)'
 complete -c tk -n "__tk_at 'tk serve'" -l tool-parser-plugin -r -F -d 'Python file with a dict TOOL_PARSERS of more formats for --tool-call-parser'
 complete -c tk -n "__tk_at 'tk serve'" -l reasoning-parser-plugin -r -F -d 'Python file with a dict REASONING_PARSERS of more formats for --reasoning-parser'
+complete -c tk -n "__tk_at 'tk serve'" -l lora-modules -x -d 'LoRA adapter in PEFT\'s format to serve next to the model, by a name that requests use as their model'
+complete -c tk -n "__tk_at 'tk serve'" -l max-lora-rank -x -d 'Highest rank of an adapter'
 complete -c tk -n "__tk_at 'tk serve'" -l logits-processors -x -d 'Logits processor that requests may ask for with vllm_xargs, next to those of installed packages'
 complete -c tk -n "__tk_at 'tk serve'" -l strict-plugins -d 'Refuse to start if a plug-in of an installed package is broken'
 complete -c tk -n "__tk_at 'tk serve'" -l no-strict-plugins -d 'Refuse to start if a plug-in of an installed package is broken'

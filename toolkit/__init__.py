@@ -12,6 +12,7 @@ __all__ = [
     "AsyncLLM",
     "BeamSearchParams",
     "EngineConfig",
+    "LoRARequest",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -24,6 +25,7 @@ _MODULES = {
     "AsyncLLM": "toolkit.engine.async_llm",
     "BeamSearchParams": "toolkit.sampling.params",
     "EngineConfig": "toolkit.config",
+    "LoRARequest": "toolkit.sequence",
     "RequestOutput": "toolkit.engine.outputs",
     "SamplingParams": "toolkit.sampling.params",
     "StructuredOutputsParams": "toolkit.sampling.structured_outputs",
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from toolkit.errors import ToolkitError
     from toolkit.sampling.params import BeamSearchParams, SamplingParams
     from toolkit.sampling.structured_outputs import StructuredOutputsParams
+    from toolkit.sequence import LoRARequest
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,16 @@ import msgspec
 from toolkit.sampling.params import PoolingParams, SamplingParams
 
 
+class LoRARequest(msgspec.Struct, frozen=True):
+    """The LoRA adapter of a request, by the name that `lora_modules` gives it.
+
+    The fields are vLLM's; the number and the path are not needed."""
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
+
+
 class SequenceSpec(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Everything a request specifies, checked and resolved. Immutable.
 
@@ -20,6 +30,12 @@ class SequenceSpec(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
     grammar: str = ""  # constraint on the output in llguidance's format; empty: none
     pooling: PoolingParams | None = None  # set if the prompt is pooled instead of continued
     is_final_only: bool = False  # all tokens are reported together at the end
+    adapter: str = ""  # name of the LoRA adapter; empty: none
+
+    @property
+    def cache_key(self) -> str:
+        """Key that is equal for requests that may share cached blocks."""
+        return f"{self.adapter}\0{self.cache_salt}" if self.adapter else self.cache_salt
 
     @property
     def num_prompt_tokens(self) -> int:

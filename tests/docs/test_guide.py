@@ -20,6 +20,8 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.docs.examples import (
     QUESTION,
@@ -202,6 +204,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(target)
     write_files(folder)
+    for name in ("sql", "support"):
+        save_adapter(folder / "adapters" / name, folder / "model")
     for block in BLOCKS:
         if block.file and not block.is_of_repository:
             (folder / block.file).write_text(block.text)
@@ -217,10 +221,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def save_adapter(folder: Path, model: Path) -> None:
+    """Write a LoRA adapter of the model in PEFT's format."""
+    module = "model.layers.0.mlp.down_proj"
+    rows, columns = load_file(model / "model.safetensors")[f"{module}.weight"].shape
+    folder.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["down_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    name = f"base_model.model.{module}"
+    tensors = {
+        f"{name}.lora_A.weight": torch.randn(2, columns) / 100,
+        f"{name}.lora_B.weight": torch.randn(rows, 2) / 100,
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     """A server for chats, embeddings and tools."""
-    running = Server(CHAT_MODEL, "--pooling", "last", "--chat-template", "tools.jinja", cwd=folder)
+    options = ("--pooling", "last", "--chat-template", "tools.jinja")
+    adapter = ("--lora-modules", f"sql={folder / 'adapters' / 'sql'}")
+    running = Server(CHAT_MODEL, *options, *adapter, cwd=folder)
     yield running
     running.stop()
 

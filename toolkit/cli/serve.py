@@ -9,6 +9,7 @@ from toolkit.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    LoRAConfig,
     ModelConfig,
     ParallelConfig,
     PluginConfig,
@@ -23,6 +24,7 @@ from toolkit.config.dry_run import DryRunConfig
     "serve",
     ModelConfig,
     ServerConfig,
+    LoRAConfig,
     PluginConfig,
     DeviceConfig,
     CacheConfig,
@@ -33,6 +35,7 @@ from toolkit.config.dry_run import DryRunConfig
 def serve(
     model: ModelConfig,
     server: ServerConfig,
+    lora: LoRAConfig,
     plugins: PluginConfig,
     device: DeviceConfig,
     cache: CacheConfig,
@@ -48,6 +51,7 @@ def serve(
         scheduler=scheduler,
         parallel=parallel,
         plugins=plugins,
+        lora=lora,
     )
     if dry.dry_run:
         from toolkit.inventory.dry_run import dry_run

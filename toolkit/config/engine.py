@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.config.fields import check_all, option, options
@@ -276,6 +277,45 @@ class PluginConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAConfig:
+    """LoRA adapters."""
+
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "LoRA adapter in PEFT's format to serve next to the model, by a name that requests use as "
+        "their model. May be repeated. On CPUs only so far.",
+        metavar="NAME=FOLDER",
+        subject="Adapters",
+    )
+    max_lora_rank: int = option(64, "Highest rank of an adapter.", minimum=1, maximum=1024)
+
+    def __post_init__(self) -> None:
+        check_all(self)
+        _adapters(self.lora_modules)
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """Folders of the adapters by name."""
+        return _adapters(self.lora_modules)
+
+
+def _adapters(modules: Iterable[str]) -> dict[str, Path]:
+    """Parse --lora-modules. Raises ConfigError."""
+    found: dict[str, Path] = {}
+    for module in modules:
+        name, _, folder = module.partition("=")
+        problem = None
+        if not name or not folder:
+            problem = f"{module!r} must be a name and a folder, NAME=FOLDER"
+        elif name in found:
+            problem = f"two adapters are called {name!r}"
+        if problem is not None:
+            raise ConfigError(f"--lora-modules: {problem}.", param="lora_modules")
+        found[name] = Path(folder)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All engine settings."""
 
@@ -285,6 +325,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     plugins: PluginConfig = field(default_factory=PluginConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> EngineConfig:

@@ -5,6 +5,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,6 +47,7 @@ from toolkit.metrics import Metrics
 from toolkit.sampling.logits_processors import preload
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler.stats import EngineStats, total
+from toolkit.sequence import LoRARequest
 from toolkit.text.tokenizer import Tokenizer, load_tokenizer
 from toolkit.worker import Report, WorkerInfo
 
@@ -175,9 +177,12 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        adapter: str = "",
     ) -> RequestStream:
         """Start a request. Raises InvalidRequestError, or EngineDeadError if no core will run."""
-        text, request = await self.prepare(prompt, params, request_id=request_id, priority=priority)
+        text, request = await self.prepare(
+            prompt, params, request_id=request_id, priority=priority, adapter=adapter
+        )
         return self.start_request(request, text)
 
     async def prepare(
@@ -187,14 +192,21 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        adapter: str = "",
     ) -> tuple[str | None, EngineRequest]:
         """Return (the prompt if it is text, the request). Raises InvalidRequestError."""
+        process = partial(
+            self._inputs.process,
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            adapter=adapter,
+        )
         is_long = isinstance(prompt, str) and len(prompt) > LONG_TEXT
         if is_long or params.structured_outputs is not None:  # checking a grammar can be slow
-            return await asyncio.to_thread(
-                self._inputs.process, prompt, params, request_id=request_id, priority=priority
-            )
-        return self._inputs.process(prompt, params, request_id=request_id, priority=priority)
+            return await asyncio.to_thread(process)
+        return process()
 
     def start_request(self, request: EngineRequest, text: str | None = None) -> RequestStream:
         """Start a checked request. Raises EngineDeadError if no core will run again."""
@@ -232,10 +244,14 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the output so far each time it grows. Leaving the loop early ends the request."""
         params = params or SamplingParams(**self.default_sampling)
-        stream = await self.submit(prompt, params, request_id=request_id, priority=priority)
+        adapter = "" if lora_request is None else lora_request.lora_name
+        stream = await self.submit(
+            prompt, params, request_id=request_id, priority=priority, adapter=adapter
+        )
         collected = OutputCollector.of(stream.state)
         try:
             async for delta in stream:

@@ -222,7 +222,7 @@ class EngineCore:
             spec=spec,
             seed=_signed(seed),
             # Without prefix caching only siblings share blocks, through a salt of their own.
-            cache_salt=spec.cache_salt if caches else f"only {new.id}",
+            cache_salt=spec.cache_key if caches else f"only {new.id}",
             cacheable=caches or spec.params.n > 1,
             leader=leader,
             client=new.client,

@@ -43,6 +43,7 @@ class InputProcessor:
         request_id: str | None = None,
         priority: int = 0,
         is_streamed: bool = True,
+        adapter: str = "",
     ) -> tuple[str | None, EngineRequest]:
         """Return (the prompt if it is text, the request).
 
@@ -73,6 +74,7 @@ class InputProcessor:
             self._check_tokens("bad_words_token_ids", sequence)
         self._check_token_remains(params)
         check_arguments(self._processors, params.extra_args, self.info.vocab_size)
+        self._check_adapter(adapter)
         spec = SequenceSpec(
             prompt_token_ids=token_ids,
             params=params,
@@ -80,10 +82,19 @@ class InputProcessor:
             eos_token_ids=self._eos,
             priority=priority,
             grammar=self._resolve_grammar(params),
+            adapter=adapter,
             # Stop strings are matched in the front end, and log-probabilities arrive per token.
             is_final_only=not (is_streamed or params.stop_strings or params.logprobs is not None),
         )
         return text, EngineRequest(id=request_id or uuid.uuid4().hex, spec=spec)
+
+    def _check_adapter(self, name: str) -> None:
+        if name and name not in self.info.adapters:
+            known = ", ".join(map(repr, self.info.adapters)) or "none"
+            raise InvalidRequestError(
+                f"There is no adapter {name!r}. Loaded: {known}. lora_modules loads more.",
+                param="lora_request",
+            )
 
     def _resolve_grammar(self, params: SamplingParams) -> str:
         """Return the answer's grammar; empty without a constraint. Raises InvalidRequestError."""

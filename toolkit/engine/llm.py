@@ -29,6 +29,7 @@ from toolkit.errors import EngineDeadError, EngineError, InvalidRequestError
 from toolkit.executor import Executor, start_executor
 from toolkit.hub import locate, locate_tokenizer
 from toolkit.sampling.params import BeamSearchParams, SamplingParams
+from toolkit.sequence import LoRARequest
 from toolkit.text.tokenizer import load_tokenizer
 from toolkit.worker import Report
 
@@ -84,12 +85,13 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts of any lengths together. Results are in the order of the prompts.
 
-        `sampling_params`: one for all prompts, or one per prompt. `use_tqdm`: show progress on a
-        terminal. Raises InvalidRequestError before anything runs if a prompt is invalid, and
-        EngineError if a request failed."""
+        `sampling_params`, `lora_request`: one for all prompts, or one per prompt. `use_tqdm`: show
+        progress on a terminal. Raises InvalidRequestError before anything runs if a prompt is
+        invalid, and EngineError if a request failed."""
         many = _as_list(prompts)
         params = _params_per_prompt(
             self.get_default_sampling_params() if sampling_params is None else sampling_params,
@@ -99,6 +101,7 @@ class LLM:
             raise InvalidRequestError(
                 f"There are {len(many)} prompts and {len(priority)} priorities."
             )
+        adapters = _adapters(lora_request, len(many))
         requests = [
             self._inputs.process(
                 prompt,
@@ -106,6 +109,7 @@ class LLM:
                 request_id=str(next(self._ids)),
                 priority=priority[i] if priority else 0,
                 is_streamed=False,
+                adapter=adapters[i],
             )
             for i, (prompt, one) in enumerate(zip(many, params, strict=True))
         ]
@@ -382,6 +386,19 @@ class _Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def _adapters(
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None, count: int
+) -> list[str]:
+    """Return the name of each prompt's adapter; empty: none. Raises InvalidRequestError."""
+    if lora_request is None or isinstance(lora_request, LoRARequest):
+        lora_request = [lora_request] * count
+    if len(lora_request) != count:
+        raise InvalidRequestError(
+            f"There are {count} prompts and {len(lora_request)} LoRA requests."
+        )
+    return ["" if one is None else one.lora_name for one in lora_request]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

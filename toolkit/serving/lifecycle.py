@@ -47,6 +47,7 @@ async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -
     with listen(config) as listener:
         raise_file_limit()
         names = tuple(dict.fromkeys(config.served_model_name or [default_name(engine.model.model)]))
+        _require_own_names(engine, names)
         front = _make_front_end(engine, config, names)
         signals = _Signals()
         try:
@@ -80,6 +81,17 @@ def default_name(model: str | None) -> str:
     path = os.path.abspath(folder)
     cached = re.search(r"/models--([^/]+)/snapshots/[^/]+$", path)
     return cached[1].replace("--", "/") if cached else os.path.basename(path) or model
+
+
+def _require_own_names(engine: EngineConfig, names: tuple[str, ...]) -> None:
+    """Raise ConfigError if an adapter has a name of the model."""
+    shared = next((name for name in engine.lora.adapters if name in names), None)
+    if shared is not None:
+        raise ConfigError(
+            f"--lora-modules: the model is called {shared!r}, too. Choose another name, or see "
+            f"--served-model-name.",
+            param="lora_modules",
+        )
 
 
 def _make_front_end(engine: EngineConfig, config: ServerConfig, names: tuple[str, ...]) -> FrontEnd:

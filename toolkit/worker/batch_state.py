@@ -1,5 +1,6 @@
 """Running requests on the device, one stable row each."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,9 @@ class BatchState:
         max_blocks = -(-max_model_len // block_size)
         self.block_table = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
         self.sampling = SamplingState(num_rows, device, processors)
+        self.adapters = np.zeros(num_rows, np.int32)
+        """Slot of each row's LoRA adapter."""
+        self.adapter_slots: Mapping[str, int] = {"": 0}
 
     def apply(self, step: SchedulerOutput) -> None:
         """Apply a step's new rows, new blocks, and tokens sampled elsewhere."""
@@ -53,6 +57,7 @@ class BatchState:
         self.block_table[new.row, : len(new.blocks)] = torch.tensor(new.blocks, dtype=torch.int32)
         self.sampling.set(new.row, new.spec, new.seed)
         self.sampling.load([new.row])
+        self.adapters[new.row] = self.adapter_slots[new.spec.adapter]
 
     def inputs(self, step: SchedulerOutput) -> tuple[torch.Tensor, AttentionBatch]:
         """Return a step's token ids [num_tokens] and attention batch."""

@@ -33,6 +33,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     chunks_prompts: bool = True  # A prompt can be computed in several steps
     pooling: PoolingInfo | None = None  # set if prompts can be pooled
     logits_processors: list[Plugin] = []  # that requests may ask for
+    adapters: list[str] = []  # names of LoRA adapters
 
     @property
     def token_bytes(self) -> float:

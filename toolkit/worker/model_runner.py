@@ -15,6 +15,7 @@ import torch
 from toolkit.attention import AttentionBackend, AttentionBatch
 from toolkit.attention.cpu import kernels_support
 from toolkit.hardware.parent import is_own_process
+from toolkit.lora.adapted import Adapters
 from toolkit.models.model import CausalLM
 from toolkit.pooling.accumulator import PromptPooling
 from toolkit.sampling.grammar import Masks
@@ -78,6 +79,7 @@ class ModelRunner:
     """Owns the device's state; every call applies one step to it."""
 
     pooling: PromptPooling | None = None  # set if the model pools prompts
+    adapters: Adapters | None = None  # set if there are LoRA adapters
     num_compiled: Callable[[], int] = staticmethod(lambda: 0)
     """Returns how many kernels were compiled since its last call."""
 
@@ -101,6 +103,9 @@ class ModelRunner:
             self.pooling.apply(step)
         if not len(step.rows):
             return _empty_output(step)
+        if self.adapters is not None:
+            slots = self.state.adapters[step.rows]
+            self.adapters.active.set(np.repeat(slots, step.num_tokens), slots[step.samples])
         if not self.model.stage.is_last:
             self._send_to_next_stage(step)
             return _empty_output(step)

@@ -25,6 +25,7 @@ from toolkit.hardware.figures import CPU_CACHE_SHARE
 from toolkit.hardware.graph_capture import empty_cache
 from toolkit.kernels import cpu
 from toolkit.kernels.table import kernels_for
+from toolkit.lora.adapted import Adapters
 from toolkit.models.build import build_model, choose_dtype, load_config
 from toolkit.models.cache_scale import scale_cache
 from toolkit.models.decoder import Decoder
@@ -64,6 +65,7 @@ class Worker:
     _processors: Loaded = NO_PROCESSORS
     _stream: torch.cuda.Stream | None = None
     _loading: Loading | None = None
+    _adapters: Adapters | None = None
 
     def __init__(
         self,
@@ -142,6 +144,10 @@ class Worker:
         self._processors = load_processors(self.config.plugins, device, model.vocab_size)
         with phases("KV cache"):
             self._make_cache(model, device, dtype, max_model_len, loaded)
+        if self._adapters is not None:
+            self.runner.adapters = self._adapters
+            self.runner.state.adapter_slots = self._adapters.slots
+            self.info.adapters = list(self.config.lora.adapters)
         self._add_pooling(model, model_config, device)
         if isinstance(self.runner, CudaRunner) and self.runner.policy.captures:
             advice = "lower --gpu-memory-utilization or --kv-cache-memory, or use --enforce-eager"
@@ -333,6 +339,9 @@ class Worker:
         memory_budget.require_weights_fit(together, device, dtype)
         with self._room_for_weights(device):
             model = build(device, max_model_len)
+        if self.config.lora.adapters:
+            self._require_adapters(model, device)
+            self._adapters = Adapters(model)
         everything = (
             sketch if self.stage is SINGLE_STAGE else build(torch.device("meta"), 1, SINGLE_STAGE)
         )
@@ -347,11 +356,26 @@ class Worker:
         if device.type == "cpu":
             del fill  # refers to the unpacked weights
             model.pack_weights()
-            if self.config.device.enforce_eager and isinstance(model, CausalLM):
+            if self._adapters is not None:
+                self._adapters.load(self.config.lora.adapters, self.config.lora.max_lora_rank)
+            if isinstance(model, CausalLM) and (self.config.device.enforce_eager or self._adapters):
                 model.disable_recording()
             memory.trim_heap()
             self._weight_bytes = model.nbytes
         return model
+
+    def _require_adapters(self, model: Model, device: torch.device) -> None:
+        """Raise ConfigError if the model cannot have adapters here."""
+        problem = None
+        if device.type != "cpu":
+            problem = "adapters run on CPUs only so far. Add --device cpu"
+        elif self.config.parallel.pipeline_parallel_size > 1:
+            problem = "adapters do not combine with --pipeline-parallel-size yet"
+        elif not isinstance(model, Decoder):
+            problem = f"adapters of {model.architecture} are not supported: tk has no code of it"
+        if problem is not None:
+            raise ConfigError(f"--lora-modules: {problem}.", param="lora_modules")
+        logger.info("adapters: steps are not recorded, and activations are kernels of their own")
 
     def _fill(self, model: Model, device: torch.device, fill: Fill, stop: threading.Event) -> None:
         with self._on_stream(), self._room_for_weights(device):

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable
+from copy import copy
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -28,6 +29,9 @@ class Service:
     templates: TemplatePool = field(default_factory=TemplatePool)
 
     plugins: FrontEndPlugins = field(default_factory=FrontEndPlugins)
+    adapter: str = ""
+    """Name of the LoRA adapter that a request names as its model."""
+    base_name: str = ""  # of the model, if there is an adapter
     metrics: SharedReading[bytes] = field(init=False)
     """Metrics of all processes in Prometheus' text format."""
 
@@ -41,13 +45,22 @@ class Service:
     async def _expose(self) -> bytes:
         return self.engine.metrics.expose() if self.expose is None else await self.expose()
 
+    def with_adapter(self, name: str | None) -> "Service":
+        """Return the service as a request sees it that names this model."""
+        if name is None or name in self.model_names or name not in self.engine.info.adapters:
+            return self
+        own = copy(self)
+        own.adapter, own.base_name, own.model_names = name, self.model_name, (name,)
+        return own
+
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFoundError for the name of another model. None is the served model.
 
         Without --served-model-name, MODEL as given is a name, too."""
         as_given = () if self.config.served_model_name else (self.engine.config.model.model,)
-        if name and name not in (*self.model_names, *as_given):
-            served = ", ".join(map(repr, self.model_names))
+        adapters = self.engine.info.adapters
+        if name and name not in (*self.model_names, *adapters, *as_given):
+            served = ", ".join(map(repr, (*self.model_names, *adapters)))
             raise ModelNotFoundError(
                 f"The model {name!r} is not served here. Served: {served}.",
                 param="model",
@@ -62,5 +75,6 @@ def service_for(request: Request, body: Body) -> Service:
     unknown field if the server is strict."""
     service: Service = request.app.state.service
     check_fields(request, body, strict=service.config.strict)
-    service.check_model(getattr(body, "model", None))
-    return service
+    name = getattr(body, "model", None)
+    service.check_model(name)
+    return service.with_adapter(name)

@@ -67,6 +67,7 @@ class BeamStream:
                             search.step_params,
                             request_id=f"{self.state.id}-{step}-{index}",
                             priority=self._priority,
+                            adapter=self._service.adapter,
                         )
                     )
                 search.advance([await _first_logprobs(stream) for stream in self._running])
@@ -98,7 +99,9 @@ async def start_beams(
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         stop_token_ids=params.stop_token_ids,
     )
-    prepared = [await engine.prepare(prompt, prompt_params) for prompt in prompts]
+    prepared = [
+        await engine.prepare(prompt, prompt_params, adapter=service.adapter) for prompt in prompts
+    ]
     if params.logprobs is not None:
         check_num_logprobs("logprobs", len(prompts) * width * params.max_tokens, params.logprobs)
     num_tokens = sum(request.spec.num_prompt_tokens for _, request in prepared)

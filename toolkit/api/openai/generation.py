@@ -94,7 +94,9 @@ async def start_group(
     num_tokens = 0
     for index, prompt in enumerate(prompts):
         id = name if len(prompts) == 1 else f"{name}-{index}"
-        text, request = await engine.prepare(prompt, params, request_id=id, priority=priority)
+        text, request = await engine.prepare(
+            prompt, params, request_id=id, priority=priority, adapter=service.adapter
+        )
         num_tokens += request.spec.num_prompt_tokens
         if num_answers > 1 and params.prompt_logprobs is not None:
             # With `echo` each answer repeats them.

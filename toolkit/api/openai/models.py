@@ -15,9 +15,10 @@ router = APIRouter()
 
 @router.get("/v1/models", response_model=None, responses=answers(ModelList), tags=["OpenAI"])
 async def list_models(request: Request) -> Response:
-    """List the served model, once for each of its names."""
+    """List the served model, once for each of its names, and its adapters."""
     service: Service = request.app.state.service
-    cards = ModelList([_card(service, name) for name in service.model_names])
+    names = (*service.model_names, *service.engine.info.adapters)
+    cards = ModelList([_card(service, name) for name in names])
     return Response(msgspec.json.encode(cards), media_type="application/json")
 
 
@@ -30,21 +31,25 @@ async def get_model(model: str, request: Request) -> Response:
         return await list_models(request)
     service: Service = request.app.state.service
     service.check_model(model)
-    name = model if model in service.model_names else service.model_name
+    adapters = service.engine.info.adapters
+    name = model if model in (*service.model_names, *adapters) else service.model_name
     return Response(msgspec.json.encode(_card(service, name)), media_type="application/json")
 
 
 def _card(service: Service, name: str) -> ModelCard:
-    info = service.engine.info
+    info, config = service.engine.info, service.engine.config
+    is_adapter = name not in service.model_names
+    folder = config.lora.adapters[name] if is_adapter else config.model.model
     return ModelCard(
         name,
         service.created,
         info.max_model_len,
-        info.tasks,
-        root=service.engine.config.model.model or service.model_name,
+        ["generate"] if is_adapter else info.tasks,
+        root=str(folder or service.model_name),
         permission=[
             ModelPermission(
                 f"modelperm-{uuid.uuid5(uuid.NAMESPACE_OID, name).hex}", service.created
             )
         ],
+        parent=service.model_name if is_adapter else None,
     )

@@ -22,6 +22,7 @@ from toolkit.engine.pooled_prompts import (
     num_concurrent,
     pool,
 )
+from toolkit.errors import InvalidRequestError
 
 T = TypeVar("T")
 
@@ -48,6 +49,12 @@ class PoolingJob:
     """Prompts of one HTTP request."""
 
     def __init__(self, service: Service, request: Request, prefix: str, priority: int) -> None:
+        if service.adapter:
+            raise InvalidRequestError(
+                f"{service.adapter!r} is an adapter, and adapters do not pool. Use "
+                f"{service.base_name!r}.",
+                param="model",
+            )
         self.id = f"{prefix}-{request.state.request_id}"
         self.processor = PoolingProcessor(service.engine.inputs)
         self._engine, self._config = service.engine, service.config

@@ -74,7 +74,7 @@ class Router:
         """Choose one of `candidates` and add the request to its load."""
         prompt, num_answers = spec.prompt_token_ids, spec.params.n
         caches = caches and spec.pooling is None
-        prefixes = list(_prefixes(prompt, spec.cache_salt)) if caches else []
+        prefixes = list(_prefixes(prompt, spec.cache_key)) if caches else []
         tie_break = prefixes[0].digest[0] if prefixes else 0
         count = len(self._loads)
         missing = {

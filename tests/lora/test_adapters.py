@@ -1,0 +1,254 @@
+"""Answers with LoRA adapters equal those of PEFT."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import checkpoints
+from tests.lora.conftest import OPTIONS, Adapter
+from toolkit import LLM, AsyncLLM, LoRARequest, SamplingParams
+from toolkit.errors import CheckpointError, ConfigError, InvalidRequestError
+
+PROMPT = [7, 3, 9, 12, 5, 40, 41, 2, 17, 90, 23]
+COUNT = 12
+CPU = {"device": "cpu", "dtype": "float32", "max_model_len": 128}
+
+
+def engine(folder: Path, adapters: dict[str, Path], **settings: object) -> LLM:
+    modules = [f"{name}={path}" for name, path in adapters.items()]
+    return LLM(str(folder), lora_modules=modules, **CPU | settings)
+
+
+def generate(llm: LLM, prompts: list[list[int]], names: list[str], **params: object) -> list:
+    settings = SamplingParams(
+        **{"temperature": 0.0, "max_tokens": COUNT, "ignore_eos": True} | params
+    )
+    requests = [LoRARequest(name) if name else None for name in names]
+    return llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        settings,
+        use_tqdm=False,
+        lora_request=requests,
+    )
+
+
+def tokens(results: list) -> list[list[int]]:
+    return [one.outputs[0].token_ids for one in results]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_answers_equal_those_of_peft(adapter, checkpoint, name):
+    one: Adapter = adapter(name)
+    llm = engine(checkpoint(one.base), {"mine": one.folder})
+    given = tokens(generate(llm, [PROMPT, PROMPT], ["mine", ""]))
+    llm.shutdown()
+    base = checkpoints.greedy(checkpoints.make_reference(one.base), PROMPT, COUNT)
+    assert given == [one.greedy(PROMPT, COUNT), base]
+    assert given[0] != given[1]
+
+
+MODES = {
+    "together": {},
+    "chunks": {"max_num_batched_tokens": 7},
+    "preemption": {"num_gpu_blocks_override": 5, "block_size": 8, "max_model_len": 40},
+    "two ranks": {"tensor_parallel_size": 2, "num_threads": 1},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_requests_of_one_batch_have_their_own_adapters(adapter, checkpoint, mode):
+    first, second = adapter("attention"), adapter("all")
+    folders = {"first": first.folder, "second": second.folder}
+    llm = engine(checkpoint(first.base), folders, **MODES[mode])
+    names = ["first", "", "second", "first"]
+    prompts = [PROMPT, PROMPT, PROMPT, PROMPT[::-1]]
+    results = generate(llm, prompts, names)
+    llm.shutdown()
+    base = checkpoints.greedy(checkpoints.make_reference(first.base), PROMPT, COUNT)
+    assert tokens(results) == [
+        first.greedy(PROMPT, COUNT),
+        base,
+        second.greedy(PROMPT, COUNT),
+        first.greedy(PROMPT[::-1], COUNT),
+    ]
+    if mode == "preemption":
+        assert sum(one.num_preemptions for one in results) > 0
+
+
+def test_prefixes_are_shared_only_with_the_same_adapter(adapter, checkpoint):
+    one: Adapter = adapter("attention")
+    llm = engine(checkpoint(one.base), {"mine": one.folder}, block_size=4)
+    cached = [
+        generate(llm, [PROMPT], [name])[0].num_cached_tokens for name in ("", "mine", "mine", "")
+    ]
+    given = tokens(generate(llm, [PROMPT], ["mine"]))
+    llm.shutdown()
+    assert cached == [0, 0, 8, 8]
+    assert given == [one.greedy(PROMPT, COUNT)]
+
+
+def test_logprobs_are_those_of_the_adapter(adapter, checkpoint):
+    one: Adapter = adapter("all")
+    llm = engine(checkpoint(one.base), {"mine": one.folder})
+    (result,) = generate(llm, [PROMPT], ["mine"], max_tokens=1, logprobs=0)
+    llm.shutdown()
+    with torch.no_grad():
+        logits = one.model(torch.tensor([PROMPT])).logits[0, -1]
+    (token,) = result.outputs[0].token_ids
+    expected = logits.log_softmax(0)[token].item()
+    assert result.outputs[0].logprobs[0][token].logprob == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_models_have_adapters(adapter, checkpoint, quantization):
+    """The adapter's weights stay as they are: it adds what it adds to the exact model."""
+    one: Adapter = adapter("all")
+    llm = engine(checkpoint(one.base), {"mine": one.folder}, quantization=quantization)
+    base, adapted = generate(llm, [PROMPT] * 2, ["", "mine"], max_tokens=1, logprobs=0)
+    llm.shutdown()
+    with torch.no_grad():
+        logits = one.model(torch.tensor([PROMPT])).logits[0, -1].log_softmax(0)
+    (token,) = adapted.outputs[0].token_ids
+    assert adapted.outputs[0].logprobs[0][token].logprob == pytest.approx(
+        logits[token].item(), abs=0.5
+    )
+    assert base.outputs[0].logprobs != adapted.outputs[0].logprobs
+
+
+async def test_streams_with_an_adapter_survive_their_core(adapter, checkpoint):
+    one: Adapter = adapter("attention")
+    modules = [f"mine={one.folder}"]
+    folder = str(checkpoint(one.base))
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, detokenize=False)
+    async with AsyncLLM(folder, lora_modules=modules, num_threads=1, **CPU) as llm:
+        first = llm.replicas[0].link.pid
+        stream = await llm.submit({"prompt_token_ids": PROMPT}, params, adapter="mine")
+        given: list[int] = []
+        async with asyncio.timeout(200):
+            async for delta in stream:
+                if not given:
+                    psutil.Process(first).kill()
+                given += delta.token_ids
+        assert llm.replicas[0].link.pid != first
+    assert given == one.greedy(PROMPT, COUNT)
+
+
+def copied(adapter: Adapter, folder: Path) -> Path:
+    return Path(shutil.copytree(adapter.folder, folder / "copy"))
+
+
+def change_config(**fields: object) -> Callable[[Path], None]:
+    return lambda folder: checkpoints.edit_json(folder / "adapter_config.json", **fields)
+
+
+def change_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / "adapter_model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+
+    return apply
+
+
+NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+BROKEN = {
+    "no file": (lambda folder: (folder / "adapter_config.json").unlink(), "no adapter_config.json"),
+    "no tensors": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "safe_serial"),
+    "no JSON": (
+        lambda folder: (folder / "adapter_config.json").write_text("{"),
+        "cannot be read",
+    ),
+    "truncated": (
+        lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{"),
+        "adapter_model.safetensors cannot be read",
+    ),
+    "other kind": (change_config(peft_type="IA3"), "peft_type is 'IA3'"),
+    "DoRA": (change_config(use_dora=True), "DoRA"),
+    "biases": (change_config(bias="all"), "bias='none'"),
+    "modules": (change_config(modules_to_save=["lm_head"]), "modules_to_save: lm_head"),
+    "rank": (change_config(r=100), "the rank of .* is 100, but lora_A is"),
+    "NaN": (change_tensors(lambda t: t[NAME].fill_(torch.nan)), "not finite"),
+    "half": (change_tensors(lambda t: t.pop(NAME)), "one of lora_A and lora_B only"),
+    "unknown layer": (
+        change_tensors(
+            lambda t: [
+                t.update({key.replace("layers.0", "layers.9"): t.pop(key)}) for key in list(t)
+            ]
+        ),
+        "no linear layer of this model. It may be for another base model",
+    ),
+    "unknown tensor": (
+        change_tensors(lambda t: t.update({"lora_embedding_A": torch.zeros(1)})),
+        "does not know the tensor lora_embedding_A",
+    ),
+    "shape": (
+        change_tensors(lambda t: t.update({NAME: torch.zeros(8, 24)})),
+        "of another shape. It is for another base model",
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", BROKEN)
+def test_broken_adapters_are_refused_by_name(adapter, checkpoint, tmp_path, problem):
+    folder = copied(adapter("attention"), tmp_path)
+    spoil, says = BROKEN[problem]
+    spoil(folder)
+    with pytest.raises(CheckpointError, match=rf"(?s)adapter 'mine' .*{says}"):
+        engine(checkpoint("llama3-gqa"), {"mine": folder})
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"lora_modules": ["mine"]}, "NAME=FOLDER"),
+        ({"lora_modules": ["a=x", "a=y"]}, "two adapters are called 'a'"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+        ({"model_impl": "transformers"}, "not supported"),
+        ({"max_lora_rank": 4}, "Raise --max-lora-rank"),
+    ],
+    ids=str,
+)
+def test_unsupported_settings_are_refused(adapter, checkpoint, settings, says):
+    one: Adapter = adapter("attention")
+    settings = {"lora_modules": [f"mine={one.folder}"], **settings}
+    with pytest.raises((ConfigError, CheckpointError), match=says):
+        LLM(str(checkpoint(one.base)), **CPU | settings)
+
+
+def test_unknown_adapters_are_refused(adapter, checkpoint):
+    one: Adapter = adapter("attention")
+    llm = engine(checkpoint(one.base), {"mine": one.folder})
+    with pytest.raises(InvalidRequestError, match=r"no adapter 'other'\. Loaded: 'mine'"):
+        generate(llm, [PROMPT], ["other"])
+    with pytest.raises(InvalidRequestError, match="1 prompts and 2 LoRA requests"):
+        generate(llm, [PROMPT], ["mine", "mine"])
+    llm.shutdown()
+
+
+def test_config_of_peft_is_read_completely(adapter):
+    """Fields of PEFT's file that change what an adapter computes are known, or off."""
+    from toolkit.lora.peft import PeftConfig
+
+    stored = json.loads((adapter("all").folder / "adapter_config.json").read_text())
+    ignored = {"auto_mapping", "base_model_name_or_path", "inference_mode", "revision"}
+    known = {*PeftConfig.__struct_fields__, *ignored}
+    rest = {key for key, value in stored.items() if value not in (None, False, {}, [])} - known
+    assert rest <= {
+        "task_type",
+        "target_modules",
+        "peft_version",
+        "init_lora_weights",
+        "lora_dropout",
+        "megatron_core",
+        "qalora_group_size",
+    }

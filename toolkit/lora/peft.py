@@ -1,0 +1,142 @@
+"""Read LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from toolkit.errors import CheckpointError
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+LOW, UP = ".lora_A.weight", ".lora_B.weight"
+MAX_BYTES = 16 << 30  # of an adapter's tensors
+
+
+class PeftConfig(msgspec.Struct, kw_only=True):
+    """Fields of adapter_config.json that decide what the adapter computes."""
+
+    peft_type: str = ""
+    r: int = 8
+    lora_alpha: float = 8
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+    use_rslora: bool = False
+    use_dora: bool = False
+    use_qalora: bool = False
+    bias: str = "none"
+    lora_bias: bool = False
+    modules_to_save: list[str] | None = None
+    layer_replication: Any = None
+    trainable_token_indices: Any = None
+    target_parameters: list[str] | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """Return why the adapter is not supported, or None."""
+        if self.peft_type != "LORA":
+            return f"its peft_type is {self.peft_type!r}, and tk reads LORA"
+        if self.use_dora:
+            return "it is a DoRA adapter (use_dora), which tk does not support"
+        if self.bias != "none" or self.lora_bias:
+            return "it changes biases, which tk does not support. Train it with bias='none'"
+        if self.modules_to_save:
+            listed = ", ".join(self.modules_to_save)
+            return f"it replaces modules of the base model (modules_to_save: {listed})"
+        for name in ("use_qalora", "layer_replication", "trainable_token_indices"):
+            if getattr(self, name):
+                return f"it has {name}, which tk does not support"
+        if self.target_parameters:
+            return "it has target_parameters, which tk does not support"
+        return None
+
+    def rank(self, module: str) -> int:
+        return int(_find(self.rank_pattern, module, self.r))
+
+    def scale(self, module: str) -> float:
+        """Return the factor of an adapter's product (rsLoRA: arXiv:2312.03732)."""
+        rank = self.rank(module)
+        alpha = _find(self.alpha_pattern, module, self.lora_alpha)
+        return float(alpha / rank**0.5 if self.use_rslora else alpha / rank)
+
+
+def _find(patterns: Mapping[str, float], module: str, default: float) -> float:
+    """Return the value of the first pattern that matches the end of a module's name."""
+    matches = (key for key in patterns if re.fullmatch(rf"(.*\.)?({key})", module))
+    return patterns[key] if (key := next(matches, None)) is not None else default
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The factors of one projection: x lowᵀ upᵀ is added to its product."""
+
+    low: torch.Tensor  # [rank, columns]
+    up: torch.Tensor  # [rows, rank], multiplied by the adapter's scale
+
+
+def read_adapter(name: str, folder: Path, max_rank: int) -> dict[str, Pair]:
+    """Return an adapter's factors by the names of the base model's projections.
+
+    Raises CheckpointError for a file that is missing, broken or unsupported."""
+
+    def fail(why: str) -> CheckpointError:
+        return CheckpointError(f"adapter {name!r} ({folder}): {why}.")
+
+    try:
+        config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=PeftConfig)
+    except FileNotFoundError:
+        raise fail(f"there is no {CONFIG}. An adapter is a folder in PEFT's format") from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise fail(f"{CONFIG} cannot be read: {error}") from None
+    if config.problem is not None:
+        raise fail(config.problem)
+    tensors = _read_tensors(folder / TENSORS, fail)
+    pairs = {}
+    for module in sorted({_module(tensor, fail) for tensor in tensors}):
+        low, up = (tensors.get(f"{PREFIX}{module}{end}") for end in (LOW, UP))
+        if low is None or up is None:
+            raise fail(f"{module} has one of lora_A and lora_B only")
+        rank = config.rank(module)
+        if low.dim() != 2 or up.dim() != 2 or not rank == low.shape[0] == up.shape[1]:
+            raise fail(
+                f"the rank of {module} is {rank}, but lora_A is {list(low.shape)} and lora_B "
+                f"{list(up.shape)}"
+            )
+        if rank > max_rank:
+            raise fail(f"the rank of {module} is {rank}. Raise --max-lora-rank ({max_rank})")
+        if not (low.isfinite().all() and up.isfinite().all()):
+            raise fail(f"{module} has numbers that are not finite")
+        pairs[module] = Pair(low.float(), up.float() * config.scale(module))
+    if not pairs:
+        raise fail(f"{TENSORS} is empty")
+    return pairs
+
+
+def _read_tensors(path: Path, fail: Any) -> dict[str, torch.Tensor]:
+    if not path.is_file():
+        raise fail(f"there is no {TENSORS}. Save it with safe_serialization=True")
+    if path.stat().st_size > MAX_BYTES:
+        raise fail(f"{TENSORS} has more than {MAX_BYTES >> 30} GiB")
+    try:
+        with safe_open(path, "pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise fail(f"{TENSORS} cannot be read: {error}") from None
+
+
+def _module(tensor: str, fail: Any) -> str:
+    """Return the name of the projection that a tensor belongs to."""
+    end = next((end for end in (LOW, UP) if tensor.endswith(end)), None)
+    if end is None or not tensor.startswith(PREFIX):
+        raise fail(
+            f"tk does not know the tensor {tensor}: adapters of linear layers are supported, not "
+            f"of embeddings"
+        )
+    return tensor.removeprefix(PREFIX).removesuffix(end)
