@@ -11,7 +11,11 @@ from toolkit.kernels.triton.activation import activation as activated
 from toolkit.kernels.triton.activation import gated_activation
 from toolkit.kernels.triton.matmul import Unscaled
 
-GROUPED_TOKENS = 256  # rows of x up to which products of grouped weights are one kernel
+MORE_ROW_CLASSES = (128, 192, 256)
+"""Numbers of rows above `matmul.ROW_CLASSES` for which `grouped` has kernels of their own."""
+GROUPED_TOKENS = MORE_ROW_CLASSES[
+    -1
+]  # rows of x up to which products of grouped weights are one kernel
 ALIGNMENT = 16  # divisor of both sizes of an FP8 weight for `torch._scaled_mm`
 
 

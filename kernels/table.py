@@ -43,9 +43,11 @@ class Kernels:
         self.fuses_grouped_norm = products.fuses_grouped_norm
         self.grouped_add_norm = grouped.add_norm
         self.empty_groups = grouped.empty
+        self.new_groups = grouped.Grouped
         self.arrange_groups = grouped.arrange
         self.expand_groups = grouped.expand
         self.row_classes = matmul.ROW_CLASSES
+        self.more_row_classes = products.MORE_ROW_CLASSES
         self.choosing_products = cublas.choosing
         self.min_choice_tokens = cublas.MIN_TOKENS
 

@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toolkit.kernels.steps import group_and_step
+
 from .activation import check_kind
 from .counters import counters
 from .epilogue import (
@@ -47,8 +49,6 @@ from .matmul import (
 from .pdl import fetch, release, supported, wait
 
 FP8 = torch.float8_e4m3fn
-MAX_COLUMNS = 128  # with one scale
-MIN_WIDTH = 16  # columns of a plane in a step
 TOKENS = 64  # most rows of x in a tile
 FEW_TOKENS = 16
 ROWS_AT_ONCE = 8192  # of a weight that is arranged, which takes ten times its memory
@@ -58,7 +58,7 @@ EXPANDED_ROWS = 64  # per program
 class Grouped(NamedTuple):
     """A weight [rows, columns] in the order of the kernels. See `empty` and `arrange`.
 
-    It is scales · (values - middle of their range) + offsets; without a middle for FP8."""
+    It is scales · values + offsets; without offsets, integers are less by half of their range."""
 
     bits: int
     values: Tensor
@@ -104,20 +104,6 @@ class Grouped(NamedTuple):
         return self.values.nbytes + self.scales.nbytes + offsets
 
 
-def _group_and_step(bits: int, is_fp8: bool, columns: int, group: int) -> tuple[int, int] | None:
-    """Return the columns with one scale, or a divisor, and those of a step. None: unsupported.
-
-    A step has as many groups as planes, or a fraction of that, so that planes have one scale."""
-    planes = 1 if is_fp8 else 16 // bits
-    least, most = MIN_WIDTH * planes, MAX_COLUMNS * (2 if bits == 4 else 1)
-    for size in (MAX_COLUMNS, 64, 32, 16):
-        for step in (planes * size, planes * size // 2, planes * size // 4):
-            is_supported = max(size, least) <= step <= most
-            if is_supported and group % size == 0 and columns % step == 0:
-                return size, step
-    return None
-
-
 def empty(
     shape: tuple[int, int],
     dtype: torch.dtype,
@@ -128,10 +114,11 @@ def empty(
 ) -> Grouped | None:
     """Return an uninitialized weight. None: the kernels do not support its shape.
 
-    dtype: of `arrange`'s values; block: rows and columns with one scale, of integers one row."""
+    dtype: of `arrange`'s values; block: rows and columns with one scale. Integers have a scale for
+    each row."""
     rows, columns = shape
     block_rows, own = block
-    found = _group_and_step(bits, dtype == FP8, columns, own)
+    found = group_and_step(bits, dtype == FP8, columns, own)
     if found is None:
         return None
     group, step = found
@@ -237,8 +224,13 @@ def add_norm(
     tile: Tile | None = None,
     delta: Delta | None = None,
 ) -> Unscaled:
-    """Compute `linear.add_norm` with such a weight. Not in fp16."""
+    """Compute `linear.add_norm` with such a weight, for any number of tokens. Not in fp16."""
     _check(x, weight)
+    if not residual.is_contiguous() or residual.shape != (len(x), weight.shape[0]):
+        raise ValueError(
+            f"the residual must be [{len(x)}, {weight.shape[0]}], contiguous, "
+            f"not {list(residual.shape)}"
+        )
     if x.dtype == torch.float16:
         raise ValueError("rows that are not scaled yet may overflow float16")
     out = torch.empty_like(residual)
@@ -399,7 +391,7 @@ def expand(weight: Grouped, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
-def _fourths(words, DTYPE: tl.constexpr):
+def _unpack_int4(words, DTYPE: tl.constexpr):
     """Return the four numbers of 4 bits of each word, lowest bits first, less 8, in 16 bits.
 
     A number in the last digits of 128 (bf16) or 1024 (fp16) adds itself to it."""
@@ -459,7 +451,7 @@ def _fourths(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _halves(words, DTYPE: tl.constexpr):
+def _unpack_int8(words, DTYPE: tl.constexpr):
     """Return the two numbers of 8 bits of each word, lowest bits first, less 128, in 16 bits.
 
     Exact, in bf16 too. The compiler's conversion of integers has a quarter of the rate."""
@@ -685,9 +677,9 @@ def _grouped_kernel(
         at = tl.cast(start // COLUMNS, tl.int64) * step_stride
         words = load_once(values + at, inside, EVEN)
         if PLANES == 4:
-            planes = _fourths(words, DTYPE)
+            planes = _unpack_int4(words, DTYPE)
         elif PLANES == 2:
-            planes = _halves(words, DTYPE)
+            planes = _unpack_int8(words, DTYPE)
         else:
             planes = (like(words, DTYPE),)
         # The scales of the next step come from the L2 cache while this one is multiplied.

@@ -39,7 +39,7 @@ from .pdl import fetch, release, supported, wait
 
 MAX_TOKENS = 64  # most rows of x in a tile
 ROW_CLASSES = (1, 8, 16, 32, 48, MAX_TOKENS)
-"""The most rows of x for which each kernel is chosen, here and in `linear` and `fp8`."""
+"""The most rows of x for which each kernel is chosen, here, in `linear`, `fp8` and `grouped`."""
 COLUMNS = 128  # columns per step of the loop and per part
 MULTIPROCESSORS = 132  # number on an H200
 ENOUGH = 72  # programs that keep more than half of them busy

@@ -223,10 +223,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save_adapter(folder: Path, model: Path) -> None:
     """Write a LoRA adapter of the model in PEFT's format."""
-    module = "model.layers.0.mlp.down_proj"
-    rows, columns = load_file(model / "model.safetensors")[f"{module}.weight"].shape
+    module = "transformer.h.0.mlp.c_proj"
+    columns, rows = load_file(model / "model.safetensors")[f"{module}.weight"].shape
     folder.mkdir(parents=True)
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["down_proj"]}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["c_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     name = f"base_model.model.{module}"
     tensors = {

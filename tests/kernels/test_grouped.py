@@ -166,6 +166,28 @@ def test_steps_are_smaller_if_they_do_not_divide_the_columns(grouped, device):
     check(grouped.linear(x, weight), F.linear(x.double(), dense.double()))
 
 
+@pytest.mark.parametrize(
+    "shape", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (768, 768)], ids=str
+)
+@pytest.mark.parametrize("format", [Format(4, 128), FORMATS[-1]], ids=str)
+def test_warm_up_has_a_step_for_each_kernel(grouped, device, shape, format):
+    from toolkit.kernels import products
+    from toolkit.kernels.triton.matmul import ROW_CLASSES, late
+
+    with torch.device("meta"):
+        values = torch.float8_e4m3fn if is_fp8(format) else torch.uint8
+        block = format.block_rows, format.group
+        weight = grouped.empty(shape, values, format.bits, block, torch.float16, None)
+
+    def kernel(tokens: int) -> tuple[object, ...]:
+        padded = min(grouped.TOKENS, 1 << (tokens - 1).bit_length())
+        ends = [late(tokens, *end) for end in ((None, False, False), ("gelu", False, False))]
+        return grouped.best_tile(weight, tokens), max(8, padded), *ends
+
+    warm = {kernel(tokens) for tokens in (*ROW_CLASSES, *products.MORE_ROW_CLASSES)}
+    assert {kernel(tokens) for tokens in range(1, products.GROUPED_TOKENS + 1)} <= warm
+
+
 def test_wrong_inputs_are_refused(grouped, device):
     weight, _ = make(grouped, Format(4, 128), 16, 256, device)
     x = torch.zeros(2, 256, dtype=torch.bfloat16, device=device)
@@ -175,6 +197,10 @@ def test_wrong_inputs_are_refused(grouped, device):
         grouped.linear(x.float(), weight)
     with pytest.raises(ValueError, match="swish"):
         grouped.linear(x, weight, None, "swish")
+    residual = torch.zeros(2, 32, dtype=torch.bfloat16, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    with pytest.raises(ValueError, match="residual"):
+        grouped.add_norm(x, weight, residual[:, :16], residual[0, :16], 1e-5, sums)
     weight, _ = make(grouped, Format(4, 128), 16, 768, device)
     tile, many = grouped.Tile(64, 2, 1, 2), x.repeat(100, 3)
     with pytest.raises(ValueError, match="splits"):

@@ -94,13 +94,17 @@ def test_products_are_those_of_the_plain_layout(new_weight, layout, tokens):
 
 
 @each
-def test_rows_are_multiplied_exactly(new_weight, layout):
+def test_rows_are_multiplied_and_keep_their_types(new_weight, layout):
     weight, stored = new_weight(layout), decoded(layout)
     fill(weight, stored)
     before = weight.dequantize()
-    weight.multiply(2.0**-20, slice(32, ROWS))  # too small for fp16
-    before[32:] *= 2.0**-20
-    torch.testing.assert_close(weight.dequantize(), before, rtol=1e-6, atol=0)
+    types = weight.scales.dtype
+    weight.multiply(2.0**-3, slice(32, ROWS))
+    before[32:] *= 2.0**-3
+    torch.testing.assert_close(weight.dequantize(), before, rtol=1e-5, atol=1e-8)
+    weight.multiply(2.0**-6)  # the end of fp16's range
+    torch.testing.assert_close(weight.dequantize(), before * 2.0**-6, rtol=2**-6, atol=2e-6)
+    assert weight.scales.dtype == types  # kernels were compiled for it
 
 
 def test_weight_is_quantized_while_it_is_loaded(new_weight):
@@ -117,8 +121,8 @@ def test_weight_is_quantized_while_it_is_loaded(new_weight):
 @each
 def test_size_is_that_of_the_layout(new_weight, layout):
     weight = new_weight(layout)
-    repeated = 0 if layout.group else (COLUMNS // 128 - 1) * ROWS * 4  # scales of whole rows
-    assert weight.nbytes == layout.nbytes(ROWS, COLUMNS, 2) + repeated
+    assert weight.nbytes == layout.nbytes(ROWS, COLUMNS, 2, on_gpu=True)
+    assert weight.nbytes >= layout.nbytes(ROWS, COLUMNS, 2)
 
 
 @each

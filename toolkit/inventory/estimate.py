@@ -203,6 +203,7 @@ def _tensor_bytes(
     """Return a function for the bytes of one rank's part of a tensor."""
     quantization, num_ranks = engine.model.quantization, engine.parallel.tensor_parallel_size
     tables = ("head", "embedding") if checkpoint.config.tie_word_embeddings else ("head",)
+    is_grouped = device.kind == "cuda" and dtype != "float32"
 
     def layout(parameter: Parameter) -> Layout:
         name, columns = parameter.name.removesuffix(".weight"), parameter.shape[-1]
@@ -220,7 +221,8 @@ def _tensor_bytes(
         if parameter.kind not in ("linear", "head", "embedding"):
             return parameter.size * TYPE_BYTES["float32" if parameter.is_float32 else dtype]
         rows, columns = parameter.shape[0], math.prod(parameter.shape[1:])
-        return -(-layout(parameter).nbytes(rows, columns, TYPE_BYTES[dtype]) // num_ranks)
+        stored = layout(parameter).nbytes(rows, columns, TYPE_BYTES[dtype], on_gpu=is_grouped)
+        return -(-stored // num_ranks)
 
     return nbytes
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +11,7 @@ import torch
 from toolkit.distributed import Shard
 from toolkit.kernels import reference
 from toolkit.kernels.table import kernels_for
-from toolkit.weights.groups import Decoded, Groups, multiplied, quantize
+from toolkit.weights.groups import Decoded, Groups, quantize
 from toolkit.weights.layout import Kind, Layout
 from toolkit.weights.slots import QuantizedSlot, Slot
 from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, Weight, parameter
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from toolkit.weights.weight import Rows
 
 
+logger = logging.getLogger(__name__)
+
+
 def grouped_weight(
     rows: int, columns: int, layout: Layout, device: torch.device
 ) -> GroupedWeight | None:
@@ -29,6 +34,9 @@ def grouped_weight(
     None: they do not support its shape, or the type of the model."""
     kernels, dtype = kernels_for(device), torch.get_default_dtype()
     if kernels is None or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if layout.stored_group(columns) is None:
+        _warn_of(str(layout), columns)
         return None
     grouped = kernels.empty_groups(
         (rows, columns),
@@ -41,13 +49,24 @@ def grouped_weight(
     return None if grouped is None else GroupedWeight(grouped, layout, kernels)
 
 
+@cache
+def _warn_of(layout: str, columns: int) -> None:
+    logger.warning(
+        "weights of %d columns in %s are slow: kernels need groups of a multiple of 16 columns, "
+        "and a multiple of 64 columns (int4) or 32 (int8) in all, on each rank",
+        columns,
+        layout,
+    )
+
+
 class GroupedWeight(Weight):
     """A weight in the layout of `Groups` or `Blocks`, arranged for the kernels."""
 
     def __init__(self, grouped: Grouped, layout: Layout, kernels: Kernels) -> None:
         super().__init__(*grouped.shape)
         self.layout, self.dtype = layout, torch.get_default_dtype()
-        self._kernels, self._empty = kernels, grouped._replace(offsets=None)
+        self._kernels = kernels
+        self._sizes = grouped.group, grouped.columns, grouped.block_rows
         # As parameters they are part of the kind of a step, which its kernels depend on.
         self.values = parameter(grouped.values)
         self.scales = parameter(grouped.scales)
@@ -60,7 +79,11 @@ class GroupedWeight(Weight):
 
     @property
     def grouped(self) -> Grouped:
-        return self._empty._replace(values=self.values, scales=self.scales, offsets=self.offsets)
+        group, columns, block_rows = self._sizes
+        parts = self.values, self.scales, self.offsets
+        return self._kernels.new_groups(
+            self.layout.bits, *parts, group, columns, block_rows, self.shape
+        )
 
     @property
     def nbytes(self) -> int:
@@ -145,10 +168,10 @@ class GroupedWeight(Weight):
         size = self.layout.block_rows
         if begin % size or (end % size and end != self.shape[0]):
             raise ValueError("rows are no multiple of a block")
-        blocks = slice(begin // size, -(-end // size))
-        self.scales = parameter(multiplied(self.scales.T, blocks, factor).T)
+        # Their type stays, for which kernels were compiled: scales in fp16 may lose digits.
+        self.scales[:, begin // size : -(-end // size)] *= factor
         if self.offsets is not None:
-            self.offsets = parameter(multiplied(self.offsets.T, blocks, factor).T)
+            self.offsets[:, begin:end] *= factor
 
     def _expand(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         rows = self._kernels.expand_groups(self.grouped.select(ids), dtype)

@@ -41,7 +41,7 @@ class IntegerWeight(Weight):
         self.scales = empty(groups, layout.scale_type)
         self.offsets = empty(groups, layout.offset_type) if layout.offset_type else None
         self.order = (
-            parameter(torch.empty(columns, dtype=torch.int32)) if layout.has_order else None
+            parameter(torch.arange(columns, dtype=torch.int32)) if layout.has_order else None
         )
 
     @staticmethod

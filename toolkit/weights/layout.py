@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from toolkit.kernels.steps import group_and_step
+
 _BYTES = {"": 0, "float16": 2, "bfloat16": 2, "float32": 4}
 
 
@@ -26,11 +28,19 @@ class Layout:
     offset_type: str = ""  # empty: no offsets
     has_order: bool = False  # columns are in another order than those of its input
 
-    def nbytes(self, rows: int, columns: int, dense_bytes: int) -> int:
+    def stored_group(self, columns: int) -> int | None:
+        """Return the columns with one scale in the memory of a GPU. None: as in the layout."""
+        found = group_and_step(self.bits, self.kind is Kind.FP8, columns, self.group or columns)
+        return None if found is None else found[0]
+
+    def nbytes(self, rows: int, columns: int, dense_bytes: int, *, on_gpu: bool = False) -> int:
         """Return the size of a weight. `dense_bytes`: of one parameter of the model's type."""
         if self.kind is Kind.DENSE:
             return rows * columns * dense_bytes
-        groups = -(-columns // self.group) if self.group else 1
+        group = self.group
+        if on_gpu and (self.kind is Kind.INTEGERS or self.block_rows > 1):
+            group = self.stored_group(columns) or group
+        groups = -(-columns // group) if group else 1
         scale_bytes = sum(_BYTES[kind] for kind in (self.scale_type, self.offset_type))
         num_scales = -(-rows // self.block_rows) * groups
         order = 4 * columns if self.has_order else 0

@@ -56,7 +56,8 @@ class WarmUp:
         runner = self._runner
         with kernels.compiled_side_by_side(num_threads):
             if isinstance(runner, EncoderRunner):
-                for num_tokens in self._up_to(kernels.row_classes, self._info.max_model_len):
+                sizes = (*kernels.row_classes, *kernels.more_row_classes)
+                for num_tokens in self._up_to(sizes, self._info.max_model_len):
                     self._run_step([num_tokens])
                 return
             with runner.model.with_few_layers():
