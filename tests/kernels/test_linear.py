@@ -92,11 +92,14 @@ def test_more_rows(linears, device, dtype, size, in_features, tokens):
     check(linears, Case(tokens, size, in_features, dtype=dtype), device)
 
 
-@pytest.mark.parametrize(("splits", "in_features"), [(1, 600), (2, 640), (3, 600), (4, 640)])
-@pytest.mark.parametrize("rows", [16, 32, 64])
-@pytest.mark.parametrize("gated", [True, False])
-def test_tiles_split_over_programs(linears, device, gated, rows, splits, in_features):
+@pytest.mark.parametrize(
+    ("split", "rows", "gated"),
+    pairwise([(1, 600), (2, 640), (3, 600), (4, 640)], [16, 32, 64], [True, False]),
+    ids=str,
+)
+def test_tiles_split_over_programs(linears, device, gated, rows, split):
     """The second run finds the counters as the first run left them."""
+    splits, in_features = split
     call = make(Case(20, 70, in_features, "silu", gated=gated, biased=True), device)
     for _ in range(2):
         out = torch.full((20, 70), NAN, device=device)
@@ -137,9 +140,10 @@ def test_bias_activation_and_gate(linears, device, end, biased, in_features, tok
     check(linears, Case(tokens, 20, in_features, activation, gated, biased), device)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("tokens", [2, 12, 20, 40])
-@pytest.mark.parametrize("num_rows", [1000, 2304, 3072, 6000, 40_000])
+@pytest.mark.parametrize(
+    ("num_rows", "tokens", "gated"),
+    pairwise([1000, 2304, 3072, 6000, 40_000], [2, 12, 20, 40], [True, False]),
+)
 def test_best_tiles_cover_every_size(linears, device, num_rows, tokens, gated):
     """The product has few outputs, to keep the interpreter fast. `num_rows` selects the tile."""
     for in_features in (512, 1040, 2048):
@@ -215,10 +219,21 @@ def test_norms_between_products(linears, device, dtype, sizes, tokens):
     check_norm(linears, device, dtype, tokens, hidden, in_features)
 
 
-@pytest.mark.parametrize("tokens", [5, 20, 50])
 @pytest.mark.parametrize(
-    "tile",
-    [(16, 2, 1, 1), (64, 2, 1, 2), (32, 2, 1, 3), (8, 2, 4, 1), (16, 2, 2, 1), (16, 2, 2, 2)],
+    ("tile", "tokens"),
+    [
+        ((16, 2, 1, 1), 5),
+        ((16, 2, 1, 1), 50),
+        ((64, 2, 1, 2), 5),
+        ((64, 2, 1, 2), 20),
+        ((32, 2, 1, 3), 20),
+        ((32, 2, 1, 3), 50),
+        ((8, 2, 4, 1), 5),
+        ((8, 2, 4, 1), 50),
+        ((16, 2, 2, 1), 20),
+        ((16, 2, 2, 2), 5),
+        ((16, 2, 2, 2), 50),
+    ],
     ids=str,
 )
 def test_norms_after_every_kind_of_tile(linears, device, tile, tokens):

@@ -170,7 +170,7 @@ def test_reference_equals_transformers(rotary_size, norm, q_table, clip):
 
 @pytest.mark.parametrize(
     ("tokens", "heads", "rotary_size"),
-    pairwise([1, 9], [(1, 1), (3, 3), (14, 2), (71, 1)], [32, 0]),
+    pairwise([1, 4], [(1, 1), (3, 3), (14, 2), (71, 1)], [32, 0]),
     ids=str,
 )
 def test_every_head_grouping(rotary, device, tokens, heads, rotary_size):
@@ -195,13 +195,15 @@ def test_every_head_grouping(rotary, device, tokens, heads, rotary_size):
 )
 def test_every_transform_of_every_head_size(rotary, device, sizes, norm, q_table, clip, dtypes):
     dtype, cached = dtypes
-    check(rotary, Case(3, 3, *sizes, norm, q_table, clip, dtype=dtype, cached=cached), device)
+    case = Case(3, 3, *sizes, norm, q_table, clip, tokens=2, dtype=dtype, cached=cached)
+    check(rotary, case, device)
 
 
 @pytest.mark.parametrize("heads_first", [True, False])
 @pytest.mark.parametrize("block_size", [1, 7, 16])
 def test_every_cache_layout(rotary, device, block_size, heads_first):
-    check(rotary, Case(block_size=block_size, heads_first=heads_first, norm="rms"), device)
+    case = Case(tokens=3, block_size=block_size, heads_first=heads_first, norm="rms")
+    check(rotary, case, device)
 
 
 def test_fp8_caches_saturate(rotary, device):

@@ -214,7 +214,7 @@ def test_rows_with_and_without_filters(sampling, device, dtype, vocab):
 
 @pytest.mark.parametrize("parameters", FILTERS, ids=str)
 def test_filters_with_many_equal_logits(sampling, device, parameters):
-    logits = random_logits(6, 700, torch.bfloat16, device, scale=2.0).round()
+    logits = random_logits(3, 700, torch.bfloat16, device, scale=2.0).round()
     check(sampling, step(logits, [parameters] * len(logits)))
 
 
