@@ -20,6 +20,17 @@ INFO = f"tk_llm-{toolkit.__version__}.dist-info"
 DATA = f"tk_llm-{toolkit.__version__}.data"
 LIBRARY = "toolkit/kernels/cpu/_kernels.so"
 HAS_COMPILER = shutil.which("g++") is not None
+PREPROCESSOR = """#!/bin/sh
+for word in "$@"; do
+    [ "$last" = -o ] && out=$word
+    last=$word
+done
+case " $* " in
+*" -c "*) g++ "$@" -M -MF /dev/null && exec g++ -x c++ -c /dev/null -o "$out" ;;
+*) exec g++ "$@" ;;
+esac
+"""
+"""A compiler that reads all sources and headers, and writes empty object files."""
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -51,9 +62,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fast_compiler(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return variables of a build without optimizations: the library is not run here."""
+    """Return variables of a build with an empty library: it is not run here."""
     compiler = tmp_path_factory.mktemp("compiler") / "g++"
-    compiler.write_text(f'#!/bin/sh\nexec {shutil.which("g++") or "no-compiler"} "$@" -O0\n')
+    compiler.write_text(PREPROCESSOR)
     compiler.chmod(0o755)
     return {"CC": str(compiler), "CXX": str(compiler)}
 
