@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import ssl
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import httpx
 import pytest
 import trustme
 
-from tests.server import WAIT, Client, Process, Server, put_under_load, until
+from tests.server import WAIT, Client, Process, Server, gone, put_under_load, until
 
 COMPLETIONS = "/v1/completions"
 SHORT = {"prompt": [1, 2], "max_tokens": 1}
@@ -94,10 +95,19 @@ def test_operator_routes_need_the_admin_key(guarded: Server) -> None:
     assert guarded.http.post(path, headers=bearer("boss")).status_code == 200
 
 
-def test_keys_are_read_from_the_variable(bare_model: Path, start: Callable[..., Server]) -> None:
-    server = start(TK_API_KEY="one, two")
+@pytest.fixture(scope="module")
+def limited(bare_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with keys from the variable, a rate limit, and a log for readers."""
+    flags = ("--requests-per-minute", "3", "--log-format", "text")
+    folder = tmp_path_factory.mktemp("limited")
+    server = Server(str(bare_model), *flags, cwd=folder, TK_API_KEY="one, two, a, b, c")
+    yield server
+    server.stop()
+
+
+def test_keys_are_read_from_the_variable(limited: Server) -> None:
     assert [
-        server.http.post(COMPLETIONS, json=SHORT, headers=bearer(key)).status_code
+        limited.http.post(COMPLETIONS, json=SHORT, headers=bearer(key)).status_code
         for key in ("one", "two", "one, two")
     ] == [200, 200, 401]
 
@@ -253,17 +263,17 @@ def check_time_limit(server: Server) -> None:
     until(server.is_idle)
 
 
-def test_a_rate_limit(start: Callable[..., Server]) -> None:
+def test_a_rate_limit(limited: Server) -> None:
     """Three at once, then one per 20 s. On a slow machine the first three take some seconds."""
-    server = start("--requests-per-minute", "3", "--api-key", "a", "--api-key", "b")
-    server.http.headers.update(bearer("a"))
-    statuses = [server.http.post(COMPLETIONS, json=SHORT).status_code for _ in range(5)]
-    assert statuses == [200] * 3 + [429] * 2
+
+    def ask(key: str, path: str = COMPLETIONS) -> httpx.Response:
+        return limited.http.post(path, json=SHORT, headers=bearer(key))
+
+    assert [ask("a").status_code for _ in range(5)] == [200] * 3 + [429] * 2
     for path in ("/tokenize", "/detokenize"):
-        error(server.http.post(path, json={}), 429)
-    refused = server.http.post(COMPLETIONS, json=SHORT)
-    assert 1 <= int(refused.headers["retry-after"]) <= 20
-    assert server.http.post(COMPLETIONS, json=SHORT, headers=bearer("b")).status_code == 200
+        error(ask("a", path), 429)
+    assert 1 <= int(ask("a").headers["retry-after"]) <= 20
+    assert ask("b").status_code == 200
 
 
 # ---- bodies and invalid HTTP
@@ -346,9 +356,8 @@ def test_invalid_http_gets_the_usual_error_body(server: Server, sent: bytes, sta
     assert server.http.get("/health").status_code == 200
 
 
-def test_data_after_an_early_response_gets_no_second_one(start: Callable[..., Server]) -> None:
-    server = start("--api-key", "k")
-    url = urlsplit(server.url)
+def test_data_after_an_early_response_gets_no_second_one(limited: Server) -> None:
+    url = urlsplit(limited.url)
     with socket.create_connection((url.hostname, url.port), timeout=WAIT) as connection:
         connection.sendall(CHUNKED)
         received = connection.recv(65536)
@@ -516,25 +525,53 @@ def test_a_unix_socket_serves_and_is_removed(start: Callable[..., Server], tmp_p
 # ---- systemd and shutdown
 
 
+@pytest.fixture(scope="module")
+def notified() -> Iterator[socket.socket]:
+    """The socket that systemd would read."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as read,
+    ):
+        read.bind(f"{folder}/notify")
+        read.settimeout(WAIT)
+        yield read
+
+
+@pytest.fixture(scope="module")
+def service(
+    bare_model: Path, notified: socket.socket, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server as a service of systemd, with uvicorn's log in place of its own."""
+    flags = ("--disable-log-requests", "--uvicorn-log-level", "info")
+    cwd = tmp_path_factory.mktemp("service")
+    server = Server(str(bare_model), *flags, cwd=cwd, NOTIFY_SOCKET=notified.getsockname())
+    yield server
+    server.stop()
+
+
+def test_the_log_can_be_without_requests(service: Server) -> None:
+    service.http.post(COMPLETIONS, json=SHORT, headers={"X-Request-Id": "order-8"})
+    until(lambda: "POST /v1/completions HTTP/1.1" in service.stderr)
+    assert "order-8" not in service.stderr
+
+
 def test_systemd_is_notified_and_a_countdown_logged(
-    start: Callable[..., Server], tmp_path: Path
+    service: Server, notified: socket.socket
 ) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
-        notified.bind(str(tmp_path / "notify"))
-        notified.settimeout(WAIT)
-        server = start(NOTIFY_SOCKET=str(tmp_path / "notify"))
-        assert notified.recv(100) == b"READY=1"
-        with server.slowly():
-            clients = put_under_load(server, 800)
-            server.popen.terminate()
-            assert notified.recv(100) == b"STOPPING=1"
-            until(lambda: "open requests have 120 s" in server.stderr)
-            assert server.http.get("/readyz").status_code == 503
-            assert server.http.get("/livez").status_code == 200
+    assert notified.recv(100) == b"READY=1"
+    with service.slowly():
+        clients = put_under_load(service, 400)
+        service.popen.terminate()
+        assert notified.recv(100) == b"STOPPING=1"
+        until(lambda: "open requests have 120 s" in service.stderr)
+        assert service.http.get("/readyz").status_code == 503
+        assert service.http.get("/livez").status_code == 200
     for client in clients:
         client.finish()
-        assert client.num_tokens == 800
-    assert server.wait() == 0
+        assert client.num_tokens == 400
+    assert service.wait() == 0
+    assert gone(service.core)
+    assert service.popen.stdout.read() == ""
 
 
 # ---- the log
@@ -571,21 +608,17 @@ def test_the_log_has_a_line_per_request_and_no_prompt(
     assert secret not in server.stderr
 
 
-def test_the_log_can_be_text_and_without_requests(start: Callable[..., Server]) -> None:
-    server = start("--log-format", "text")
-    server.http.post(COMPLETIONS, json=SHORT, headers={"X-Request-Id": "order-8"})
-    until(lambda: "order-8" in server.stderr)
-    server.http.post(f"{COMPLETIONS}/x%0a12:00:00%20INFO%20forged%1b[2J", json=SHORT)
-    until(lambda: "forged" in server.stderr)
-    assert r"/x\n12:00:00 INFO forged\x1b[2J 404" in server.stderr
-    line = next(line for line in server.lines if "order-8" in line)
+def test_the_log_can_be_text(limited: Server) -> None:
+    headers = {"X-Request-Id": "order-8"} | bearer("c")
+    limited.http.post(COMPLETIONS, json=SHORT, headers=headers)
+    until(lambda: "order-8" in limited.stderr)
+    path = f"{COMPLETIONS}/x%0a12:00:00%20INFO%20forged%1b[2J"
+    limited.http.post(path, json=SHORT, headers=bearer("c"))
+    until(lambda: "forged" in limited.stderr)
+    assert r"/x\n12:00:00 INFO forged\x1b[2J 404" in limited.stderr
+    line = next(line for line in limited.lines if "order-8" in line)
     for part in ("200: 2 + 1 tokens", "TTFT", "TPOT", "total"):
         assert part in line
-    server.stop()
-    server = start("--disable-log-requests", "--uvicorn-log-level", "info")
-    server.http.post(COMPLETIONS, json=SHORT, headers={"X-Request-Id": "order-8"})
-    until(lambda: "POST /v1/completions HTTP/1.1" in server.stderr)
-    assert "order-8" not in server.stderr
 
 
 @pytest.mark.parametrize("asked", [{"prompt": [[65]] * 5}, {"prompt": [65], "n": 5}])
