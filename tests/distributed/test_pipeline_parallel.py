@@ -55,16 +55,15 @@ def load() -> Iterator[Callable[..., LLM]]:
 
 @pytest.mark.parametrize(
     ("name", "tensor", "stages"),
-    [
-        *((name, 2, 2) for name in ("gpt2", "llama3-gqa", "mistral-window", "qwen2", "qwen3-tied")),
-        *((name, 2, 2) for name in ("gemma3", "gpt-neox", "olmo2", "cohere2", "falcon")),
-        ("qwen2-tied-some-windows", 1, 3),
-    ],
+    [("gpt2", 2, 2), ("gemma3", 2, 2), ("cohere2", 2, 2), ("qwen2-tied-some-windows", 1, 3)],
 )
 def test_greedy_tokens_and_logprobs_equal_transformers(
     load: Callable[..., LLM], checkpoint: Checkpoint, name: str, tensor: int, stages: int
 ) -> None:
-    """Chunks of a prompt follow each other through the stages."""
+    """Chunks of a prompt follow each other through the stages.
+
+    The models differ in what crosses ranks and stages: positions and tied tables, norms after
+    branches, branches in parallel, and windows by layer."""
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
     llm = load(checkpoint(name), max_num_batched_tokens=24, **sizes)
     check_tokens_and_logprobs(llm, name, prompts_for(name), NEW_TOKENS)
@@ -149,7 +148,7 @@ def build(folder: Path, stage: Stage) -> Model:
     [
         ("gpt2", 2),
         ("gpt2-untied-inverse-scale", 3),
-        ("llama3-gqa", 2),
+        *((name, 2) for name in ("llama3-gqa", "mistral-window", "qwen3-tied", "olmo2")),
         ("qwen2-tied-some-windows", 3),
     ],
 )

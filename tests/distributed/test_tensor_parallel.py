@@ -61,7 +61,8 @@ def check_tokens_and_logprobs(
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("gpt2", 4), ("llama3-gqa", 4), ("llama-mqa-tied", 2), ("olmo2", 4)]
+    ("name", "size"),
+    [("llama3-gqa", 4), ("olmo2", 4), ("llama-mqa-tied", 2), ("gpt-neox", 2), ("falcon", 2)],
 )
 def test_greedy_tokens_and_logprobs_equal_transformers(sharded, name, size):
     """With fewer KV heads than ranks, and an uneven vocabulary. The pipeline's tests have more."""
@@ -101,8 +102,14 @@ def test_all_kinds_of_sampling_equal_one_process(checkpoint):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3-gqa", "llama-biases-head-dim"])
-@pytest.mark.parametrize("options", [{}, {"safe_serialization": False}], ids=["safetensors", "bin"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in ("gpt2", "llama3-gqa", "llama-biases-head-dim", "qwen2")),
+        *((name, {}) for name in ("qwen3-tied", "olmo2", "mistral-window")),
+        *((name, {"safe_serialization": False}) for name in ("gpt2", "llama-biases-head-dim")),
+    ],
+)
 def test_each_rank_holds_its_shard_of_every_tensor(checkpoint, tmp_path, name, options):
     """Joined, the ranks' shards are the checkpoint."""
     folder = checkpoint(name)
@@ -182,53 +189,40 @@ def test_checkpoint_errors_are_reported_once(checkpoint, tmp_path, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_step_without_masks_keeps_the_ranks_in_step(sharded, monkeypatch):
-    """The next request with a grammar gets its own masks on every rank."""
-    params = SamplingParams(
-        seed=3, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[ab]{6}")
-    )
-    prompt = {"prompt_token_ids": [5, 6, 7]}
-    llm = sharded("qwen3")
-    [expected] = llm.generate([prompt], params, use_tqdm=False)
-    constraints = llm._core._constraints
-    masks, calls = constraints.masks, []
+class TestTwoRanks:
+    """Tests that share an engine, which works after each."""
 
-    def failing_once(requests):
-        calls.append(requests)
-        if len(calls) == 1:
-            raise ValueError("masks failed")
-        return masks(requests)
+    @pytest.fixture(scope="class")
+    def llm(self, checkpoint):
+        llm = LLM(str(checkpoint("qwen3")), tensor_parallel_size=2, **SMALL)
+        yield llm
+        llm.shutdown()
 
-    monkeypatch.setattr(constraints, "masks", failing_once)
-    with pytest.raises(EngineError, match="masks failed"):
-        llm.generate([prompt], params, use_tqdm=False)
-    [again] = llm.generate([prompt], params, use_tqdm=False)
-    assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+    def test_a_second_model_over_ranks_is_refused(self, llm, checkpoint):
+        with pytest.raises(ConfigError, match="a rank of another model already"):
+            LLM(str(checkpoint("gpt2")), tensor_parallel_size=2, **SMALL)
 
+    def test_a_step_without_masks_keeps_the_ranks_in_step(self, llm, monkeypatch):
+        """The next request with a grammar gets its own masks on every rank."""
+        params = SamplingParams(
+            seed=3, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[ab]{6}")
+        )
+        prompt = {"prompt_token_ids": [5, 6, 7]}
+        [expected] = llm.generate([prompt], params, use_tqdm=False)
+        constraints = llm._core._constraints
+        masks, calls = constraints.masks, []
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (KeyboardInterrupt, "interrupted in the middle of a step"),
-        (RuntimeError("failure in a step"), "failure in a step"),
-    ],
-)
-def test_no_step_runs_after_an_interrupt_or_error(sharded, monkeypatch, error, reason):
-    """Other ranks may be in another step: sums would mix steps."""
-    llm = sharded("gpt2")
-    worker = llm._core.executor._worker
+        def failing_once(requests):
+            calls.append(requests)
+            if len(calls) == 1:
+                raise ValueError("masks failed")
+            return masks(requests)
 
-    def fail(step):
-        raise error
-
-    monkeypatch.setattr(worker, "execute", fail)
-    prompt, params = {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3)
-    with pytest.raises((KeyboardInterrupt, WorkersLostError)):
-        llm.generate([prompt], params, use_tqdm=False)
-    monkeypatch.undo()
-    with pytest.raises(WorkersLostError, match=reason):
-        llm.generate([prompt], params, use_tqdm=False)
-    llm.shutdown()  # the fixture calls it again, without effect
+        monkeypatch.setattr(constraints, "masks", failing_once)
+        with pytest.raises(EngineError, match="masks failed"):
+            llm.generate([prompt], params, use_tqdm=False)
+        [again] = llm.generate([prompt], params, use_tqdm=False)
+        assert again.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 class GPUShutdown:
@@ -253,17 +247,39 @@ class GPUShutdown:
         """Do nothing. Tests replace it."""
 
 
-def test_gpu_memory_is_released_unless_a_step_may_hang(sharded, monkeypatch):
-    """A release waits for running steps."""
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (KeyboardInterrupt, "interrupted in the middle of a step"),
+        (RuntimeError("failure in a step"), "failure in a step"),
+    ],
+)
+def test_no_step_runs_after_an_interrupt_or_error(sharded, monkeypatch, error, reason):
+    """Other ranks may be in another step: sums would mix steps.
+
+    GPU memory is not released either, since that would wait for running steps."""
+    gpu = GPUShutdown(monkeypatch)
+    llm = sharded("gpt2")
+    worker = llm._core.executor._worker
+    execute = worker.execute
+
+    def fail(step):
+        raise error
+
+    monkeypatch.setattr(worker, "execute", fail)
+    prompt, params = {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3)
+    with pytest.raises((KeyboardInterrupt, WorkersLostError)):
+        llm.generate([prompt], params, use_tqdm=False)
+    monkeypatch.setattr(worker, "execute", execute)
+    with pytest.raises(WorkersLostError, match=reason):
+        llm.generate([prompt], params, use_tqdm=False)
+    llm.shutdown()  # the fixture calls it again, without effect
+    assert gpu.count == 0
+
+
+def test_gpu_memory_is_released_unless_the_start_was_interrupted(sharded, monkeypatch):
     gpu = GPUShutdown(monkeypatch)
     sharded("gpt2").shutdown()
-    assert gpu.count == 1
-
-    llm = sharded("gpt2")
-    monkeypatch.setattr(llm._core.executor._worker, "execute", lambda step: 1 / 0)
-    with pytest.raises(WorkersLostError):
-        llm.generate([{"prompt_token_ids": [5]}], SamplingParams(max_tokens=3), use_tqdm=False)
-    llm.shutdown()
     assert gpu.count == 1
 
     def interrupt() -> None:
@@ -273,12 +289,6 @@ def test_gpu_memory_is_released_unless_a_step_may_hang(sharded, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         sharded("gpt2")
     assert gpu.count == 1
-
-
-def test_a_second_model_over_ranks_is_refused(sharded):
-    sharded("gpt2")
-    with pytest.raises(ConfigError, match="a rank of another model already"):
-        sharded("gpt2")
 
 
 def test_a_hanging_rank_is_named_and_ends_the_step(sharded):
