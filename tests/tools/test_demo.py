@@ -225,12 +225,14 @@ def test_short_training_writes_a_loadable_folder(tmp_path):
     from tools.demo.train import Recipe, train
 
     recipe = Recipe(
-        steps=3,
-        finish_steps=3,
-        tokens_per_step=512,
+        steps=2,
+        finish_steps=2,
+        tokens_per_step=256,
         row_lengths=(128,),
         facts=20,
         samples=5,
+        width=64,
+        heads=2,
         layers=2,
     )
     loss = train(tmp_path / "model", recipe, device="cpu")
