@@ -21,7 +21,10 @@ QUICK = {
     "--num-prompts 64": "--num-prompts 8",
     "--num-prompts 20": "--num-prompts 6",
     "--num-prompts 12": "--num-prompts 4",
-    "rps=2,4": "rps=8,16",
+    "--num-prompts 8": "--num-prompts 4",
+    "rps=2,4": "rps=32,64",
+    "--rps 5 ": "--rps 25 ",
+    "--request-rate 5 ": "--request-rate 25 ",
     "0.0.0.0": "127.0.0.1",
 }
 """Replacements for slow flags, and for addresses that other machines could reach."""

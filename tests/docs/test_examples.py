@@ -50,8 +50,8 @@ SHORT = {
     "TK_NUM_PROMPTS": "4",
 }
 SEARCH = {
-    "TK_REQUEST_RATE": "16",
-    "TK_DURATION": "0.6",
+    "TK_REQUEST_RATE": "64",
+    "TK_DURATION": "0.2",
     "TK_GOODPUT_RATIO": "0.5",
 }
 CERTIFICATE = (
