@@ -99,7 +99,12 @@ def edit_json(path: Path, **changes: object) -> None:
 
 def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
     """Generate `count` greedy tokens with Transformers: batch size 1, with cache, no end token."""
-    ids = torch.tensor([prompt])
+    return greedy_batch(model, [prompt], count)[0]
+
+
+def greedy_batch(model: torch.nn.Module, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Generate `count` greedy tokens for each of some prompts of equal length, as `greedy`."""
+    ids = torch.tensor(prompts)
     with torch.no_grad():
         out = model.generate(
             ids,
@@ -109,7 +114,7 @@ def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
             eos_token_id=VOCAB + 1,
             pad_token_id=0,
         )
-    return out[0, len(prompt) :].tolist()
+    return out[:, ids.shape[1] :].tolist()
 
 
 def logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:

@@ -21,6 +21,7 @@ import httpx
 import openai
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 START_TIMEOUT = 240.0
 WAIT = 90.0  # seconds for something that should happen at once: machines are busy
@@ -156,13 +157,19 @@ class Server(Process):
 
     def metric(self, name: str, **labels: str) -> float:
         """Add up a metric's samples with these labels; 0 without any."""
-        text = self.http.get("/metrics").text
         return sum(
             sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
+            for sample in self._samples(name)
             if sample.name == name and labels.items() <= sample.labels.items()
         )
+
+    def _samples(self, *prefixes: str) -> list[Sample]:
+        """Return the samples whose names start with one of `prefixes`.
+
+        Only their lines are parsed: all lines would take a tenth of a second."""
+        lines = self.http.get("/metrics").text.splitlines(keepends=True)
+        text = "".join(line for line in lines if line.startswith(prefixes))
+        return [one for family in text_string_to_metric_families(text) for one in family.samples]
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of its processes, which does not depend on other load."""
@@ -171,8 +178,8 @@ class Server(Process):
 
     def is_idle(self) -> bool:
         """Return True if no request runs or waits and no block is in use."""
-        gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        return all(self.metric(f"tk:{name}") == 0.0 for name in gauges)
+        gauges = ("tk:num_requests_running", "tk:num_requests_waiting", "tk:kv_cache_usage_perc")
+        return all(sample.value == 0.0 for sample in self._samples(*gauges))
 
     def await_health(self) -> None:
         """Wait until it is healthy, also after a restart of its engine."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 
 import httpx
@@ -27,18 +27,32 @@ class Reference:
     def __init__(self) -> None:
         self.model = checkpoints.make_reference("llama3-gqa")
         self.tokenizer = checkpoints.make_tokenizer()
-        self._run = cache(self._run_alone)
-
-    def _run_alone(self, prompt: str, count: int) -> tuple[int, ...]:
-        ids = self.tokenizer.encode(prompt, add_special_tokens=False)
-        return tuple(checkpoints.greedy(self.model, ids, count))
+        self._tokens: dict[str, list[int]] = {}  # the longest known answer of each prompt
 
     def tokens(self, prompt: str, count: int) -> tuple[int, ...]:
-        """Greedy tokens of a prompt that runs alone. Shorter runs are prefixes of longer ones."""
-        return self._run(prompt, -(-count // 48) * 48)[:count]
+        """Greedy tokens of a prompt. Shorter answers are prefixes of longer ones."""
+        self._generate([prompt], count)
+        return tuple(self._tokens[prompt][:count])
 
     def text(self, prompt: str, count: int) -> str:
-        return self.tokenizer.decode(self.tokens(prompt, count), skip_special_tokens=True)
+        return self.texts([prompt], count)[0]
+
+    def texts(self, prompts: list[str], count: int) -> list[str]:
+        self._generate(prompts, count)
+        answers = [self._tokens[prompt][:count] for prompt in prompts]
+        return self.tokenizer.batch_decode(answers, skip_special_tokens=True)
+
+    def _generate(self, prompts: list[str], count: int) -> None:
+        """Generate answers that are too short. Prompts of equal length run in one batch."""
+        new: dict[int, dict[str, list[int]]] = defaultdict(dict)
+        for prompt in prompts:
+            if len(self._tokens.get(prompt, [])) < count:
+                ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+                new[len(ids)][prompt] = ids
+        for batch in new.values():
+            length = -(-count // 48) * 48
+            answers = checkpoints.greedy_batch(self.model, list(batch.values()), length)
+            self._tokens.update(zip(batch, answers, strict=True))
 
     def conversation(self, *messages: dict[str, str]) -> str:
         return self.tokenizer.apply_chat_template(
@@ -70,6 +84,20 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         "--num-gpu-blocks-override",
         "4096",
         cwd=tmp_path_factory.mktemp("cwd"),
+    )
+    yield served
+    served.await_health()
+    served.stop()
+
+
+@pytest.fixture(scope="session")
+def two_workers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server like the shared one with two API workers. Tests leave it idle and healthy."""
+    served = Server(
+        str(model),
+        *("--served-model-name", "tiny", "--num-gpu-blocks-override", "4096"),
+        *("--api-workers", "2"),
+        cwd=tmp_path_factory.mktemp("two"),
     )
     yield served
     served.await_health()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -14,35 +12,18 @@ import openai
 import pytest
 
 from tests.api.conftest import Reference
+from tests.combinations import pairwise
 from tests.server import WAIT, Server, until
 
 ENDLESS = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True}
 """A request that runs for a quarter of an hour on a server that runs `slowly`."""
+SERVERS = ["server", "two_workers"]
 
 
-@pytest.fixture(scope="module", params=["one process", "two workers"])
-def server(
-    request: pytest.FixtureRequest,
-    server: Server,
-    model: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request: pytest.FixtureRequest) -> Server:
     """The shared server, and one like it with two API workers."""
-    if request.param == "one process":
-        yield server
-        return
-    flags = [
-        "--served-model-name",
-        "tiny",
-        "--num-gpu-blocks-override",
-        "4096",
-        "--api-workers",
-        "2",
-    ]
-    two = Server(str(model), *flags, cwd=tmp_path_factory.mktemp("two"))
-    yield two
-    two.await_health()
-    two.stop()
+    return request.getfixturevalue(request.param)
 
 
 def num_running(server: Server) -> float:
@@ -65,8 +46,11 @@ def send(server: Server, path: str, body: dict[str, object], **options: object) 
     return connection
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "not streaming"])
-@pytest.mark.parametrize("what", ["one", "several prompts", "several answers", "chat"])
+@pytest.mark.parametrize(
+    ("server", "stream", "what"),
+    pairwise(SERVERS, [True, False], ["one", "several prompts", "several answers", "chat"]),
+    indirect=["server"],
+)
 def test_a_disconnect_ends_the_request(server: Server, stream: bool, what: str) -> None:
     body = ENDLESS | {"stream": stream}
     path, running = "/v1/completions", 1

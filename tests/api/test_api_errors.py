@@ -478,7 +478,7 @@ def test_requests_with_the_same_id_do_not_interfere(server: Server, reference: R
             return http.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
 
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(text, prompts)) == [reference.text(p, 48) for p in prompts]
+        assert list(pool.map(text, prompts)) == reference.texts(prompts, 48)
     until(server.is_idle)
 
 

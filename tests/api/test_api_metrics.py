@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.api.conftest import CONTEXT
 from tests.server import WAIT, Server, until
@@ -146,6 +147,10 @@ def test_the_format_is_prometheus(server: Server) -> None:
     answer = server.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert '{engine="0",model_name="tiny"}' in answer.text
+    families = {family.name: family.type for family in text_string_to_metric_families(answer.text)}
+    assert families["tk:num_requests_running"] == "gauge"
+    assert families["tk:generation_tokens"] == "counter"
+    assert families["tk:e2e_request_latency_seconds"] == "histogram"
 
 
 def test_the_prefix_can_be_changed(base: Server) -> None:

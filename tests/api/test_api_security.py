@@ -17,7 +17,9 @@ import httpx
 import pytest
 import trustme
 
+from tests.api.conftest import CONTEXT
 from tests.server import WAIT, Client, Process, Server, gone, put_under_load, until
+from toolkit import __version__
 
 COMPLETIONS = "/v1/completions"
 SHORT = {"prompt": [1, 2], "max_tokens": 1}
@@ -56,6 +58,8 @@ def guarded(bare_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         ),
         *("--allowed-origins", "https://app.example", "--root-path", "/llm"),
         *("--max-requests-per-key", "2", "--max-queue", "1", "--max-num-seqs", "3"),
+        *("--otlp-traces-endpoint", "http://user:s3cret@127.0.0.1:9/v1/traces"),
+        *("--chat-template", "{{ 'a house secret' }}"),
         cwd=folder,
     )
     yield server
@@ -93,6 +97,19 @@ def test_operator_routes_need_the_admin_key(guarded: Server) -> None:
     error(guarded.http.post(path), 401)
     assert error(guarded.http.post(path, headers=bearer("first")), 403)["code"] == "admin_only"
     assert guarded.http.post(path, headers=bearer("boss")).status_code == 200
+
+
+def test_server_info_has_no_secrets(guarded: Server) -> None:
+    answer = guarded.http.get("/server_info", headers=bearer("boss"))
+    info = answer.json()
+    for secret in ("boss", "also-from-the-file", "s3cret"):
+        assert secret not in answer.text
+    assert info["server"]["otlp_traces_endpoint"] == "http://127.0.0.1:9/v1/traces"
+    assert info["server"]["max_requests_per_key"] == 2
+    assert "a house secret" not in guarded.http.get("/metrics").text
+    assert info["engine"]["scheduler"]["max_num_seqs"] == 3
+    assert info["device"]["max_model_len"] == CONTEXT
+    assert info["version"] == __version__
 
 
 @pytest.fixture(scope="module")

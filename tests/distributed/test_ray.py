@@ -103,7 +103,7 @@ def test_streams_survive_a_killed_actor(server: Server, reference: Reference, ho
 
     (hooks / "slow").touch()
     answers = ask(server, kill)
-    assert [a.text for a in answers] == [reference.text(p, TOKENS) for p in PROMPTS]
+    assert [a.text for a in answers] == reference.texts(PROMPTS, TOKENS)
     assert {a.error for a in answers} == {None}
     assert server.stderr.count("ended unexpectedly") == 1, "the cause is logged once"
     assert "Traceback" not in server.stderr
@@ -155,7 +155,7 @@ def test_two_engines_equal_one_process_and_survive_an_actor(
 
         (hooks / "slow").touch()
         answers = ask(served, kill)
-        assert [a.text for a in answers] == [reference.text(p, TOKENS) for p in PROMPTS]
+        assert [a.text for a in answers] == reference.texts(PROMPTS, TOKENS)
         assert {a.error for a in answers} == {None}
         until(lambda: len(actors()) == 2)
         assert before[1] in actors(), "the other engine keeps running"

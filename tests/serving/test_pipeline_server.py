@@ -17,7 +17,7 @@ def test_streams_survive_the_death_of_a_stage(
     server = start("--pipeline-parallel-size", "2", model=model)
     [last] = ranks(server)
     answers = ask(server, lambda: last.send_signal(signal.SIGKILL))
-    assert [a.text for a in answers] == [reference.text(p, TOKENS) for p in PROMPTS]
+    assert [a.text for a in answers] == reference.texts(PROMPTS, TOKENS)
     assert {a.error for a in answers} == {None}
     assert server.stderr.count("rank 1 ended unexpectedly (killed by signal 9)") == 1
     assert "Traceback" not in server.stderr

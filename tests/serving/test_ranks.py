@@ -13,9 +13,10 @@ import pytest
 
 from tests.api.conftest import Reference
 from tests.server import WAIT, Server, command, gone, until
-from tests.serving.test_recovery import Answer, streamed
+from tests.serving.test_recovery import Answer, outlive, streamed
+from toolkit.units import count
 
-TOKENS = 160
+TOKENS = 144
 PROMPTS = [f"Story number {i}: " for i in range(8)]
 BODIES = [
     {"prompt": p, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True} for p in PROMPTS
@@ -40,7 +41,7 @@ def running(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ca
 
     def one() -> Server:
         if not started or started[-1].popen.poll() is not None:
-            flags = ("--tensor-parallel-size", "2", "--worker-timeout", "6")
+            flags = ("--tensor-parallel-size", "2", "--worker-timeout", "4")
             started.append(Server(str(model), *flags, cwd=tmp_path_factory.mktemp("ranks")))
         return started[-1]
 
@@ -67,7 +68,7 @@ def test_streams_survive_the_loss_of_a_rank(
 ) -> None:
     [rank] = ranks(server)
     answers = ask(server, lambda: rank.send_signal(harm))
-    assert [a.text for a in answers] == [reference.text(p, TOKENS) for p in PROMPTS]
+    assert [a.text for a in answers] == reference.texts(PROMPTS, TOKENS)
     assert {a.error for a in answers} == {None}
     assert server.stderr.count(cause) == 1, "the cause is logged once"
     assert "Traceback" not in server.stderr
@@ -77,30 +78,37 @@ def test_streams_survive_the_loss_of_a_rank(
     assert server.http.get("/server_info").json()["device"]["world_size"] == 2
 
 
-def test_killing_the_server_ends_all_processes(server: Server) -> None:
-    everything = [*psutil.Process(server.pid).children(recursive=True)]
-    assert any("toolkit.executor.rank" in command(process) for process in everything)
-    server.signal(signal.SIGKILL)
-    server.popen.wait(WAIT)
-    until(lambda: all(gone(process) for process in everything))
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="only Linux wakes a stopped process when its parent ends"
-)
-@pytest.mark.parametrize("module", ["toolkit.engine.cores.core_process", "toolkit.executor.rank"])
-def test_stopped_processes_end_with_the_server(server: Server, module: str) -> None:
-    everything = [*psutil.Process(server.pid).children(recursive=True)]
-    for process in everything:
-        if module in command(process):
-            process.suspend()
-    server.signal(signal.SIGKILL)
-    server.popen.wait(WAIT)
-    until(lambda: all(gone(process) for process in everything))
-
-
 def test_a_signal_ends_all_ranks(server: Server) -> None:
     [rank] = ranks(server)
     server.signal(signal.SIGTERM)
     assert server.wait() == 0
     assert gone(rank)
+
+
+def test_the_only_engine_is_replaced_with_its_ranks(server: Server, reference: Reference) -> None:
+    assert f"({count(reference.model.num_parameters())} parameters" in server.stderr, "of all ranks"
+    [hung] = server.cores
+    [rank] = ranks(server)
+    answers = outlive(server, BODIES, hung)
+    assert [a.text for a in answers] == reference.texts(PROMPTS, TOKENS)
+    assert {(a.finish_reason, a.usage["completion_tokens"], a.error) for a in answers} == {
+        ("length", TOKENS, None)
+    }
+    assert server.stderr.count("alive but has made no step for 4 s") == 1
+    assert "Traceback" not in server.stderr
+    until(lambda: all(map(gone, [hung, rank])))
+    assert server.cores != [hung]
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux wakes a stopped process when its parent ends"
+)
+def test_stopped_processes_end_with_the_server(server: Server) -> None:
+    everything = [*psutil.Process(server.pid).children(recursive=True)]
+    stopped = [*server.cores, *ranks(server)]
+    assert len(stopped) == 2
+    for process in stopped:
+        process.suspend()
+    server.signal(signal.SIGKILL)
+    server.popen.wait(WAIT)
+    until(lambda: all(gone(process) for process in everything))

@@ -6,17 +6,28 @@ import asyncio
 import contextlib
 import json
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.api.conftest import Reference
 from tests.server import WAIT, Client, Server, gone, put_under_load, until
 
 ENDLESS = 8000
-one_process_and_several = pytest.mark.parametrize("num_workers", [1, 2])
+PROMPTS = [f"Story number {i}: " for i in range(30)]
+TOKENS = 96
+
+
+@pytest.fixture(scope="module")
+def server(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose engine two tests kill."""
+    flags = ("--enable-prefix-caching", "--logits-processors", "plugged:Unseen")
+    served = Server(str(model), *flags, cwd=tmp_path_factory.mktemp("recovery"))
+    yield served
+    served.stop()
 
 
 class Answer:
@@ -52,7 +63,7 @@ async def read(server: Server, body: dict[str, Any], answer: Answer) -> None:
 
 async def ask(server: Server, bodies: list[dict[str, Any]], *, kill: bool) -> list[Answer]:
     """Stream all answers. `kill`: kill the engine when each has started."""
-    return await streamed(server, bodies, server.core.kill if kill else None)
+    return await streamed(server, bodies, server.cores[0].kill if kill else None)
 
 
 async def streamed(
@@ -74,32 +85,36 @@ async def streamed(
     return answers
 
 
-@one_process_and_several
-def test_fifty_streams_survive_the_death_of_the_engine(
-    start: Callable[..., Server], model: Any, reference: Reference, num_workers: int
-) -> None:
-    server = start("--api-workers", str(num_workers), model=model)
-    prompts = [f"Story number {i}: " for i in range(50)]
+def outlive(server: Server, bodies: list[dict[str, Any]], hung: psutil.Process) -> list[Answer]:
+    """Stream all answers while a process hangs. It hangs until the server replaces it."""
+    return asyncio.run(asyncio.wait_for(streamed(server, bodies, hung.suspend), WAIT))
+
+
+def check_streams(server: Server, reference: Reference) -> None:
+    """Kill the engine while many streams run, for the first time."""
     bodies = [
-        {"prompt": p, "max_tokens": 96, "temperature": 0, "ignore_eos": True} for p in prompts
+        {"prompt": p, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True} for p in PROMPTS
     ]
     answers = asyncio.run(ask(server, bodies, kill=True))
-    assert [a.text for a in answers] == [reference.text(p, 96) for p in prompts]
+    assert [a.text for a in answers] == reference.texts(PROMPTS, TOKENS)
     assert {(a.finish_reason, a.usage["completion_tokens"], a.error) for a in answers} == {
-        ("length", 96, None)
+        ("length", TOKENS, None)
     }
     assert server.stderr.count("SIGKILL") == 1, "the cause is logged once"
     assert "Traceback" not in server.stderr
+    until(
+        lambda: server.metric("tk:request_success_total", finished_reason="length") == len(PROMPTS)
+    )
+
+
+def test_many_streams_survive_the_death_of_the_engine(server: Server, reference: Reference) -> None:
+    check_streams(server, reference)
     until(server.is_idle)
-    assert server.metric("tk:request_success_total", finished_reason="length") == 50
-    assert server.metric("tk:generation_tokens_total") == 50 * 96
+    assert server.metric("tk:generation_tokens_total") == len(PROMPTS) * TOKENS
 
 
-def test_request_options_hold_after_the_engine_s_death(
-    start: Callable[..., Server], model: Any
-) -> None:
+def test_request_options_hold_after_the_engine_s_death(server: Server) -> None:
     """Equal requests give the same answers with a death and without."""
-    server = start("--enable-prefix-caching", "--logits-processors", "plugged:Unseen", model=model)
     common = {"prompt": "Once more", "max_tokens": 120, "ignore_eos": True}
     bodies = [
         common | {"seed": 7, "temperature": 1.0},
@@ -129,7 +144,7 @@ def test_request_options_hold_after_the_engine_s_death(
 def test_unstreamed_answers_survive_the_death_of_the_engine(start: Callable[..., Server]) -> None:
     server = start()
     with server.slowly():
-        clients = put_under_load(server, 600)
+        clients = put_under_load(server, 300)
         with server.holding("toolkit.engine.cores.core_process"):
             server.core.kill()
             until(lambda: "SIGKILL" in server.stderr)
@@ -137,23 +152,23 @@ def test_unstreamed_answers_survive_the_death_of_the_engine(start: Callable[...,
             until(lambda: late.status == 200)
     for client in clients:
         client.finish()
-        assert (client.status, client.num_tokens, client.broken) == (200, 600, None)
+        assert (client.status, client.num_tokens, client.broken) == (200, 300, None)
     late.finish()
     assert late.num_tokens == 5
 
 
 def test_an_engine_that_keeps_dying_ends_the_server_with_the_cause(
-    start: Callable[..., Server],
+    start: Callable[..., Server], model: Any, reference: Reference
 ) -> None:
     """An open request survives two deaths. The fourth death in a row ends the server."""
-    server = start("--api-workers", "2")
+    server = start("--api-workers", "2", model=model)
     with server.slowly():
         clients = put_under_load(server, ENDLESS)
-        for death in range(4):
-            core = until(
-                lambda: next(iter(server.children("toolkit.engine.cores.core_process")), None)
-            )
+    check_streams(server, reference)
+    with server.slowly():
+        for death in range(1, 4):
             until(lambda n=death: server.stderr.count("runs again") == n)
+            [core] = server.cores
             if death == 3:
                 clients += put_under_load(server, ENDLESS)
             core.kill()

@@ -1,4 +1,4 @@
-"""Several engines behind one server."""
+"""Several engines behind one server, and state that they share with several API workers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 
 from tests.api.conftest import Reference
-from tests.server import Client, Server, until
-from tests.serving.test_recovery import Answer, read, streamed
+from tests.server import WAIT, Client, Server, gone, until
+from tests.serving.test_recovery import Answer, outlive, read, streamed
 
 TOKENS = 96
-PROMPTS = [f"Story number {i}: " for i in range(20)]
+PROMPTS = [f"Story number {i}: " for i in range(12)]
 BODIES = [
     {"prompt": p, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True} for p in PROMPTS
 ]
@@ -26,9 +28,21 @@ def server(
     request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     several = ["--data-parallel-size", "2", "--api-workers", str(request.param)]
+    several += ["--pooling", "last", "--worker-timeout", "2"]
     served = Server(str(model), *several, cwd=tmp_path_factory.mktemp("several"))
     yield served
     served.stop()
+
+
+def check_texts(answers: list[Answer], reference: Reference) -> None:
+    assert [a.text for a in answers] == reference.texts(PROMPTS, TOKENS)
+    assert {(a.finish_reason, a.usage["completion_tokens"], a.error) for a in answers} == {
+        ("length", TOKENS, None)
+    }
+
+
+one_process = pytest.mark.parametrize("server", [1], indirect=True, ids=["one process"])
+two_workers = pytest.mark.parametrize("server", [2], indirect=True, ids=["two API workers"])
 
 
 def of_engines(server: Server, name: str, **labels: str) -> list[float]:
@@ -42,18 +56,20 @@ def test_both_engines_work_and_their_metrics_add_up(server: Server, reference: R
         return answers
 
     answers = asyncio.run(run())
-    assert [a.text for a in answers] == [reference.text(p, TOKENS) for p in PROMPTS]
+    assert [a.text for a in answers] == reference.texts(PROMPTS, TOKENS)
     assert "2, each with the complete model" in server.stderr
-    for name, total in (("request_success_total", 20), ("generation_tokens_total", 20 * TOKENS)):
+    for name, total in (
+        ("request_success_total", len(PROMPTS)),
+        ("generation_tokens_total", len(PROMPTS) * TOKENS),
+    ):
         each = of_engines(server, name)
         assert sum(each) == total
         assert min(each) > 0
     until(server.is_idle)
 
 
+@one_process  # API workers learn of each other's requests later
 def test_prompts_with_a_common_prefix_go_to_the_same_engine(server: Server) -> None:
-    if server.workers:
-        pytest.skip("API workers learn of each other's requests later")
     for number in range(4):
         before = of_engines(server, "request_success_total")
         hits = server.metric("tk:prefix_cache_hits_total")
@@ -89,6 +105,57 @@ def test_requests_of_both_engines_are_listed_and_ended(server: Server) -> None:
     until(server.is_idle)
 
 
+@two_workers
+def test_prompt_tokens_of_embeddings_are_counted_per_engine(server: Server) -> None:
+    texts = [f"{i} and more" for i in range(8)]
+    before = of_engines(server, "prompt_tokens_total")
+    answer = server.http.post("/v1/embeddings", json={"input": texts}).raise_for_status().json()
+    after = of_engines(server, "prompt_tokens_total")
+    each = [b - a for a, b in zip(before, after, strict=True)]
+    assert sum(each) == answer["usage"]["prompt_tokens"]
+    assert min(each) > 0
+
+
+@two_workers
+def test_a_cleared_prefix_cache_is_known_to_all_api_workers(server: Server) -> None:
+    """A cached prompt goes to its engine, also if that is busy. Any other goes to the idle one."""
+    prompt = [7] * 2000
+    body = {"prompt": prompt, "max_tokens": 1}
+
+    def place(http: httpx.Client) -> int:
+        before = of_engines(server, "request_success_total")
+        http.post("/v1/completions", json=body).raise_for_status()
+        after = of_engines(server, "request_success_total")
+        [engine] = [i for i, now in enumerate(after) if now > before[i]]
+        return engine
+
+    with (
+        httpx.Client(base_url=server.url, timeout=WAIT) as one,
+        httpx.Client(base_url=server.url, timeout=WAIT) as other,
+        httpx.Client(base_url=server.url, timeout=WAIT) as third,
+    ):
+        homes = [place(http) for http in (one, other)]
+        assert homes[0] == homes[1], "the first block decides if the loads are equal"
+        endless = {"prompt": prompt, "max_tokens": 6000, "ignore_eos": True, "stream": True}
+        with server.slowly(), third.stream("POST", "/v1/completions", json=endless) as stream:
+            lines = stream.raise_for_status().iter_lines()
+            next(lines)
+            assert place(other) == homes[0]
+            one.post("/reset_prefix_cache").raise_for_status()
+            for http in (one, other):  # a worker that answers this has had the message before
+                http.get("/load").raise_for_status()
+            assert place(other) != homes[0]
+    until(server.is_idle)
+
+
+@two_workers
+def test_pings_of_an_idle_engine_run_no_steps(server: Server) -> None:
+    steps = server.metric("tk:iteration_tokens_total_count")
+    asked = psutil.Process(server.cores[0].pid).num_ctx_switches().voluntary
+    until(lambda: psutil.Process(server.cores[0].pid).num_ctx_switches().voluntary > asked)
+    assert server.metric("tk:iteration_tokens_total_count") == steps
+
+
 def test_streams_of_a_dead_engine_continue_on_the_other(
     server: Server, reference: Reference
 ) -> None:
@@ -96,15 +163,34 @@ def test_streams_of_a_dead_engine_continue_on_the_other(
     _, killed = server.cores
     with server.holding("toolkit.engine.cores.core_process"):
         answers = asyncio.run(streamed(server, BODIES, killed.kill))
-        assert [a.text for a in answers] == [reference.text(p, TOKENS) for p in PROMPTS]
-        assert {(a.finish_reason, a.usage["completion_tokens"], a.error) for a in answers} == {
-            ("length", TOKENS, None)
-        }
+        check_texts(answers, reference)
         assert server.http.get("/health").status_code == 200, "the other one is healthy"
         assert "runs again" not in server.stderr
     until(lambda: "runs again" in server.stderr)
     assert server.stderr.count("SIGKILL") == 1, "the cause is logged once"
     assert "Traceback" not in server.stderr
     assert server.metric("tk:engine_restarts_total") == 1
+    assert server.http.get("/health").status_code == 200
+    until(server.is_idle)
+
+
+@two_workers
+def test_a_hung_engine_is_replaced_and_its_streams_continue(
+    server: Server, reference: Reference
+) -> None:
+    """The other engine continues them."""
+    hung, other = server.cores
+    restarts = server.stderr.count("runs again")
+    answers = outlive(server, BODIES, hung)
+    check_texts(answers, reference)
+    until(lambda: server.stderr.count("runs again") > restarts)
+    assert server.stderr.count("alive but has made no step for 2 s") == 1, (
+        "the cause is logged once"
+    )
+    assert "Traceback" not in server.stderr
+    assert gone(hung)
+    assert other in server.cores
+    assert len(server.cores) == 2
+    assert of_engines(server, "engine_restarts_total") == [1, 1], "the other one had died before"
     assert server.http.get("/health").status_code == 200
     until(server.is_idle)

@@ -26,25 +26,25 @@ LONG = 300
 ENDLESS = 8000
 
 
-one_process_and_several = pytest.mark.parametrize("num_workers", [1, 2])
-
-
 def post(server: Server) -> httpx.Response:
     return server.http.post("/v1/completions", json={"prompt": [9], "max_tokens": 1})
 
 
-@one_process_and_several
-def test_a_signal_finishes_open_requests_and_refuses_new_ones(
-    start: Callable[..., Server], num_workers: int
-) -> None:
-    server = start("--api-workers", str(num_workers))
+def await_refusal(server: Server) -> None:
+    """Wait until the server refuses new requests."""
+    refused = until(lambda: (answer := post(server)).status_code == 503 and answer)
+    assert "shutting down" in refused.json()["error"]["message"]
+    assert refused.headers["retry-after"]
+    assert server.http.get("/health").status_code == 200
+
+
+def test_a_signal_finishes_open_requests_and_refuses_new_ones(start: Callable[..., Server]) -> None:
+    """One process: see `test_systemd_is_notified_and_a_countdown_logged`."""
+    server = start("--api-workers", "2")
     with server.slowly():
         clients = put_under_load(server, LONG)
         server.signal(signal.SIGTERM)
-        refused = until(lambda: (answer := post(server)).status_code == 503 and answer)
-        assert "shutting down" in refused.json()["error"]["message"]
-        assert refused.headers["retry-after"]
-        assert server.http.get("/health").status_code == 200
+        await_refusal(server)
         assert not any(c.num_tokens for c in clients), (
             "a request finished before the new one was refused"
         )
@@ -67,23 +67,22 @@ def check_cut_off(server: Server, clients: list[Client]) -> None:
     assert [c.status for c in clients] == [503, 200, 200, 200]
     assert gone(server.core)
     assert "Traceback" not in server.stderr
+    assert server.popen.stdout.read() == ""
 
 
-@one_process_and_several
-def test_a_second_ctrl_c_ends_requests_with_an_error(
-    start: Callable[..., Server], num_workers: int
-) -> None:
-    server = start("--api-workers", str(num_workers))
+def test_a_second_ctrl_c_ends_requests_with_an_error(start: Callable[..., Server]) -> None:
+    """One process: see `test_the_log_has_a_line_per_request_and_no_prompt`."""
+    server = start("--api-workers", "2")
     with server.slowly():
         clients = put_under_load(server, ENDLESS)
         server.signal(signal.SIGINT)
-        until(lambda: post(server).status_code == 503)
+        await_refusal(server)
         assert not any(c.error for c in clients)
         server.signal(signal.SIGINT)
         check_cut_off(server, clients)
 
 
-@one_process_and_several
+@pytest.mark.parametrize("num_workers", [1, 2])
 def test_after_the_timeout_requests_end_with_an_error(
     start: Callable[..., Server], num_workers: int
 ) -> None:
@@ -130,11 +129,8 @@ def test_a_signal_during_start_up_ends_all_processes(
         process.stop()
 
 
-@one_process_and_several
-def test_killing_the_server_ends_its_processes(
-    start: Callable[..., Server], num_workers: int
-) -> None:
-    server = start("--api-workers", str(num_workers))
+def test_killing_the_server_ends_its_processes(start: Callable[..., Server]) -> None:
+    server = start("--api-workers", "2")
     with server.slowly():
         clients = put_under_load(server, ENDLESS)
         others, sockets = [server.core, *server.workers], Path(server.core.cmdline()[-1])

@@ -22,9 +22,10 @@ import pytest
 from tests import checkpoints
 from tests.api.conftest import CONTEXT, SMALL, SMALL_TOKENS, Reference
 from tests.server import START_TIMEOUT, Process, Server, free_port, gone, until
+from toolkit import LLM
 from toolkit.api.http.listener import bind
 from toolkit.config import EngineConfig, ServerConfig
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, ToolkitError
 from toolkit.serving import lifecycle
 
 KEY = "k e'y"
@@ -177,20 +178,9 @@ FAILURES = {
     "unknown model": Failure(["modle", "Did you mean model"], ["modle"]),
     "unknown folder": Failure(["./modl", "no folder", "Did you mean model"], ["./modl"]),
     "not a model folder": Failure(["config.json"], ["."]),
-    "corrupt config": Failure(
-        ["config.json"], tokenizer=True,
-        prepare=lambda f: (f / "config.json").write_text('{"model_type": '),
-    ),
-    "unsupported architecture": Failure(
-        ["BertForMaskedLM"], prepare=edit(architectures=["BertForMaskedLM"], model_type="bert")
-    ),
     "truncated weights": Failure(["model-00001"], prepare=lambda f: cut(shards(f)[0], 2000)),
-    "missing shard": Failure(["model-00002"], prepare=lambda f: shards(f)[1].unlink()),
     "corrupt tokenizer": Failure(
         ["tokenizer"], tokenizer=True, prepare=lambda f: (f / "tokenizer.json").write_text("{")
-    ),
-    "too long": Failure(
-        ["--max-model-len", "9000", str(CONTEXT)], ["model", "--max-model-len", "9000"]
     ),
     "little memory": Failure(
         [f"--max-model-len {SMALL_TOKENS} ", "--kv-cache-memory", str(CONTEXT)],
@@ -200,6 +190,36 @@ FAILURES = {
     "wrong host": Failure(["--host", "nowhere.invalid"], ["model", "--host", "nowhere.invalid"]),
     "wrong value": Failure(["--block-size", "999"], ["model", "--block-size", "999"]),
 }  # fmt: skip
+
+
+MODEL_FAILURES: dict[str, tuple[list[str], dict[str, object], Callable[[Path], object]]] = {
+    "corrupt config": (
+        ["config.json"], {}, lambda f: (f / "config.json").write_text('{"model_type": ')
+    ),
+    "unsupported architecture": (
+        ["BertForMaskedLM"], {}, edit(architectures=["BertForMaskedLM"], model_type="bert")
+    ),
+    "missing shard": (["model-00002"], {}, lambda f: shards(f)[1].unlink()),
+    "too long": (
+        ["--max-model-len", "9000", str(CONTEXT)], {"max_model_len": 9000}, lambda f: None
+    ),
+}  # fmt: skip
+"""Errors of the engine that its process reports as it does those of FAILURES: words of the message,
+settings, and damage of the model."""
+
+
+@pytest.mark.parametrize("name", MODEL_FAILURES)
+def test_an_error_of_the_model_names_its_cause(
+    reference: Reference, tmp_path: Path, name: str
+) -> None:
+    says, settings, damage = MODEL_FAILURES[name]
+    folder = checkpoints.save(reference.model, tmp_path / "model", max_shard_size="40KB")
+    checkpoints.edit_json(folder / "config.json", max_position_embeddings=CONTEXT)
+    damage(folder)
+    with pytest.raises(ToolkitError) as caught:
+        LLM(str(folder), device="cpu", **settings)
+    for part in says:
+        assert part in caught.value.message
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -24,7 +24,7 @@ NUM_WORKERS = 3
 
 @pytest.fixture(scope="module")
 def several(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with NUM_WORKERS workers. Tests leave it idle and healthy."""
+    """A server with NUM_WORKERS workers. Tests leave it idle and healthy, but for the last."""
     cwd = tmp_path_factory.mktemp("several")
     served = Server(
         str(model),
@@ -36,7 +36,6 @@ def several(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         TK_API_KEY=KEY,
     )
     yield served
-    served.await_health()
     served.stop()
 
 
@@ -68,11 +67,15 @@ def num_connections(server: Server) -> list[int]:
     ]
 
 
+def close_connections(server: Server) -> None:
+    server.http.close()
+    server.http = httpx.Client(base_url=server.url, timeout=WAIT, limits=KEEP_ALIVE)
+
+
 def test_connections_are_distributed_evenly(
     several: Server, connections: list[httpx.Client]
 ) -> None:
-    several.http.close()
-    several.http = httpx.Client(base_url=several.url, timeout=WAIT, limits=KEEP_ALIVE)
+    close_connections(several)
     until(lambda: num_connections(several) == [2] * NUM_WORKERS)
 
 
@@ -148,13 +151,51 @@ def test_gauges_are_not_summed_over_workers(
     until(several.is_idle)
 
 
-def test_a_dead_worker_is_replaced_and_its_requests_get_an_error(
-    start: Callable[..., Server],
-) -> None:
-    server = start("--api-workers", "2")
-    with server.slowly():
-        lose_a_worker(server)
-    assert "Traceback" not in server.stderr
+def test_if_workers_keep_dying_the_server_ends_with_a_message(several: Server) -> None:
+    """Ends the server."""
+    for _ in range(3):
+        first = several.workers[0]
+        first.send_signal(signal.SIGSEGV)
+        until(
+            lambda gone=first: len(several.workers) == NUM_WORKERS and gone not in several.workers
+        )
+    several.workers[0].send_signal(signal.SIGSEGV)
+    assert several.wait() == 2
+    last = several.lines[-1]
+    assert last.startswith("tk: An API worker")
+    assert f"signal {signal.SIGSEGV.value}" in last
+    assert gone(several.core)
+
+
+@pytest.fixture(scope="module")
+def pair(bare_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with two workers."""
+    served = Server(str(bare_model), "--api-workers", "2", cwd=tmp_path_factory.mktemp("pair"))
+    yield served
+    served.stop()
+
+
+def test_a_stopped_worker_does_not_block_the_metrics(pair: Server) -> None:
+    """Its last metrics are used."""
+    for _ in range(4):
+        with httpx.Client(base_url=pair.url, timeout=WAIT) as client:
+            client.post(
+                "/v1/completions", json={"prompt": [1], "max_tokens": 5, "ignore_eos": True}
+            )
+    until(lambda: pair.metric("tk:generation_tokens_total") == 20)
+    stopped = until(lambda: next((w for w in pair.workers if not w.net_connections()), None))
+    stopped.suspend()
+    assert pair.metric("tk:generation_tokens_total") == 20
+    stopped.resume()
+    close_connections(pair)
+    until(lambda: num_connections(pair) == [0, 0])
+
+
+def test_a_dead_worker_is_replaced_and_its_requests_get_an_error(pair: Server) -> None:
+    """Ends the server."""
+    with pair.slowly():
+        lose_a_worker(pair)
+    assert "Traceback" not in pair.stderr
 
 
 def lose_a_worker(server: Server) -> None:
@@ -200,39 +241,6 @@ def answering(server: Server) -> list[int]:
             body = {"prompt": [1], "max_tokens": 1}
             assert client.post("/v1/completions", json=body).status_code == 200
         return [w.pid for w in server.workers for c in w.net_connections() if c.laddr.port == port]
-
-
-def test_if_workers_keep_dying_the_server_ends_with_a_message(start: Callable[..., Server]) -> None:
-    server = start("--api-workers", "2")
-    for _ in range(3):
-        first = server.workers[0]
-        first.send_signal(signal.SIGSEGV)
-        until(lambda gone=first: len(server.workers) == 2 and gone not in server.workers)
-    server.workers[0].send_signal(signal.SIGSEGV)
-    assert server.wait() == 2
-    last = server.lines[-1]
-    assert last.startswith("tk: An API worker")
-    assert f"signal {signal.SIGSEGV.value}" in last
-    assert gone(server.core)
-
-
-def test_a_stopped_worker_does_not_block_the_metrics(
-    start: Callable[..., Server],
-) -> None:
-    """Its last metrics are used."""
-    server = start("--api-workers", "2")
-    for _ in range(4):
-        with httpx.Client(base_url=server.url, timeout=WAIT) as client:
-            client.post(
-                "/v1/completions", json={"prompt": [1], "max_tokens": 5, "ignore_eos": True}
-            )
-    until(lambda: server.metric("tk:generation_tokens_total") == 20)
-    stopped = until(lambda: next((w for w in server.workers if not w.net_connections()), None))
-    stopped.suspend()
-    assert server.metric("tk:generation_tokens_total") == 20
-    stopped.resume()
-    server.signal(signal.SIGTERM)
-    assert server.wait() == 0
 
 
 def test_a_start_up_error_of_all_workers_is_one_message(model: Path, tmp_path: Path) -> None:
