@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.combinations import pairwise
 from toolkit.distributed.group import Group
 from toolkit.distributed.symmetric import choose_algorithms, open_peer_memory
 from toolkit.kernels.reference import Norm
@@ -19,11 +20,13 @@ from toolkit.kernels.reference import Norm
 RANKS = 3
 PROGRAMS = 4
 """Fewer than on a GPU, so that each adds up several blocks and rows."""
+DTYPES = (torch.float32, torch.bfloat16)
 SIZES = (1, 5000, 3 * 1024 * 4, 40_000)
 SHAPES = ((1, 64), (9, 48))
 NORMS = ("rms", "rms wide", "layer", "layer biased", "layer biased wide")
 """Kinds of norms. Wide: with parameters in fp32."""
-DTYPES = (torch.float32, torch.bfloat16)
+SUMS = pairwise(DTYPES, SIZES, (False, True))
+SUMMED_NORMS = pairwise(DTYPES, SHAPES, NORMS)
 GATHERED = ((1, 5), (7, 2500))
 GATHERED_BYTES = 4 * RANKS * 7 * 2500
 CALLS = 2**31 - 12
@@ -58,24 +61,19 @@ def run_rank(rank: int, folder: Path) -> None:
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
     peers = kernels.Peers(rank, RANKS, addresses, calls)
     found, call = [], 0
+    for dtype, size, two_shot in SUMS:
+        call += 1
+        x = x_of(rank, call, size, dtype=dtype)
+        found.append(kernels.all_reduce(x, peers, two_shot=two_shot))
+    for dtype, shape, kind in SUMMED_NORMS:
+        call += 1
+        norm = norm_of(kind, call, shape[1], dtype)
+        x = x_of(rank, call, *shape, dtype=dtype)
+        pushed = kernels.pushed_norm if kernels.fits_push(x) else kernels.all_reduce_norm
+        for kernel in (kernels.all_reduce_norm, pushed):
+            residual = x_of(9, call, *shape, dtype=dtype)
+            found += kernel(x, residual, norm, peers)
     for dtype in DTYPES:
-        for size in SIZES:
-            for two_shot in (False, True):
-                call += 1
-                found.append(
-                    kernels.all_reduce(
-                        x_of(rank, call, size, dtype=dtype), peers, two_shot=two_shot
-                    )
-                )
-        for shape in SHAPES:
-            for kind in NORMS:
-                call += 1
-                norm = norm_of(kind, call, shape[1], dtype)
-                x = x_of(rank, call, *shape, dtype=dtype)
-                pushed = kernels.pushed_norm if kernels.fits_push(x) else kernels.all_reduce_norm
-                for kernel in (kernels.all_reduce_norm, pushed):
-                    residual = x_of(9, call, *shape, dtype=dtype)
-                    found += kernel(x, residual, norm, peers)
         for shape in GATHERED:
             call += 1
             outs = []
@@ -94,29 +92,21 @@ def run_rank(rank: int, folder: Path) -> None:
 
 def expected() -> list[torch.Tensor]:
     sums, call = [], 0
+    for dtype, size, _ in SUMS:
+        call += 1
+        sums.append(sum(x_of(rank, call, size, dtype=dtype).double() for rank in range(RANKS)))
+    for dtype, shape, kind in SUMMED_NORMS:
+        call += 1
+        x = sum(x_of(rank, call, *shape, dtype=dtype).double() for rank in range(RANKS)).to(dtype)
+        total = (x.double() + x_of(9, call, *shape, dtype=dtype).double()).to(dtype).double()
+        weight, bias, eps, is_centered = norm_of(kind, call, shape[1], dtype)
+        bias = None if bias is None else bias.double()
+        if is_centered:
+            norm = F.layer_norm(total, weight.shape, weight.double(), bias, eps)
+        else:
+            norm = F.rms_norm(total, weight.shape, weight.double(), eps)
+        sums += [norm, total, norm, total]
     for dtype in DTYPES:
-        for size in SIZES:
-            for _ in range(2):
-                call += 1
-                sums.append(
-                    sum(x_of(rank, call, size, dtype=dtype).double() for rank in range(RANKS))
-                )
-        for shape in SHAPES:
-            for kind in NORMS:
-                call += 1
-                x = sum(x_of(rank, call, *shape, dtype=dtype).double() for rank in range(RANKS)).to(
-                    dtype
-                )
-                total = (
-                    (x.double() + x_of(9, call, *shape, dtype=dtype).double()).to(dtype).double()
-                )
-                weight, bias, eps, is_centered = norm_of(kind, call, shape[1], dtype)
-                bias = None if bias is None else bias.double()
-                if is_centered:
-                    norm = F.layer_norm(total, weight.shape, weight.double(), bias, eps)
-                else:
-                    norm = F.rms_norm(total, weight.shape, weight.double(), eps)
-                sums += [norm, total, norm, total]
         for shape in GATHERED:
             call += 1
             sums.append(

@@ -24,7 +24,7 @@ from tests.scheduler.simulation import (
 from toolkit.scheduler import FinishReason, ModelOutput, Scheduler
 
 thorough = settings(
-    max_examples=120,
+    max_examples=70,
     deadline=None,
     derandomize=True,
     database=None,

@@ -114,12 +114,12 @@ def parse(parser: ToolFormat, pieces: list[str]) -> tuple[str, list[tuple[str, s
 
 
 def splits(text: str) -> list[list[str]]:
-    """The text as one piece, as characters, and cut at any one or two places."""
+    """The text as one piece, as characters, cut at any place, and at many pairs of places."""
     places = range(1, len(text))
     cuts = [
         (),
         *itertools.combinations(places, 1),
-        *itertools.islice(itertools.combinations(places, 2), 0, None, 7),
+        *itertools.islice(itertools.combinations(places, 2), 0, None, 23),
     ]
     pieces = [[text[a:b] for a, b in itertools.pairwise((0, *cut, len(text)))] for cut in cuts]
     return [*pieces, list(text)]
