@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -17,15 +16,15 @@ from tools.bench import models
 from tools.bench.models import CONFIGS, make_model, save_tokenizer, save_weights
 
 
-def tk(*arguments):
-    """Run `tk bench` and return (exit code, stdout, stderr)."""
-    done = subprocess.run(
-        [sys.executable, "-m", "toolkit", "bench", *arguments, "--num-threads", "1"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    return done.returncode, done.stdout, done.stderr
+@pytest.fixture
+def tk(tk_here):
+    """Function that runs `tk bench` and returns (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        done = tk_here("bench", *arguments, "--num-threads", "1")
+        return done.returncode, done.stdout, done.stderr
+
+    return run
 
 
 class TestWorkloads:
@@ -57,7 +56,7 @@ class TestWorkloads:
 
 
 class TestRows:
-    def test_offline(self):
+    def test_offline(self, tk):
         code, out, err = tk(
             *(
                 "offline",
@@ -88,7 +87,7 @@ class TestRows:
             row["output_tokens"] / row["seconds"], rel=0.01
         )
 
-    def test_latency_has_a_row_for_each_batch_size(self):
+    def test_latency_has_a_row_for_each_batch_size(self, tk):
         code, out, err = tk(
             *(
                 "latency",
@@ -109,7 +108,7 @@ class TestRows:
         for row in rows:
             assert row["ms_per_token"] == pytest.approx(row["seconds"] * 1e3 / 5, rel=0.01)
 
-    def test_prefill_without_json_is_a_table(self):
+    def test_prefill_without_json_is_a_table(self, tk):
         code, out, err = tk("prefill", "--num-prompts", "3", "--input-len", "8", "--repeats", "1")
         assert code == 0, err
         heading, startup, row = out.splitlines()
@@ -132,7 +131,7 @@ class TestRows:
             (("offline", "--profile", "/nowhere/trace.json"), "--profile cannot write"),
         ],
     )
-    def test_usage_error_is_one_line_on_stderr(self, arguments, message):
+    def test_usage_error_is_one_line_on_stderr(self, tk, arguments, message):
         code, _, err = tk(*arguments)
         assert code == 2
         assert message in err
@@ -179,7 +178,7 @@ class TestModelFolders:
                 == size
             )
 
-    def test_engine_runs_one_with_dummy_weights(self, tmp_path):
+    def test_engine_runs_one_with_dummy_weights(self, tk, tmp_path):
         small = {
             "vocab_size": 300,
             "n_positions": 64,

@@ -17,22 +17,25 @@ PROGRAM = "from toolkit.cli import main; main()"
 COMMAND = [sys.executable, "-c", PROGRAM, "chat"]
 
 
-@pytest.fixture
-def tk(server, tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def directed(server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TK_URL", server.url)
 
+
+@pytest.fixture
+def tk(tk_here):
     def run(*flags: str, stdin: str = "Hi\nthere\n") -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*COMMAND, *flags],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
+        return tk_here("chat", *flags, stdin=stdin)
 
     return run
+
+
+def tk_process(*flags: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a new process, with an empty pipe as stdin."""
+    return subprocess.run(
+        [*COMMAND, *flags], input="", capture_output=True, text=True, timeout=200, check=False
+    )
 
 
 def test_stdin_is_one_message_and_stdout_is_the_answer(server, tk):
@@ -65,14 +68,14 @@ def test_markdown_and_escape_codes_are_piped_unchanged(server, tk):
     assert (done.stdout, done.stderr) == ("# **A** \x1b[1mb\x1b[0m\n", "")
 
 
-def test_characters_missing_in_the_encoding_are_replaced(server, tk, monkeypatch):
+def test_characters_missing_in_the_encoding_are_replaced(server, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     server.pieces = ["wörld 🎉"]
-    assert tk("What is it?", stdin="").stdout == "w?rld ?\n"
+    assert tk_process("What is it?").stdout == "w?rld ?\n"
 
 
-def test_question_with_invalid_bytes_has_them_replaced(server, tk):
-    assert tk(b"caf\xe9 or tea?".decode(errors="surrogateescape"), stdin="").returncode == 0
+def test_question_with_invalid_bytes_has_them_replaced(server):
+    assert tk_process(b"caf\xe9 or tea?".decode(errors="surrogateescape")).returncode == 0
     assert server.bodies[0]["messages"][0]["content"] == "caf? or tea?"
 
 
@@ -177,7 +180,7 @@ def test_continue_resumes_the_last_conversation(server, tk):
     assert len(store.newest(5)) == 1  # single questions are not saved
 
 
-def test_ctrl_c_writes_the_partial_answer_and_exits_with_130(server, tk):
+def test_ctrl_c_writes_the_partial_answer_and_exits_with_130(server):
     server.stall_after = 2
     with subprocess.Popen(
         [*COMMAND, "What is it?"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
@@ -191,7 +194,7 @@ def test_ctrl_c_writes_the_partial_answer_and_exits_with_130(server, tk):
     assert server.disconnected.wait(90)
 
 
-def test_closed_stdout_is_no_error(server, tk):
+def test_closed_stdout_is_no_error(server):
     server.pieces = ["word "] * 20_000
     command = f"{sys.executable} -c '{PROGRAM}' chat | head -c 5"
     done = subprocess.run(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,18 +17,9 @@ from toolkit.config import SchedulerConfig, ServerConfig
 
 
 @pytest.fixture
-def show(tmp_path: Path):
+def show(tk_here: Callable, tmp_path: Path):
     def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("TK_")}
-        return subprocess.run(
-            [sys.executable, "-m", "toolkit", "config", "show", *arguments],
-            cwd=tmp_path,
-            env=kept | {"HOME": str(tmp_path)} | environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        return tk_here("config", "show", *arguments, cwd=tmp_path, **environment)
 
     return run
 

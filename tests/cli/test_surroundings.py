@@ -41,11 +41,10 @@ def test_command_with_closed_streams_succeeds(command, closed, tmp_path):
     assert not re.search("internal error|Traceback", done.stderr)
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-"])
-def test_server_with_closed_streams_shuts_down_cleanly(closed, tmp_path):
+def test_server_with_closed_streams_shuts_down_cleanly(tmp_path):
     """Its sockets must not get the streams' descriptors: the event loop would not close them."""
     process = subprocess.Popen(
-        ["bash", "-c", f"exec {TK} serve --port 0 --log-format json {closed}"],
+        ["bash", "-c", f"exec {TK} serve --port 0 --log-format json <&- >&-"],
         env=environment(tmp_path),
         stderr=subprocess.PIPE,
         text=True,

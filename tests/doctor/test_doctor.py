@@ -199,9 +199,13 @@ class TestInstallation:
 
 
 class TestCollectEnv:
-    def test_report_has_the_facts_and_nothing_private(self, tmp_path):
-        home = tmp_path / "home" / "ada.lovelace"
+    @pytest.fixture(scope="class")
+    def report(self, tmp_path_factory):
+        """The report of a machine with many private settings."""
+        folder = tmp_path_factory.mktemp("machine")
+        home = folder / "home" / "ada.lovelace"
         home.mkdir(parents=True)
+        (folder / "tk.toml").write_text("max_num_seqs = 7")
         secrets = {
             "TK_API_KEY": "first-private-key,second-private-key",
             "TK_ADMIN_KEY": "the-admins-own",
@@ -212,33 +216,28 @@ class TestCollectEnv:
             "TK_HOST": "10.1.2.3",
             "TK_SERVED_MODEL_NAME": "sk-abcdefghijklmnopqrstuv",
         }
-        (tmp_path / "tk.toml").write_text("max_num_seqs = 7")
-        done = tk(
-            "collect-env",
-            cwd=tmp_path,
-            **secrets,
-            HOME=str(home),
-            USER="ada.lovelace",
-            LOGNAME="ada.lovelace",
-        )
+        user = {"HOME": str(home), "USER": "ada.lovelace", "LOGNAME": "ada.lovelace"}
+        done = tk("collect-env", cwd=folder, TK_SYSTEM="a|b", **secrets, **user)
         assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    def test_report_has_the_facts_and_nothing_private(self, report):
         private = [
             "private-key", "the-admins-own", "abcdefgh", "ada", "lovelace", "pa55word",
             "example.org", "gpu17", "10.1.2.3", socket.gethostname(),
         ]  # fmt: skip
-        report = done.stdout.replace("<host>", "").replace("<user>", "")
-        assert [word for word in private if word in report] == []
+        public = report.replace("<host>", "").replace("<user>", "")
+        assert [word for word in private if word in public] == []
         assert f"| tk | {toolkit.__version__}" in report
         assert "| torch | " in report
         assert "| max_num_seqs | `7` from " in report
         assert "| HF_HOME | `~/models` |" in report
 
-    def test_report_is_markdown_tables_of_two_columns(self, tmp_path):
-        done = tk("collect-env", cwd=tmp_path, TK_SYSTEM="a|b")
-        rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    def test_report_is_markdown_tables_of_two_columns(self, report):
+        rows = [line for line in report.splitlines() if line.startswith("|")]
         assert len(rows) > 30
         assert all(row.replace("\\|", "").count("|") == 3 for row in rows)
-        titles = [line for line in done.stdout.splitlines() if line.startswith("#")]
+        titles = [line for line in report.splitlines() if line.startswith("#")]
         assert titles[:3] == ["### System", "### Device", "### Packages"]
 
     @pytest.mark.parametrize(
