@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import httpx
@@ -181,9 +181,17 @@ JSON = st.recursive(
 )
 
 
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
 @settings(deadline=None)
 @given(value=JSON, cut=st.integers(0, 40) | st.just(None), ascii=st.booleans())
-def test_a_body_is_decoded_as_by_python_s_json(value: object, cut: int | None, ascii: bool) -> None:
+def test_a_body_is_decoded_as_by_python_s_json(
+    runner: asyncio.Runner, value: object, cut: int | None, ascii: bool
+) -> None:
     body = json.dumps(value, ensure_ascii=ascii).encode(errors="surrogatepass")[:cut]
 
     async def receive() -> dict[str, object]:
@@ -195,7 +203,7 @@ def test_a_body_is_decoded_as_by_python_s_json(value: object, cut: int | None, a
         except ValueError as error:
             return repr(error)
 
-    ours = outcome(lambda: asyncio.run(_Request({"type": "http", "headers": []}, receive).json()))
+    ours = outcome(lambda: runner.run(_Request({"type": "http", "headers": []}, receive).json()))
     assert ours == outcome(lambda: json.loads(body))
 
 

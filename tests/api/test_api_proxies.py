@@ -14,16 +14,26 @@ COMPLETIONS = "/v1/completions"
 LIMITS = ("--max-requests-per-key", "1", "--log-format", "json", "--uvicorn-log-level", "info")
 
 
-@pytest.fixture(scope="module", params=["127.0.0.0/8", "10.0.0.0/8", None])
+@pytest.fixture(scope="module", params=["127.0.0.0/8", "10.0.0.0/8"])
 def proxied(
     request: pytest.FixtureRequest, bare_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, bool]]:
     """A server whose clients are on this machine, and whether it trusts proxies there."""
-    trusted = request.param
-    flags = [] if trusted is None else ["--forwarded-allow-ips", trusted]
+    flags = ("--forwarded-allow-ips", request.param)
     server = Server(str(bare_model), *LIMITS, *flags, cwd=tmp_path_factory.mktemp("cwd"))
-    yield server, trusted is not None and trusted.startswith("127")
+    yield server, request.param.startswith("127")
     server.stop()
+
+
+def test_no_proxy_is_trusted_by_default(server: Server) -> None:
+    with server.slowly():
+        running = Client(server, 8000, headers={"X-Forwarded-For": "192.0.2.1"})
+        until(lambda: running.events)
+        [live] = server.http.get("/tk/requests").json()["requests"]
+        assert live["origin"] == "127.0.0.1"
+        server.http.delete(f"/tk/requests/{live['id']}")
+        running.finish()
+    until(server.is_idle)
 
 
 def test_only_a_trusted_proxy_sets_the_client_address(

@@ -10,7 +10,7 @@ import json
 import os
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -264,17 +264,17 @@ def test_requests_in_one_packet_are_all_answered(stormed: Server) -> None:
             received += connection.recv(65536)
 
 
-def test_the_death_of_the_engine_in_a_storm_is_survived(start: Callable[..., Server]) -> None:
-    server = start("--num-gpu-blocks-override", "2048", "--disable-log-requests")
-    core = server.core
+def test_the_death_of_the_engine_in_a_storm_is_survived(stormed: Server) -> None:
+    [core] = stormed.cores
 
     async def run() -> None:
-        visits = asyncio.gather(*(visit(server, random.Random(i)) for i in range(200)))
+        visits = asyncio.gather(*(visit(stormed, random.Random(i)) for i in range(200)))
         await asyncio.sleep(0.2)
         core.kill()
         await visits
 
     asyncio.run(run())
-    until(lambda: is_well(server))
-    until(server.is_idle)
-    assert "Traceback" not in server.stderr
+    until(lambda: is_well(stormed))
+    until(stormed.is_idle)
+    assert stormed.stderr.count("SIGKILL") == 1
+    assert "Traceback" not in stormed.stderr
