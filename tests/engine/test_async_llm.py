@@ -232,7 +232,8 @@ async def test_a_core_that_hangs_during_its_start_is_replaced(
                 psutil.Process(self.pid).suspend()
 
     monkeypatch.setattr(revival, "CoreClient", Stopped)
-    async with AsyncLLM(str(model), device="cpu", num_threads=1, worker_timeout=1.0) as llm:
+    monkeypatch.setattr(revival, "STARTUP_FACTOR", 1.0)
+    async with AsyncLLM(str(model), device="cpu", num_threads=1, worker_timeout=3.0) as llm:
         first = llm.replicas[0].link.pid
         stream = llm.start_request(request("one"))
         psutil.Process(first).kill()

@@ -22,10 +22,10 @@ from toolkit.kernels import cpu
 MODES: dict[str, dict] = {
     "reference-attention": {"attention_backend": "torch"},
     "chunks-of-seven": {"max_num_batched_tokens": 7, "block_size": 4},
-    "recompute": SMALL_POOL | {"swap_space": 0.0, "async_scheduling": False},
     "swap": SMALL_POOL | {"swap_space": 0.001, "async_scheduling": True},
 }
 MODES_OF_FEW: dict[str, dict] = {
+    "recompute": SMALL_POOL | {"swap_space": 0.0, "async_scheduling": False},
     "one-token-per-step": {"max_num_batched_tokens": 1, "block_size": 4},
     "overlapped-recompute": SMALL_POOL | {"swap_space": 0.0, "async_scheduling": True},
     "unoverlapped-swap": SMALL_POOL | {"swap_space": 0.001, "async_scheduling": False},
