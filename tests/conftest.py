@@ -14,6 +14,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import contextlib
+import gc
 import logging
 import subprocess
 import sys
@@ -119,6 +120,14 @@ def isolated_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.startswith("TK_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.fixture
+def frozen_heap() -> None:
+    """Exempt what exists from garbage collection: 0.2 s each time, for the objects of all modules.
+
+    `tk bench` collects before each measurement, and ends the exemption after it."""
+    gc.freeze()
 
 
 QUICK_FOLDERS = frozenset(

@@ -85,7 +85,7 @@ class FakeServer:
 
 
 @pytest.fixture
-async def server():
+async def server(frozen_heap):
     fake = FakeServer()
     app = web.Application()
     app.add_routes(

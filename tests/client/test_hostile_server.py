@@ -106,7 +106,7 @@ def hostile() -> Iterator[Server]:
 
 
 @pytest.fixture
-def tk(hostile, monkeypatch, tmp_path):
+def tk(hostile, frozen_heap, monkeypatch, tmp_path):
     """Function that runs a command in a terminal and returns all that it wrote there."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
