@@ -13,7 +13,7 @@ import pytest
 
 from tests.api.conftest import Reference
 from tests.server import WAIT, Server, command, gone, until
-from tests.serving.test_recovery import Answer, outlive, streamed
+from tests.serving.test_recovery import Answer, streamed
 from toolkit.units import count
 
 TOKENS = 144
@@ -89,7 +89,7 @@ def test_the_only_engine_is_replaced_with_its_ranks(server: Server, reference: R
     assert f"({count(reference.model.num_parameters())} parameters" in server.stderr, "of all ranks"
     [hung] = server.cores
     [rank] = ranks(server)
-    answers = outlive(server, BODIES, hung)
+    answers = ask(server, hung.suspend)
     assert [a.text for a in answers] == reference.texts(PROMPTS, TOKENS)
     assert {(a.finish_reason, a.usage["completion_tokens"], a.error) for a in answers} == {
         ("length", TOKENS, None)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from tests.api.conftest import Reference
@@ -83,11 +82,6 @@ async def streamed(
             harm()
     await asyncio.gather(*tasks)
     return answers
-
-
-def outlive(server: Server, bodies: list[dict[str, Any]], hung: psutil.Process) -> list[Answer]:
-    """Stream all answers while a process hangs. It hangs until the server replaces it."""
-    return asyncio.run(asyncio.wait_for(streamed(server, bodies, hung.suspend), WAIT))
 
 
 def check_streams(server: Server, reference: Reference) -> None:
