@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -107,17 +105,15 @@ def hub(tiny: Path) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def tk(hub: Hub, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def tk(
+    tk_with_hub: Callable, hub: Hub, tmp_path: Path
+) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run tk with an empty cache."""
     hub.requests.clear()
     settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HOME": str(tmp_path)}
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
 
     def call(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "toolkit", *arguments], env=kept | settings | more,
-            cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
-        )  # fmt: skip
+        return tk_with_hub(*arguments, cwd=tmp_path, variables=settings | more)
 
     return call
 

@@ -22,15 +22,15 @@ from toolkit.demo import MODEL_DIR
 CARD = b"---\nlicense: apache-2.0\nlanguage: en\n---\n# A model"
 
 
-def run(
-    *arguments: str, cwd: Path, environment: dict[str, str], stdin: str = ""
+def run_process(
+    *arguments: str, cwd: Path, environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TK_"))
     }
     return subprocess.run(
         [sys.executable, "-m", "toolkit", *arguments], env=kept | environment, cwd=cwd,
-        input=stdin, capture_output=True, text=True, timeout=200, check=False,
+        input="", capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def pulled(
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """Return (HF_HOME with org/tiny, the finished tk pull)."""
     home = tmp_path_factory.mktemp("hf")
-    done = run(
+    done = run_process(
         "pull", "org/tiny", cwd=home, environment={"HF_ENDPOINT": hub.url, "HF_HOME": str(home)}
     )
     assert done.returncode == 0, done.stderr
@@ -64,13 +64,14 @@ def environment(hub: Hub, tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def tk(
-    environment: dict[str, str], tmp_path: Path
+    tk_with_hub: Callable, environment: dict[str, str], tmp_path: Path
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run tk with an empty cache."""
     (tmp_path / "here").mkdir()
 
     def call(*arguments: str, stdin: str = "", **more: str) -> subprocess.CompletedProcess[str]:
-        return run(*arguments, cwd=tmp_path / "here", environment=environment | more, stdin=stdin)
+        variables = environment | more
+        return tk_with_hub(*arguments, cwd=tmp_path / "here", variables=variables, stdin=stdin)
 
     return call
 
