@@ -8,7 +8,6 @@ import socket
 from urllib.parse import urlsplit
 
 import httpx
-import openai
 import pytest
 
 from tests.api.conftest import Reference
@@ -20,8 +19,8 @@ ENDLESS = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True}
 SERVERS = ["server", "two_workers"]
 
 
-@pytest.fixture(scope="module", params=SERVERS)
-def server(request: pytest.FixtureRequest) -> Server:
+@pytest.fixture(params=SERVERS)
+def either(request: pytest.FixtureRequest) -> Server:
     """The shared server, and one like it with two API workers."""
     return request.getfixturevalue(request.param)
 
@@ -47,11 +46,11 @@ def send(server: Server, path: str, body: dict[str, object], **options: object) 
 
 
 @pytest.mark.parametrize(
-    ("server", "stream", "what"),
+    ("either", "stream", "what"),
     pairwise(SERVERS, [True, False], ["one", "several prompts", "several answers", "chat"]),
-    indirect=["server"],
+    indirect=["either"],
 )
-def test_a_disconnect_ends_the_request(server: Server, stream: bool, what: str) -> None:
+def test_a_disconnect_ends_the_request(either: Server, stream: bool, what: str) -> None:
     body = ENDLESS | {"stream": stream}
     path, running = "/v1/completions", 1
     if what == "several prompts":
@@ -66,65 +65,65 @@ def test_a_disconnect_ends_the_request(server: Server, stream: bool, what: str) 
         )
 
     def aborted() -> float:
-        return server.metric("tk:request_success_total", finished_reason="abort")
+        return either.metric("tk:request_success_total", finished_reason="abort")
 
     before = until(lambda: (counted := aborted()) == aborted() and [counted])[0]
-    with server.slowly():
-        with send(server, path, body):
-            until(lambda: num_running(server) == running)
-            assert server.metric("tk:kv_cache_usage_perc") > 0
-        until(server.is_idle)
+    with either.slowly():
+        with send(either, path, body):
+            until(lambda: num_running(either) == running)
+            assert either.metric("tk:kv_cache_usage_perc") > 0
+        until(either.is_idle)
     until(lambda: aborted() == before + running)
 
 
-def test_closing_openai_s_stream_ends_the_request(server: Server, client: openai.OpenAI) -> None:
-    with server.slowly():
+def test_closing_openai_s_stream_ends_the_request(either: Server) -> None:
+    with either.openai() as client, either.slowly():
         stream = client.completions.create(
             model="tiny", prompt="x", max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
         )
         for _, chunk in zip(range(3), stream, strict=False):
             assert chunk.choices
-        until(lambda: num_running(server) == 1)
+        until(lambda: num_running(either) == 1)
         stream.close()
-        until(server.is_idle)
+        until(either.is_idle)
 
 
-def test_an_early_disconnect_leaves_no_request(server: Server) -> None:
-    with server.slowly():
+def test_an_early_disconnect_leaves_no_request(either: Server) -> None:
+    with either.slowly():
         for _ in range(20):
-            send(server, "/v1/completions", ENDLESS | {"stream": True}).close()
-        assert server.http.get("/health").status_code == 200
-        until(server.is_idle)
+            send(either, "/v1/completions", ENDLESS | {"stream": True}).close()
+        assert either.http.get("/health").status_code == 200
+        until(either.is_idle)
 
 
-def test_a_client_that_does_not_read_delays_no_other(server: Server, reference: Reference) -> None:
+def test_a_client_that_does_not_read_delays_no_other(either: Server, reference: Reference) -> None:
     """Its socket's buffers fill. Others get their tokens, and its disconnect ends the request."""
     body = ENDLESS | {"stream": True, "logprobs": 20}
-    with server.slowly():
-        slow = [send(server, "/v1/completions", body, SO_RCVBUF=4096) for _ in range(2)]
-        until(lambda: num_running(server) == 2)
+    with either.slowly():
+        slow = [send(either, "/v1/completions", body, SO_RCVBUF=4096) for _ in range(2)]
+        until(lambda: num_running(either) == 2)
     for prompt in ("a", "b", "c"):
-        answer = server.http.post(
+        answer = either.http.post(
             "/v1/completions",
             json={"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True},
         )
         assert answer.json()["choices"][0]["text"] == reference.text(prompt, 24)
     for connection in slow:
         connection.close()
-    until(server.is_idle)
+    until(either.is_idle)
 
 
-async def test_an_unfinished_body_delays_no_other_client(server: Server) -> None:
-    address = urlsplit(server.url)
+async def test_an_unfinished_body_delays_no_other_client(either: Server) -> None:
+    address = urlsplit(either.url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         b"Content-Length: 99\r\n\r\n{"
     )
     await writer.drain()
-    async with httpx.AsyncClient(base_url=server.url, timeout=WAIT) as http:
+    async with httpx.AsyncClient(base_url=either.url, timeout=WAIT) as http:
         answer = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
     assert answer.status_code == 200
     writer.close()
-    assert (await asyncio.to_thread(server.http.get, "/health")).status_code == 200
+    assert (await asyncio.to_thread(either.http.get, "/health")).status_code == 200
     del reader
