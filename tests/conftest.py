@@ -123,11 +123,12 @@ def isolated_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def frozen_heap() -> None:
+def frozen_heap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exempt what exists from garbage collection: 0.2 s each time, for the objects of all modules.
 
-    `tk bench` collects before each measurement, and ends the exemption after it."""
+    `tk bench` collects before each measurement. It would end the exemption after it."""
     gc.freeze()
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 QUICK_FOLDERS = frozenset(

@@ -114,6 +114,7 @@ def environment(server: Server, folder: Path) -> dict[str, str]:
     return {"HOME": str(folder), "TK_URL": server.url, "TK_RANDOM_OUTPUT_LEN": "8"}
 
 
+@pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize(
     "line",
     [line for line in OTHERS if not SHELL.search(line) and not any(part in line for part in HUB)],

@@ -262,6 +262,7 @@ def test_commands_are_run_or_listed():
     assert {block.language for block in BLOCKS} <= LANGUAGES
 
 
+@pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("line", lines_of("tk"))
 def test_commands_run(
     line: str, server: Server, folder: Path, environment: dict[str, str], tk_here: Callable
