@@ -13,9 +13,8 @@ from toolkit.kernels.triton.matmul import Unscaled
 
 MORE_ROW_CLASSES = (128, 192, 256)
 """Numbers of rows above `matmul.ROW_CLASSES` for which `grouped` has kernels of their own."""
-GROUPED_TOKENS = MORE_ROW_CLASSES[
-    -1
-]  # rows of x up to which products of grouped weights are one kernel
+GROUPED_TOKENS = MORE_ROW_CLASSES[-1]
+"""Rows of x up to which products of grouped weights are one kernel."""
 ALIGNMENT = 16  # divisor of both sizes of an FP8 weight for `torch._scaled_mm`
 
 
