@@ -61,6 +61,7 @@ MODES = {
     "chunks": {"max_num_batched_tokens": 7},
     "preemption": {"num_gpu_blocks_override": 5, "block_size": 8, "max_model_len": 40},
     "two ranks": {"tensor_parallel_size": 2, "num_threads": 1},
+    "two stages": {"pipeline_parallel_size": 2, "num_threads": 1},
 }
 
 
@@ -187,6 +188,15 @@ BROKEN = {
         ),
         "no linear layer of this model. It may be for another base model",
     ),
+    "head": (
+        change_tensors(
+            lambda t: [
+                t.update({f"base_model.model.lm_head.lora_{one}.weight": torch.zeros(shape)})
+                for one, shape in (("A", (8, 16)), ("B", (384, 8)))
+            ]
+        ),
+        "it changes lm_head, which is no linear layer",
+    ),
     "unknown tensor": (
         change_tensors(lambda t: t.update({"lora_embedding_A": torch.zeros(1)})),
         "does not know the tensor lora_embedding_A",
@@ -212,7 +222,6 @@ def test_broken_adapters_are_refused_by_name(adapter, checkpoint, tmp_path, prob
     [
         ({"lora_modules": ["mine"]}, "NAME=FOLDER"),
         ({"lora_modules": ["a=x", "a=y"]}, "two adapters are called 'a'"),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
         ({"model_impl": "transformers"}, "not supported"),
         ({"max_lora_rank": 4}, "Raise --max-lora-rank"),
     ],

@@ -134,15 +134,14 @@ class AdaptedWeight(Weight):
 class Adapters:
     """The adapters of a model on one rank, each in a slot of its own."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Prepare all projections. Called before the weights are finished."""
+    def __init__(self, model: nn.Module, complete: nn.Module) -> None:
+        """Prepare all projections. Called before the weights are finished.
+
+        complete: the model with all pipeline stages, without weights."""
+        self._names = {one.name for linear in _linears(complete) for one in linear.sources}
         self.active = Active()
         self.slots: dict[str, int] = {"": BASE}
-        linears = [
-            one
-            for one in model.modules()
-            if isinstance(one, Linear) and not isinstance(one, OutputHead)
-        ]
+        linears = _linears(model)
         for linear in linears:
             linear.weight = AdaptedWeight(linear.weight, self.active)
         self._places: dict[str, list[tuple[Linear, int, int]]] = {}
@@ -168,7 +167,7 @@ class Adapters:
                     f"adapter {name!r} ({folder}): it changes {module}, which is no linear layer "
                     f"of this model. It may be for another base model."
                 )
-            for linear, index, first in self._places[known]:
+            for linear, index, first in self._places.get(known, ()):  # others: another stage's
                 rows = slice(first, first + linear.parts[index].count)
                 own = _shard(pair, linear.sources[index], linear.parts[index], linear.columns)
                 if own is None:
@@ -185,7 +184,13 @@ class Adapters:
         """Return a projection's name in the checkpoint, which may lack the first parts."""
         parts = module.split(".")
         names = (".".join(parts[begin:]) for begin in range(len(parts)))
-        return next((name for name in names if name in self._places), None)
+        return next((name for name in names if name in self._names), None)
+
+
+def _linears(model: nn.Module) -> list[Linear]:
+    """Return the layers that may have adapters."""
+    modules = model.modules()
+    return [one for one in modules if isinstance(one, Linear) and not isinstance(one, OutputHead)]
 
 
 def _shard(pair: Pair, source: Source, rows: Shard, columns: Shard) -> Pair | None:

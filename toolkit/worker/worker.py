@@ -339,12 +339,12 @@ class Worker:
         memory_budget.require_weights_fit(together, device, dtype)
         with self._room_for_weights(device):
             model = build(device, max_model_len)
-        if self.config.lora.adapters:
-            self._require_adapters(model, device)
-            self._adapters = Adapters(model)
         everything = (
             sketch if self.stage is SINGLE_STAGE else build(torch.device("meta"), 1, SINGLE_STAGE)
         )
+        if self.config.lora.adapters:
+            self._require_adapters(model, device)
+            self._adapters = Adapters(model, everything)
         given = self.config.model
         fill = find_weights(model, self.folder, given.load_format, given.seed, everything.slots())
         if device.type == "cuda" and self.world.size == 1:
@@ -369,8 +369,6 @@ class Worker:
         problem = None
         if device.type != "cpu":
             problem = "adapters run on CPUs only so far. Add --device cpu"
-        elif self.config.parallel.pipeline_parallel_size > 1:
-            problem = "adapters do not combine with --pipeline-parallel-size yet"
         elif not isinstance(model, Decoder):
             problem = f"adapters of {model.architecture} are not supported: tk has no code of it"
         if problem is not None:
