@@ -6,7 +6,8 @@ files, one text in this order. Without both: the demo model, and the chats of it
 Weights are rounded to nearest and written as real checkpoints, which tk then loads. Only the linear
 layers of the decoder are rounded; --quantization also rounds the output head to int8. With
 `pip install gguf`, GGUF files are measured too. CPU kernels round inputs of integer weights to 8
-bits; FP8 weights are expanded, and their inputs are not rounded."""
+bits, with a scale for 32 numbers, or for each token under --quantization int8; FP8 weights are
+expanded, and their inputs are not rounded."""
 
 from __future__ import annotations
 
