@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 
 from toolkit.errors import CheckpointError
 
@@ -120,6 +119,8 @@ def read_adapter(name: str, folder: Path, max_rank: int) -> dict[str, Pair]:
 
 
 def _read_tensors(path: Path, fail: Any) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError, safe_open
+
     if not path.is_file():
         raise fail(f"there is no {TENSORS}. Save it with safe_serialization=True")
     if path.stat().st_size > MAX_BYTES:
