@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from toolkit.kernels import cublas
-from toolkit.kernels.triton import fp8, grouped, linear
+from toolkit.kernels.triton import fp8, grouped, grouped_layout, linear
 from toolkit.kernels.triton.activation import activation as activated
 from toolkit.kernels.triton.activation import gated_activation
 from toolkit.kernels.triton.matmul import Unscaled
@@ -98,7 +98,7 @@ def scaled_product(
 
 def grouped_product(
     x: Tensor | Unscaled,
-    weight: grouped.Grouped,
+    weight: grouped_layout.Grouped,
     bias: Tensor | None = None,
     activation: str | None = None,
     gated: bool = False,
@@ -109,10 +109,11 @@ def grouped_product(
     For many rows the weight is expanded to the type of x, for cuBLAS."""
     if isinstance(x, Unscaled) or len(x) <= GROUPED_TOKENS:
         return grouped.linear(x, weight, bias, activation, gated, out)
-    return product(x, grouped.expand(weight, x.dtype), bias, activation, gated=gated, out=out)
+    dense = grouped_layout.expand(weight, x.dtype)
+    return product(x, dense, bias, activation, gated=gated, out=out)
 
 
-def fuses_grouped_norm(num_tokens: int, weight: grouped.Grouped) -> bool:
+def fuses_grouped_norm(num_tokens: int, weight: grouped_layout.Grouped) -> bool:
     """Return True if an RMS norm is fused into `grouped_product`s of so many rows. Not FP8."""
     return num_tokens <= linear.MAX_TOKENS and not weight.is_fp8
 

@@ -24,6 +24,7 @@ class Kernels:
             bitmask,
             embedding,
             grouped,
+            grouped_layout,
             inputs,
             linear,
             logprobs,
@@ -42,10 +43,9 @@ class Kernels:
         self.grouped_product = products.grouped_product
         self.fuses_grouped_norm = products.fuses_grouped_norm
         self.grouped_add_norm = grouped.add_norm
-        self.empty_groups = grouped.empty
-        self.new_groups = grouped.Grouped
-        self.arrange_groups = grouped.arrange
-        self.expand_groups = grouped.expand
+        self.empty_groups = grouped_layout.empty
+        self.arrange_groups = grouped_layout.arrange
+        self.expand_groups = grouped_layout.expand
         self.row_classes = matmul.ROW_CLASSES
         self.more_row_classes = products.MORE_ROW_CLASSES
         self.choosing_products = cublas.choosing

@@ -5,23 +5,18 @@ Products of few rows are bound by reading the weight, so it is converted in regi
 scales the sums, so scales keep their precision. Offsets are multiplied by the sums of x, which are
 a product with ones. For many rows the weight is expanded to the type of x for cuBLAS.
 
-A word of 16 bits has four columns of int4, or two of int8, that are equally far apart in a step. So
-a tile of words becomes that many operands of adjacent columns, its planes, by arithmetic alone: no
-number moves between threads. See `epilogue` for what follows the loop."""
+A tile of words becomes several operands of adjacent columns, its planes (`grouped_layout`), by
+arithmetic alone: no number moves between threads. See `epilogue` for what follows the loop."""
 
 # mypy: allow-incomplete-defs
 # Kernels annotate constexpr parameters only.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from toolkit.kernels.steps import group_and_step
 
 from .activation import check_kind
 from .counters import counters
@@ -36,6 +31,7 @@ from .epilogue import (
     tile_outputs,
     tile_rows,
 )
+from .grouped_layout import Grouped
 from .matmul import (
     MULTIPROCESSORS,
     Tile,
@@ -48,135 +44,8 @@ from .matmul import (
 )
 from .pdl import fetch, release, supported, wait
 
-FP8 = torch.float8_e4m3fn
 TOKENS = 64  # most rows of x in a tile
 FEW_TOKENS = 16
-ROWS_AT_ONCE = 8192  # of a weight that is arranged, which takes ten times its memory
-EXPANDED_ROWS = 64  # per program
-
-
-class Grouped(NamedTuple):
-    """A weight [rows, columns] in the order of the kernels. See `empty` and `arrange`.
-
-    It is scales · values + offsets; without offsets, integers are less by half of their range."""
-
-    bits: int
-    values: Tensor
-    """uint16 [steps, rows, words of a step], or e4m3 [rows, columns]. Word i of a step has its
-    columns i, i + words, ..., from the lowest bits on."""
-    scales: Tensor  # [groups, blocks of rows], any floating type
-    offsets: Tensor | None  # [groups, rows], like the scales
-    group: int  # columns with one scale
-    columns: int  # of a step
-    block_rows: int  # rows with one scale
-    shape: tuple[int, int]
-
-    @property
-    def is_fp8(self) -> bool:
-        return self.values.dtype == FP8
-
-    @property
-    def planes(self) -> int:
-        """Columns of a word, operands of a step."""
-        return 1 if self.is_fp8 else 16 // self.bits
-
-    @property
-    def step_stride(self) -> int:
-        return self.columns if self.is_fp8 else self.values.stride(0)
-
-    def select(self, ids: Tensor) -> Grouped:
-        """Return some rows."""
-        if self.is_fp8:  # not every device copies FP8 by index
-            values = self.values.view(torch.int8)[ids].view(self.values.dtype)
-        else:
-            values = self.values.view(torch.int16)[:, ids].view(torch.uint16)
-        return self._replace(
-            values=values,
-            scales=self.scales[:, ids // self.block_rows].contiguous(),
-            offsets=None if self.offsets is None else self.offsets[:, ids].contiguous(),
-            block_rows=1,
-            shape=(len(ids), self.shape[1]),
-        )
-
-    @property
-    def nbytes(self) -> int:
-        offsets = 0 if self.offsets is None else self.offsets.nbytes
-        return self.values.nbytes + self.scales.nbytes + offsets
-
-
-def empty(
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    bits: int,
-    block: tuple[int, int],
-    scale_type: torch.dtype,
-    offset_type: torch.dtype | None,
-) -> Grouped | None:
-    """Return an uninitialized weight. None: the kernels do not support its shape.
-
-    dtype: of `arrange`'s values; block: rows and columns with one scale. Integers have a scale for
-    each row."""
-    rows, columns = shape
-    block_rows, own = block
-    found = group_and_step(bits, dtype == FP8, columns, own)
-    if found is None:
-        return None
-    group, step = found
-    if dtype == FP8:
-        values = torch.empty(shape, dtype=dtype)
-    else:
-        values = torch.empty(columns // step, rows, step * bits // 16, dtype=torch.uint16)
-    blocks = columns // group, -(-rows // block_rows)
-    return Grouped(
-        bits,
-        values,
-        torch.empty(blocks, dtype=scale_type),
-        None if offset_type is None else torch.empty(blocks, dtype=offset_type),
-        group,
-        step,
-        block_rows,
-        shape,
-    )
-
-
-def arrange(
-    values: Tensor,
-    scales: Tensor,
-    offsets: Tensor | None,
-    group: int,
-    weight: Grouped,
-    first: int = 0,
-) -> None:
-    """Write rows of `weight`, from row `first` on, which begins a block.
-
-    group: columns with one scale; values: [rows, columns], uint8 or e4m3, of 4 bits [rows, columns
-    / 2] with the even column in the low half; scales, offsets: [blocks of rows, groups]."""
-    rows = slice(first, first + len(values))
-    if weight.is_fp8:
-        weight.values[rows].copy_(values)
-    else:
-        words = weight.values.view(torch.int16)
-        for start in range(0, len(values), ROWS_AT_ONCE):
-            part = _words(values[start : start + ROWS_AT_ONCE], weight)
-            begin = first + start
-            words[:, begin : begin + len(part)].copy_(part.transpose(0, 1))
-    begin = first // weight.block_rows
-    groups = weight.shape[1] // weight.group
-    for numbers, ours in ((scales, weight.scales), (offsets, weight.offsets)):
-        if numbers is not None and ours is not None:
-            # The last group of columns may be smaller.
-            repeated = numbers.repeat_interleave(group // weight.group, 1)[:, :groups]
-            ours[:, begin : begin + len(numbers)].copy_(repeated.T)
-
-
-def _words(values: Tensor, weight: Grouped) -> Tensor:
-    """Return int16 [rows, steps, words of a step] of values as in `arrange`."""
-    if weight.bits == 4:
-        values = torch.stack((values & 15, values >> 4), 2)
-    planes = weight.planes
-    numbers = values.reshape(len(values), -1, planes, weight.columns // planes).int()
-    shifts = weight.bits * torch.arange(planes, device=values.device, dtype=torch.int32)
-    return (numbers << shifts[:, None]).sum(2, dtype=torch.int32).to(torch.int16)
 
 
 def linear(
@@ -362,32 +231,6 @@ def _few_tokens_tile(
     if num_tokens <= 8 or num_rows <= 4096:
         return Tile(16, stages=4, parts=4)
     return Tile(32, stages=3, parts=4)
-
-
-def expand(weight: Grouped, dtype: torch.dtype) -> Tensor:
-    """Return the weight [rows, columns] in `dtype`."""
-    rows, columns = weight.shape
-    out = torch.empty((rows, columns), dtype=dtype, device=weight.values.device)
-    values, scales, offsets = weight.values, weight.scales, weight.offsets
-    _expand_kernel[(-(-rows // EXPANDED_ROWS), columns // weight.columns)](
-        values,
-        scales,
-        scales if offsets is None else offsets,
-        out,
-        rows,
-        columns,
-        values.stride(-2),
-        weight.step_stride,
-        scales.shape[1],
-        ROWS=EXPANDED_ROWS,
-        COLUMNS=weight.columns,
-        GROUP=weight.group,
-        BLOCK_ROWS=weight.block_rows,
-        PLANES=weight.planes,
-        SHIFTED=offsets is not None,
-        num_warps=4,
-    )
-    return out
 
 
 @triton.jit
@@ -747,47 +590,3 @@ def _grouped_kernel(
         GATED,
         True,
     )
-
-
-@triton.jit
-def _expand_kernel(
-    weight_ptr,
-    scale_ptr,
-    offset_ptr,
-    out_ptr,
-    num_rows,
-    in_features,
-    row_stride,
-    step_stride,
-    group_stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    PLANES: tl.constexpr,
-    SHIFTED: tl.constexpr,
-):
-    """Expand ROWS rows of one step of columns."""
-    WIDTH: tl.constexpr = COLUMNS // PLANES
-    BITS: tl.constexpr = 16 // PLANES
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    step = tl.program_id(1).to(tl.int64)
-    live = row < num_rows
-    word = tl.arange(0, WIDTH)[None, :]
-    at = row.to(tl.int64) * row_stride + step * step_stride + word
-    words = tl.load(weight_ptr + at, mask=live, other=0.0 if PLANES == 1 else 0)
-    out = out_ptr + row.to(tl.int64) * in_features + step * COLUMNS + word
-    for plane in tl.static_range(PLANES):
-        at_group = (step * (COLUMNS // GROUP) + plane * WIDTH // GROUP) * group_stride
-        scale = tl.load(scale_ptr + at_group + row // BLOCK_ROWS, mask=live, other=0.0)
-        scale = scale.to(tl.float32)
-        if PLANES == 1:
-            numbers = words.to(tl.float32) * scale
-        else:
-            numbers = ((words >> (plane * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
-            if SHIFTED:
-                offset = tl.load(offset_ptr + at_group + row, mask=live, other=0.0)
-                numbers = numbers * scale + offset.to(tl.float32)
-            else:
-                numbers = (numbers - 2.0 ** (BITS - 1)) * scale
-        tl.store(out + plane * WIDTH, numbers.to(out_ptr.dtype.element_ty), mask=live)

@@ -37,10 +37,15 @@ class Case:
 @pytest.fixture(scope="session")
 def kernels(triton) -> SimpleNamespace:
     from tests.kernels import plain
-    from toolkit.kernels.triton import ahead, epilogue, grouped, matmul
+    from toolkit.kernels.triton import ahead, epilogue, grouped, grouped_layout, matmul
 
     return SimpleNamespace(
-        ahead=ahead, grouped=grouped, matmul=matmul, epilogue=epilogue, plain=plain
+        ahead=ahead,
+        grouped=grouped,
+        grouped_layout=grouped_layout,
+        matmul=matmul,
+        epilogue=epilogue,
+        plain=plain,
     )
 
 
@@ -63,10 +68,10 @@ def random_int4(kernels, rows: int, columns: int, device: torch.device):
     scales = (torch.rand(rows, columns // 128, device=device) + 0.5) / (5 * columns**0.5)
     offsets = -scales * torch.randint(5, 11, scales.shape, device=device)
     with torch.device(device):
-        weight = kernels.grouped.empty(
+        weight = kernels.grouped_layout.empty(
             (rows, columns), torch.uint8, 4, (1, 128), torch.float16, torch.float32
         )
-    kernels.grouped.arrange(values, scales.half(), offsets, 128, weight)
+    kernels.grouped_layout.arrange(values, scales.half(), offsets, 128, weight)
     return weight
 
 
@@ -126,7 +131,7 @@ def expected(kernels, case: Case, call: dict) -> tuple[Tensor, Tensor | None]:
     x = call["x"].x if case.unscaled else call["x"]
     weight = call["weight"]
     if case.format == "int4":
-        weight = kernels.grouped.expand(weight, torch.float32)
+        weight = kernels.grouped_layout.expand(weight, torch.float32)
     y = F.linear(x.double(), weight.double())
     if call["delta"] is not None:
         delta = call["delta"]

@@ -17,6 +17,13 @@ TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3}  # relative, in norm
 
 
 @pytest.fixture(scope="session")
+def grouped_layout(triton):
+    from toolkit.kernels.triton import grouped_layout
+
+    return grouped_layout
+
+
+@pytest.fixture(scope="session")
 def grouped(triton):
     from toolkit.kernels.triton import grouped
 
@@ -52,7 +59,7 @@ def is_fp8(format: Format) -> bool:
     return format.block_rows > 1
 
 
-def make(grouped, format: Format, rows: int, columns: int, device: torch.device):
+def make(grouped_layout, format: Format, rows: int, columns: int, device: torch.device):
     """Return (the weight in the kernels' order, the weight in fp32)."""
     torch.manual_seed(0)
     blocks = -(-rows // format.block_rows), -(-columns // format.group)
@@ -72,7 +79,7 @@ def make(grouped, format: Format, rows: int, columns: int, device: torch.device)
         parts = values, scales, offsets
         dense = Groups(format.bits, *parts).dequantize()
     with torch.device(device):
-        weight = grouped.empty(
+        weight = grouped_layout.empty(
             (rows, columns),
             parts[0].dtype,
             format.bits,
@@ -86,7 +93,7 @@ def make(grouped, format: Format, rows: int, columns: int, device: torch.device)
             first = part.start // format.block_rows
             own = slice(first, -(-part.stop // format.block_rows))
             own_parts = [None if one is None else one[own] for one in parts[1:]]
-            grouped.arrange(parts[0][part], *own_parts, format.group, weight, part.start)
+            grouped_layout.arrange(parts[0][part], *own_parts, format.group, weight, part.start)
     return weight, dense
 
 
@@ -109,12 +116,12 @@ ENDS = [(None, False, True), ("silu", True, False), ("gelu", False, True)]
     ids=str,
 )
 def test_product_equals_that_with_the_dense_weight(
-    grouped, device, format, tokens, tile, end, dtype
+    grouped, grouped_layout, device, format, tokens, tile, end, dtype
 ):
     activation, is_gated, is_biased = end
     size, columns = 70, 384
     rows = 2 * size if is_gated else size
-    weight, dense = make(grouped, format, rows, columns, device)
+    weight, dense = make(grouped_layout, format, rows, columns, device)
     x = torch.randn(tokens, columns, device=device).to(dtype)
     bias = torch.randn(rows, device=device).to(dtype) if is_biased else None
     out = torch.full((tokens, size), NAN, dtype=dtype, device=device)
@@ -133,19 +140,19 @@ def test_product_equals_that_with_the_dense_weight(
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_expanded_weight_is_exact(grouped, device, format):
-    weight, dense = make(grouped, format, 70, 768, device)
+def test_expanded_weight_is_exact(grouped, grouped_layout, device, format):
+    weight, dense = make(grouped_layout, format, 70, 768, device)
     # The compiler fuses the product with a scale and the sum with an offset.
     rtol = 1e-5 if format.is_shifted else 0
-    expanded = grouped.expand(weight, torch.float32)
+    expanded = grouped_layout.expand(weight, torch.float32)
     torch.testing.assert_close(expanded, dense, rtol=rtol, atol=rtol)
     rows = torch.tensor([69, 0, 33, 33], device=device)
-    assert torch.equal(grouped.expand(weight.select(rows), torch.float32), expanded[rows])
+    assert torch.equal(grouped_layout.expand(weight.select(rows), torch.float32), expanded[rows])
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_sizes_are_those_of_the_parts(grouped, device, format):
-    weight, _ = make(grouped, format, 64, 768, device)
+def test_sizes_are_those_of_the_parts(grouped, grouped_layout, device, format):
+    weight, _ = make(grouped_layout, format, 64, 768, device)
     assert weight.values.nbytes == 64 * 768 * format.bits // 8
     groups = 768 // min(format.group, 128)
     assert weight.scales.numel() == groups * -(-64 // format.block_rows)
@@ -154,13 +161,13 @@ def test_sizes_are_those_of_the_parts(grouped, device, format):
 @pytest.mark.parametrize(
     ("format", "columns"), [(Format(4, 8), 256), (Format(4, 24), 240), (Format(8, 72), 72)], ids=str
 )
-def test_other_groups_are_left_to_the_dense_weight(grouped, device, format, columns):
-    weight, _ = make(grouped, format, 16, columns, device)
+def test_other_groups_are_unsupported(grouped_layout, device, format, columns):
+    weight, _ = make(grouped_layout, format, 16, columns, device)
     assert weight is None
 
 
-def test_steps_are_smaller_if_they_do_not_divide_the_columns(grouped, device):
-    weight, dense = make(grouped, Format(4, 64), 32, 3 * 64, device)
+def test_steps_are_smaller_if_they_do_not_divide_the_columns(grouped, grouped_layout, device):
+    weight, dense = make(grouped_layout, Format(4, 64), 32, 3 * 64, device)
     assert (weight.group, weight.columns) == (64, 64)
     x = torch.randn(3, 192, device=device).bfloat16()
     check(grouped.linear(x, weight), F.linear(x.double(), dense.double()))
@@ -170,14 +177,14 @@ def test_steps_are_smaller_if_they_do_not_divide_the_columns(grouped, device):
     "shape", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (768, 768)], ids=str
 )
 @pytest.mark.parametrize("format", [Format(4, 128), FORMATS[-1]], ids=str)
-def test_warm_up_has_a_step_for_each_kernel(grouped, device, shape, format):
+def test_warm_up_has_a_step_for_each_kernel(grouped, grouped_layout, device, shape, format):
     from toolkit.kernels import products
     from toolkit.kernels.triton.matmul import ROW_CLASSES, late
 
     with torch.device("meta"):
         values = torch.float8_e4m3fn if is_fp8(format) else torch.uint8
         block = format.block_rows, format.group
-        weight = grouped.empty(shape, values, format.bits, block, torch.float16, None)
+        weight = grouped_layout.empty(shape, values, format.bits, block, torch.float16, None)
 
     def kernel(tokens: int) -> tuple[object, ...]:
         padded = min(grouped.TOKENS, 1 << (tokens - 1).bit_length())
@@ -188,8 +195,8 @@ def test_warm_up_has_a_step_for_each_kernel(grouped, device, shape, format):
     assert {kernel(tokens) for tokens in range(1, products.GROUPED_TOKENS + 1)} <= warm
 
 
-def test_wrong_inputs_are_refused(grouped, device):
-    weight, _ = make(grouped, Format(4, 128), 16, 256, device)
+def test_wrong_inputs_are_refused(grouped, grouped_layout, device):
+    weight, _ = make(grouped_layout, Format(4, 128), 16, 256, device)
     x = torch.zeros(2, 256, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match="256"):
         grouped.linear(x[:, :128].contiguous(), weight)
@@ -201,7 +208,7 @@ def test_wrong_inputs_are_refused(grouped, device):
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     with pytest.raises(ValueError, match="residual"):
         grouped.add_norm(x, weight, residual[:, :16], residual[0, :16], 1e-5, sums)
-    weight, _ = make(grouped, Format(4, 128), 16, 768, device)
+    weight, _ = make(grouped_layout, Format(4, 128), 16, 768, device)
     tile, many = grouped.Tile(64, 2, 1, 2), x.repeat(100, 3)
     with pytest.raises(ValueError, match="splits"):
         grouped.linear(many, weight, tile=tile)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import checkpoints
 from tests.lora.conftest import OPTIONS, Adapter
-from toolkit import LLM, AsyncLLM, LoRARequest, SamplingParams
+from toolkit import LLM, AsyncLLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from toolkit.errors import CheckpointError, ConfigError, InvalidRequestError
 
 PROMPT = [7, 3, 9, 12, 5, 40, 41, 2, 17, 90, 23]
@@ -109,6 +110,21 @@ def test_logprobs_are_those_of_the_adapter(adapter, checkpoint):
     (token,) = result.outputs[0].token_ids
     expected = logits.log_softmax(0)[token].item()
     assert result.outputs[0].logprobs[0][token].logprob == pytest.approx(expected, abs=1e-4)
+
+
+def test_seeds_and_grammars_hold_in_mixed_batches(adapter, checkpoint):
+    one: Adapter = adapter("all")
+    llm = engine(checkpoint(one.base), {"mine": one.folder})
+    sampled = {"temperature": 1.0, "seed": 3}
+    alone = tokens(generate(llm, [PROMPT], ["mine"], **sampled))
+    together = tokens(generate(llm, [PROMPT, PROMPT], ["", "mine"], **sampled))
+    constraint = StructuredOutputsParams(regex="[ab]{4}")
+    answers = generate(
+        llm, [PROMPT, PROMPT], ["mine", ""], structured_outputs=constraint, ignore_eos=False
+    )
+    llm.shutdown()
+    assert together[1] == alone[0] != together[0]
+    assert all(re.fullmatch("[ab]{4}", one.outputs[0].text) for one in answers)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -18,7 +18,7 @@ from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, Weight, parameter
 
 if TYPE_CHECKING:
     from toolkit.kernels.table import Kernels
-    from toolkit.kernels.triton.grouped import Grouped
+    from toolkit.kernels.triton.grouped_layout import Grouped
     from toolkit.kernels.triton.matmul import Unscaled
     from toolkit.weights.weight import Rows
 
@@ -65,8 +65,7 @@ class GroupedWeight(Weight):
     def __init__(self, grouped: Grouped, layout: Layout, kernels: Kernels) -> None:
         super().__init__(*grouped.shape)
         self.layout, self.dtype = layout, torch.get_default_dtype()
-        self._kernels = kernels
-        self._sizes = grouped.group, grouped.columns, grouped.block_rows
+        self._kernels, self.grouped = kernels, grouped
         # As parameters they are part of the kind of a step, which its kernels depend on.
         self.values = parameter(grouped.values)
         self.scales = parameter(grouped.scales)
@@ -75,14 +74,6 @@ class GroupedWeight(Weight):
         # Steps may run before the weight is loaded.
         self.order = (
             parameter(torch.arange(columns, dtype=torch.int32)) if layout.has_order else None
-        )
-
-    @property
-    def grouped(self) -> Grouped:
-        group, columns, block_rows = self._sizes
-        parts = self.values, self.scales, self.offsets
-        return self._kernels.new_groups(
-            self.layout.bits, *parts, group, columns, block_rows, self.shape
         )
 
     @property
