@@ -1,7 +1,7 @@
 """Write small GGUF files with a vocabulary, and llama.cpp's tokens of texts with them.
 
 pip install --target /tmp/gguf gguf llama-cpp-python
-PYTHONPATH=/tmp/gguf python -m tools.gguf_tokens tests/text/gguf
+PYTHONPATH=/tmp/gguf python -m tools.gguf_tokens tests/text/gguf_files
 """
 
 import argparse

@@ -13,7 +13,7 @@ from toolkit.gguf.file import GGUF, read_gguf
 from toolkit.gguf.tokenizer import build_tokenizer, generation_config
 from toolkit.text.tokenizer import Tokenizer, load_tokenizer
 
-FOLDER = Path(__file__).parent / "gguf"
+FOLDER = Path(__file__).parent / "gguf_files"
 WRITTEN = json.loads((FOLDER / "tokens.json").read_text())
 KEEPS_MARKS = ("qwen2", "tekken", "gpt-4o")
 """Ways to split text in which the original tokenizers, unlike llama.cpp, compose a letter and its
