@@ -15,7 +15,7 @@ import torch
 from toolkit.attention import AttentionBackend, AttentionBatch
 from toolkit.attention.cpu import kernels_support
 from toolkit.hardware.parent import is_own_process
-from toolkit.lora.adapted import Adapters
+from toolkit.lora.adapters import Adapters
 from toolkit.models.model import CausalLM
 from toolkit.pooling.accumulator import PromptPooling
 from toolkit.sampling.grammar import Masks

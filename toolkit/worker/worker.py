@@ -25,7 +25,7 @@ from toolkit.hardware.figures import CPU_CACHE_SHARE
 from toolkit.hardware.graph_capture import empty_cache
 from toolkit.kernels import cpu
 from toolkit.kernels.table import kernels_for
-from toolkit.lora.adapted import Adapters
+from toolkit.lora.adapters import Adapters
 from toolkit.models.build import build_model, choose_dtype, load_config
 from toolkit.models.cache_scale import scale_cache
 from toolkit.models.decoder import Decoder
@@ -146,7 +146,8 @@ class Worker:
             self._make_cache(model, device, dtype, max_model_len, loaded)
         if self._adapters is not None:
             self.runner.adapters = self._adapters
-            self.runner.state.adapter_slots = self._adapters.slots
+            names = enumerate(self.config.lora.adapters, 1)
+            self.runner.state.adapter_slots = {"": 0} | {name: slot for slot, name in names}
             self.info.adapters = list(self.config.lora.adapters)
         self._add_pooling(model, model_config, device)
         if isinstance(self.runner, CudaRunner) and self.runner.policy.captures:
@@ -344,7 +345,7 @@ class Worker:
         )
         if self.config.lora.adapters:
             self._require_adapters(model, device)
-            self._adapters = Adapters(model, everything)
+            self._adapters = Adapters(model, everything, self.config.lora.max_lora_rank)
         given = self.config.model
         fill = find_weights(model, self.folder, given.load_format, given.seed, everything.slots())
         if device.type == "cuda" and self.world.size == 1:
@@ -357,7 +358,8 @@ class Worker:
             del fill  # refers to the unpacked weights
             model.pack_weights()
             if self._adapters is not None:
-                self._adapters.load(self.config.lora.adapters, self.config.lora.max_lora_rank)
+                for slot, (name, adapter) in enumerate(self.config.lora.adapters.items(), 1):
+                    self._adapters.place(slot, self._adapters.read(name, adapter))
             if isinstance(model, CausalLM) and (self.config.device.enforce_eager or self._adapters):
                 model.disable_recording()
             memory.trim_heap()

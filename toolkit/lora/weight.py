@@ -1,0 +1,132 @@
+"""A projection's weight with adapters, and the adapters in use in a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from toolkit.distributed import Shard
+from toolkit.lora.peft import Pair
+from toolkit.weights.groups import Decoded
+from toolkit.weights.slots import Slot
+from toolkit.weights.weight import ALL, Epilogue, Weight
+
+if TYPE_CHECKING:
+    from toolkit.weights.weight import Rows
+
+Slots = npt.NDArray[np.int32]  # of adapters; 0: none
+BASE = 0
+
+
+class Groups(NamedTuple):
+    """The tokens of a step that use each adapter: (slot, int64 indices)."""
+
+    num_tokens: int
+    by_slot: list[tuple[int, torch.Tensor]]
+
+    @classmethod
+    def of(cls, slots: Slots) -> Groups:
+        used = np.unique(slots[slots != BASE])
+        return cls(
+            len(slots),
+            [(int(slot), torch.from_numpy(np.flatnonzero(slots == slot))) for slot in used],
+        )
+
+
+class Active:
+    """The adapters in use. All projections of a model share it."""
+
+    def __init__(self) -> None:
+        self._all = self._wanted = Groups(0, [])
+
+    def set(self, slots: Slots, wanted: Slots) -> None:
+        """Set the adapter of each token, and of each that the last layer's end computes."""
+        self._all, self._wanted = Groups.of(slots), Groups.of(wanted)
+
+    def groups(self, num_tokens: int) -> list[tuple[int, torch.Tensor]]:
+        # If all tokens are wanted, both are the same.
+        return (self._all if num_tokens == self._all.num_tokens else self._wanted).by_slot
+
+
+class Part(NamedTuple):
+    rows: slice  # of the product
+    pair: Pair
+
+
+class AdaptedWeight(Weight):
+    """A weight, and what each adapter adds to its products before activation and gate."""
+
+    has_rows = False
+
+    def __init__(self, base: Weight, active: Active) -> None:
+        super().__init__(*base.shape)
+        self.base, self._active = base, active
+        self.parts: dict[int, list[Part]] = {}  # by slot
+        self._has_own_end = False
+
+    @property
+    def nbytes(self) -> int:
+        return 0  # the base is counted
+
+    def place(self, slot: int, parts: list[Part]) -> None:
+        """Replace the adapter of a slot. No parts: it does not change this weight."""
+        if parts:
+            self.parts[slot] = parts
+        else:
+            self.parts.pop(slot, None)
+
+    def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor), "see fuses_norm"
+        groups = [one for one in self._active.groups(len(x)) if one[0] in self.parts]
+        if not self._has_own_end:
+            y = self.base.product(x, epilogue)
+            self._add(y, x, groups)
+            return y
+        y = self.base.product(x, Epilogue())
+        self._add(y, x, groups)
+        if epilogue.bias is not None:
+            y = y + epilogue.bias
+        return epilogue.activate(y)
+
+    def _add(
+        self, y: torch.Tensor, x: torch.Tensor, groups: list[tuple[int, torch.Tensor]]
+    ) -> None:
+        for slot, tokens in groups:
+            own = x[tokens].float()  # as in PEFT
+            for part in self.parts[slot]:
+                low, up = part.pair.low, part.pair.up
+                y[tokens, part.rows] += ((own @ low.T) @ up.T).to(y.dtype)
+
+    def take(self, ids: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("no embedding has adapters")
+
+    def part_slots(
+        self,
+        rows: slice,
+        shards: tuple[Shard, Shard],
+        *,
+        transpose: bool = False,
+        order: tuple[int, ...] | None = None,
+    ) -> dict[str, Slot]:
+        return self.base.part_slots(rows, shards, transpose=transpose, order=order)
+
+    def write(self, rows: slice, decoded: Decoded) -> None:
+        self.base.write(rows, decoded)
+
+    def fill_randomly(self, generator: torch.Generator) -> None:
+        """The base is filled."""
+
+    def dequantize(self, rows: slice = ALL) -> torch.Tensor:
+        return self.base.dequantize(rows)
+
+    def multiply(self, factor: float, rows: slice = ALL) -> None:
+        self.base.multiply(factor, rows)
+
+    def finish(self, epilogue: Epilogue) -> Weight:
+        # Adapters are added before the activation, which a packed weight would contain.
+        self._has_own_end = epilogue.activation is not None or epilogue.gated
+        self.base = self.base.finish(Epilogue() if self._has_own_end else epilogue)
+        return self
