@@ -72,6 +72,7 @@ ARROWS = {
         "gguf",
         "hardware",
         "hub",
+        "lora",
         "pooling",
         "sampling",
         "scheduler",

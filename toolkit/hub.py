@@ -62,6 +62,22 @@ def locate_tokenizer(name: str) -> Path:
     return locate(name) if folder.exists() else _from_hub(name, None, with_weights=False)
 
 
+def locate_adapter(name: str) -> Path:
+    """Return the folder of a LoRA adapter, downloaded if it is missing.
+
+    Raises ModelNotFoundError."""
+    folder = Path(name).expanduser()
+    if folder.is_dir() or is_path(name):
+        return folder  # whoever reads it reports what is missing
+    try:
+        return fetch(name)
+    except HubUnreachableError as unreachable:
+        cached = cached_snapshot(name, None, with_weights=False)
+        if cached is not None and any(cached.glob("adapter_model.*")):
+            return cached
+        raise not_found(name, None, unreachable) from None
+
+
 def is_path(name: str) -> bool:
     """Return whether a name can only be a path, since it is not a valid name on the hub."""
     return not _HUB_NAME.fullmatch(name) or name.startswith(".")

@@ -6,13 +6,26 @@ from toolkit.sampling.params import PoolingParams, SamplingParams
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
-    """The LoRA adapter of a request, by the name that `lora_modules` gives it.
+    """The LoRA adapter of a request: the name of one that is served, or a new name and its folder.
 
-    The fields are vLLM's; the number and the path are not needed."""
+    The fields are vLLM's; the number is not needed."""
 
     lora_name: str
     lora_int_id: int = 0
     lora_path: str = ""
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter as it was on disk when it was found."""
+
+    name: str
+    folder: str
+    revision: str  # of its files
+
+    @property
+    def key(self) -> str:
+        """Text that another adapter, or another revision of this one, does not have."""
+        return f"{self.name}@{self.revision}"
 
 
 class SequenceSpec(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
@@ -30,12 +43,12 @@ class SequenceSpec(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
     grammar: str = ""  # constraint on the output in llguidance's format; empty: none
     pooling: PoolingParams | None = None  # set if the prompt is pooled instead of continued
     is_final_only: bool = False  # all tokens are reported together at the end
-    adapter: str = ""  # name of the LoRA adapter; empty: none
+    adapter: Adapter | None = None  # the LoRA adapter
 
     @property
     def cache_key(self) -> str:
         """Key that is equal for requests that may share cached blocks."""
-        return f"{self.adapter}\0{self.cache_salt}" if self.adapter else self.cache_salt
+        return f"{self.adapter.key}\0{self.cache_salt}" if self.adapter else self.cache_salt
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -204,7 +204,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(target)
     write_files(folder)
-    for name in ("sql", "support"):
+    for name in ("sql", "sql-2", "support"):
         save_adapter(folder / "adapters" / name, folder / "model")
     for block in BLOCKS:
         if block.file and not block.is_of_repository:
@@ -240,7 +240,8 @@ def save_adapter(folder: Path, model: Path) -> None:
 def server(folder: Path) -> Iterator[Server]:
     """A server for chats, embeddings and tools."""
     options = ("--pooling", "last", "--chat-template", "tools.jinja")
-    adapter = ("--lora-modules", f"sql={folder / 'adapters' / 'sql'}")
+    adapter = ("--lora-modules", f"sql={folder / 'adapters' / 'sql'}", "--allow-runtime-lora")
+    adapter += ("--lora-dir", str(folder / "adapters"))
     running = Server(CHAT_MODEL, *options, *adapter, cwd=folder)
     yield running
     running.stop()

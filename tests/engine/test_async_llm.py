@@ -30,7 +30,7 @@ from toolkit.scheduler.stats import EngineStats
 from toolkit.sequence import SequenceSpec
 
 PROMPT = [7, 3, 9, 12, 5]
-INFO = types.SimpleNamespace(max_model_len=100, num_blocks=100, block_size=16)
+INFO = types.SimpleNamespace(max_model_len=100, num_blocks=100, block_size=16, adapters=[])
 
 
 class ScriptedCore:

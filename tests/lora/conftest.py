@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests import checkpoints
+from toolkit import LLM, LoRARequest, SamplingParams
 
 OPTIONS: dict[str, tuple[str, dict[str, object]]] = {
     "attention": ("llama3-gqa", {"r": 8, "target_modules": ["q_proj", "v_proj"]}),
@@ -30,6 +31,9 @@ OPTIONS: dict[str, tuple[str, dict[str, object]]] = {
 }
 """Base model and PEFT's options by a name. `all` and `attention` share a base."""
 STRENGTH = 0.2  # of adapters: the answers differ from the base's
+PROMPT = [7, 3, 9, 12, 5, 40, 41, 2, 17, 90, 23]
+COUNT = 12
+CPU = {"device": "cpu", "dtype": "float32", "max_model_len": 128}
 
 
 class Adapter:
@@ -63,3 +67,25 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Adapter
         return made[name]
 
     return get
+
+
+def engine(folder: Path, adapters: dict[str, Path], **settings: object) -> LLM:
+    modules = [f"{name}={path}" for name, path in adapters.items()]
+    return LLM(str(folder), lora_modules=modules, **CPU | settings)
+
+
+def generate(llm: LLM, prompts: list[list[int]], names: list[str], **params: object) -> list:
+    settings = SamplingParams(
+        **{"temperature": 0.0, "max_tokens": COUNT, "ignore_eos": True} | params
+    )
+    requests = [LoRARequest(name) if name else None for name in names]
+    return llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        settings,
+        use_tqdm=False,
+        lora_request=requests,
+    )
+
+
+def tokens(results: list) -> list[list[int]]:
+    return [one.outputs[0].token_ids for one in results]

@@ -15,35 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import checkpoints
-from tests.lora.conftest import OPTIONS, Adapter
-from toolkit import LLM, AsyncLLM, LoRARequest, SamplingParams, StructuredOutputsParams
+from tests.lora.conftest import COUNT, CPU, OPTIONS, PROMPT, Adapter, engine, generate, tokens
+from toolkit import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from toolkit.errors import CheckpointError, ConfigError, InvalidRequestError
-
-PROMPT = [7, 3, 9, 12, 5, 40, 41, 2, 17, 90, 23]
-COUNT = 12
-CPU = {"device": "cpu", "dtype": "float32", "max_model_len": 128}
-
-
-def engine(folder: Path, adapters: dict[str, Path], **settings: object) -> LLM:
-    modules = [f"{name}={path}" for name, path in adapters.items()]
-    return LLM(str(folder), lora_modules=modules, **CPU | settings)
-
-
-def generate(llm: LLM, prompts: list[list[int]], names: list[str], **params: object) -> list:
-    settings = SamplingParams(
-        **{"temperature": 0.0, "max_tokens": COUNT, "ignore_eos": True} | params
-    )
-    requests = [LoRARequest(name) if name else None for name in names]
-    return llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts],
-        settings,
-        use_tqdm=False,
-        lora_request=requests,
-    )
-
-
-def tokens(results: list) -> list[list[int]]:
-    return [one.outputs[0].token_ids for one in results]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -150,7 +124,9 @@ async def test_streams_with_an_adapter_survive_their_core(adapter, checkpoint):
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, detokenize=False)
     async with AsyncLLM(folder, lora_modules=modules, num_threads=1, **CPU) as llm:
         first = llm.replicas[0].link.pid
-        stream = await llm.submit({"prompt_token_ids": PROMPT}, params, adapter="mine")
+        stream = await llm.submit(
+            {"prompt_token_ids": PROMPT}, params, adapter=llm.adapters.find("mine")
+        )
         given: list[int] = []
         async with asyncio.timeout(200):
             async for delta in stream:
@@ -238,10 +214,10 @@ def test_broken_adapters_are_refused_by_name(adapter, checkpoint, tmp_path, prob
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"lora_modules": ["mine"]}, "NAME=FOLDER"),
+        ({"lora_modules": ["mine"]}, "NAME=PATH"),
         ({"lora_modules": ["a=x", "a=y"]}, "two adapters are called 'a'"),
         ({"model_impl": "transformers"}, "not supported"),
-        ({"max_lora_rank": 4}, "Raise --max-lora-rank"),
+        ({"max_lora_rank": 4}, "Start with --max-lora-rank 8"),
     ],
     ids=str,
 )
@@ -255,7 +231,7 @@ def test_unsupported_settings_are_refused(adapter, checkpoint, settings, says):
 def test_unknown_adapters_are_refused(adapter, checkpoint):
     one: Adapter = adapter("attention")
     llm = engine(checkpoint(one.base), {"mine": one.folder})
-    with pytest.raises(InvalidRequestError, match=r"no adapter 'other'\. Loaded: 'mine'"):
+    with pytest.raises(InvalidRequestError, match=r"no adapter 'other'\. Known: 'mine'"):
         generate(llm, [PROMPT], ["other"])
     with pytest.raises(InvalidRequestError, match="1 prompts and 2 LoRA requests"):
         generate(llm, [PROMPT], ["mine", "mine"])

@@ -27,7 +27,7 @@ from toolkit.scheduler import (
     StepResults,
     rows,
 )
-from toolkit.sequence import SequenceSpec
+from toolkit.sequence import Adapter, SequenceSpec
 
 VOCAB = 11
 EOS, STOP_TOKEN = 0, 1
@@ -35,16 +35,22 @@ GARBAGE = -1
 MAX_MODEL_LEN = 40
 
 
-def next_token(tokens: tuple[int, ...], seed: int) -> int:
+def next_token(tokens: tuple[int, ...], seed: int, adapter: str = "") -> int:
     """Return the next token: any function that depends on all of `tokens`."""
-    return random.Random(f"{seed}:{tokens}").randrange(VOCAB)
+    return random.Random(f"{seed}:{adapter}:{tokens}").randrange(VOCAB)
+
+
+def adapter_of(request: Request) -> str:
+    return "" if request.spec.adapter is None else request.spec.adapter.key
 
 
 def expected_answer(request: Request) -> tuple[list[int], FinishReason, int | None]:
     """Return (tokens, reason, stop token) of a request run alone, by the documented rules."""
     tokens: list[int] = []
     while True:
-        tokens.append(next_token((*request.prompt_token_ids, *tokens), request.seed))
+        tokens.append(
+            next_token((*request.prompt_token_ids, *tokens), request.seed, adapter_of(request))
+        )
         if len(tokens) >= request.params.min_tokens:
             if tokens[-1] in (request.params.stop_token_ids or []):
                 return tokens, FinishReason.STOP, tokens[-1]
@@ -62,30 +68,35 @@ class Row:
     tokens: list[int]
     blocks: list[int]
     seed: int
+    adapter: int  # slot
 
 
 class Device:
     """Executes steps like a worker. Raises AssertionError where a worker would compute garbage."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.block_size = scheduler.block_size
+        self.block_size, self.max_loras = scheduler.block_size, scheduler.max_loras
         self.samples_elsewhere = scheduler.num_stages > 1
         """A first stage: it knows only tokens that the step brings."""
         self.cache = np.full((scheduler.pool.num_blocks, self.block_size), GARBAGE, np.int64)
         self.host = np.full((scheduler.host_pool.num_blocks, self.block_size), GARBAGE, np.int64)
         self.rows: dict[int, Row] = {}
-        self.prefix_ids: dict[tuple[int, int], int] = {}
+        self.adapters = {0: ""}  # keys by slot
+        self.prefix_ids: dict[tuple[int | str, int], int] = {}
         self.is_broken = False
         """A step failed, unknown to the loop yet. Later steps compute garbage, which is dropped."""
 
     def execute(self, step: SchedulerOutput, *, fails: bool = False) -> ModelOutput:
         self.is_broken |= fails
+        for slot, key in step.adapters:
+            assert 1 <= slot <= self.max_loras
+            self.adapters[slot] = key
         for block, host_block in step.swap_out:
             self.host[host_block] = self.cache[block]
         for host_block, block in step.swap_in:
             self.cache[block] = self.host[host_block]
         for new in step.new_rows:
-            self.rows[new.row] = Row(list(new.token_ids), list(new.blocks), new.seed)
+            self.rows[new.row] = Row(list(new.token_ids), list(new.blocks), new.seed, new.adapter)
         for number, index, block in step.new_blocks.tolist():
             assert index == len(self.rows[number].blocks), "new blocks follow the row's others"
             self.rows[number].blocks.append(block)
@@ -103,7 +114,7 @@ class Device:
                 strict=True,
             )
         )
-        prefixes = {number: self._prefixes(self.rows[number].tokens) for number, *_ in work}
+        prefixes = {number: self._prefixes(self.rows[number]) for number, *_ in work}
         # A layer first writes all keys of a step, then reads.
         for number, count, computed, _ in work:
             row = self.rows[number]
@@ -127,15 +138,16 @@ class Device:
                 )
             if samples:
                 assert seen == len(row.tokens), "the next token comes after all the others"
-                sampled.append(next_token(tuple(row.tokens), row.seed))
+                adapter = self.adapters[row.adapter]
+                sampled.append(next_token(tuple(row.tokens), row.seed, adapter))
                 if not self.samples_elsewhere:
                     row.tokens.append(sampled[-1])
         return ModelOutput(step.step, np.array(sampled, np.int32))
 
-    def _prefixes(self, tokens: list[int]) -> list[int]:
-        """Return the id of the token prefix at each position."""
-        names, name = [], 0
-        for token in tokens:
+    def _prefixes(self, row: Row) -> list[int]:
+        """Return the id of the token prefix at each position, which depends on the adapter."""
+        names, name = [], self.adapters[row.adapter]
+        for token in row.tokens:
             name = self.prefix_ids.setdefault((name, token), len(self.prefix_ids) + 1)
             names.append(name)
         return names
@@ -154,6 +166,7 @@ class Plan:
     caching: bool = True
     depth: int = 1
     num_stages: int = 1
+    max_loras: int = 1
     schedules_singly: bool = False
     """Schedule each running request in Python, as when blocks are scarce."""
     arrivals: list[tuple[int, list[Request]]] = field(default_factory=list)
@@ -217,6 +230,7 @@ def make_scheduler(plan: Plan) -> Scheduler:
             num_host_blocks=plan.num_host_blocks,
             enable_prefix_caching=plan.caching,
             num_stages=plan.num_stages,
+            max_loras=plan.max_loras,
         )
     if plan.schedules_singly:
         scheduler._schedule_batch = lambda step: False
@@ -341,6 +355,7 @@ def check_all_is_free(scheduler: Scheduler) -> None:
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
     assert scheduler.host_pool.num_free == scheduler.host_pool.num_blocks
     assert not scheduler.running
+    assert not any(place.num_users for place in scheduler.adapters._places.values())
     assert scheduler.num_waiting == scheduler.num_steps_in_flight == 0
     assert scheduler.schedule() is None
 
@@ -353,25 +368,28 @@ def make_request(
     seed: int = 0,
     priority: int = 0,
     salt: str = "",
+    adapter: str = "",
     cacheable: bool = True,
     leader: Request | None = None,
     is_final_only: bool = False,
     eos_token_ids: Sequence[int] = (EOS,),
     **params: object,
 ) -> Request:
+    spec = SequenceSpec(
+        prompt_token_ids=prompt,
+        params=SamplingParams(max_tokens=max_tokens, **params),
+        max_tokens=max_tokens,
+        eos_token_ids=list(eos_token_ids),
+        priority=priority,
+        cache_salt=salt,
+        is_final_only=is_final_only,
+        adapter=Adapter(adapter, "", "1") if adapter else None,
+    )
     return Request(
         id=name,
-        spec=SequenceSpec(
-            prompt_token_ids=prompt,
-            params=SamplingParams(max_tokens=max_tokens, **params),
-            max_tokens=max_tokens,
-            eos_token_ids=list(eos_token_ids),
-            priority=priority,
-            cache_salt=salt,
-            is_final_only=is_final_only,
-        ),
+        spec=spec,
         seed=seed,
-        cache_salt=salt,
+        cache_salt=spec.cache_key,
         cacheable=cacheable,
         leader=leader,
     )

@@ -45,6 +45,7 @@ def groups(draw, index: int, caching: bool):
         "max_tokens": draw(st.integers(1, MAX_MODEL_LEN - len(prompt))),
         "priority": draw(st.integers(0, 2)),
         "salt": draw(st.sampled_from(["", "", "other"])) if caching else f"only {index}",
+        "adapter": draw(st.sampled_from(["", "", "a", "b", "c"])),
         "cacheable": caching or n > 1,
         "ignore_eos": draw(st.booleans()),
         "stop_token_ids": draw(st.sampled_from([None, [STOP_TOKEN]])),
@@ -76,6 +77,7 @@ def plans(draw, *, failing: bool = False, aborting: bool = True):
         caching=caching,
         depth=draw(st.sampled_from([1, 2, 2, 3])),
         num_stages=draw(st.sampled_from([1, 1, 2, 3])),
+        max_loras=draw(st.integers(1, 3)),
         arrivals=arrivals,
     )
     names = [request.id for request in plan.requests]
@@ -227,7 +229,9 @@ def test_first_tokens_come_in_order_of_rank(plan):
     """Rank is arrival with fcfs, and priority then arrival with priority.
 
     All arrive together with priority. Siblings wait for their leader; others may overtake them.
+    There is a slot for each adapter.
     """
+    plan.max_loras = 3
     if plan.policy == "priority":
         plan.arrivals = [(0, group) for _, group in plan.arrivals]
     plan.arrivals = sorted(
@@ -241,6 +245,20 @@ def test_first_tokens_come_in_order_of_rank(plan):
     )
     turns = [outcome.first_token[request.id] for request in sorted(plan.requests, key=rank)]
     assert turns == sorted(turns)
+
+
+def test_an_adapter_that_waits_gets_its_turn():
+    """Requests with a full slot's adapter keep coming. Others, without one, are not held up."""
+    plan = Plan(num_blocks=100, max_num_seqs=20, budget=100, max_loras=1)
+    shape = {"max_tokens": 4, "ignore_eos": True}
+    for turn in range(40):
+        plan.arrivals.append((turn, [make_request(f"a{turn}", [2], adapter="a", **shape)]))
+    plan.arrivals.append((5, [make_request("b", [2], adapter="b", **shape)]))
+    plan.arrivals.append((6, [make_request("none", [2], **shape)]))
+    outcome = run(plan)
+    check_answers(plan, allowed=set())
+    assert outcome.first_token["none"] == 6
+    assert 6 < outcome.first_token["b"] < outcome.first_token["a7"] < 20
 
 
 def test_with_priority_an_urgent_request_keeps_its_blocks():

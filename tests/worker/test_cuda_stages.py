@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from toolkit.executor import Executor, Pending
 from toolkit.kernels.table import Kernels
 from toolkit.scheduler import SchedulerOutput
 from toolkit.worker.model_runner import PendingOutput
+from toolkit.worker.operations import Operation
 from toolkit.worker.worker import Worker
 
 
@@ -48,6 +50,9 @@ class TwoStages(Executor):
         # On a CPU the output is not a copy: the next step overwrites it.
         output = self.workers[1].execute(step).result()
         return PendingOutput(lambda: output)
+
+    def operate(self, operation: Operation) -> Future[None]:
+        raise NotImplementedError
 
     def collective(self, method: str, *args: Any) -> list[Any]:
         return [getattr(worker, method)(*args) for worker in self.workers]

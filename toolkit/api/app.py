@@ -6,7 +6,7 @@ from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from toolkit.api.admin import health, metrics, operation
+from toolkit.api.admin import adapters, health, metrics, operation
 from toolkit.api.anthropic import messages
 from toolkit.api.http.error_bodies import error_response, unreadable, validation_error
 from toolkit.api.http.gate import CLIENT_CLOSED_REQUEST, Gate
@@ -24,7 +24,7 @@ ROUTERS = [
     module.router
     for module in (
         completions, chat, responses, messages, embeddings, score, tokenize, models, metrics,
-        health, operation,
+        health, operation, adapters,
     )
 ]  # fmt: skip
 OPEN_DOCS = ("/docs", "/redoc", "/openapi.json", DOCS_FILES)

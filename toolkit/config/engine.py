@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 from toolkit.config.fields import check_all, option, options
 from toolkit.errors import ConfigError, did_you_mean
@@ -283,35 +284,106 @@ class LoRAConfig:
     lora_modules: tuple[str, ...] = option(
         (),
         "LoRA adapter in PEFT's format to serve next to the model, by a name that requests use as "
-        "their model. May be repeated. On CPUs only so far.",
-        metavar="NAME=FOLDER",
+        'their model: a folder or a name on the hub. May be repeated, or JSON: {"name": "sql", '
+        '"path": "./sql"}.',
+        metavar="NAME=PATH",
         subject="Adapters",
     )
-    max_lora_rank: int = option(64, "Highest rank of an adapter.", minimum=1, maximum=1024)
+    lora_dir: str | None = option(
+        None,
+        "Folder of LoRA adapters. A request that names one of its folders as its model loads it.",
+        metavar="FOLDER",
+    )
+    enable_lora: bool = option(
+        False,
+        "Accept LoRA adapters that LLM.generate brings. Implied by the other options for adapters.",
+    )
+    allow_runtime_lora: bool = option(
+        False,
+        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, which need the admin key. Paths "
+        "must be inside --lora-dir, or one of --lora-modules.",
+    )
+    max_loras: int = option(
+        8,
+        "Most adapters in one step. Requests with others wait. On a GPU each has memory of its "
+        "own.",
+        minimum=1,
+        maximum=1024,
+    )
+    max_cpu_loras: int | None = option(
+        None,
+        "Most adapters in the host's memory. Others are read from disk when a request needs them. "
+        "Default: 64, or --max-loras if that is more.",
+        minimum=1,
+        maximum=65536,
+    )
+    max_lora_rank: int | None = option(
+        None,
+        "Highest rank of an adapter. Default: the highest of --lora-modules, at least 16.",
+        minimum=1,
+        maximum=1024,
+    )
 
     def __post_init__(self) -> None:
         check_all(self)
         _adapters(self.lora_modules)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"--max-cpu-loras is {self.max_cpu_loras}, less than --max-loras "
+                f"({self.max_loras}): adapters in use are in the host's memory, too.",
+                param="max_cpu_loras",
+            )
 
     @property
-    def adapters(self) -> dict[str, Path]:
-        """Folders of the adapters by name."""
+    def is_enabled(self) -> bool:
+        """True if requests may have adapters."""
+        return bool(
+            self.lora_modules or self.lora_dir or self.enable_lora or self.allow_runtime_lora
+        )
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Paths, or names on the hub, of --lora-modules by the adapters' names."""
         return _adapters(self.lora_modules)
 
+    @property
+    def num_in_memory(self) -> int:
+        """Most adapters in the host's memory."""
+        return self.max_cpu_loras or max(DEFAULT_CPU_LORAS, self.max_loras)
 
-def _adapters(modules: Iterable[str]) -> dict[str, Path]:
+
+DEFAULT_CPU_LORAS = 64
+
+
+class _Module(msgspec.Struct, forbid_unknown_fields=True):
+    """An adapter of --lora-modules as JSON. The fields are vLLM's."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None  # is that of the served model
+
+
+def _adapters(modules: Iterable[str]) -> dict[str, str]:
     """Parse --lora-modules. Raises ConfigError."""
-    found: dict[str, Path] = {}
+    found: dict[str, str] = {}
     for module in modules:
-        name, _, folder = module.partition("=")
         problem = None
-        if not name or not folder:
-            problem = f"{module!r} must be a name and a folder, NAME=FOLDER"
+        if module.lstrip().startswith("{"):
+            try:
+                one = msgspec.json.decode(module, type=_Module)
+                name, path = one.name, one.path
+            except msgspec.DecodeError as error:
+                name = path = ""
+                problem = f"{module!r} is no adapter in JSON: {error}"
+        else:
+            name, _, path = module.partition("=")
+        if problem is None and not (name and path):
+            problem = f"{module!r} must be a name and a path, NAME=PATH"
         elif name in found:
             problem = f"two adapters are called {name!r}"
         if problem is not None:
             raise ConfigError(f"--lora-modules: {problem}.", param="lora_modules")
-        found[name] = Path(folder)
+        found[name] = path
     return found
 
 

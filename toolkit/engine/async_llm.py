@@ -12,6 +12,7 @@ from typing import Any, Self
 import msgspec
 
 from toolkit.config import EngineConfig, ModelConfig
+from toolkit.engine.adapters import AdapterRegistry, with_local_adapters
 from toolkit.engine.cores.core_client import CoreClient, CoreLink, wait_until_ready
 from toolkit.engine.cores.launch import engine_name, plan_launches, smallest_core
 from toolkit.engine.cores.replica import Query, Replica, lost_core_error
@@ -24,6 +25,7 @@ from toolkit.engine.messages import (
     EngineOutputs,
     EngineRequest,
     ListRequests,
+    Operate,
     PrefixCacheCleared,
     RequestList,
     ResetPrefixCache,
@@ -47,9 +49,10 @@ from toolkit.metrics import Metrics
 from toolkit.sampling.logits_processors import preload
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler.stats import EngineStats, total
-from toolkit.sequence import LoRARequest
+from toolkit.sequence import Adapter, LoRARequest
 from toolkit.text.tokenizer import Tokenizer, load_tokenizer
 from toolkit.worker import Report, WorkerInfo
+from toolkit.worker.operations import LoadAdapter, UnloadAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +79,16 @@ class AsyncLLM:
         config: EngineConfig | None = None,
         metrics: Metrics | None = None,
         log: LogStyle | None = None,
+        adapter_file: Path | None = None,
         **settings: Any,
     ) -> None:
-        """Take `settings`, or a `config` that holds them all. Nothing is loaded before `start`."""
+        """Take `settings`, or a `config` that holds them all. Nothing is loaded before `start`.
+
+        `adapter_file`: see `AdapterRegistry`."""
         self.config = config = config or EngineConfig.from_settings({"model": model, **settings})
         self.metrics = metrics or Metrics("tk", config.model.model or "tk-demo")
+        self.adapters = AdapterRegistry(config.lora, adapter_file)
+        self.metrics.max_loras = config.lora.max_loras
         self.fatal_error: EngineDeadError | None = None
         """Set once no core runs or will be restarted."""
         self.died = asyncio.Event()
@@ -103,7 +111,8 @@ class AsyncLLM:
     async def start(self, report: Report | None = None) -> None:
         """Find the model and start the cores; return once they are ready. Raises ToolkitError."""
         folder, tokenizer_folder = await find_folders(self.config.model)
-        launches = plan_launches(self.config, folder, self._log)
+        config = await asyncio.to_thread(with_local_adapters, self.config)
+        launches = plan_launches(config, folder, self._log)
         cores = [CoreClient(launch) for launch in launches]
         try:
             # The core's error about a broken folder precedes the tokenizer's error.
@@ -148,6 +157,7 @@ class AsyncLLM:
         for index, core in enumerate(cores):
             if core is not None:
                 self._connect(index, *core)
+        self.adapters.start(self.info.adapters)
 
     def _connect(self, index: int, link: CoreLink, info: WorkerInfo) -> None:
         self.replicas[index].connect(link, info)
@@ -177,7 +187,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
-        adapter: str = "",
+        adapter: Adapter | None = None,
     ) -> RequestStream:
         """Start a request. Raises InvalidRequestError, or EngineDeadError if no core will run."""
         text, request = await self.prepare(
@@ -192,7 +202,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
-        adapter: str = "",
+        adapter: Adapter | None = None,
     ) -> tuple[str | None, EngineRequest]:
         """Return (the prompt if it is text, the request). Raises InvalidRequestError."""
         process = partial(
@@ -248,7 +258,7 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the output so far each time it grows. Leaving the loop early ends the request."""
         params = params or SamplingParams(**self.default_sampling)
-        adapter = "" if lora_request is None else lora_request.lora_name
+        adapter = self.adapters.resolve(lora_request)
         stream = await self.submit(
             prompt, params, request_id=request_id, priority=priority, adapter=adapter
         )
@@ -321,6 +331,44 @@ class AsyncLLM:
         if stream.replica is not None:
             stream.replica.send(Abort([sequence.number for sequence in running], self._client))
         return running
+
+    async def load_adapter(self, name: str, path: str) -> Adapter:
+        """Read an adapter on all cores, then serve it, in place of another revision of it.
+
+        Requests that run keep theirs. Raises InvalidRequestError if the path is not allowed or the
+        adapter does not fit, ModelNotFoundError, or ServerUnavailableError if a core does not
+        answer; then nothing has changed."""
+        adapter = await asyncio.to_thread(self.adapters.find_at, name, path)
+        before = self.adapters.find(name)
+        if self.fatal_error is not None:
+            raise self.fatal_error
+        running = [replica for replica in self.replicas if replica.is_running]
+        if not running:
+            raise ServerUnavailableError("The engine died and is being restarted.")
+        results = await asyncio.gather(
+            *(one.operate(LoadAdapter(adapter)) for one in running), return_exceptions=True
+        )
+        failures = [one for one in results if isinstance(one, BaseException)]
+        if failures:
+            if adapter != before:
+                self._drop_adapter(adapter)
+            raise failures[0]
+        self.adapters.put(adapter)
+        if before is not None and before != adapter:
+            self._drop_adapter(before)
+        return adapter
+
+    def unload_adapter(self, name: str) -> Adapter | None:
+        """Serve an adapter no longer. Requests that run keep it. Return None if it is unknown."""
+        adapter = self.adapters.remove(name)
+        if adapter is not None:
+            self._drop_adapter(adapter)
+        return adapter
+
+    def _drop_adapter(self, adapter: Adapter) -> None:
+        """Let the cores free an adapter's memory when no request uses it."""
+        for replica in self.replicas:
+            replica.send(Operate(UnloadAdapter(adapter), self._client, 0))
 
     async def live_requests(self) -> RequestList:
         """Return the live requests of all clients. Raises ServerUnavailableError."""
@@ -460,6 +508,8 @@ class AsyncLLM:
         self._connect(index, link, info)
         if link.client == 0:
             self.replicas[index].metrics.count_restart()
+        for adapter in self.adapters.loaded:  # lasting operations are done again
+            link.send(Operate(LoadAdapter(adapter), self._client, 0))
         for stream in self._streams.values():
             if stream.replica is None:
                 self._resume_elsewhere(stream)

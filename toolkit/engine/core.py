@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from toolkit.config import EngineConfig
+from toolkit.engine.adapter_loads import AdapterLoads
 from toolkit.engine.constraints import Constraints
 from toolkit.engine.messages import (
     Abort,
@@ -16,6 +17,8 @@ from toolkit.engine.messages import (
     EngineOutputs,
     EngineRequest,
     LogprobEntry,
+    Operate,
+    OperationResult,
     RequestInfo,
 )
 from toolkit.engine.pace import Pace
@@ -63,7 +66,11 @@ class EngineCore:
             enable_prefix_caching=config.cache.enable_prefix_caching and info.chunks_prompts,
             chunks_prompts=info.chunks_prompts,
             num_stages=config.parallel.pipeline_parallel_size,
+            max_loras=config.lora.max_loras,
         )
+        in_memory = config.lora.num_in_memory
+        self._adapters = AdapterLoads(executor.operate, in_memory, info.adapters[:in_memory])
+        self._told_adapters: dict[str, tuple[int, int]] = {}  # in the last statistics with any
         self._random = random.Random(config.model.seed)
         num_stages = config.parallel.pipeline_parallel_size
         self._depth = num_stages if num_stages > 1 else 1 + info.async_scheduling
@@ -82,7 +89,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.num_unfinished or self._steps)
+        return bool(self.scheduler.num_unfinished or self._steps or self._adapters.is_reading)
 
     @property
     def is_running(self) -> bool:
@@ -108,10 +115,20 @@ class EngineCore:
         indices = range(new.spec.params.n) if new.index is None else (new.index,)
         for number, index in enumerate(indices, start=new.number):
             request = self._make_request(new, index, number, leader)
-            self.scheduler.add(request, is_queued=not new.spec.grammar)
+            self.scheduler.add(request, is_queued=False)
             if new.spec.grammar:
                 self._constraints.add(request)
+            else:
+                self._queue(request)
             leader = leader or request
+
+    def operate(self, asked: Operate) -> None:
+        """Start an operation. `pop_results` returns the answer."""
+        self._adapters.operate(asked)
+
+    def pop_results(self) -> list[tuple[int, OperationResult]]:
+        """Return the answers to operations, with the clients that asked."""
+        return self._adapters.pop_results()
 
     def abort(self, abort: Abort) -> None:
         """End sequences. Unknown numbers have ended already."""
@@ -149,7 +166,11 @@ class EngineCore:
 
     def launch(self) -> None:
         """Launch steps up to the depth of the overlap."""
+        while self.scheduler.ended_with_adapter:
+            self._adapters.leave(self.scheduler.ended_with_adapter.pop())
         for request in self._constraints.pop_compiled():
+            self._queue(request)
+        for request in self._adapters.pop_ready():
             self.scheduler.enqueue(request)
         while len(self._steps) < self._depth:
             now = time.monotonic()
@@ -172,6 +193,7 @@ class EngineCore:
         """Wait for the oldest step. Returns a message for each client, and always for client 0."""
         if not self._steps:
             self._constraints.wait()
+            self._adapters.wait()
             return self._messages(self._end_failed())
         step, pending = self._steps.popleft()
         try:
@@ -237,6 +259,13 @@ class EngineCore:
             request.resume(new.output_token_ids)
         return request
 
+    def _queue(self, request: Request) -> None:
+        """Queue a request whose grammar is compiled, or have its adapter read first."""
+        if request.spec.adapter is None:
+            self.scheduler.enqueue(request)
+        else:
+            self._adapters.add(request)
+
     def _launch(self, step: SchedulerOutput) -> Pending:
         try:
             return self.executor.execute(step)
@@ -261,9 +290,9 @@ class EngineCore:
             self._steps[index] = (step, _FailedStep(error))
 
     def _end_failed(self) -> dict[int, list[EngineOutput]]:
-        """End the requests whose grammar failed."""
+        """End the requests whose grammar or adapter failed."""
         outputs: dict[int, list[EngineOutput]] = {}
-        for request, failure in self._constraints.pop_failed():
+        for request, failure in (*self._constraints.pop_failed(), *self._adapters.pop_failed()):
             self.scheduler.abort(request.id)
             failed = EngineOutput(
                 request.number, [], finish_reason=FinishReason.INVALID.value, error=failure
@@ -345,6 +374,10 @@ class EngineCore:
     def stats(self, step: SchedulerOutput | None = None, num_sampled: int = 0) -> EngineStats:
         """Return current gauges, counts since the last call, and the step's work."""
         stats = self.scheduler.take_stats()
+        if self.info.max_lora_rank:
+            adapters = self.scheduler.count_by_adapter(self._adapters.names)
+            if adapters != self._told_adapters:
+                stats.adapters = self._told_adapters = adapters
         if step is not None:
             stats.num_tokens, stats.num_sampled = step.total_tokens, num_sampled
             stats.work = self._work_of(step)

@@ -14,7 +14,7 @@ from toolkit.errors import CheckpointError, ContextLengthError, InvalidRequestEr
 from toolkit.gguf.folder import read_file
 from toolkit.sampling.logits_processors import check_arguments
 from toolkit.sampling.params import SamplingParams
-from toolkit.sequence import SequenceSpec
+from toolkit.sequence import Adapter, SequenceSpec
 from toolkit.text.tokenizer import Tokenizer, eos_token_ids
 from toolkit.worker import WorkerInfo
 
@@ -43,7 +43,7 @@ class InputProcessor:
         request_id: str | None = None,
         priority: int = 0,
         is_streamed: bool = True,
-        adapter: str = "",
+        adapter: Adapter | None = None,
     ) -> tuple[str | None, EngineRequest]:
         """Return (the prompt if it is text, the request).
 
@@ -74,7 +74,6 @@ class InputProcessor:
             self._check_tokens("bad_words_token_ids", sequence)
         self._check_token_remains(params)
         check_arguments(self._processors, params.extra_args, self.info.vocab_size)
-        self._check_adapter(adapter)
         spec = SequenceSpec(
             prompt_token_ids=token_ids,
             params=params,
@@ -87,14 +86,6 @@ class InputProcessor:
             is_final_only=not (is_streamed or params.stop_strings or params.logprobs is not None),
         )
         return text, EngineRequest(id=request_id or uuid.uuid4().hex, spec=spec)
-
-    def _check_adapter(self, name: str) -> None:
-        if name and name not in self.info.adapters:
-            known = ", ".join(map(repr, self.info.adapters)) or "none"
-            raise InvalidRequestError(
-                f"There is no adapter {name!r}. Loaded: {known}. lora_modules loads more.",
-                param="lora_request",
-            )
 
     def _resolve_grammar(self, params: SamplingParams) -> str:
         """Return the answer's grammar; empty without a constraint. Raises InvalidRequestError."""

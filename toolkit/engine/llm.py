@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from toolkit.config import EngineConfig
+from toolkit.engine.adapters import AdapterRegistry, with_local_adapters
 from toolkit.engine.beam_search import BeamSearch, first_logprobs
 from toolkit.engine.core import EngineCore
 from toolkit.engine.cores.several_cores import SeveralCores
@@ -64,14 +65,17 @@ class LLM:
         if wanted.tokenizer is not None:  # a missing one is reported before the model is loaded
             tokenizer_folder = locate_tokenizer(wanted.tokenizer)
         report = report or (lambda name, seconds: None)
+        config = with_local_adapters(self.config)
         self._core: EngineCore | SeveralCores
         if self.config.parallel.data_parallel_size > 1 and executor is None:
-            self._core = SeveralCores(self.config, self.folder, report)
+            self._core = SeveralCores(config, self.folder, report)
         else:
-            executor = executor or start_executor(self.config, self.folder, report)
-            self._core = EngineCore(self.config, executor, lambda: self.tokenizer)
+            executor = executor or start_executor(config, self.folder, report)
+            self._core = EngineCore(config, executor, lambda: self.tokenizer)
         self._is_shut_down = False
         self.info = self._core.info
+        self.adapters = AdapterRegistry(config.lora)
+        self.adapters.start(self.info.adapters)
         self.tokenizer = load_tokenizer(tokenizer_folder, wanted.chat_template)
         self._inputs = InputProcessor(self.folder, self.tokenizer, self.info)
         self._pooling = PoolingProcessor(self._inputs)
@@ -101,7 +105,9 @@ class LLM:
             raise InvalidRequestError(
                 f"There are {len(many)} prompts and {len(priority)} priorities."
             )
-        adapters = _adapters(lora_request, len(many))
+        adapters = [
+            self.adapters.resolve(one) for one in _adapter_per_prompt(lora_request, len(many))
+        ]
         requests = [
             self._inputs.process(
                 prompt,
@@ -388,17 +394,16 @@ class _Progress:
             self._bar.stop()
 
 
-def _adapters(
+def _adapter_per_prompt(
     lora_request: LoRARequest | Sequence[LoRARequest | None] | None, count: int
-) -> list[str]:
-    """Return the name of each prompt's adapter; empty: none. Raises InvalidRequestError."""
+) -> list[LoRARequest | None]:
     if lora_request is None or isinstance(lora_request, LoRARequest):
         lora_request = [lora_request] * count
     if len(lora_request) != count:
         raise InvalidRequestError(
             f"There are {count} prompts and {len(lora_request)} LoRA requests."
         )
-    return ["" if one is None else one.lora_name for one in lora_request]
+    return list(lora_request)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -7,6 +7,7 @@ from toolkit.logs import LogStyle
 from toolkit.scheduler.stats import EngineStats
 from toolkit.sequence import SequenceSpec
 from toolkit.worker import WorkerInfo
+from toolkit.worker.operations import Operation
 
 
 class EngineRequest(msgspec.Struct, kw_only=True, tag="add"):
@@ -70,6 +71,14 @@ class EndRequests(msgspec.Struct, tag="end"):
     """End all requests with this id, of any client, and return them as a RequestList."""
 
     id: str
+    client: int
+    ticket: int
+
+
+class Operate(msgspec.Struct, tag="operate"):
+    """Do an operation. The core answers with an OperationResult that has the ticket."""
+
+    operation: Operation
     client: int
     ticket: int
 
@@ -142,6 +151,7 @@ class RequestInfo(msgspec.Struct):
     priority: int
     origin: str  # address of the client
     n: int = 1
+    adapter: str = ""  # name of the LoRA adapter
 
 
 class RequestList(msgspec.Struct, tag="requests"):
@@ -150,6 +160,13 @@ class RequestList(msgspec.Struct, tag="requests"):
     ticket: int
     requests: list[RequestInfo]
     kv_cache_usage: float  # 0 to 1
+
+
+class OperationResult(msgspec.Struct, tag="operated"):
+    """Answer to Operate, when all ranks have done it or one has failed."""
+
+    ticket: int
+    error: str = ""
 
 
 class StartupPhase(msgspec.Struct, tag="phase"):
@@ -192,11 +209,13 @@ ToCore = (
     | EndRequests
     | StepProbe
     | Ping
+    | Operate
     | Stop
 )
 FromCore = (
     EngineOutputs
     | RequestList
+    | OperationResult
     | PrefixCacheCleared
     | StartupPhase
     | Ready

@@ -9,6 +9,8 @@ def observe_gauges(metrics: Metrics, stats: EngineStats) -> None:
     metrics.num_requests_running.set(stats.num_running)
     metrics.observe_waiting(stats.num_waiting)
     metrics.kv_cache_usage.set(stats.kv_cache_usage)
+    if stats.adapters is not None:
+        metrics.observe_adapters(stats.adapters)
 
 
 def observe_step(metrics: Metrics, stats: EngineStats) -> None:

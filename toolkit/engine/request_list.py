@@ -34,6 +34,7 @@ def describe(requests: Iterable[Request], now: float) -> list[RequestInfo]:
                 priority=request.spec.priority,
                 origin=request.origin,
                 n=0,
+                adapter="" if request.spec.adapter is None else request.spec.adapter.name,
             )
         info = found[key]
         info.n += 1

@@ -1,11 +1,13 @@
 """The interface between the engine's loop and the workers."""
 
 import abc
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from toolkit.sampling.grammar import Masks
 from toolkit.scheduler import ModelOutput, SchedulerOutput
 from toolkit.worker import WorkerInfo
+from toolkit.worker.operations import Operation
 
 
 class Pending(Protocol):
@@ -28,6 +30,10 @@ class Executor(abc.ABC):
     @abc.abstractmethod
     def execute(self, step: SchedulerOutput) -> Pending:
         """Start a step. Steps run in the order of these calls."""
+
+    @abc.abstractmethod
+    def operate(self, operation: Operation) -> Future[None]:
+        """Do an operation on every worker, between steps. Has the error of one that failed."""
 
     @abc.abstractmethod
     def collective(self, method: str, *args: Any) -> list[Any]:

@@ -5,16 +5,18 @@ last stage sample the same tokens from the same gathered logits, so only one of 
 results, and sends them only if it is another process. All report the phases of their start-up, and
 send heartbeats while they are busy."""
 
+import itertools
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
 from toolkit.config import EngineConfig
-from toolkit.errors import PluginError, ToolkitError, WorkersLostError
+from toolkit.errors import PluginError, ToolkitError, WorkersLostError, error_of_kind
 from toolkit.executor import rank_devices as devices
 from toolkit.executor.base import Executor, Pending
 from toolkit.executor.rank_failures import as_error, blamed, cause_of, describe
@@ -23,9 +25,11 @@ from toolkit.executor.rank_messages import (
     Call,
     Cause,
     Constrain,
+    DoOperation,
     EndRank,
     Heartbeat,
     Log,
+    OperationDone,
     Phase,
     RankReady,
     RankReply,
@@ -40,6 +44,7 @@ from toolkit.executor.ranks import Rank, Ranks
 from toolkit.sampling.grammar import Masks
 from toolkit.scheduler import ModelOutput, SchedulerOutput
 from toolkit.worker import Report, WorkerInfo
+from toolkit.worker.operations import Operation
 from toolkit.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -85,6 +90,8 @@ class MultiprocExecutor(Executor):
         """Results from another process in step order. None: a rank has ended."""
         self._busy_since: float | None = None  # time at which this thread began to wait for a step
         self._steps = 0
+        self._operations: dict[int, _Operation] = {}  # not done by all ranks
+        self._operation_numbers = itertools.count()
         self._has_started = False  # True once all ranks have started
         self._started, self._ranks = ranks, ranks.others
         self._names = {0: "rank 0"} | {rank.rank: rank.name for rank in self._ranks}
@@ -129,6 +136,17 @@ class MultiprocExecutor(Executor):
             lambda: worker.execute(step) if worker else None, encode(RunStep(step))
         )
         return _Guarded(self, step.step, pending)
+
+    def operate(self, operation: Operation) -> Future[None]:
+        self.check_health()
+        number = next(self._operation_numbers)
+        doing = self._operations[number] = _Operation(len(self._ranks) + (self._worker is not None))
+        worker, told = self._worker, encode(DoOperation(number, operation))
+        own = self._run_guarded(lambda: worker.operate(operation) if worker else None, told)
+        if own is not None:
+            own.add_done_callback(lambda done: doing.count(done.exception()))
+        doing.result.add_done_callback(lambda _: self._operations.pop(number))
+        return doing.result
 
     def collective(self, method: str, *args: Any) -> list[Any]:
         self.check_health()
@@ -244,6 +262,9 @@ class MultiprocExecutor(Executor):
             match message:
                 case Result():
                     self._results.put(message.output)
+                case OperationDone():
+                    if (doing := self._operations.get(message.number)) is not None:
+                        doing.count(_error_of(message))
                 case Heartbeat():
                     self._progress.note(message)
                 case Log():
@@ -328,6 +349,33 @@ def _require_same_processors(infos: list[WorkerInfo]) -> None:
             f"The ranks have different logits processors ({listed}). Install the same packages on "
             "all machines."
         )
+
+
+class _Operation:
+    """An operation that ranks do. Its result is there when all have answered."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.result: Future[None] = Future()
+        self._lock, self._num_open = threading.Lock(), num_ranks
+        self._error: BaseException | None = None
+
+    def count(self, error: BaseException | None) -> None:
+        """Count a rank's answer. From any thread."""
+        with self._lock:
+            self._num_open -= 1
+            self._error = self._error or error
+            if self._num_open:
+                return
+        if self._error is None:
+            self.result.set_result(None)
+        else:
+            self.result.set_exception(self._error)
+
+
+def _error_of(done: OperationDone) -> Exception | None:
+    if done.error is None:
+        return None
+    return error_of_kind(done.kind, done.error) or RuntimeError(f"rank {done.rank}: {done.error}")
 
 
 class _Guarded:

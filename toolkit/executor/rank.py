@@ -14,6 +14,8 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +26,10 @@ from toolkit.executor.rank_messages import (
     Broken,
     Call,
     Constrain,
+    DoOperation,
     Heartbeat,
     Log,
+    OperationDone,
     Phase,
     RankReady,
     RankReply,
@@ -141,8 +145,20 @@ class RankProcess:
             elif isinstance(message, Call):
                 value = getattr(worker, message.method)(*message.arguments)
                 self._channel.send(RankReply(begin.rank, value))
+            elif isinstance(message, DoOperation):
+                doing = worker.operate(message.operation)
+                doing.add_done_callback(partial(self._report_operation, message.number))
             else:
                 return
+
+    def _report_operation(self, number: int, done: Future[None]) -> None:
+        error = done.exception()
+        message = OperationDone(self._rank, number)
+        if isinstance(error, ToolkitError):
+            message.kind, message.error = type(error).__name__, error.message
+        elif error is not None:
+            message.error = f"{type(error).__name__}: {error}"
+        self._channel.send(message)
 
     def _report(self, phase: str, seconds: float) -> None:
         self._channel.send(Phase(self._rank, phase, seconds))

@@ -11,6 +11,7 @@ from toolkit.executor.rank_devices import DeviceReport
 from toolkit.logs import LogStyle
 from toolkit.scheduler import ModelOutput, SchedulerOutput
 from toolkit.worker import WorkerInfo
+from toolkit.worker.operations import Operation
 
 
 class StartRank(msgspec.Struct, tag=True):
@@ -45,11 +46,18 @@ class Call(msgspec.Struct, tag=True):
     arguments: list[Any]
 
 
+class DoOperation(msgspec.Struct, tag=True):
+    """Do an operation, and answer with OperationDone. Operations are numbered."""
+
+    number: int
+    operation: Operation
+
+
 class EndRank(msgspec.Struct, tag=True):
     """End the process."""
 
 
-ToRank = StartRank | RunStep | Constrain | Call | EndRank
+ToRank = StartRank | RunStep | Constrain | Call | DoOperation | EndRank
 
 
 class RankStarted(msgspec.Struct, tag=True):
@@ -79,6 +87,15 @@ class RankReply(msgspec.Struct, tag=True):
 
     rank: int
     value: Any
+
+
+class OperationDone(msgspec.Struct, tag=True):
+    """A rank has done an operation, or failed. `kind`: the class of its error; empty: a bug."""
+
+    rank: int
+    number: int
+    kind: str = ""
+    error: str | None = None
 
 
 class Result(msgspec.Struct, tag=True):
@@ -123,7 +140,9 @@ class Broken(msgspec.Struct, tag=True):
     cause: Cause = Cause.FAILED
 
 
-FromRank = RankStarted | Phase | RankReady | RankReply | Result | Heartbeat | Log | Broken
+FromRank = (
+    RankStarted | Phase | RankReady | RankReply | OperationDone | Result | Heartbeat | Log | Broken
+)
 
 
 def encode(message: ToRank | FromRank) -> bytes:

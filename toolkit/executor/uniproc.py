@@ -1,5 +1,6 @@
 """One worker in the engine's process."""
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from toolkit.config import EngineConfig
 from toolkit.executor.base import Executor, Pending
 from toolkit.scheduler import SchedulerOutput
 from toolkit.worker import Report
+from toolkit.worker.operations import Operation
 from toolkit.worker.worker import Worker
 
 
@@ -18,6 +20,10 @@ class UniprocExecutor(Executor):
     def execute(self, step: SchedulerOutput) -> Pending:
         assert self._worker is not None, "the executor was shut down"
         return self._worker.execute(step)
+
+    def operate(self, operation: Operation) -> Future[None]:
+        assert self._worker is not None, "the executor was shut down"
+        return self._worker.operate(operation)
 
     def collective(self, method: str, *args: Any) -> list[Any]:
         return [getattr(self._worker, method)(*args)]

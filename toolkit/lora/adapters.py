@@ -12,6 +12,7 @@ from toolkit.errors import CheckpointError
 from toolkit.layers import Linear, OutputHead
 from toolkit.lora.peft import Pair, read_adapter
 from toolkit.lora.weight import Active, AdaptedWeight, Part
+from toolkit.sequence import Adapter
 from toolkit.weights.source import Source
 
 HostAdapter = dict[AdaptedWeight, list[Part]]
@@ -26,9 +27,10 @@ class Adapters:
 
         complete: the model with all pipeline stages, without weights."""
         self.active = Active()
-        self._max_rank = max_rank
+        self.max_rank = max_rank
         self._names = {one.name for linear in _linears(complete) for one in linear.sources}
         self._weights: list[AdaptedWeight] = []
+        self._read: dict[str, HostAdapter] = {}  # by key
         self._places: dict[str, list[tuple[AdaptedWeight, Linear, int, int]]] = {}
         """Places of a projection by its name: (weight, layer, number of its part, first row)."""
         for linear in _linears(model):
@@ -39,10 +41,12 @@ class Adapters:
                 self._places.setdefault(source.name, []).append((weight, linear, index, first))
                 first += part.count
 
-    def read(self, name: str, folder: Path) -> HostAdapter:
-        """Read this rank's parts of an adapter. From any thread. Raises CheckpointError."""
-        found: HostAdapter = {}
-        for module, pair in read_adapter(name, folder, self._max_rank).items():
+    def read(self, adapter: Adapter) -> None:
+        """Read this rank's parts of an adapter, for `place`. From any thread.
+
+        Raises CheckpointError."""
+        name, folder, found = adapter.name, Path(adapter.folder), HostAdapter()
+        for module, pair in read_adapter(name, folder, self.max_rank).items():
             known = self._known(module)
             if known is None:
                 raise CheckpointError(
@@ -59,12 +63,17 @@ class Adapters:
                         f"base model."
                     )
                 found.setdefault(weight, []).append(Part(rows, own))
-        return found
+        self._read[adapter.key] = found
 
-    def place(self, slot: int, adapter: HostAdapter) -> None:
-        """Replace the adapter of a slot. Between steps."""
+    def forget(self, adapter: Adapter) -> None:
+        """Free the memory of an adapter. No request needs it."""
+        self._read.pop(adapter.key, None)
+
+    def place(self, slot: int, key: str) -> None:
+        """Put an adapter that was read into a slot, from 1. Between steps."""
+        parts = self._read[key]
         for weight in self._weights:
-            weight.place(slot, adapter.get(weight, []))
+            weight.place(slot, parts.get(weight, []))
 
     def _known(self, module: str) -> str | None:
         """Return a projection's name in the checkpoint, which may lack the first parts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ import msgspec
 import torch
 
 from toolkit.errors import CheckpointError
+from toolkit.lora.files import CONFIG, TENSORS
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 LOW, UP = ".lora_A.weight", ".lora_B.weight"
 MAX_BYTES = 16 << 30  # of an adapter's tensors
+
+Fail = Callable[[str], CheckpointError]
 
 
 class PeftConfig(msgspec.Struct, kw_only=True):
@@ -56,6 +58,10 @@ class PeftConfig(msgspec.Struct, kw_only=True):
             return "it has target_parameters, which tk does not support"
         return None
 
+    @property
+    def highest_rank(self) -> int:
+        return max(self.r, *self.rank_pattern.values()) if self.rank_pattern else self.r
+
     def rank(self, module: str) -> int:
         return int(_find(self.rank_pattern, module, self.r))
 
@@ -80,22 +86,27 @@ class Pair:
     up: torch.Tensor  # [rows, rank], multiplied by the adapter's scale
 
 
-def read_adapter(name: str, folder: Path, max_rank: int) -> dict[str, Pair]:
-    """Return an adapter's factors by the names of the base model's projections.
+def read_config(name: str, folder: Path) -> PeftConfig:
+    """Return an adapter's settings.
 
     Raises CheckpointError for a file that is missing, broken or unsupported."""
-
-    def fail(why: str) -> CheckpointError:
-        return CheckpointError(f"adapter {name!r} ({folder}): {why}.")
-
+    fail = _failure(name, folder)
     try:
         config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=PeftConfig)
-    except FileNotFoundError:
-        raise fail(f"there is no {CONFIG}. An adapter is a folder in PEFT's format") from None
     except (OSError, msgspec.DecodeError) as error:
         raise fail(f"{CONFIG} cannot be read: {error}") from None
     if config.problem is not None:
         raise fail(config.problem)
+    return config
+
+
+def read_adapter(name: str, folder: Path, max_rank: int) -> dict[str, Pair]:
+    """Return an adapter's factors by the names of the base model's projections.
+
+    Raises CheckpointError for a file that is missing, broken or unsupported."""
+    config, fail = read_config(name, folder), _failure(name, folder)
+    if (rank := config.highest_rank) > max_rank:
+        raise fail(f"its rank is {rank}. Start with --max-lora-rank {rank} (it is {max_rank})")
     tensors = _read_tensors(folder / TENSORS, fail)
     pairs = {}
     for module in sorted({_module(tensor, fail) for tensor in tensors}):
@@ -108,8 +119,6 @@ def read_adapter(name: str, folder: Path, max_rank: int) -> dict[str, Pair]:
                 f"the rank of {module} is {rank}, but lora_A is {list(low.shape)} and lora_B "
                 f"{list(up.shape)}"
             )
-        if rank > max_rank:
-            raise fail(f"the rank of {module} is {rank}. Raise --max-lora-rank ({max_rank})")
         if not (low.isfinite().all() and up.isfinite().all()):
             raise fail(f"{module} has numbers that are not finite")
         pairs[module] = Pair(low.float(), up.float() * config.scale(module))
@@ -118,21 +127,24 @@ def read_adapter(name: str, folder: Path, max_rank: int) -> dict[str, Pair]:
     return pairs
 
 
-def _read_tensors(path: Path, fail: Any) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError, safe_open
+def _failure(name: str, folder: Path) -> Fail:
+    return lambda why: CheckpointError(f"adapter {name!r} ({folder}): {why}.")
 
-    if not path.is_file():
-        raise fail(f"there is no {TENSORS}. Save it with safe_serialization=True")
+
+def _read_tensors(path: Path, fail: Fail) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
     if path.stat().st_size > MAX_BYTES:
         raise fail(f"{TENSORS} has more than {MAX_BYTES >> 30} GiB")
     try:
-        with safe_open(path, "pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        # Not mapped: who trains an adapter again may overwrite the file at any time.
+        return load(path.read_bytes())
     except (SafetensorError, OSError) as error:
         raise fail(f"{TENSORS} cannot be read: {error}") from None
 
 
-def _module(tensor: str, fail: Any) -> str:
+def _module(tensor: str, fail: Fail) -> str:
     """Return the name of the projection that a tensor belongs to."""
     end = next((end for end in (LOW, UP) if tensor.endswith(end)), None)
     if end is None or not tensor.startswith(PREFIX):

@@ -271,6 +271,24 @@ class Metrics:
                 ("reuse_gap", "Time between two uses of a cached block (sampled)."),
             )
         ]
+        self._lora_requests = [
+            self._family(Gauge, f"lora_requests_{state}", text, "lora_name")
+            for state, text in (
+                ("running", "Requests that run, for each LoRA adapter in memory."),
+                ("waiting", "Requests that wait, for each LoRA adapter in memory."),
+            )
+        ]
+        self._lora_info = self._family(
+            Gauge,
+            "lora_requests_info",
+            "LoRA adapters of requests, as labels. The value is the time of the last change.",
+            "max_lora",
+            "running_lora_adapters",
+            "waiting_lora_adapters",
+        )
+        self._adapters: dict[str, tuple[int, int]] = {}
+        self.max_loras: int = 0 if shared is None else shared.max_loras
+        self._lora_labels: tuple[str, ...] | None = None
         self._errors = self._family(
             Counter, "errors", "Error responses, by HTTP status.", labels=("code",)
         )
@@ -314,6 +332,23 @@ class Metrics:
         by_source.labels(*self._values, "local_cache_hit").inc(num_cached)
         by_source.labels(*self._values, "local_compute").inc(num_tokens - num_cached)
         self.request_prefill_kv_computed_tokens.observe(num_tokens - num_cached)
+
+    def observe_adapters(self, adapters: dict[str, tuple[int, int]]) -> None:
+        """Set the requests that run and wait, by adapter. Called when they change."""
+        for i, gauge in enumerate(self._lora_requests):
+            for name in self._adapters.keys() - adapters.keys():
+                gauge.remove(*self._values, name)
+            for name, counts in adapters.items():
+                gauge.labels(*self._values, name).set(counts[i])
+        if self._lora_labels is not None:
+            self._lora_info.remove(*self._lora_labels)
+        self._adapters = adapters
+        self._lora_labels = (
+            *self._values,
+            str(self.max_loras),
+            *(",".join(name for name in adapters if adapters[name][i]) for i in (0, 1)),
+        )
+        self._lora_info.labels(*self._lora_labels).set(time.time())
 
     def observe_work(self, work: Iterable[float]) -> None:
         """Count a step's operations, bytes read and bytes written."""

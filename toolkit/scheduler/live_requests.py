@@ -2,14 +2,17 @@
 
 import bisect
 import heapq
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable
 
 from toolkit.scheduler.block_pool import BlockPool, HostBlockPool
+from toolkit.scheduler.places import Places
 from toolkit.scheduler.policy import POLICIES, Rank
 from toolkit.scheduler.request import FinishReason, Request, RequestStatus
 from toolkit.scheduler.rows import Rows
 from toolkit.scheduler.stats import EngineStats
 from toolkit.scheduler.step import RunningBatch, StepBuilder, StepInFlight
+from toolkit.sequence import Adapter
 
 
 class LiveRequests:
@@ -28,10 +31,12 @@ class LiveRequests:
         enable_prefix_caching: bool = True,
         chunks_prompts: bool = True,
         num_stages: int = 1,
+        max_loras: int = 0,
     ) -> None:
         """`chunks_prompts`: a prompt may span several steps; else a long one gets its own step.
 
-        `num_stages`: pipeline stages; that many steps in flight have different requests."""
+        `num_stages`: pipeline stages; that many steps in flight have different requests.
+        `max_loras`: adapters that running requests may have."""
         self.block_size = block_size
         self.num_stages = num_stages
         self.chunks_prompts = chunks_prompts
@@ -46,6 +51,12 @@ class LiveRequests:
         self._requests: dict[str, Request] = {}
         self._waiting: list[tuple[Rank, Request]] = []
         self._rows = Rows(max_num_seqs, block_size)
+        self.max_loras = max_loras
+        self.adapters = Places[Request](max_loras)
+        """The devices' places for adapters, by the adapters' keys."""
+        self.ended_with_adapter: list[Request] = []
+        """Requests that had an adapter. The owner empties it."""
+        self._num_by_adapter: Counter[Adapter] = Counter()  # requests that have not ended
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_rows_released = 0
         self._batch: RunningBatch | None = None  # None if `running` has changed since it was made
@@ -70,6 +81,8 @@ class LiveRequests:
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.id] = request
+        if request.spec.adapter is not None:
+            self._num_by_adapter[request.spec.adapter] += 1
         if is_queued:
             self.enqueue(request)
 
@@ -121,6 +134,15 @@ class LiveRequests:
         stats.block_times = self.pool.watch.take()
         return stats
 
+    def count_by_adapter(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+        """Return how many requests run and wait, by adapter. `names`: those without any, too."""
+        counts = dict.fromkeys(names, (0, 0))
+        for adapter, count in self._num_by_adapter.items():  # maybe two revisions of one name
+            running, waiting = counts.get(adapter.name, (0, 0))
+            now = self.adapters.num_users(adapter.key)
+            counts[adapter.name] = running + now, waiting + count - now
+        return counts
+
     def reset_prefix_cache(self) -> None:
         """Evict all cached content. Running requests keep their own blocks."""
         self.pool.evict_all()
@@ -158,12 +180,19 @@ class LiveRequests:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self._requests[request.id]
+        if (adapter := request.spec.adapter) is not None:
+            self.ended_with_adapter.append(request)
+            self._num_by_adapter[adapter] -= 1
+            if not self._num_by_adapter[adapter]:
+                del self._num_by_adapter[adapter]
         if request in self._suspects:
             self._suspects.remove(request)
 
     def _release(self, request: Request) -> None:
         self.pool.release(request.blocks)
         request.blocks = []
+        if request.spec.adapter is not None:
+            self.adapters.leave(request.spec.adapter.key)
         self._free_rows.append(request.row)
         self._rows.leave(request)
         self._num_rows_released += 1

@@ -21,6 +21,7 @@ class NewRow:
     output_token_ids: list[int]
     num_computed_tokens: int
     blocks: list[int]
+    adapter: int = 0  # slot of its LoRA adapter; 0: none
 
     @property
     def token_ids(self) -> list[int]:
@@ -49,6 +50,8 @@ class SchedulerOutput:
     """[num_new, 3]: row, index in its block table, block. For rows that had blocks before."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    adapters: list[tuple[int, str]] = field(default_factory=list)
+    """Adapters to place before the step: (slot, key)."""
     prompt_logprobs: list[int] = field(default_factory=list)
     """Indices into `rows` of requests that report their prompt positions in this step."""
     constrained: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))

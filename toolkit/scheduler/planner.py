@@ -21,6 +21,8 @@ class Planner(LiveRequests):
 
     def schedule(self) -> SchedulerOutput | None:
         """Return the next step, or None if all wait for the tokens of steps in flight."""
+        for request in self.adapters.take_waiting():
+            self.enqueue(request)
         step = StepBuilder(budget=self.max_num_batched_tokens)
         if self.num_stages > 1:
             coming = min(len(self.running) + len(self._waiting), self.max_num_seqs)
@@ -191,6 +193,8 @@ class Planner(LiveRequests):
                 continue
             if not self._is_ready(request):
                 set_aside.append(entry)
+            elif (adapter := request.spec.adapter) and not self.adapters.has_room(adapter.key):
+                self.adapters.wait(adapter.key, request)
             elif not self._admit(request, step):
                 set_aside.append(entry)
                 break
@@ -248,6 +252,12 @@ class Planner(LiveRequests):
         request.status = RequestStatus.RUNNING
         self._rows.place(request, self._free_rows.pop(), self._num_steps, self.max_model_len)
         self._batch = None
+        slot = 0
+        if (adapter := request.spec.adapter) is not None:
+            entry = self.adapters.enter(adapter.key)
+            slot = 1 + entry.number
+            if entry.is_new:
+                step.adapters.append((slot, adapter.key))
         step.new_rows.append(
             NewRow(
                 row=request.row,
@@ -256,6 +266,7 @@ class Planner(LiveRequests):
                 output_token_ids=list(request.output_token_ids),
                 num_computed_tokens=num_computed,
                 blocks=list(request.blocks),
+                adapter=slot,
             )
         )
         bisect.insort(self.running, request, key=self._rank)
@@ -299,6 +310,7 @@ class Planner(LiveRequests):
             new_blocks=np.array(step.new_blocks, np.int32).reshape(-1, 3),
             swap_out=step.swap_out,
             swap_in=step.swap_in,
+            adapters=step.adapters,
             prompt_logprobs=step.prompt_logprobs,
         )
         if self.num_stages > 1:

@@ -162,6 +162,7 @@ class Scheduler(Planner):
                 request.num_computed_tokens = 0
                 request.status = RequestStatus.PREEMPTED
         self.pool.evict_all()
+        self.adapters.clear()
 
 
 def _no_token_reason(request: Request, failure: str | None) -> tuple[FinishReason, str]:

@@ -27,6 +27,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     work: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Least work of the step: operations, bytes read, bytes written, of weights and KV cache."""
     block_times: list[list[float]] = []  # seconds, as `BlockWatch.take` returns them
+    adapters: dict[str, tuple[int, int]] | None = None
+    """Requests that run and that wait, for each LoRA adapter in memory. None: as before."""
 
 
 _HINTS = get_type_hints(EngineStats, include_extras=True)

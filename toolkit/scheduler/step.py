@@ -99,6 +99,7 @@ class StepBuilder:
     """Three numbers per block: row, index, block."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    adapters: list[tuple[int, str]] = field(default_factory=list)
     prompt_logprobs: list[int] = field(default_factory=list)
     preempted: bool = False
 

@@ -90,7 +90,8 @@ class APIWorker:
         start = await self._receive()
         assert isinstance(start, StartServing)
         metrics = Metrics(setup.server.metrics_prefix, setup.names[0])
-        self._engine = AsyncLLM(config=setup.engine, metrics=metrics)
+        file = Path(setup.adapter_file) if setup.adapter_file else None
+        self._engine = AsyncLLM(config=setup.engine, metrics=metrics, adapter_file=file)
         self._client = setup.client
         cores = [
             None if core.info is None else (self._link(core.sockets), core.info)

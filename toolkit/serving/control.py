@@ -28,6 +28,7 @@ class Setup(msgspec.Struct, tag="setup"):
     folder: str
     tokenizer_folder: str
     client: int  # the worker's number among the clients of a core
+    adapter_file: str = ""  # see `AdapterRegistry`; empty: there are no adapters
 
 
 class CoreState(msgspec.Struct):

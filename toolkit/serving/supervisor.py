@@ -5,6 +5,7 @@ import logging
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Coroutine
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 
 from toolkit.api.http.listener import Acceptor
 from toolkit.config import EngineConfig, ServerConfig
+from toolkit.engine.adapters import with_local_adapters
 from toolkit.engine.async_llm import find_folders
 from toolkit.engine.cores.core_client import CoreClient, describe_exit, wait_until_ready
 from toolkit.engine.cores.launch import plan_launches
@@ -121,6 +123,7 @@ class Supervisor:
         self._engine, self._config, self._names = engine, server, names
         self._created = int(time.time())
         self.metrics = Metrics(server.metrics_prefix, names[0])
+        self.metrics.max_loras = engine.lora.max_loras
         self._workers: list[_WorkerProcess] = []
         self._num_clients = 1
         self._restarts: deque[float] = deque()
@@ -130,6 +133,8 @@ class Supervisor:
         self._served: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
         """Done when all workers serve for the first time, or cannot."""
         self._is_ending = False  # workers that end are no longer replaced
+        self._shared = tempfile.TemporaryDirectory(prefix="tk-")
+        """Folder with the file of adapters that the workers share."""
         self._first_clients: list[CoreClient] = []  # of the cores as first started
         self._cores: list[_CoreSlot] = []  # empty until all cores are ready
         self._has_planned_loads = False
@@ -150,8 +155,9 @@ class Supervisor:
         for _ in range(self._config.api_workers):
             await self._spawn()
         self._folders = await find_folders(self._engine.model)
+        engine = await asyncio.to_thread(with_local_adapters, self._engine)
         log = LogStyle.of(self._config.log_level, self._config.log_format)
-        launches = plan_launches(self._engine, self._folders[0], log)
+        launches = plan_launches(engine, self._folders[0], log)
         self._first_clients = [CoreClient(launch) for launch in launches]
         for worker in self._workers:
             self._set_up(worker)
@@ -207,6 +213,7 @@ class Supervisor:
             for client in self._first_clients:
                 client.kill()
         await asyncio.gather(*(core.client.stop() for core in self._cores))
+        self._shared.cleanup()
 
     # ---- workers
 
@@ -244,6 +251,9 @@ class Supervisor:
                 folder=str(model),
                 tokenizer_folder=str(tokenizer),
                 client=worker.client,
+                adapter_file=(
+                    f"{self._shared.name}/adapters" if self._engine.lora.is_enabled else ""
+                ),
             )
         )
 
@@ -399,7 +409,7 @@ class Supervisor:
                     if one.info is not None and (one is core or one.client.has_exited)
                 ]
                 for one in gone:
-                    one.info, one.stats = None, EngineStats()
+                    one.info, one.stats = None, EngineStats(adapters={})
                     observe_gauges(one.metrics, one.stats)
                 if gone:  # else the task of another core, dead at the same time, has sent it
                     self._broadcast(CoresPaused([one.index for one in gone]))

@@ -29,6 +29,8 @@ class View:
     running: float | None = None
     waiting: float | None = None
     finished: dict[str, float] = field(default_factory=dict)  # by reason, since the server's start
+    adapters: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Requests that run and wait, for each LoRA adapter in memory."""
     rejected: float | None = None  # over the span
     prompt_tokens: float | None = None  # mean per request, over the span
     output_tokens: float | None = None
@@ -73,6 +75,9 @@ def view_of(servers: Sequence[Server], *, since_start: bool = False) -> View:
     current = now["generation"] if since_start else generated
     steps = totals.histogram("iteration_tokens_total")
     batch = totals.histogram("iteration_num_requests")
+    on_adapters, for_adapters = (
+        totals.parts(f"lora_requests_{state}") for state in ("running", "waiting")
+    )
     queries = totals.increase("prefix_cache_queries_total")
     hits = totals.increase("prefix_cache_hits_total")
     return View(
@@ -92,6 +97,9 @@ def view_of(servers: Sequence[Server], *, since_start: bool = False) -> View:
         waiting=totals.sum("num_requests_waiting"),
         finished={
             name: count for name, count in totals.parts("request_success_total").items() if count
+        },
+        adapters={
+            name: (count, for_adapters.get(name, 0.0)) for name, count in on_adapters.items()
         },
         rejected=totals.increase("admission_rejections_total"),
         prompt_tokens=mean(totals.histogram("request_prompt_tokens")),

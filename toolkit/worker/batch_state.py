@@ -1,6 +1,5 @@
 """Running requests on the device, one stable row each."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,6 @@ class BatchState:
         self.sampling = SamplingState(num_rows, device, processors)
         self.adapters = np.zeros(num_rows, np.int32)
         """Slot of each row's LoRA adapter."""
-        self.adapter_slots: Mapping[str, int] = {"": 0}
 
     def apply(self, step: SchedulerOutput) -> None:
         """Apply a step's new rows, new blocks, and tokens sampled elsewhere."""
@@ -57,7 +55,7 @@ class BatchState:
         self.block_table[new.row, : len(new.blocks)] = torch.tensor(new.blocks, dtype=torch.int32)
         self.sampling.set(new.row, new.spec, new.seed)
         self.sampling.load([new.row])
-        self.adapters[new.row] = self.adapter_slots[new.spec.adapter]
+        self.adapters[new.row] = new.adapter
 
     def inputs(self, step: SchedulerOutput) -> tuple[torch.Tensor, AttentionBatch]:
         """Return a step's token ids [num_tokens] and attention batch."""

@@ -6,6 +6,7 @@ import msgspec
 
 from toolkit.plugins import Plugin
 from toolkit.pooling.settings import PoolingInfo
+from toolkit.sequence import Adapter
 
 Report = Callable[[str, float], None]  # called with the name and the seconds of a start-up phase
 
@@ -33,7 +34,8 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     chunks_prompts: bool = True  # A prompt can be computed in several steps
     pooling: PoolingInfo | None = None  # set if prompts can be pooled
     logits_processors: list[Plugin] = []  # that requests may ask for
-    adapters: list[str] = []  # names of LoRA adapters
+    adapters: list[Adapter] = []  # of --lora-modules
+    max_lora_rank: int = 0  # 0: requests cannot have adapters
 
     @property
     def token_bytes(self) -> float:

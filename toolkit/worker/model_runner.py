@@ -98,6 +98,9 @@ class ModelRunner:
         """Launch a step, after its cache copies."""
         self.cache.copy_out(step.swap_out)
         self.cache.copy_in(step.swap_in)
+        if self.adapters is not None:
+            for slot, key in step.adapters:
+                self.adapters.place(slot, key)
         self.state.apply(step)
         if self.pooling is not None:
             self.pooling.apply(step)

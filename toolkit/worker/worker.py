@@ -7,8 +7,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -26,6 +27,8 @@ from toolkit.hardware.graph_capture import empty_cache
 from toolkit.kernels import cpu
 from toolkit.kernels.table import kernels_for
 from toolkit.lora.adapters import Adapters
+from toolkit.lora.files import find_adapter
+from toolkit.lora.peft import read_config
 from toolkit.models.build import build_model, choose_dtype, load_config
 from toolkit.models.cache_scale import scale_cache
 from toolkit.models.decoder import Decoder
@@ -36,6 +39,7 @@ from toolkit.pooling import heads
 from toolkit.pooling.settings import has_pooling
 from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded, load_processors
 from toolkit.scheduler import SchedulerOutput
+from toolkit.sequence import Adapter
 from toolkit.weights.loader import find_weights
 from toolkit.weights.quantization import require
 from toolkit.worker import memory_budget
@@ -48,11 +52,13 @@ from toolkit.worker.info import Report, WorkerInfo
 from toolkit.worker.kv_cache import KVCache, cache_layout, choose_cache_dtype
 from toolkit.worker.loading import Fill, Loading
 from toolkit.worker.model_runner import ModelRunner, PendingOutput
+from toolkit.worker.operations import LoadAdapter, Operation
 from toolkit.worker.warm_up import WarmUp
 
 logger = logging.getLogger(__name__)
 
 
+LEAST_MAX_RANK = 16  # that adapters may have without --max-lora-rank
 ABORT_TIMEOUT = 20.0  # seconds to wait for another thread that disconnects from the ranks
 
 
@@ -146,9 +152,9 @@ class Worker:
             self._make_cache(model, device, dtype, max_model_len, loaded)
         if self._adapters is not None:
             self.runner.adapters = self._adapters
-            names = enumerate(self.config.lora.adapters, 1)
-            self.runner.state.adapter_slots = {"": 0} | {name: slot for slot, name in names}
-            self.info.adapters = list(self.config.lora.adapters)
+            self.info.max_lora_rank = self._adapters.max_rank
+            with phases("adapters"):
+                self.info.adapters = self._read_adapters(self._adapters)
         self._add_pooling(model, model_config, device)
         if isinstance(self.runner, CudaRunner) and self.runner.policy.captures:
             advice = "lower --gpu-memory-utilization or --kv-cache-memory, or use --enforce-eager"
@@ -343,9 +349,9 @@ class Worker:
         everything = (
             sketch if self.stage is SINGLE_STAGE else build(torch.device("meta"), 1, SINGLE_STAGE)
         )
-        if self.config.lora.adapters:
+        if self.config.lora.is_enabled:
             self._require_adapters(model, device)
-            self._adapters = Adapters(model, everything, self.config.lora.max_lora_rank)
+            self._adapters = Adapters(model, everything, self._max_lora_rank())
         given = self.config.model
         fill = find_weights(model, self.folder, given.load_format, given.seed, everything.slots())
         if device.type == "cuda" and self.world.size == 1:
@@ -357,14 +363,43 @@ class Worker:
         if device.type == "cpu":
             del fill  # refers to the unpacked weights
             model.pack_weights()
-            if self._adapters is not None:
-                for slot, (name, adapter) in enumerate(self.config.lora.adapters.items(), 1):
-                    self._adapters.place(slot, self._adapters.read(name, adapter))
             if isinstance(model, CausalLM) and (self.config.device.enforce_eager or self._adapters):
                 model.disable_recording()
             memory.trim_heap()
             self._weight_bytes = model.nbytes
         return model
+
+    def operate(self, operation: Operation) -> Future[None]:
+        """Do an operation. Between steps; the next ones may run before the result is there."""
+        assert self._adapters is not None, "no operation without adapters"
+        if isinstance(operation, LoadAdapter):
+            return self._reader.submit(self._adapters.read, operation.adapter)
+        self._adapters.forget(operation.adapter)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @cached_property
+    def _reader(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "adapters")
+
+    def _max_lora_rank(self) -> int:
+        config = self.config.lora
+        found = [find_adapter(name, Path(path)) for name, path in config.adapters.items()]
+        ranks = [read_config(one.name, Path(one.folder)).highest_rank for one in found]
+        return config.max_lora_rank or max(LEAST_MAX_RANK, *ranks, 1)
+
+    def _read_adapters(self, adapters: Adapters) -> list[Adapter]:
+        """Read --lora-modules and return them. The first of them stay in memory."""
+        config = self.config.lora
+        found: list[Adapter] = []
+        for name, path in config.adapters.items():
+            adapter = find_adapter(name, Path(path))
+            adapters.read(adapter)
+            if len(found) >= config.num_in_memory:
+                adapters.forget(adapter)
+            found.append(adapter)
+        return found
 
     def _require_adapters(self, model: Model, device: torch.device) -> None:
         """Raise ConfigError if the model cannot have adapters here."""

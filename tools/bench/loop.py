@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from statistics import fmean, median
 from typing import Any, ParamSpec, TypeVar
 
@@ -29,6 +30,7 @@ from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import ModelOutput, SchedulerOutput
 from toolkit.text.tokenizer import load_tokenizer
 from toolkit.worker import WorkerInfo
+from toolkit.worker.operations import Operation
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -70,6 +72,9 @@ class RandomTokens(Executor):
         count = int(np.count_nonzero(step.samples))
         start = step.step * 97 % (len(self._tokens) - count)
         return _Completed(ModelOutput(step.step, self._tokens[start : start + count]))
+
+    def operate(self, operation: Operation) -> Future[None]:
+        raise NotImplementedError
 
     def collective(self, method: str, *args: Any) -> list[Any]:
         return []

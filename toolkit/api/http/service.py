@@ -13,6 +13,7 @@ from toolkit.config import ServerConfig
 from toolkit.engine.async_llm import AsyncLLM
 from toolkit.errors import ModelNotFoundError
 from toolkit.metrics.shared import SharedReading
+from toolkit.sequence import Adapter
 from toolkit.text.template_pool import TemplatePool
 
 
@@ -29,8 +30,8 @@ class Service:
     templates: TemplatePool = field(default_factory=TemplatePool)
 
     plugins: FrontEndPlugins = field(default_factory=FrontEndPlugins)
-    adapter: str = ""
-    """Name of the LoRA adapter that a request names as its model."""
+    adapter: Adapter | None = None
+    """The LoRA adapter that a request names as its model."""
     base_name: str = ""  # of the model, if there is an adapter
     metrics: SharedReading[bytes] = field(init=False)
     """Metrics of all processes in Prometheus' text format."""
@@ -47,10 +48,13 @@ class Service:
 
     def with_adapter(self, name: str | None) -> "Service":
         """Return the service as a request sees it that names this model."""
-        if name is None or name in self.model_names or name not in self.engine.info.adapters:
+        if name is None or name in self.model_names:
+            return self
+        adapter = self.engine.adapters.find(name)
+        if adapter is None:
             return self
         own = copy(self)
-        own.adapter, own.base_name, own.model_names = name, self.model_name, (name,)
+        own.adapter, own.base_name, own.model_names = adapter, self.model_name, (name,)
         return own
 
     def check_model(self, name: str | None) -> None:
@@ -58,9 +62,11 @@ class Service:
 
         Without --served-model-name, MODEL as given is a name, too."""
         as_given = () if self.config.served_model_name else (self.engine.config.model.model,)
-        adapters = self.engine.info.adapters
-        if name and name not in (*self.model_names, *adapters, *as_given):
-            served = ", ".join(map(repr, (*self.model_names, *adapters)))
+        if not name or name in (*self.model_names, *as_given):
+            return
+        adapters = self.engine.adapters
+        if adapters.find(name) is None:
+            served = ", ".join(map(repr, (*self.model_names, *adapters.names)))
             raise ModelNotFoundError(
                 f"The model {name!r} is not served here. Served: {served}.",
                 param="model",

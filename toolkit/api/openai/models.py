@@ -17,7 +17,7 @@ router = APIRouter()
 async def list_models(request: Request) -> Response:
     """List the served model, once for each of its names, and its adapters."""
     service: Service = request.app.state.service
-    names = (*service.model_names, *service.engine.info.adapters)
+    names = (*service.model_names, *service.engine.adapters.names)
     cards = ModelList([_card(service, name) for name in names])
     return Response(msgspec.json.encode(cards), media_type="application/json")
 
@@ -31,25 +31,25 @@ async def get_model(model: str, request: Request) -> Response:
         return await list_models(request)
     service: Service = request.app.state.service
     service.check_model(model)
-    adapters = service.engine.info.adapters
-    name = model if model in (*service.model_names, *adapters) else service.model_name
+    is_name = model in service.model_names or service.engine.adapters.find(model) is not None
+    name = model if is_name else service.model_name
     return Response(msgspec.json.encode(_card(service, name)), media_type="application/json")
 
 
 def _card(service: Service, name: str) -> ModelCard:
     info, config = service.engine.info, service.engine.config
-    is_adapter = name not in service.model_names
-    folder = config.lora.adapters[name] if is_adapter else config.model.model
+    adapter = None if name in service.model_names else service.engine.adapters.find(name)
+    folder = config.model.model if adapter is None else adapter.folder
     return ModelCard(
         name,
         service.created,
         info.max_model_len,
-        ["generate"] if is_adapter else info.tasks,
+        info.tasks if adapter is None else ["generate"],
         root=str(folder or service.model_name),
         permission=[
             ModelPermission(
                 f"modelperm-{uuid.uuid5(uuid.NAMESPACE_OID, name).hex}", service.created
             )
         ],
-        parent=service.model_name if is_adapter else None,
+        parent=None if adapter is None else service.model_name,
     )

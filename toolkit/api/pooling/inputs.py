@@ -49,9 +49,9 @@ class PoolingJob:
     """Prompts of one HTTP request."""
 
     def __init__(self, service: Service, request: Request, prefix: str, priority: int) -> None:
-        if service.adapter:
+        if service.adapter is not None:
             raise InvalidRequestError(
-                f"{service.adapter!r} is an adapter, and adapters do not pool. Use "
+                f"{service.adapter.name!r} is an adapter, and adapters do not pool. Use "
                 f"{service.base_name!r}.",
                 param="model",
             )

@@ -20,6 +20,7 @@ from toolkit.engine.messages import (
     EngineOutputs,
     Failed,
     FromCore,
+    OperationResult,
     Ping,
     Pong,
     PrefixCacheCleared,
@@ -41,7 +42,14 @@ GRACE = 5.0
 STOP_TIMEOUT = 10.0  # seconds for the core to exit after a Stop
 
 CoreMessage = (
-    EngineOutputs | RequestList | PrefixCacheCleared | StartupPhase | Ready | StepReport | Pong
+    EngineOutputs
+    | RequestList
+    | OperationResult
+    | PrefixCacheCleared
+    | StartupPhase
+    | Ready
+    | StepReport
+    | Pong
 )  # messages of a live core
 
 

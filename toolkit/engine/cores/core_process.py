@@ -24,6 +24,7 @@ from toolkit.engine.messages import (
     Failed,
     FromCore,
     ListRequests,
+    Operate,
     Ping,
     Pong,
     PrefixCacheCleared,
@@ -114,6 +115,8 @@ class CoreProcess:
             self._core.launch()
             self._send_all(outputs)  # while the device is busy
             outputs = self._core.collect()
+            for client, result in self._core.pop_results():
+                self._send(result, client)
             if self._probing_clients:
                 self._report_steps(outputs)
             if not self._core.has_work:
@@ -148,6 +151,8 @@ class CoreProcess:
                 self._send_request_list(ended, message)
             elif isinstance(message, StepProbe):
                 self._probe_step(message.client)
+            elif isinstance(message, Operate):
+                self._core.operate(message)
             elif isinstance(message, Ping):
                 self._send(Pong())
             else:

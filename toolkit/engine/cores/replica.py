@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from typing import Any
 
 from toolkit.engine.cores.core_client import CoreLink
 from toolkit.engine.cores.revival import CoreRestarter
@@ -11,21 +12,25 @@ from toolkit.engine.messages import (
     EndRequests,
     EngineOutputs,
     ListRequests,
+    Operate,
+    OperationResult,
     RequestList,
     StepProbe,
     StepReport,
     ToCore,
 )
 from toolkit.engine.observation import observe_gauges
-from toolkit.errors import EngineDeadError, ServerUnavailableError
+from toolkit.errors import EngineDeadError, InvalidRequestError, ServerUnavailableError
 from toolkit.metrics import Metrics
 from toolkit.scheduler.stats import EngineStats
 from toolkit.worker import WorkerInfo
+from toolkit.worker.operations import Operation
 
 STEP_MAX_AGE = 1.0  # seconds for which a completed step proves that the core is healthy
 PROBE_TIMEOUT = 5.0  # seconds within which a healthy core runs a requested step
 MAX_FAILURES = 3  # consecutive failed requests after which a core is avoided
 QUERY_TIMEOUT = 10.0  # seconds to answer a query; the core reads queries between steps
+OPERATION_TIMEOUT = 120.0  # seconds for an operation, which may read a large file
 
 Query = Callable[[int, int], ListRequests | EndRequests]
 """Builds the query from the client and the ticket that the answer will carry."""
@@ -52,7 +57,7 @@ class Replica:
         self._num_failures, self._failed_at = 0, 0.0
         """Consecutive failed requests, time of the latest."""
         self._num_queries = 0
-        self._queries: dict[int, asyncio.Future[RequestList]] = {}  # pending queries by ticket
+        self._queries: dict[int, asyncio.Future[Any]] = {}  # pending queries by ticket
 
     @property
     def has_core(self) -> bool:
@@ -78,7 +83,7 @@ class Replica:
         self.is_running = False
         if self.reader is not None and self.restarter is None:
             self.reader.cancel()
-        self.stats = EngineStats()
+        self.stats = EngineStats(adapters={})
         observe_gauges(self.metrics, self.stats)
         self._step_reported.set()
         for asking in self._queries.values():
@@ -92,7 +97,7 @@ class Replica:
 
     def handle(self, message: object) -> None:
         """Handle a message other than EngineOutputs."""
-        if isinstance(message, RequestList):
+        if isinstance(message, RequestList | OperationResult):
             asking = self._queries.pop(message.ticket, None)
             if asking is not None and not asking.done():
                 asking.set_result(message)
@@ -139,15 +144,29 @@ class Replica:
 
     async def query(self, query: Query) -> RequestList:
         """Send a query and return the answer. Raises ServerUnavailableError after QUERY_TIMEOUT."""
+        answer: RequestList = await self._ask(query, QUERY_TIMEOUT)
+        return answer
+
+    async def operate(self, operation: Operation) -> None:
+        """Have an operation done, and wait for it.
+
+        Raises InvalidRequestError if it fails, ServerUnavailableError after OPERATION_TIMEOUT."""
+        answer: OperationResult = await self._ask(
+            lambda client, ticket: Operate(operation, client, ticket), OPERATION_TIMEOUT
+        )
+        if answer.error:
+            raise InvalidRequestError(answer.error)
+
+    async def _ask(self, ask: Callable[[int, int], ToCore], timeout: float) -> Any:
         self._num_queries += 1
         ticket = self._num_queries
         answer = self._queries[ticket] = asyncio.get_running_loop().create_future()
-        self.link.send(query(self.link.client, ticket))
+        self.link.send(ask(self.link.client, ticket))
         try:
-            return await asyncio.wait_for(answer, QUERY_TIMEOUT)
+            return await asyncio.wait_for(answer, timeout)
         except TimeoutError:
             raise ServerUnavailableError(
-                f"{self.name.capitalize()} has not answered for {QUERY_TIMEOUT:g} s."
+                f"{self.name.capitalize()} has not answered for {timeout:g} s."
             ) from None
         finally:
             self._queries.pop(ticket, None)

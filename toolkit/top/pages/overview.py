@@ -2,7 +2,15 @@
 
 from toolkit.top import wording
 from toolkit.top.drawing.draw import bar, chart, sparkline, time_axis, usage_style
-from toolkit.top.drawing.paint import Block, Line, heading, side_by_side, split_width, spread
+from toolkit.top.drawing.paint import (
+    Block,
+    Line,
+    cut_middle,
+    heading,
+    side_by_side,
+    split_width,
+    spread,
+)
 from toolkit.top.pages.page import Page
 from toolkit.top.readings.server import Point
 from toolkit.top.state import State
@@ -92,7 +100,7 @@ def _facts(view: View, width: int) -> Block:
     if view.gpu_utilization is not None or view.gpu_power is not None:
         panels.append(_gpu)
     panels += [_steps, _processes] if view.cpu_cores else [_steps]
-    panels.append(_finished)
+    panels.append(_adapters if view.adapters else _finished)
     fitting = max(1, min(len(panels), (width + 2) // (MIN_PANEL + 2)))
     widths = split_width(width, fitting)
     return side_by_side(
@@ -227,6 +235,25 @@ def _finished(view: View, width: int) -> Block:
             for name, n in rows
         ),
     )
+
+
+def _adapters(view: View, width: int) -> Block:
+    """Draw the adapters with the most requests. The last line counts the others."""
+    rows = sorted(view.adapters.items(), key=lambda one: (-sum(one[1]), one[0]))
+    shown = rows if len(rows) < FACTS_HEIGHT else rows[: FACTS_HEIGHT - 2]
+    size = max(0, width - 16)
+    lines: Block = [
+        [
+            (f"{cut_middle(name, size):<{size}}", ""),
+            (f"{wording.count(running):>6}", "value"),
+            (" run ", "dim"),
+            (f"+{wording.count(waiting)}" if waiting else "", "warn"),
+        ]
+        for name, (running, waiting) in shown
+    ]
+    if len(rows) > len(shown):
+        lines.append([(f"and {len(rows) - len(shown)} more in memory", "dim")])
+    return [heading("Adapters", width), *lines]
 
 
 def _latencies(view: View, width: int) -> Block:

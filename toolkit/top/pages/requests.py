@@ -40,14 +40,17 @@ class RequestRow:
         return self.request.id
 
 
-def columns(*, several: bool) -> list[Column[RequestRow]]:
-    """Return the columns of the table, with the server if there are several."""
+def columns(*, several: bool, adapters: bool = False) -> list[Column[RequestRow]]:
+    """Return the columns of the table, with the server or the adapter if there are several."""
     server: Column[RequestRow] = text_column(
         "server",
         9,
         lambda row: row.server.name,
         most=24,
         draw=lambda row, width: [(cut_middle(row.server.name, width), "")],
+    )
+    adapter: Column[RequestRow] = text_column(
+        "adapter", 9, lambda row: row.request.adapter, spare=3, most=24
     )
     return [
         text_column("id", 10, lambda row: row.short_id, most=46),
@@ -71,6 +74,7 @@ def columns(*, several: bool) -> list[Column[RequestRow]]:
         _count("blocks", 6, "num_blocks", spare=3),
         _count("pre", 4, "num_preemptions", spare=2),
         _count("prio", 4, "priority", spare=4),
+        *([adapter] if adapters else []),
         text_column("client", 11, lambda row: row.request.origin, spare=1, most=28),
         Column(
             "cached, prompt, output",
@@ -112,24 +116,27 @@ class RequestsPage(Page):
     needs_requests = True
 
     def __init__(self, *, several: bool) -> None:
+        self._several = several
         self.listing: Listing[RequestRow] = Listing(
             columns(several=several),
             lambda row: row.name,
             lambda row: (
-                f"{row.request.id} {row.request.state} {row.request.origin} {row.server.name}"
+                f"{row.request.id} {row.request.state} {row.request.origin} {row.request.adapter} "
+                f"{row.server.name}"
             ),
             sort="age",
             empty="No live requests.",
         )
 
     def show(self, state: State) -> None:
-        self.listing.show(
-            [
-                RequestRow(server, request)
-                for server in state.shown_servers
-                for request in server.requests or ()
-            ]
-        )
+        rows = [
+            RequestRow(server, request)
+            for server in state.shown_servers
+            for request in server.requests or ()
+        ]
+        has_adapters = any(row.request.adapter for row in rows)
+        self.listing.columns = columns(several=self._several, adapters=has_adapters)
+        self.listing.show(rows)
         self.keys = (
             KEYS if any(server.requests is not None for server in state.shown_servers) else ()
         )

@@ -40,6 +40,8 @@ PARTS = {
     "process_resident_memory_bytes": "process",
     "gpu_utilization_perc": "gpu",
     "gpu_power_watts": "gpu",
+    "lora_requests_running": "lora_name",
+    "lora_requests_waiting": "lora_name",
 }  # metrics that are also read by label
 INFOS = {"build_info", "config_info", "cache_config_info"}
 RENAMED = {

@@ -31,6 +31,7 @@ class LiveRequest(msgspec.Struct):
     priority: int = 0
     origin: str = ""
     n: int = 1
+    adapter: str = ""
 
 
 class Reading(msgspec.Struct, omit_defaults=True):

@@ -1,0 +1,164 @@
+"""Adapters that are read when requests need them, and dropped for others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.lora.conftest import COUNT, CPU, PROMPT, Adapter, engine, generate, tokens
+from toolkit import LLM, AsyncLLM, LoRARequest, SamplingParams
+from toolkit.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    InvalidRequestError,
+    ModelNotFoundError,
+)
+
+NAMES = ("attention", "all", "patterns", "rslora")  # of one base model
+PARAMS = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, detokenize=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_loras": 1, "max_cpu_loras": 1},
+        {"max_loras": 2, "max_cpu_loras": 3, "max_num_batched_tokens": 7},
+        {"max_loras": 1, "tensor_parallel_size": 2, "num_threads": 1, "max_cpu_loras": 2},
+        {"max_loras": 2, "pipeline_parallel_size": 2, "num_threads": 1, "max_cpu_loras": 2},
+    ],
+    ids=str,
+)
+def test_more_adapters_than_fit_take_turns(adapter, checkpoint, settings):
+    adapters: dict[str, Adapter] = {name: adapter(name) for name in NAMES}
+    folders = {name: one.folder for name, one in adapters.items()}
+    llm = engine(checkpoint("llama3-gqa"), folders, **settings)
+    names = [*NAMES, "", *NAMES[::-1]]
+    given = tokens(generate(llm, [PROMPT] * len(names), names))
+    kept = llm._core._adapters._adapters
+    assert len(kept) <= settings["max_cpu_loras"]
+    llm.shutdown()
+    expected = {name: one.greedy(PROMPT, COUNT) for name, one in adapters.items()}
+    assert given[:4] == given[:4:-1] == [expected[name] for name in NAMES]
+    assert given[4] not in given[:4]
+
+
+def test_requests_bring_folders(adapter, checkpoint, tmp_path):
+    """A changed file is another revision, and what it was read for is not mixed up."""
+    first, second = adapter("attention"), adapter("all")
+    folder = tmp_path / "mine"
+    shutil.copytree(first.folder, folder)
+    llm = LLM(str(checkpoint(first.base)), enable_lora=True, block_size=4, **CPU)
+    request = LoRARequest("mine", 1, str(folder))
+    prompts = [{"prompt_token_ids": PROMPT}]
+    answers = [llm.generate(prompts, PARAMS, lora_request=request)[0]]
+    replace(folder, second.folder)
+    answers.append(llm.generate(prompts, PARAMS, lora_request=request)[0])
+    answers.append(llm.generate(prompts, PARAMS, lora_request=LoRARequest("mine"))[0])
+    assert tokens(answers) == [one.greedy(PROMPT, COUNT) for one in (first, second, second)]
+    assert [one.num_cached_tokens for one in answers] == [0, 0, 8]
+    replace(folder, first.folder)
+    llm._core._adapters._adapters.clear()  # as in a core that has started again
+    llm._core._adapters._places.clear()
+    with pytest.raises(EngineError, match=r"its files have changed since it was loaded"):
+        llm.generate(prompts, PARAMS, lora_request=LoRARequest("mine"))
+    missing = LoRARequest("none", 1, str(tmp_path / "none"))
+    with pytest.raises(InvalidRequestError, match=r"no adapter_config\.json"):
+        llm.generate(prompts, PARAMS, lora_request=missing)
+    with pytest.raises(EngineError, match=r"its rank is 99\. Start with --max-lora-rank 99"):
+        llm.generate(prompts, PARAMS, lora_request=with_rank(folder, 99))
+    base = llm.generate(prompts, PARAMS)[0]
+    assert base.outputs[0].token_ids not in tokens(answers)
+    llm.shutdown()
+
+
+def replace(folder: Path, other: Path) -> None:
+    for file in other.iterdir():
+        shutil.copy(file, folder)
+        os.utime(folder / file.name)
+
+
+def with_rank(folder: Path, rank: int) -> LoRARequest:
+    other = folder.with_name(f"rank{rank}")
+    shutil.copytree(folder, other)
+    config = other / "adapter_config.json"
+    config.write_text(config.read_text().replace('"r": 8', f'"r": {rank}'))
+    return LoRARequest("high", 2, str(other))
+
+
+def test_adapters_must_be_enabled(adapter, checkpoint):
+    one = adapter("attention")
+    llm = LLM(str(checkpoint(one.base)), **CPU)
+    with pytest.raises(InvalidRequestError, match="Set enable_lora=True"):
+        generate(llm, [PROMPT], ["mine"])
+    llm.shutdown()
+
+
+async def test_loading_is_done_on_every_core_or_on_none(adapter, checkpoint, tmp_path):
+    one, other = adapter("attention"), adapter("all")
+    (tmp_path / "dir").mkdir()
+    shutil.copytree(one.folder, tmp_path / "dir" / "good")
+    shutil.copytree(one.folder, tmp_path / "outside")
+    settings = {
+        "lora_modules": [f"first={other.folder}"],
+        "lora_dir": str(tmp_path / "dir"),
+        "data_parallel_size": 2,
+        "num_threads": 1,
+        "kv_cache_memory": 0.05,
+    }
+    prompt = {"prompt_token_ids": PROMPT}
+    async with AsyncLLM(str(checkpoint(one.base)), **CPU | settings) as llm:
+
+        async def answer(name: str) -> list[int]:
+            stream = await llm.submit(prompt, PARAMS, adapter=llm.adapters.find(name))
+            return [token async for delta in stream for token in delta.token_ids]
+
+        loaded = await llm.load_adapter("new", "good")
+        assert llm.adapters.find("new") == loaded
+        assert llm.adapters.names == ["first", "new", "good"]
+        assert await answer("new") == await answer("good") == one.greedy(PROMPT, COUNT)
+        assert await answer("first") == other.greedy(PROMPT, COUNT)
+        for path, says in (
+            (tmp_path / "outside", "must be inside"),
+            ("../outside", "must be inside"),
+        ):
+            with pytest.raises(InvalidRequestError, match=says):
+                await llm.load_adapter("bad", str(path))
+        with pytest.raises(ModelNotFoundError, match=r"no adapter_config\.json"):
+            await llm.load_adapter("bad", "absent")
+        broken = tmp_path / "dir" / "broken"
+        shutil.copytree(one.folder, broken)
+        (broken / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{")
+        with pytest.raises(InvalidRequestError, match="cannot be read"):
+            await llm.load_adapter("new", "broken")
+        assert llm.adapters.find("new") == loaded
+        streams = [
+            await llm.submit(prompt, PARAMS, adapter=llm.adapters.find("new")) for _ in range(3)
+        ]
+        assert llm.unload_adapter("new") == loaded
+        assert llm.adapters.find("new") is None
+        assert llm.unload_adapter("new") is None
+        for stream in streams:  # they keep the adapter that they began with
+            given = [token async for delta in stream for token in delta.token_ids]
+            assert given == one.greedy(PROMPT, COUNT)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"max_loras": 4, "max_cpu_loras": 2}, "less than --max-loras"),
+        ({"lora_modules": ['{"name": "a"}']}, "no adapter in JSON.*missing required field `path`"),
+        (
+            {"lora_modules": ['{"name": "a", "path": "none"}']},
+            "adapter 'a': There is no model none",
+        ),
+        ({"lora_modules": ["a=./none"]}, "no adapter_config.json"),
+    ],
+    ids=str,
+)
+def test_unusable_settings_are_refused(checkpoint, settings, says):
+    with pytest.raises((ConfigError, CheckpointError, ModelNotFoundError), match=says):
+        LLM(str(checkpoint("llama3-gqa")), **CPU | settings)
