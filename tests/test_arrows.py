@@ -81,7 +81,7 @@ ARROWS = {
     },
     "api": {"engine", "hardware", "sampling", "text"},
     "serving": {"api", "engine", "sampling", "scheduler", "text", "worker"},
-    "inventory": {"demo", "gguf", "hardware", "hub", "models", "pooling", "weights"},
+    "inventory": {"demo", "gguf", "hardware", "hub", "lora", "models", "pooling", "weights"},
     "doctor": {"hardware", "inventory", "kernels", "models", "text"},
     "verify": {
         "engine",

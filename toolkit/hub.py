@@ -39,6 +39,11 @@ def locate(model: str | None, revision: str | None = None) -> Path:
         if file is not None:
             return folder / file
         if not (folder / "config.json").is_file():
+            if (folder / "adapter_config.json").is_file():
+                raise CheckpointError(
+                    f"{folder} is a LoRA adapter. Serve its base model with it: tk serve BASE "
+                    f"--lora-modules {folder.name}={folder}"
+                )
             found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
             raise CheckpointError(
                 f"{folder} is not a model folder: it has no config.json (it has {found})."

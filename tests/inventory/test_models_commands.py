@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -334,6 +335,19 @@ class TestModels:
             assert (rows[name]["parameters"], rows[name]["context"]) == (3_814_912, 512)
         assert rows["broken"]["fits"] == "not run"
         assert "cannot be read" in rows["broken"]["problem"]
+
+    def test_adapters_are_listed_with_their_base_and_not_served_alone(self, tk, tmp_path):
+        adapter = tmp_path / "here" / "sql"
+        adapter.mkdir()
+        config = {"peft_type": "LORA", "base_model_name_or_path": "org/tiny"}
+        (adapter / "adapter_config.json").write_text(json.dumps(config))
+        rows = {row["name"]: row for row in json.loads(tk("models", "--json").stdout)}
+        assert rows["sql"]["adapter_of"] == "org/tiny"
+        assert rows["tk-demo"]["adapter_of"] is None
+        assert re.search(r"^sql +adapter .* of org/tiny$", tk("models").stdout, re.MULTILINE)
+        served = tk("serve", "./sql")
+        assert served.returncode == 2
+        assert "--lora-modules sql=" in served.stderr
 
     def test_model_that_was_only_described_is_not_listed(self, hub, tk):
         assert tk("show", "org/tiny").returncode == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,6 +33,8 @@ from toolkit.top.drawing.paint import (
     width_of,
     wrap,
 )
+from toolkit.top.pages.overview import overview
+from toolkit.top.view import View
 
 points = st.lists(st.one_of(st.none(), st.floats(0, 1e6)), max_size=40)
 lines = st.lists(st.tuples(st.text("ab 中文─é", max_size=12), st.just("")), max_size=5)
@@ -189,3 +193,17 @@ def test_table_scrolls_with_its_cursor():
     assert listing.current == "002"
     listing.point_at(0)  # the header
     assert listing.current == "002"
+
+
+def test_adapters_with_most_requests_are_shown():
+    counts = {"idle": (0.0, 0.0), "sql": (3.0, 2.0), "one": (1.0, 0.0)}
+    block = overview(View(adapters=counts), 200, 30)
+    lines = ["".join(text for text, _ in line) for line in block]
+    shown = [line for line in lines if re.search(r"\brun\b", line)]
+    assert [re.findall(r"(\w+) +(\d+) run (\+\d+)?", line)[0] for line in shown] == [
+        ("sql", "3", "+2"),
+        ("one", "1", ""),
+        ("idle", "0", ""),
+    ]
+    many = overview(View(adapters={f"a{i:02}": (0.0, 0.0) for i in range(9)}), 200, 30)
+    assert "and 6 more in memory" in "\n".join("".join(text for text, _ in line) for line in many)

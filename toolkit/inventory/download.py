@@ -57,12 +57,20 @@ def _exit_on_ctrl_c(name: str) -> Iterator[None]:
     repository, _ = split_name(name)
     blobs = Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}", "blobs")
 
-    def stop(number: int, frame: object) -> None:
+    def remove_partial_files() -> bool:
+        """Remove files that the library would not resume. Return whether there were any."""
+        found = False
         for partial in blobs.glob("*.incomplete"):
             with suppress(OSError):  # it may be complete by now, and renamed
                 if partial.stat().st_mtime >= began:
-                    partial.unlink()  # the library would not resume it
+                    partial.unlink()
+                    found = True
+        return found
+
+    def stop(number: int, frame: object) -> None:
         print("\nStopped. Complete files are kept.", file=sys.stderr, flush=True)
+        while remove_partial_files():  # the library's threads go on making files
+            pass
         os._exit(130)
 
     before = signal.signal(signal.SIGINT, stop)

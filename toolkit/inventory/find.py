@@ -11,6 +11,7 @@ from toolkit.errors import CheckpointError
 from toolkit.gguf.names import labels, models_in, split_name
 from toolkit.inventory.checkpoint import TYPES, Checkpoint, Tensor, read_folder
 from toolkit.inventory.remote_gguf import read_remote
+from toolkit.lora.files import CONFIG
 from toolkit.models.overrides import QUANTIZATION_FILE, add_quantization
 
 DEMO = "tk-demo"
@@ -25,16 +26,19 @@ class LocalModel:
     size: int  # bytes on disk, all revisions
     checkpoint: Checkpoint | None
     problem: str | None = None  # reason why it cannot be read or run
+    base: str | None = None  # model of which it is a LoRA adapter, or "?"
 
 
 def local_models(folders: list[Path]) -> Iterator[LocalModel]:
-    """Yield the demo model, models in `folders` and one level below, and cached models."""
+    """Yield the demo model, models and adapters in `folders` and one level below, cached ones."""
     from toolkit.demo import MODEL_DIR
 
     yield _read(DEMO, Path(MODEL_DIR))
     for folder in folders:
         for config in sorted((*folder.glob("config.json"), *folder.glob("*/config.json"))):
             yield _read(str(config.parent), config.parent)
+        for config in sorted((*folder.glob(CONFIG), *folder.glob(f"*/{CONFIG}"))):
+            yield _read_adapter(str(config.parent), config.parent)
         files = (*folder.glob("*.gguf"), *folder.glob("*/*.gguf"))
         for file in models_in(map(str, files)):
             yield _read(file, Path(file))
@@ -42,6 +46,8 @@ def local_models(folders: list[Path]) -> Iterator[LocalModel]:
         newest = max(repo.revisions, key=lambda revision: revision.last_modified)
         for file, label in labels(models_in(hub.gguf_files(newest.snapshot_path))).items():
             yield _read(f"{repo.repo_id}:{label}", newest.snapshot_path / file)
+        if (newest.snapshot_path / CONFIG).is_file():
+            yield _read_adapter(repo.repo_id, newest.snapshot_path)
         if (newest.snapshot_path / "config.json").is_file():
             model = _read(repo.repo_id, newest.snapshot_path, repo.size_on_disk)
             # Without weights: only its description was fetched, by tk show.
@@ -116,6 +122,16 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
             return Path(hf_hub_download(name, file, revision=revision)).read_text(errors="replace")
 
     return Checkpoint(name, raw, files, tensors, read=read)
+
+
+def _read_adapter(name: str, folder: Path) -> LocalModel:
+    size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+        base, problem = str(config["base_model_name_or_path"] or "?"), None
+    except (OSError, ValueError, TypeError, KeyError):
+        base, problem = "?", f"{CONFIG} does not name the base model"
+    return LocalModel(name, folder, size, None, problem, base)
 
 
 def _read(name: str, folder: Path, size: int | None = None) -> LocalModel:

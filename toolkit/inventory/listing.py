@@ -15,7 +15,9 @@ from toolkit.units import count, size
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """A model and whether it fits: yes, no, `up to N` tokens, `not run` or unknown."""
+    """A model and whether it fits: yes, no, `up to N` tokens, `not run` or unknown.
+
+    A LoRA adapter has `of BASE` instead."""
 
     model: LocalModel
     fits: str
@@ -31,6 +33,7 @@ class ModelRow:
             "dtype": checkpoint and checkpoint.stored_type,
             "context": checkpoint and checkpoint.context,
             "problem": self.model.problem,
+            "adapter_of": self.model.base,
             "fits": self.fits,
         }
 
@@ -58,6 +61,8 @@ def list_models(folders: list[Path], *, as_json: bool) -> None:
 
 def describe_fit(model: LocalModel, device: Device) -> str:
     """Return whether `tk serve MODEL` would run on the device, for the column FITS."""
+    if model.base is not None:
+        return f"of {model.base}"
     if model.checkpoint is None or model.problem is not None:
         return "not run"
     try:
@@ -84,7 +89,9 @@ def _print_table(rows: list[ModelRow]) -> None:
         color = (
             "green" if row.fits == "yes" else "yellow" if row.fits.startswith("up to") else "red"
         )
-        known = () if checkpoint is None else (
+        if model.base is not None:
+            color = ""
+        known = ("adapter", "-", "-") if model.base is not None else () if checkpoint is None else (
             checkpoint.kind,
             count(checkpoint.num_parameters) if checkpoint.num_parameters else "-",
             checkpoint.stored_type or "-",
