@@ -42,6 +42,7 @@ from toolkit.executor.rank_messages import (
 )
 from toolkit.executor.rank_progress import HEARTBEAT_INTERVAL
 from toolkit.hardware.parent import exit_with_parent
+from toolkit.imports import without_collection
 from toolkit.logs import flush_stderr
 
 if TYPE_CHECKING:
@@ -110,8 +111,9 @@ class RankProcess:
             begin.log.apply()
         threading.Thread(target=self._send_heartbeats, daemon=True, name="beat").start()
 
-        from toolkit.executor.rank_devices import report
-        from toolkit.worker.worker import Worker
+        with without_collection():
+            from toolkit.executor.rank_devices import report
+            from toolkit.worker.worker import Worker
 
         self._channel.send(RankStarted(begin.rank, report(begin.config.device.device, begin.rank)))
         rendezvous = begin.rendezvous if "://" in begin.rendezvous else Path(begin.rendezvous)

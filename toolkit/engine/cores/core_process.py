@@ -42,6 +42,7 @@ from toolkit.engine.messages import (
 from toolkit.errors import ToolkitError, WorkersLostError
 from toolkit.hardware.parent import exit_with_parent
 from toolkit.hub import locate_tokenizer
+from toolkit.imports import without_collection
 from toolkit.logs import flush_stderr
 from toolkit.sampling.params import PoolingParams, SamplingParams
 from toolkit.sequence import SequenceSpec
@@ -88,8 +89,9 @@ class CoreProcess:
         start = msgspec.msgpack.decode(self._inbox.recv(), type=StartCore)
         start.log.apply()
 
-        from toolkit.engine.core import EngineCore
-        from toolkit.executor import start_executor
+        with without_collection():
+            from toolkit.engine.core import EngineCore
+            from toolkit.executor import start_executor
 
         executor = start_executor(
             start.config,
