@@ -13,8 +13,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Several processes share the cores; threads that wait for each other would starve.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import contextlib
 import gc
+
+# Until all modules are imported: it would visit their growing number of objects again and again.
+gc.disable()
+
+import contextlib
 import logging
 import subprocess
 import sys
@@ -47,7 +51,16 @@ def triton_runs() -> bool:
     import triton.language as tl
     from triton.runtime.jit import JITFunction
 
-    return torch.cuda.is_available() or not isinstance(tl.sum, JITFunction)
+    if torch.cuda.is_available():
+        return True
+    is_interpreted = not isinstance(tl.sum, JITFunction)
+    if is_interpreted:
+        from tests import interpreter
+
+        interpreter.refuse_ranges_that_do_not_compile()
+        interpreter.patch_the_language_once_per_launch()
+        interpreter.look_types_up_once()
+    return is_interpreted
 
 
 @pytest.fixture(scope="session")
@@ -120,6 +133,13 @@ def isolated_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.startswith("TK_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Collect garbage from now on, except for the objects of modules and collected tests."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -23,21 +23,6 @@ def triton(triton_runs: bool) -> None:
         pytest.skip(
             "Triton was imported without its interpreter: these tests run in another process"
         )
-    _refuse_ranges_that_do_not_compile()
-
-
-def _refuse_ranges_that_do_not_compile() -> None:
-    """Let Triton's interpreter refuse ranges that its compiler refuses."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    make = InterpreterBuilder.create_make_range
-
-    def checked(self: object, ret_ty: object, start: int, stop: int) -> object:
-        if (stop - start).bit_count() != 1:
-            raise ValueError(f"arange({start}, {stop}): its length must be a power of two")
-        return make(self, ret_ty, start, stop)
-
-    InterpreterBuilder.create_make_range = checked
 
 
 @pytest.fixture(scope="session")
