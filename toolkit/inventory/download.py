@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,16 @@ def pull(name: str, revision: str | None) -> Path:
         ) from None
 
 
+_REMOVE_PARTIAL = """
+import os, sys
+for entry in os.scandir(sys.argv[1]) if os.path.isdir(sys.argv[1]) else ():
+    if entry.name.endswith(".incomplete") and entry.stat().st_mtime >= float(sys.argv[2]):
+        os.unlink(entry.path)
+sys.exit(130)
+"""
+"""Program that removes files that the library would not resume."""
+
+
 @contextmanager
 def _exit_on_ctrl_c(name: str) -> Iterator[None]:
     """Exit at once on Ctrl-C: the library would first finish all files that it has started."""
@@ -57,21 +67,12 @@ def _exit_on_ctrl_c(name: str) -> Iterator[None]:
     repository, _ = split_name(name)
     blobs = Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}", "blobs")
 
-    def remove_partial_files() -> bool:
-        """Remove files that the library would not resume. Return whether there were any."""
-        found = False
-        for partial in blobs.glob("*.incomplete"):
-            with suppress(OSError):  # it may be complete by now, and renamed
-                if partial.stat().st_mtime >= began:
-                    partial.unlink()
-                    found = True
-        return found
-
     def stop(number: int, frame: object) -> None:
         print("\nStopped. Complete files are kept.", file=sys.stderr, flush=True)
-        while remove_partial_files():  # the library's threads go on making files
-            pass
-        os._exit(130)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Another program in this process ends the library's threads, which go on making files.
+        arguments = (str(blobs), str(began))
+        os.execv(sys.executable, (sys.executable, "-I", "-S", "-c", _REMOVE_PARTIAL, *arguments))
 
     before = signal.signal(signal.SIGINT, stop)
     try:
